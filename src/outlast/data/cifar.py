@@ -28,11 +28,11 @@ TEST = "test_batch"
 META = "batches.meta"
 CLASSES = 10
 SHAPE = (3, 32, 32)
-"""Channels, rows, columns; a row of `data` is one image in this order."""
+"""Channels, rows, columns. A row of `data` is one image in this order."""
 
 
 class NotCifar(OutlastError):
-    """A directory does not hold CIFAR-10. A restart cannot help, hence the exit code."""
+    """A directory does not contain CIFAR-10. The exit code says that a restart cannot help."""
 
     exit_code = contract.Exit.MISCONFIGURED
 
@@ -57,23 +57,23 @@ class Images:
 
 
 def train(directory: Path) -> Images:
-    """The training images of the CIFAR-10 in `directory`, or in `cifar-10-batches-py` below it. Raises NotCifar."""
+    """The training images of the CIFAR-10 dataset in `directory`, or in `cifar-10-batches-py` below it. Raises NotCifar."""
     return read(directory, TRAIN)
 
 
 def test(directory: Path) -> Images:
-    """The held-out images. Raises NotCifar."""
+    """The held-out images of the same dataset. Raises NotCifar."""
     return read(directory, (TEST,))
 
 
 def write(directory: Path, file: str, x: NDArray[np.uint8], y: Sequence[int], title: str) -> None:
-    """Write one batch file of images `x` (n, 3, 32, 32) with labels `y`, as CIFAR-10's authors did."""
+    """Write a batch file of images `x` (n, 3, 32, 32) with labels `y`, in the format of CIFAR-10's authors."""
     rows = np.ascontiguousarray(x).reshape(len(x), -1)
     _dump(directory / file, {b"batch_label": title.encode(), b"labels": [int(i) for i in y], b"data": rows})
 
 
 def write_meta(directory: Path, names: Sequence[str], per_batch: int) -> None:
-    """Write `batches.meta`, the names of the ten classes."""
+    """Write `batches.meta`, which lists the names of the ten classes."""
     label_names = [name.encode() for name in names]
     _dump(directory / META, {b"num_cases_per_batch": per_batch, b"label_names": label_names, b"num_vis": 3072})
 
@@ -86,7 +86,7 @@ def _dump(path: Path, content: Mapping[bytes, Any]) -> None:
 
 
 def read(directory: Path, files: Sequence[str]) -> Images:
-    """The images of some batch files, in order. Raises NotCifar."""
+    """The images of the given batch files, in order. Raises NotCifar."""
     below = directory / "cifar-10-batches-py"  # the directory in the archive
     root = below if below.is_dir() and not (directory / META).exists() else directory
     if not root.is_dir():
@@ -144,7 +144,7 @@ class _Refused(Exception):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads numpy arrays, bytes, text, numbers, lists and dicts."""
+    """An unpickler that loads only numpy arrays, bytes, text, numbers, lists and dicts."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, encoding="bytes")  # the originals come from Python 2, whose str is bytes
@@ -158,7 +158,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _empty_array(*_: object) -> NDArray[np.uint8]:
-    """Replacement of numpy's `_reconstruct`; shape, type and bytes follow as the array's state, which numpy checks."""
+    """Replacement for numpy's `_reconstruct`; shape, type and bytes follow as the array's state, which numpy checks."""
     return np.empty(0, np.uint8)
 
 

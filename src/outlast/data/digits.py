@@ -1,7 +1,7 @@
 """scikit-learn's handwritten digits as CIFAR-10 batch files: real images for a first run, without a download.
 
-1,797 digits of 8×8 pixels in 16 shades (E. Alpaydin and C. Kaynak, 1998; part of scikit-learn's package) become 32×32×3 images,
-1,442 to train on and 355 held out, the same ones on every machine. `outlast data get digits --to DIR` calls `write`.
+1,797 digits of 8×8 pixels in 16 shades (E. Alpaydin and C. Kaynak, 1998; part of scikit-learn's package) become 32×32×3 images:
+1,442 to train on and 355 held out, the same images on every machine. `outlast data get digits --to DIR` calls `write`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Result of `write`; `str` gives the sentence to print."""
+    """Result of `write`. `str` returns the sentence to print."""
 
     directory: Path
     train: int
     test: int
     written: bool
-    """False when the digits existed already."""
+    """Whether the digits were written now; false if they existed already."""
 
     def __str__(self) -> str:
         verb = "wrote" if self.written else "already there:"
@@ -36,9 +36,9 @@ class Summary:
 
 
 def write(directory: Path | str) -> Summary:
-    """Write the digits to `directory`, all or nothing; does nothing if they exist.
+    """Write the digits to `directory`, all or nothing; do nothing if they exist.
 
-    Raises OutlastError when the directory holds something else or cannot be written, or scikit-learn is missing.
+    Raises OutlastError if the directory contains something else, if it cannot be written, or if scikit-learn is missing.
     """
     directory = Path(directory).absolute()
     try:
@@ -80,7 +80,7 @@ def _write(directory: Path) -> Summary:
 
 
 def _existing(directory: Path) -> Summary | None:
-    """The digits in `directory`, or None when it is missing or empty; raises OutlastError when it holds something else."""
+    """The digits in `directory`, or None if it is missing or empty. Raises OutlastError if it contains something else."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return None
     try:
@@ -93,7 +93,7 @@ def _existing(directory: Path) -> Summary | None:
 
 
 def _digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """All digits, (1797, 3, 32, 32) in 0 ... 255, and their labels."""
+    """All digits, (1797, 3, 32, 32) with values from 0 to 255, and their labels."""
     with importing("the data set of digits", "digits"):
         from sklearn.datasets import load_digits  # type: ignore[import-untyped, import-not-found, unused-ignore]
     small, y = load_digits(return_X_y=True)  # (1797, 64) in 0 ... 16, (1797,)
@@ -104,7 +104,7 @@ def _digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def _interpolation(n: int, m: int) -> NDArray[np.float64]:
-    """The matrix (m, n) that stretches a line of n pixels to m, bilinear between the pixels' centres."""
+    """The matrix (m, n) that stretches a line of n pixels to m pixels, bilinear between the pixels' centres."""
     centres = np.clip((np.arange(m) + 0.5) * n / m - 0.5, 0, n - 1)
     weights: NDArray[np.float64] = np.maximum(0, 1 - np.abs(centres[:, None] - np.arange(n)[None, :]))
     return weights

@@ -2,12 +2,12 @@
 
     path = Download(Remote(url, sha256=...), directory, ...).fetch()
 
-Until the file is whole, `directory` holds its beginning and `state.json`: its version, and how many bytes are on the disk. The
-rest is requested on condition that the version is still the same (If-Range); a file that has changed, or whose server sends no
-parts, is fetched from its beginning.
+While the file is incomplete, `directory` contains the part of it that has arrived, and `state.json` with the file's version and
+the number of bytes on the disk. The rest is requested on condition that the version is still the same (If-Range). If the file has
+changed, or the server sends no parts, the file is fetched again from its first byte.
 
-`fetch` returns when length and checksum are right, and raises otherwise. A file that came in parts and has a wrong checksum is
-fetched once more as a whole, since only a strong ETag proves that parts belong together.
+`fetch` returns once length and checksum are right, and raises an exception otherwise. A file that arrived in parts and has a
+wrong checksum is fetched once more as a whole, since only a strong ETag proves that parts belong together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outlast.data.http import Address, Answer, Away, OutOfRange, Version
 from outlast.data.place import Say
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that have arrived and the bytes in all; 0 when unknown."""
+"""Called with the number of bytes that have arrived and the total number of bytes, which is 0 if unknown."""
 
 _BUFFER = 1 << 18
 _READ = 1 << 20
@@ -40,7 +40,8 @@ _LARGE = 1 << 30
 _SAVE_S = 2.0
 """Interval at which the state is written: a kill loses the bytes that have arrived since the last write."""
 _BEGINNINGS = 4
-"""Attempts at a file that changes meanwhile, or that the server sends only as a whole."""
+"""Maximum number of times that a file is fetched from its first byte, because it changes meanwhile or because the server sends it
+only as a whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Remote:
 
     url: str
     size: int = 0
-    """Bytes; 0 when unknown."""
+    """Size in bytes; 0 if unknown."""
     sha256: str = ""
     md5: str = ""
     name: str = ""
@@ -62,7 +63,7 @@ class Remote:
 
     @property
     def shown(self) -> str:
-        """The URL for messages."""
+        """The URL as shown in messages."""
         return Address.parse(self.url).shown
 
     @property
@@ -73,14 +74,14 @@ class Remote:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to download. The numbers are arbitrary, and right for most networks."""
+    """How to download. The numbers are arbitrary, and suit most networks."""
 
     patience_s: float = 300.0
     """How long to retry without a byte arriving."""
     absent_s: float = 20.0
-    """The same while no server has answered at all: a wrong host name, no internet."""
+    """How long to retry while no server has answered at all: the host name is wrong, or there is no internet."""
     timeout_s: float = 60.0
-    """Longest silence of a connection."""
+    """How long a connection may be silent."""
 
 
 class _Changed(Exception):
@@ -105,10 +106,10 @@ class Download:
         self._state = directory / "state.json"
         self._say, self._progress, self._stop, self._options = say, progress, stop, options
         self._done = self._size = 0
-        """Bytes on the disk, and bytes of the whole file (0 if unknown)."""
+        """Number of bytes on the disk, and size of the whole file in bytes (0 if unknown)."""
         self._version = Version()
         self._parts = self._beginnings = 0
-        """Responses that the bytes on the disk came from, and responses that began at the first byte."""
+        """Number of responses that the bytes on the disk came from, and number of responses that began at the first byte."""
         self._whole = False
         """Whether the server's partial responses are unusable."""
         self._answered = False
@@ -118,7 +119,7 @@ class Download:
         self._complained = self._saved = -_COMPLAIN_S
 
     def fetch(self) -> Path:
-        """The whole file, checked. Raises OutlastError, Stopped, OSError."""
+        """Download the whole file and check it. Returns its path. Raises OutlastError, Stopped and OSError."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._resume()
         for left in reversed(range(_BEGINNINGS)):
@@ -159,11 +160,11 @@ class Download:
 
     @property
     def _identity(self) -> str:
-        """Identifies the file; only an earlier download of the same one is continued."""
+        """Identifies the file: an earlier download is continued only if it is of the same file."""
         return self._remote.sha256 or self._address.identity
 
     def _save(self, fd: int) -> None:
-        """Write the state after flushing the bytes that it counts."""
+        """Flush the bytes on the disk, then write the state that counts them."""
         os.fdatasync(fd)
         state = {"of": self._identity, "size": self._size, "etag": self._version.etag, "modified": self._version.modified}
         files.replace(self._state, json.dumps({**state, "done": self._done}), durable=True)
@@ -178,7 +179,7 @@ class Download:
     # The file
 
     def _all(self) -> None:
-        """Fetch the missing bytes, with retries. Raises _Changed, OutlastError, Stopped, OSError."""
+        """Fetch the missing bytes, with retries. Raises _Changed, OutlastError, Stopped and OSError."""
         self._arrived = time.monotonic()
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -200,7 +201,7 @@ class Download:
         return bool(self._size and not self._whole and (self._version.given or self._remote.checked))
 
     def _rest(self, fd: int) -> None:
-        """Fetch the missing bytes with one request. Raises Away when it ends too early."""
+        """Fetch the missing bytes with one request. Raises Away if the response ends too early."""
         first = self._done if self._resumable else 0
         if first and first == self._size:
             return
@@ -225,7 +226,8 @@ class Download:
             raise _Changed
 
     def _begin(self, fd: int, answer: Answer, first: int) -> None:
-        """Prepare for a response with the whole file. Raises OutlastError, also when a cut-off body could not be detected."""
+        """Prepare for a response with the whole file. Raises OutlastError, also if it would go unnoticed that the body was cut
+        off."""
         if not answer.bounded and not (self._remote.checked or self._remote.size):
             raise OutlastError(
                 f"{self._address.shown}: the server does not say how long the file is, so a part of it would look like the "
@@ -248,7 +250,8 @@ class Download:
             self._sized(answer.total)
 
     def _sized(self, size: int) -> None:
-        """Set the size. Raises OutlastError when it is not the published one, or the disk has no room."""
+        """Set the size of the file. Raises OutlastError if this is not the published size, or if the disk has too little
+        space."""
         if self._remote.size not in (0, size):
             self._forget()
             raise OutlastError(
@@ -261,7 +264,7 @@ class Download:
             raise OutlastError(f"{self._address.shown} needs {sizes}; make room there, or choose another directory")
 
     def _copy(self, fd: int, answer: Answer) -> None:
-        """Append the body of a response. Raises Away when it ends too early."""
+        """Append the body of a response. Raises Away if the body ends too early."""
         while answer.total is None or self._done < answer.total:
             if self._stop.is_set():
                 raise Stopped(_STOPPED)
@@ -280,7 +283,8 @@ class Download:
             raise Away(f"the connection ended at byte {self._done:,} of {answer.total:,}")
 
     def _retried(self, attempt: Callable[[], None]) -> None:
-        """Repeat an attempt until it succeeds, nothing has arrived for too long, or it began at the first byte too often."""
+        """Repeat `attempt` until it succeeds. Gives up if nothing has arrived for too long, or if the download began at the first
+        byte too often."""
         number = self._beginnings = 0
         while True:
             last = self._arrived
@@ -312,7 +316,7 @@ class Download:
 
 
 def mismatch(path: Path, remote: Remote, name: str, stop: threading.Event) -> str:
-    """Compare a file with its published size and checksum: a message when it differs, else "". Raises Stopped."""
+    """Compare a file with its published size and checksum. Returns a message if it differs, else "". Raises Stopped."""
     size = path.stat().st_size
     if remote.size not in (0, size):
         return f"{name} has {size:,} bytes and must have {remote.size:,}; it is not the file that is wanted, or it is damaged"

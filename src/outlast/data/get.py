@@ -1,10 +1,10 @@
-"""Get a dataset: download or make it, check it, unpack it, put it in place, mark it. Called by `outlast data get` and by the
-cache of a machine.
+"""Gets a dataset: downloads or makes it, checks it, unpacks it, puts it in place, and marks it complete. Called by `outlast data
+get` and by the cache of a machine.
 
     marker, written = get(registry.named("cifar10"), Path("data/cifar10"), How(say=print))
 
-If a call is killed at any point, the next one completes it. Nothing is unpacked before its checksum is right, nothing
-appears in the directory before all of it is unpacked, and the marker comes last.
+If a call is killed at any point, the next one completes it. A download is unpacked only after its checksum has been verified,
+nothing appears in the directory before everything is unpacked, and the marker is written last.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LIMITS = unpack.Limits(
     instead="unpack it by hand if it is what you want, and use the directory",
     again="the URL is not that of an archive, or the file is damaged where it comes from",
 )
-"""A bomb unpacks to thousands of times its size; images, text and numbers do not reach a hundred. ImageNet-21k has 14 million
-files."""
+"""Limits against decompression bombs, which unpack to thousands of times their size; images, text and numbers do not reach a
+hundred times. ImageNet-21k has 14 million files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class How:
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     options: Options = dataclasses.field(default_factory=Options)
     archive: Path | None = None
-    """A file that has been downloaded already, or a directory with several."""
+    """A file that has been downloaded already, or a directory with several such files."""
 
 
 def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
@@ -114,7 +114,7 @@ def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how:
 
 
 def _unpacked(remote: Remote, path: Path, tree: Path, stop: threading.Event, *, given: bool) -> None:
-    """Put what a download holds into the tree."""
+    """Put the contents of a download, unpacked, into `tree`."""
     kind, name = unpack.kind(remote.file), str(path) if given else remote.shown
     if kind in ("tar", "zip"):
         unpack.extract(path, tree, name=name, limits=LIMITS, kind=kind, stop=stop)
@@ -130,7 +130,7 @@ def _unpacked(remote: Remote, path: Path, tree: Path, stop: threading.Event, *, 
 
 
 def _given(dataset: Dataset, archive: Path) -> dict[Remote, Path]:
-    """Local paths of the files that were given instead of a download. Raises OutlastError when one is missing."""
+    """Local paths of the files that were given instead of a download. Raises OutlastError if one of them is missing."""
     if dataset.made:
         raise OutlastError(f"{dataset.name} needs no download; leave out --from")
     if len(dataset.remotes) == 1 and not archive.is_dir():

@@ -1,10 +1,10 @@
-"""One HTTP request for a file or a part of it; the only module here that knows Python's HTTP client.
+"""One HTTP request for a file or a part of it. No other module of `data` uses Python's HTTP client.
 
     with request(Address.parse(url), first=0, last=99, version=None, timeout_s=60) as answer:
         answer.total, answer.version, answer.first, answer.read(1 << 18)
 
 urllib follows redirects, uses the proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates, and needs
-no package. Errors are of two kinds: `Away`, where a retry may help, and OutlastError, where it cannot.
+no package. There are two kinds of errors: `Away`, where a retry may help, and OutlastError, where it cannot.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _REMEDY = {
 
 
 class Away(Exception):
-    """The server cannot be reached, or its answer is not usable; a retry may help."""
+    """The server cannot be reached, or its answer is unusable; a retry may help."""
 
     def __init__(self, reason: str, *, after_s: float = 0.0, answered: bool = True) -> None:
         super().__init__(reason)
         self.after_s = after_s
-        """Seconds to wait that the server asks for (`Retry-After`)."""
+        """Number of seconds that the server asks us to wait (`Retry-After`)."""
         self.answered = answered
         """Whether any server answered."""
 
@@ -56,11 +56,11 @@ class Address:
     url: str
     """The URL without login and fragment."""
     login: str = ""
-    """`Basic ...`, if the URL has a login; it is not sent on redirects."""
+    """`Basic ...`, if the URL has a login; the login is not sent on redirects."""
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Raises OutlastError for what is no http or https URL."""
+        """Parse a URL. Raises OutlastError for anything other than an http or https URL."""
         try:
             parts = urllib.parse.urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -79,17 +79,17 @@ class Address:
 
     @property
     def shown(self) -> str:
-        """The URL for messages: without the query, which may hold a signature."""
+        """The URL as shown in messages: without the query, which may contain a signature."""
         return self.url.partition("?")[0]
 
     @property
     def identity(self) -> str:
-        """The URL that identifies the file: without a query that holds a signature, which differs each time."""
+        """The URL that identifies the file: without a query that contains a signature, since signatures differ each time."""
         return url_logins.hidden(self.url)
 
     @property
     def name(self) -> str:
-        """The file's name; empty when the URL has none."""
+        """The file's name; empty if the URL has none."""
         name = urllib.parse.unquote(urllib.parse.urlsplit(self.url).path.rpartition("/")[2])
         return re.sub(r"[/\0]", "_", name) if name not in ("", ".", "..") else ""
 
@@ -108,7 +108,7 @@ class Version:
 
     @property
     def given(self) -> bool:
-        """Whether the server names versions at all."""
+        """Whether the server reports versions at all."""
         return bool(self.etag or self.modified)
 
     @property
@@ -122,27 +122,29 @@ class Answer:
     """The response of a server: the whole file, or a part of it."""
 
     part: bool
-    """True for the requested part, False for the whole file."""
+    """Whether this is the requested part; false for the whole file."""
     first: int
-    """The first byte of the part; 0 for the whole file."""
+    """Offset of the part's first byte; 0 for the whole file."""
     total: int | None
-    """Bytes of the whole file; None when the server does not say."""
+    """Size of the whole file in bytes; None if the server does not report it."""
     bounded: bool
-    """Whether the end of the body can be told from a broken connection."""
+    """Whether the end of the body can be distinguished from a broken connection."""
     version: Version
     encoding: str
-    """Content encoding that the server applied unasked, such as `gzip`; mostly empty."""
+    """Content encoding that the server applied without being asked to, such as `gzip`; usually empty."""
     _body: Any
 
     def read(self, most: int) -> bytes:
-        """The next bytes, as soon as there are any; empty at the end of the body, or where the connection broke. Raises Away."""
+        """The next bytes, at most `most` of them, as soon as there are any. Empty at the end of the body, or where the connection
+        broke. Raises Away."""
         with _mapped():
             return bytes(self._body.read1(most))
 
 
 @contextlib.contextmanager
 def request(address: Address, *, first: int = 0, version: Version | None = None, timeout_s: float) -> Iterator[Answer]:
-    """Request a file from byte `first` on if it is still this version, else all of it. Raises Away, OutOfRange, OutlastError."""
+    """Request a file from byte `first` on if the file is still this version, else all of it. Raises Away, OutOfRange,
+    OutlastError."""
     outgoing = urllib.request.Request(
         address.url, headers={"User-Agent": f"outlast/{__version__}", "Accept-Encoding": "identity"}
     )
@@ -160,12 +162,12 @@ def request(address: Address, *, first: int = 0, version: Version | None = None,
 
 
 def _basic(user: str, password: str) -> str:
-    """The value of an Authorization header, RFC 7617."""
+    """The value of an Authorization header (RFC 7617)."""
     return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
 
 
 def look(url: str, *, timeout_s: float) -> None:
-    """Raise OutlastError when a server refuses the file, not when it cannot be reached."""
+    """Raise OutlastError if a server refuses the file. A server that cannot be reached raises nothing."""
     with contextlib.suppress(Away, OutOfRange), request(Address.parse(url), timeout_s=timeout_s):
         pass
 
@@ -192,7 +194,7 @@ def _answer(body: Any, address: Address, *, part: bool) -> Answer:
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """Handlers of http and https only: no redirect leads to a file of this machine."""
+    """Handlers of http and https only, so that no redirect leads to a file of this machine."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,
@@ -253,7 +255,7 @@ class OutOfRange(Exception):
 
 
 def _seconds(after: str) -> float:
-    """Parse `Retry-After`, seconds or a date, into seconds from now."""
+    """Parse `Retry-After`, a number of seconds or a date, into seconds from now."""
     if after.strip().isdecimal():
         return float(after)
     try:

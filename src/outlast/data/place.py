@@ -1,11 +1,11 @@
-"""The directory of a dataset: its files appear when they are whole, and its marker is written last.
+"""The directory of a dataset: its files appear once they are complete, and its marker is written last.
 
     DIR/.outlast-get/          staging: the lock, downloads, unpacked files
-    DIR/...                    the dataset: files and directories, renamed out of there
+    DIR/...                    the dataset: files and directories, renamed out of the staging directory
     DIR/.outlast-data.json     the marker: name, source, checksum
 
-A directory with `.outlast-get` and no marker is not complete, whatever is in it; `outlast data get` again completes it. So is a
-place in a store with an object `.outlast-get`.
+A directory with `.outlast-get` and no marker is incomplete, whatever it contains; running `outlast data get` again completes it.
+A place in a store is incomplete if it has an object `.outlast-get`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from outlast.job import foreign, url_logins
 
 MARKER = ".outlast-data.json"
 COMING = ".outlast-get"
-"""The staging directory; in a store, the object that says a dataset is not complete."""
+"""The staging directory; in a store, the object that marks a dataset as incomplete."""
 MANIFEST = "manifest.json"
 """The manifest of shards, which is written last."""
 EMPTY = frozenset({"lost+found"})
-"""Names in a new, empty volume."""
+"""Names that a new, empty volume may contain."""
 _ATTEMPTS = 100
-"""Attempts to lock a directory that others keep removing."""
+"""Maximum number of attempts to lock a directory that other processes keep removing."""
 _LISTED = 1000
-"""Most names that a marker lists."""
+"""Maximum number of names that a marker lists."""
 
 Say = Callable[[str], None]
 
@@ -44,22 +44,22 @@ class Marker:
     """Description of a complete dataset in a directory or a place in a store."""
 
     name: str
-    """The dataset's name, or the URL."""
+    """The dataset's name, or its URL."""
     source: str
-    """Its origin: a URL, `Python 3.12.4`."""
+    """Where the dataset came from: a URL, `Python 3.12.4`."""
     sha256: str = ""
-    """Digest of the download; empty if it was made here, or is several downloads."""
+    """Digest of the download; empty if the dataset was made on this machine or consists of several downloads."""
     checked: bool = False
     """Whether the download was compared with a published checksum."""
     files: int = 0
     size: int = 0
-    """Bytes of all files, unpacked."""
+    """Total size of all files in bytes, unpacked."""
     entries: tuple[str, ...] = ()
-    """The first names in the directory that belong to it."""
+    """The first names in the directory that belong to the dataset."""
 
     @classmethod
     def parse(cls, text: str | bytes) -> Marker | None:
-        """Parse what `text` wrote, also in another version of Outlast; None when it is no marker."""
+        """Parse a marker that `text` returned, perhaps in another version of Outlast; None if `text` is not a marker."""
         try:
             fields = json.loads(text)
             values = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
@@ -68,14 +68,14 @@ class Marker:
             return None
 
     def text(self) -> str:
-        """The content of the file."""
+        """The content of the marker file."""
         return json.dumps({"version": 1, **dataclasses.asdict(self)}, indent=2) + "\n"
 
 
 def marker(directory: Path) -> Marker | None:
-    """The marker of a complete dataset; None when there is none, or one of its entries is missing.
+    """The marker of a complete dataset; None if there is none, or if one of its entries is missing.
 
-    Raises OutlastError when it cannot be read.
+    Raises OutlastError if the marker cannot be read.
     """
     try:
         parsed = Marker.parse((directory / MARKER).read_bytes())
@@ -89,12 +89,12 @@ def marker(directory: Path) -> Marker | None:
 
 
 def incomplete(directory: Path) -> bool:
-    """Whether a download to a directory was begun and not finished."""
+    """Whether a download to a directory was begun but not finished."""
     return (directory / COMING).is_dir() and not (directory / MARKER).exists()
 
 
 class Place:
-    """A directory that receives a dataset; made by `opened`, which holds its lock."""
+    """A directory that receives a dataset. Made by `opened`, which holds the lock of the directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -115,7 +115,7 @@ class Place:
             shutil.rmtree(self.coming / "tree")
 
     def leave(self) -> None:
-        """Keep only what the next call can use: when nothing has been downloaded, remove the whole directory."""
+        """Keep only what the next call can use. If nothing has been downloaded, remove the whole directory."""
         if self._finished or not self.coming.is_dir():  # any existing files are another process's
             return
         for directory in self.coming.glob("[0-9]*"):
@@ -128,7 +128,8 @@ class Place:
                     self.directory.rmdir()
 
     def finish(self, marker: Marker) -> Marker:
-        """Move the tree's content to its place and mark it complete. Returns the marker with files and bytes counted."""
+        """Move the tree's content to its place and mark the dataset complete. Returns the marker with the files and bytes
+        counted."""
         tree = self.coming / "tree"
         for name in (MARKER, COMING):  # an archive of such a directory contains them; only our own count
             _removed(tree / name)
@@ -156,9 +157,9 @@ class Place:
 
 @contextlib.contextmanager
 def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> Iterator[Place]:
-    """A directory for a dataset, locked; `what` is the dataset's name, for messages.
+    """A directory for a dataset, locked. `what` is the dataset's name, for messages.
 
-    Raises OutlastError when it holds something else, when it cannot be written, or when its disk is full.
+    Raises OutlastError if the directory contains something else or cannot be written, or if its disk is full.
     """
     place = Place(directory)
     try:
@@ -203,7 +204,7 @@ def unwritable(problem: OSError, directory: Path, what: str) -> OutlastError:
 
 
 def _check_empty_or_own(directory: Path) -> None:
-    """Raise OutlastError when a directory holds files that are not from `outlast data get`."""
+    """Raise OutlastError if a directory contains files that are not from `outlast data get`."""
     if directory.exists() and not directory.is_dir():
         raise OutlastError(f"{directory} is a file; choose a directory")
     if not directory.is_dir() or (directory / COMING).is_dir() or (directory / MARKER).is_file():
@@ -214,7 +215,7 @@ def _check_empty_or_own(directory: Path) -> None:
 
 
 def _note_name(place: Place, what: str) -> None:
-    """Note which dataset is downloaded. Raises OutlastError when another one was begun here."""
+    """Note which dataset is being downloaded. Raises OutlastError if the download of another dataset was begun here."""
     note = place.coming / "name"
     begun = url_logins.hidden(note.read_text()) if note.exists() else ""
     if begun not in ("", what):

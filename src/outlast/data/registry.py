@@ -1,7 +1,7 @@
-"""The datasets that `outlast data get` knows by name, and those that are named by a URL.
+"""The datasets that `outlast data get` knows by name, and datasets that are named by a URL.
 
-Sizes and checksums are published by the authors of a dataset or by libraries that load it. A download without a published
-checksum is checked for its length and, being an archive, for damage; its SHA-256 is noted in the marker.
+Sizes and checksums are published by the authors of a dataset or by libraries that load it. If a download has no published
+checksum, its length is checked and, if it is an archive, whether it is damaged; its SHA-256 is noted in the marker.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class Made:
     """How to make a dataset that needs no download."""
 
     write: Callable[[Path], object]
-    """Writes its files to an empty directory."""
+    """Writes the dataset's files to an empty directory."""
     source: Callable[[], str]
-    """Its origin, for the marker."""
+    """Returns the origin of the dataset, for the marker."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A dataset to make here or to download."""
+    """A dataset that is made on this machine or downloaded."""
 
     name: str
-    """In the registry, or the URL."""
+    """Name in the registry, or the URL."""
     about: str = ""
-    """One line for `outlast data get`."""
+    """A one-line description for `outlast data get`."""
     made: Made | None = None
     remotes: tuple[Remote, ...] = ()
-    """Archives are unpacked, other files stay as they are."""
+    """The files to download. Archives are unpacked, other files stay as they are."""
 
     @property
     def directory(self) -> str:
-        """Name of its default directory."""
+        """Name of the dataset's default directory."""
         if not self.remotes or "://" not in self.name:
             return self.name
         lower = self.remotes[0].file
@@ -51,7 +51,7 @@ class Dataset:
 
     @property
     def size(self) -> int | None:
-        """Bytes to download; None when unknown."""
+        """Number of bytes to download; None if unknown."""
         sizes = [remote.size for remote in self.remotes]
         return sum(sizes) if all(sizes) else None
 
@@ -69,7 +69,8 @@ def _digits() -> Made:
 
 
 def _kinetics(place: str, prefix: str, annotations: tuple[str, str, str]) -> tuple[Remote, ...]:
-    """The lists of one Kinetics: labels of clips, and the archives of the mirror that hold them."""
+    """The lists of one version of Kinetics: the labels of the clips, and the URLs of the mirror's archives that contain the
+    clips."""
     above = f"https://s3.amazonaws.com/kinetics/{place}"
     paths = [f"{prefix}_{part}_path.txt" for part in ("train", "val", "test")]
     return (
@@ -123,7 +124,8 @@ def named(name: str) -> Dataset:
 
 
 def of_url(text: str) -> Dataset:
-    """The dataset that is the file at a URL, which may end in `#sha256=` and 64 hexadecimal digits. Raises OutlastError."""
+    """The dataset that consists of the file at a URL, which may end in `#sha256=` and 64 hexadecimal digits. Raises
+    OutlastError."""
     url, mark, pin = text.partition("#")
     checksum = ""
     if mark:

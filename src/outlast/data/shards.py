@@ -1,8 +1,9 @@
 """Prepared datasets: shard files and the manifest that names them, in a directory or below a store's prefix.
 
-`outlast data prepare` writes them (`Manifest.text`, `Writer`, `write_columns`), training reads them (`read` or `parse`, then
-`tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last: a place without one is unfinished,
-unless it is nanoGPT's plain directory (`train.bin`, `val.bin`, perhaps `meta.pkl`), which is read as it is. Imports no torch.
+`outlast data prepare` writes prepared datasets (`Manifest.text`, `Writer`, `write_columns`), training reads them (`read` or
+`parse`, then `tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last: a place without a
+manifest is unfinished, unless it is nanoGPT's plain directory (`train.bin`, `val.bin`, perhaps `meta.pkl`), which is read as it
+is. This module does not import torch.
 
 Text shards are raw little-endian token ids, nanoGPT's format. All other shards are safetensors files of columns: a column of
 fixed shape has the samples as its first dimension; a ragged one is flat, with `NAME.offsets` (int64, samples + 1) beside it.
@@ -39,15 +40,15 @@ KINDS = ("text", "images", "jsonl", "video")
 OFFSETS = ".offsets"
 """Suffix of the name of a ragged column's offsets."""
 UINT16 = 1 << 16
-"""Largest vocabulary whose tokens fit uint16."""
+"""Maximum size of a vocabulary whose tokens fit uint16."""
 CHUNK = 8 << 20
-"""Bytes read or written at a time; a multiple of every item size."""
+"""Number of bytes read or written at a time; a multiple of every item size."""
 HEADER = 100_000_000
-"""Largest header of a safetensors file in bytes; the limit of the reference implementation."""
+"""Maximum size in bytes of the header of a safetensors file, as in the reference implementation."""
 
 
 class BadDataset(OutlastError):
-    """A place does not hold a whole, readable dataset. A restart cannot help, hence the exit code."""
+    """A place does not contain a complete, readable dataset. The exit code says that a restart cannot help."""
 
     exit_code = contract.Exit.MISCONFIGURED
 
@@ -62,7 +63,7 @@ class Shard:
     """Number of samples; for text, number of documents that begin in this shard."""
     bytes: int
     sha256: str
-    """Hexadecimal; empty in a directory without a manifest."""
+    """Hexadecimal digest; empty in a directory without a manifest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Part:
 
     shards: tuple[Shard, ...]
     tokens: int | None = None
-    """Number of tokens, if text."""
+    """Number of tokens; None unless this is text."""
 
     @property
     def samples(self) -> int:
@@ -88,18 +89,18 @@ class Manifest:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of `prepare`."""
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Description of the source: number of files, bytes, classes, damaged samples."""
+    """Description of the source: number of files, number of bytes, classes, damaged samples."""
     dtype: str = ""
-    """uint16 or uint32, if text."""
+    """Type of the tokens, uint16 or uint32; empty unless this is text."""
     vocab_size: int | None = None
     """Size of the tokenizer's vocabulary; None if unknown."""
     tokenizer: str = ""
     """Name of the tokenizer's file; empty if there is none."""
     place: str = dataclasses.field(default="the dataset", compare=False)
-    """Directory or URL that it was read from, for messages."""
+    """Directory or URL that the manifest was read from, for messages."""
 
     def part(self, name: str) -> Part:
-        """The part of that name. Raises BadDataset if there is none or if it is empty."""
+        """The part with this name. Raises BadDataset if there is none or if it is empty."""
         if name not in self.parts:
             raise BadDataset(f"{self.place} has no part {name}, it has {_listed(sorted(self.parts))}; prepare it again with one")
         part = self.parts[name]
@@ -135,9 +136,9 @@ def dtype(vocab_size: int) -> str:
 
 
 def read(directory: Path | str) -> Manifest:
-    """The manifest of a dataset in a directory; for nanoGPT's plain directory, one is made up. Raises BadDataset.
+    """The manifest of a dataset in a directory; for nanoGPT's plain directory, a manifest is derived. Raises BadDataset.
 
-    Reads no shard, but `stat`s each: a missing one or a wrong size raises.
+    This reads no shard, but calls `stat` for each: a missing shard or a wrong size raises BadDataset.
     """
     directory = Path(directory)
     try:
@@ -232,7 +233,7 @@ def _consistent(manifest: Manifest) -> None:
 
 
 def fits(vocab_size: int | None, dtype: str, place: str) -> None:
-    """Raise BadDataset if tokens of that vocabulary do not fit the type."""
+    """Raise BadDataset if the tokens of a vocabulary of this size do not fit the type."""
     if vocab_size is not None and dtype == "uint16" and vocab_size > UINT16:
         raise BadDataset(
             f"{place} has a vocabulary of {vocab_size} tokens in uint16, whose largest token is {UINT16 - 1}: larger ones "
@@ -241,7 +242,7 @@ def fits(vocab_size: int | None, dtype: str, place: str) -> None:
 
 
 def whole(size: int, dtype: str, file: str) -> int:
-    """Number of tokens in a file of `size` bytes. Raises BadDataset if it is not whole."""
+    """Number of tokens in a file of `size` bytes. Raises BadDataset if this is not a whole number."""
     tokens, rest = divmod(size, np.dtype(dtype).itemsize)
     if rest:
         raise BadDataset(f"{file} has {size} bytes, which is no whole number of {dtype} tokens; it is cut off or of another type")
@@ -249,7 +250,8 @@ def whole(size: int, dtype: str, file: str) -> int:
 
 
 def _plain(directory: Path) -> Manifest:
-    """nanoGPT's directory: `train.bin`, `val.bin` in uint16, and the vocabulary in `meta.pkl`, if any."""
+    """The manifest for nanoGPT's directory: `train.bin` and `val.bin` in uint16, and the vocabulary in `meta.pkl`, if there is
+    one."""
     bins = {part: directory / f"{part}.bin" for part in ("train", "val")}
     if not bins["train"].is_file():
         unfinished = (
@@ -283,7 +285,8 @@ class Vocabulary:
 
 
 def vocabulary(path: Path) -> Vocabulary:
-    """Read `meta.pkl` without running code in it: only dicts, lists, texts and numbers are accepted. Raises BadDataset."""
+    """Read `meta.pkl` without running any code in the file: only dicts, lists, texts and numbers are accepted. Raises
+    BadDataset."""
     with path.open("rb") as file:
         try:
             content = _Plain(file).load()
@@ -307,7 +310,7 @@ class _Plain(pickle.Unpickler):
 
 
 def tokens(path: Path, dtype: str) -> NDArray[Any]:
-    """The tokens of a text shard, (n,), mapped into memory and read only. Raises BadDataset."""
+    """The tokens of a text shard, (n,), mapped into memory read-only. Raises BadDataset."""
     kind = np.dtype(dtype).newbyteorder("<")
     try:
         n = whole(path.stat().st_size, dtype, str(path))
@@ -327,7 +330,7 @@ def beyond(ids: NDArray[Any], vocab_size: int) -> tuple[int, int] | None:
 
 
 def columns(path: Path) -> dict[str, NDArray[Any]]:
-    """The columns of a safetensors shard, mapped into memory and read only. Raises BadDataset."""
+    """The columns of a safetensors shard, mapped into memory read-only. Raises BadDataset."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -351,7 +354,7 @@ def samples(shard: Mapping[str, NDArray[Any]]) -> int:
 
 
 def sample(shard: Mapping[str, NDArray[Any]], i: int) -> dict[str, NDArray[Any]]:
-    """Sample i of a shard's columns: views, ragged ones cut to their length."""
+    """Sample i of a shard's columns, as views; ragged columns are cut to the length of the sample."""
     one = {}
     for name, column in shard.items():
         if (offsets := shard.get(f"{name}{OFFSETS}")) is not None:
@@ -365,13 +368,13 @@ _DTYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
     "F16": "<f2", "F32": "<f4", "F64": "<f8",
 }  # fmt: skip
-"""Types of safetensors, by their names, as numpy writes them."""
+"""numpy's notation for the types of safetensors, by their names in that format."""
 
 _Header = dict[str, tuple[np.dtype[Any], tuple[int, ...], int, int]]
 
 
 def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
-    """Type, shape, begin and end of every column, and the offset of the first. Raises _Wrong."""
+    """Type, shape, begin and end of every column, and the offset of the first column. Raises _Wrong."""
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(HEADER, size - 8):
         raise _Wrong(f"its header would have {length} bytes of its {size}")
@@ -396,9 +399,10 @@ def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
 
 
 class Writer:
-    """Writes the shards of one part of a text in order. A shard gets its name when it is whole.
+    """Writes the shards of one part of a text in order. A shard gets its final name when it is complete.
 
-    With `limit` (bytes) they are `PART-00000.bin` ... of that size, else one file, `PART.bin`. Their concatenation is the same.
+    With `limit` (in bytes) the shards are `PART-00000.bin` ... of that size, otherwise a single file, `PART.bin`. Their
+    concatenation is the same.
     """
 
     def __init__(self, directory: Path, part: str, itemsize: int, limit: int | None = None) -> None:
@@ -466,7 +470,8 @@ def ragged(rows: Sequence[NDArray[Any]], dtype: str) -> tuple[NDArray[Any], NDAr
 
 
 def write_columns(path: Path, table: Mapping[str, NDArray[Any]], check: Callable[[], None] = lambda: None) -> Shard:
-    """Write columns as a safetensors file, renamed to `path` when it is whole; `check` may raise before. Deterministic."""
+    """Write columns as a safetensors file, which is renamed to `path` when it is complete; `check` may raise before that.
+    Deterministic."""
     names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
     ordered = sorted(table.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # so that each begins aligned
     about, end = {}, 0
@@ -501,7 +506,7 @@ def write_vocabulary(path: Path, size: int, texts: Mapping[int, str]) -> None:
 
 
 def write(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, which makes the dataset whole. Call it last."""
+    """Write the manifest, which makes the dataset complete. Call it last."""
     files.sync(directory)
     files.replace(directory / MANIFEST, manifest.text, durable=True)
 
@@ -513,10 +518,10 @@ class Files(Protocol):
     """The files of a dataset in a directory (`Local`) or a store (`cli.data.prepare`)."""
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if there is none."""
+        """Size of a file in bytes; None if there is no such file."""
 
     def chunks(self, name: str) -> Iterable[bytes]:
-        """Content of a file in pieces of CHUNK bytes; the last may be shorter."""
+        """Content of a file in pieces of CHUNK bytes; the last piece may be shorter."""
 
 
 class Local:
@@ -536,7 +541,7 @@ class Local:
 
 
 def verify(manifest: Manifest, place: Files) -> list[str]:
-    """Read every shard; a message for each wrong size, sha256, number of samples, or token outside the vocabulary."""
+    """Read every shard. Returns a message for each wrong size, sha256, number of samples, or token outside the vocabulary."""
     problems = []
     for name, part in manifest.parts.items():
         problems += [problem for shard in part.shards if (problem := _problem(manifest, shard, place))]
@@ -576,7 +581,8 @@ def _problem(manifest: Manifest, shard: Shard, place: Files) -> str:
 
 
 def _count_problem(shard: Shard, first: bytes) -> str:
-    """Compare the number of samples in a safetensors file, given its first bytes, with the manifest."""
+    """Compare the number of samples in a safetensors file, of which the first bytes are given, with the manifest. Returns a
+    message if they differ."""
     try:
         header, _ = _header(io.BytesIO(first), shard.bytes)
     except _Wrong as wrong:

@@ -1,8 +1,9 @@
 """The Python standard library's own sources as text: real text for a first language model, without a download.
 
-Some 600 modules and 10 MB of one style, on every machine. The same Python version gives the same files: sorted by name, UTF-8,
-`\\n` at the end of a line. Files that differ between installations of one version are left out: packages (`site-packages`), the
-modules that record how Python was built (`_sysconfigdata_*`), and the tests. `outlast data get python-stdlib` calls `write`.
+Every machine has these 600 or so modules, 10 MB in one style. The same Python version gives the same files: sorted by name,
+UTF-8, `\\n` at the end of a line. Files that differ between installations of one version are left out: packages
+(`site-packages`), the modules that record how Python was built (`_sysconfigdata_*`), and the tests. `outlast data get
+python-stdlib` calls `write`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from pathlib import Path
 from outlast.base.errors import OutlastError
 
 _LEFT_OUT = ("site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test", "__pycache__")
-"""Directories; all of them are missing in some installations, or hold what the user installed."""
+"""Names of directories to leave out: each is missing in some installations, or contains packages that the user installed."""
 _SITE = ("sitecustomize.py", "usercustomize.py")
 
 
 def source() -> str:
-    """The Python that the sources belong to: `Python 3.12.4`."""
+    """The Python whose library the sources belong to: `Python 3.12.4`."""
     return f"Python {platform.python_version()}"
 
 
 def write(directory: Path) -> None:
-    """Write the sources below `directory` under their paths in the library: `json/decoder.py`. Raises OutlastError, OSError."""
+    """Write the sources below `directory` under their paths in the library: `json/decoder.py`. Raises OutlastError and
+    OSError."""
     library = Path(sysconfig.get_path("stdlib"))
     written = 0
     for name in sorted(_modules(library)):
@@ -57,7 +59,7 @@ def _modules(library: Path) -> Iterator[str]:
 
 
 def _text(path: Path) -> str:
-    """A module's text, decoded as Python itself does it, with `\\n` at the end of a line."""
+    """A module's text, decoded as Python itself decodes it, with `\n` at the end of each line."""
     content = path.read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")

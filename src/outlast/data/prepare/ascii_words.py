@@ -1,11 +1,11 @@
-"""Tokens of ASCII text under a byte-level BPE, a piece of text at a time in numpy, without a Python object per word.
+"""Tokenizes ASCII text with a byte-level BPE, a piece of text at a time in numpy, without a Python object per word.
 
-`starts` finds GPT-2's words from the classes of neighbouring characters; `Table` knows the tokens of words of up to 16 bytes by
-their bytes, as two integers, in a direct-mapped table, and of all others in a dict. Exact: `tests/data/test_prepare_text.py`
-compares both with the library.
+`starts` finds GPT-2's words from the classes of neighbouring characters; `Table` stores the tokens of words of up to 16 bytes in
+a direct-mapped table, whose keys are the bytes of a word as two integers, and the tokens of all other words in a dict. The
+results are exact: `tests/data/test_prepare_text.py` compares both with the library.
 
-The pattern is `'(?:[sdmt]|ll|ve|re)| ?L+| ?N+| ?P+|\\s+(?!\\S)|\\s+`, with letters L, digits N, and P all others but spaces:
-https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+The pattern is `'(?:[sdmt]|ll|ve|re)| ?L+| ?N+| ?P+|\\s+(?!\\S)|\\s+`, with letters L, digits N, and P all other characters except
+spaces: https://github.com/openai/gpt-2/blob/master/src/encoder.py.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ _CLASS[48:58] = _DIGIT
 _CONTRACTED = np.zeros(256, bool)
 _CONTRACTED[list(b"sdmtlvr")] = True
 _MASK = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
-"""The first n bytes of a little-endian integer."""
+"""Masks: entry n keeps the first n bytes of a little-endian integer."""
 _LONGEST = 16
 _SLOTS = 18
 """Binary logarithm of the number of slots: 262,144, 6 MiB."""
 _WORDS, _BYTES = 300_000, 16 << 20
-"""Most words in a table, and their bytes; some 60 MiB in all. Arbitrary: Python's sources have 95,000 words."""
+"""Maximum number of words in a table and maximum total size of the words in bytes; some 60 MiB of memory in all. Arbitrary:
+Python's sources have 95,000 words."""
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
-"""Odd, with bits everywhere: the highest bits of a product depend on all bytes of a word."""
+"""Odd multipliers with bits set everywhere, so that the highest bits of a product depend on all bytes of a word."""
 
 
 def starts(data: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Offsets of the words of a text, (words,). `data`: its bytes, ASCII and at least one."""
+    """Offsets of the words of a text, (words,). `data`: the bytes of the text, which is ASCII and not empty."""
     kind = _CLASS[data]
     begins = np.ones(len(data), bool)
     np.not_equal(kind[1:], kind[:-1], out=begins[1:])
@@ -63,7 +64,7 @@ class Table:
 
     @property
     def full(self) -> bool:
-        """Whether to `clear` it before the next text."""
+        """Whether to `clear` the table before the next text."""
         return len(self._words) > _WORDS or self._bytes > _BYTES
 
     def clear(self) -> None:
@@ -76,7 +77,7 @@ class Table:
         self._length = np.zeros(1 << _SLOTS, np.int64)
 
     def __call__(self, text: bytes) -> bytes:
-        """The tokens of a text of ASCII without a zero byte, little-endian."""
+        """The tokens of an ASCII text without zero bytes, as little-endian bytes."""
         padded = np.zeros(len(text) + _LONGEST, np.uint8)
         padded[: len(text)] = np.frombuffer(text, np.uint8)
         begin = starts(padded[: len(text)])

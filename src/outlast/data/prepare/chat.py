@@ -1,8 +1,8 @@
-"""Records to tokens by a tokenizer of Hugging Face: a directory with `tokenizer.json` and, for chats, its template.
+"""Turns records into tokens with a Hugging Face tokenizer: a directory with `tokenizer.json` and, for chats, a template.
 
-The one module besides the recipe that imports transformers. The tokenizer's chat template renders `messages`; the assistant's
-messages are learned, with the token that ends the turn. `prompt` and `completion`, and `text`, are encoded as they are, between
-the tokenizer's first token and its end token. A tokenizer without a template gets `TEMPLATE`.
+Apart from the recipe, only this module imports transformers. The tokenizer's chat template renders `messages`; the assistant's
+messages are learned, including the token that ends each turn. `prompt` and `completion`, or `text`, are encoded as they are,
+between the tokenizer's first token and its end token. A tokenizer without a template gets `TEMPLATE`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TEMPLATE = (
     "{{ eos_token }}{% endgeneration %}{{ '\\n' }}{% else %}{{ m.content + '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-"""The template of tokenizers that have none: a marker of the role, a newline, the content."""
+"""The template for tokenizers that have none: a marker of the role, a newline, the content."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
-"""Files that decide how a tokenizer encodes."""
+"""Files that determine how a tokenizer encodes."""
 NOT_LEARNED = -100
 """The label that torch's cross entropy ignores by default."""
 Sample = tuple[NDArray[np.int32], NDArray[np.int32]]
@@ -38,7 +38,8 @@ class Refused(OutlastError):
 
 
 def digest(directory: Path) -> str:
-    """Identifies a tokenizer: a hash of the files that decide how it encodes. Raises OutlastError if it has no tokenizer.json."""
+    """Identifies a tokenizer: a hash of the files that determine how it encodes. Raises OutlastError if there is no
+    tokenizer.json."""
     if not (directory / FILES[0]).is_file():
         raise OutlastError(
             f"{directory} has no tokenizer.json; name a directory of Hugging Face that has one (--tokenizer-local-dir)"
@@ -52,7 +53,8 @@ def digest(directory: Path) -> str:
 
 @functools.lru_cache(maxsize=1)
 def load(directory: Path, digest: str) -> Any:
-    """The tokenizer in a directory, with a chat template; cached, by `digest`, one per process. Raises OutlastError."""
+    """The tokenizer in a directory, with a chat template. One tokenizer per process is cached, by its `digest`. Raises
+    OutlastError."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that texts are longer than the model's positions
     with importing("a tokenizer of Hugging Face", "llm"):
         from transformers import AutoTokenizer
@@ -73,7 +75,8 @@ def load(directory: Path, digest: str) -> Any:
 
 
 def sample(record: Mapping[str, Any], segments: Sequence[tuple[str, str, bool]], tokenizer: Any) -> Sample:
-    """Tokens and labels (int32) of a record and its `jsonl.segments`. Raises Refused if the template does not render it."""
+    """Tokens and labels (int32) of a record with the given `jsonl.segments`. Raises Refused if the template does not render the
+    record."""
     ids, learned = _chat(record, tokenizer) if "messages" in record else _plain(segments, tokenizer)
     tokens = np.array(ids, np.int32)
     return tokens, np.where(np.array(learned, bool), tokens, NOT_LEARNED).astype(np.int32)
@@ -91,13 +94,14 @@ def _plain(segments: Sequence[tuple[str, str, bool]], tokenizer: Any) -> tuple[l
 
 
 def _first(tokenizer: Any) -> list[int]:
-    """The token that this tokenizer puts before every text, if any."""
+    """The token that this tokenizer puts before every text, as a list; empty if there is none."""
     some = tokenizer("a")["input_ids"]
     return some[:1] if some and some[0] == tokenizer.bos_token_id else []
 
 
 def _chat(record: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Tokens of a rendered conversation, and which are learned: those in `{% generation %}`, or else the assistant's turns."""
+    """Tokens of a rendered conversation, and whether each is learned: the tokens in `{% generation %}`, or else the assistant's
+    turns."""
     messages, tools = record["messages"], record.get("tools")
     if "generation %}" in tokenizer.chat_template or "generation -%}" in tokenizer.chat_template:
         options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}

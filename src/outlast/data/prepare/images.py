@@ -1,11 +1,12 @@
-"""Images to columns: `image` uint8 (n, H, W, 3) and `label` int64 (n,); or, encoded, `image` as the bytes of the files.
+"""Turns images into columns: `image` uint8 (n, H, W, 3) and `label` int64 (n,); with `encoded`, `image` holds the bytes of the
+files.
 
-Stretched images come with `aspect` float32 (n,): width / height of the file. A crop that takes the aspect into account
-(`outlast.recipes.pixels.boxes`) has the same proportions as in the file.
+Stretched images come with `aspect` float32 (n,): width / height of the image in its file. A crop that takes the aspect into
+account (`outlast.recipes.pixels.boxes`) has the same proportions as it would in the file.
 
 Layouts: `CLASS/...`, `train/CLASS/...` with `val/CLASS/...` (ImageNet), tiny-imagenet-200 (whose val has a list of labels), and
-CIFAR-10's batches. Classes are numbered in order of their names. Samples are in the order of a hash of their names, so that every
-shard has some of every class. Without `size` all images must have one shape. Memory: one shard per process, and some 600 bytes
+CIFAR-10's batches. Classes are numbered in order of their names. Samples are sorted by a hash of their names, so that every shard
+has some of every class. Without `size` all images must have the same shape. Memory: one shard per process, plus some 600 bytes
 per image.
 
 https://www.image-net.org, http://cs231n.stanford.edu/tiny-imagenet-200.zip.
@@ -32,9 +33,9 @@ from outlast.data.prepare.plan import TRAIN, VAL, BadSource, File
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
 LARGEST = 256 << 20
-"""Bytes of the largest file to decode; arbitrary: a camera's largest JPEG has a tenth."""
+"""Maximum size in bytes of a file to decode; arbitrary: a camera's largest JPEG has a tenth of it."""
 NAMED = 5
-"""Most damaged images that the manifest names; all are counted."""
+"""Maximum number of damaged images that the manifest names; all are counted."""
 _TINY = "val/val_annotations.txt"
 _WORDS = "words.txt"
 
@@ -44,25 +45,25 @@ class Settings:
     """Settings of `outlast data prepare images`."""
 
     size: int | None = None
-    """Resize the shorter side to this many pixels and crop the centre; None keeps the shape."""
+    """Size in pixels to which the shorter side is resized before the centre is cropped; None keeps the shape."""
     encoded: bool = False
-    """Keep the files' bytes; every image is decoded once to find damaged ones."""
+    """Whether to keep the files' bytes; every image is still decoded once to find damaged ones."""
     val: float = 0.1
-    """Share of val, where the source has no val of its own."""
+    """Share of val, if the source has no val of its own."""
     shard_size: int = tables.SHARD
     skip_damaged: bool = False
     stretch: bool = False
-    """Resize the whole image to `size` x `size` instead, and keep its aspect."""
+    """Whether to resize the whole image to `size` x `size` instead, and record its aspect."""
 
     def about(self) -> dict[str, Any]:
-        """The settings for the manifest; `stretch` only where it is on, so that older manifests still compare equal."""
+        """The settings for the manifest; `stretch` is included only if it is on, so that older manifests still compare equal."""
         fields = dataclasses.asdict(self)
         return fields if self.stretch else {name: value for name, value in fields.items() if name != "stretch"}
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An image of a part."""
+    """An image that belongs to a part of the dataset."""
 
     file: str
     label: int
@@ -70,7 +71,7 @@ class Item:
 
 
 def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
-    """Make or finish the dataset; returns its manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
+    """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
     if settings.size is not None and (settings.size < 1 or settings.encoded):
         raise OutlastError(f"--size {settings.size} cannot be met: it is 1 or more pixels, and not for --encoded; leave it out")
     if settings.stretch and settings.size is None:
@@ -105,14 +106,14 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
 
 
 def pillow() -> Any:
-    """Pillow. Raises OutlastError if it is not installed."""
+    """The library Pillow. Raises OutlastError if it is not installed."""
     with importing("decoding images", "data"):
         from PIL import Image
     return Image
 
 
 def inside(source: Path) -> Path:
-    """The source, or its only directory if that one has parts, as in unpacked archives: `tiny-imagenet-200/train/...`."""
+    """The source, or its only directory if that directory has parts, as in unpacked archives: `tiny-imagenet-200/train/...`."""
     inner = [path for path in source.iterdir() if not path.name.startswith(".")] if source.is_dir() else []
     return inner[0] if len(inner) == 1 and (inner[0] / "train").is_dir() else source
 
@@ -149,7 +150,7 @@ def _class(name: str, annotated: Mapping[str, str], *, divided: bool) -> str:
 
 
 def _annotations(root: Path, sources: Sequence[File]) -> dict[str, str]:
-    """tiny-imagenet-200's classes of `val/images/*`."""
+    """The classes of tiny-imagenet-200's `val/images/*`, by file."""
     if all(file.name != _TINY for file in sources):
         return {}
     lines = [line.split("\t") for line in (root / _TINY).read_text("utf-8").splitlines()]
@@ -157,7 +158,7 @@ def _annotations(root: Path, sources: Sequence[File]) -> dict[str, str]:
 
 
 def _words(root: Path, sources: Sequence[File], names: Sequence[str]) -> list[str]:
-    """Descriptions of the classes in `words.txt`, in their order: `goldfish, Carassius auratus`."""
+    """Descriptions of the classes from `words.txt`, in the order of `names`: `goldfish, Carassius auratus`."""
     if all(file.name != _WORDS for file in sources):
         return []
     table = dict(line.split("\t", 1) for line in (root / _WORDS).read_text("utf-8").splitlines() if "\t" in line)
@@ -168,7 +169,7 @@ def _words(root: Path, sources: Sequence[File], names: Sequence[str]) -> list[st
 
 
 def shape_of(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings) -> tuple[int, ...] | None:
-    """The shape that all images must have, that of the first; None if each may have its own."""
+    """The shape that all images must have, which is the shape of the first; None if each may have its own."""
     if settings.encoded:
         return None
     if settings.size:
@@ -183,15 +184,16 @@ def shape_of(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings
 
 
 def unequal(file: str, shape: tuple[int, ...], others: tuple[int, ...]) -> BadSource:
-    """The error for an image of another shape than the first one."""
+    """The error for an image whose shape differs from that of the first image."""
     (h, w, _), (h0, w0, _) = shape, others
     return BadSource(f"{file} has {w}x{h} pixels and others {w0}x{h0}; make them equal with --size, or use --encoded")
 
 
 def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8], float]:
-    """An image, (H, W, 3), and the width / height in its file.
+    """An image, (H, W, 3), and its width / height in the file.
 
-    Raises BadSource if it is damaged, and OutlastError if the file cannot be read, which another machine may manage.
+    Raises BadSource if it is damaged, and OutlastError if the file cannot be read, in which case another machine may be able to
+    read it.
     """
     image_library = pillow()
     try:
@@ -211,14 +213,15 @@ def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8]
 
 
 def _rgb(image: Any) -> Any:
-    """Convert to 8 bits a channel. 16-bit grey keeps its upper 8 bits: Pillow alone would clip nearly all of it to white."""
+    """Convert to 8 bits per channel. 16-bit grey keeps its upper 8 bits, since Pillow by itself would clip nearly all of it to
+    white."""
     if image.mode.startswith("I;16"):
         image = pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
 
 
 def resized(image: Any, size: int | None, *, stretch: bool = False) -> Any:
-    """Resize the shorter side to `size` pixels and crop the centre; with `stretch`, resize all of it to size x size."""
+    """Resize the shorter side to `size` pixels and crop the centre; with `stretch`, resize the whole image to size x size."""
     if size is None or image.size == (size, size):
         return image
     if stretch:

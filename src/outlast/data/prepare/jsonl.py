@@ -1,10 +1,11 @@
-"""Records to tokens for fine-tuning: `input_ids` and `labels`, both int32 and ragged; a label of -100 takes no part in the loss.
+"""Turns records into tokens for fine-tuning: `input_ids` and `labels`, both int32 and ragged; a label of -100 is ignored by the
+loss.
 
 A line of a .jsonl file is a record: `{"prompt": ..., "completion": ...}`, `{"text": ...}` or `{"messages": [{"role": ...,
 "content": ...}, ...]}`. Completions, texts and messages of the assistant are learned, each with the separator after it. In
-messages a role is a token, `<|assistant|>`, if the tokenizer has it (one trained here does), else that text; a newline follows.
-Text in a record that looks like such a token stays text. A tokenizer in a directory of Hugging Face has its own chat template and
-end token, see `chat`. Memory: some four shards per process.
+messages a role is encoded as a token, `<|assistant|>`, if the tokenizer has such a token (a tokenizer trained here does), else as
+the same text; a newline follows. Text in a record that looks like such a token stays text. A Hugging Face tokenizer in a
+directory has its own chat template and end token, see `chat`. Memory: some four shards per process.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from outlast.data.prepare import chat, plan, records, tables, text, tokenizer, w
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, Document, Unit
 
 SHARD = 8 << 20
-"""Bytes of records in a shard. Arbitrary, as `tables.SHARD`; tokens and labels take twice as many."""
+"""Size in bytes of the records in a shard. Arbitrary, like `tables.SHARD`; tokens and labels take twice as many bytes."""
 ROLES = ("system", "user", "assistant")
 Segments = list[tuple[str, str, bool]]
-"""Role (empty if none), text and whether it is learned."""
+"""Role (empty if there is none), text, and whether the text is learned."""
 _Record = tuple[dict[str, Any], Segments]
 """A record as parsed, and its segments."""
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class Settings:
     """Settings of `outlast data prepare jsonl`."""
 
     tokenizer: str = "bpe"
-    """`bpe`, `gpt2-like`, or the path of a tokenizer.json or of a directory of Hugging Face."""
+    """`bpe`, `gpt2-like`, or the path of a tokenizer.json or of a directory with a Hugging Face tokenizer."""
     vocab_size: int | None = None
     val: float = 0.1
     separator: str | None = None
@@ -54,12 +55,13 @@ class Settings:
 
     @property
     def of_text(self) -> text.Settings:
-        """The settings of the tokenizer, as for a text."""
+        """The settings of the tokenizer, as for `text`."""
         return text.Settings(self.tokenizer, self.vocab_size, self.val, self.separator)
 
     @property
     def described(self) -> dict[str, Any]:
-        """The settings for the manifest: the same on every machine. Raises OutlastError for those that cannot be met."""
+        """The settings for the manifest, which are the same on every machine. Raises OutlastError for settings that cannot be
+        met."""
         about = dataclasses.asdict(self) | {"patterns": list(self.patterns)}
         if not Path(self.tokenizer).is_dir():
             return about | {key: text.described(self.of_text)[key] for key in ("tokenizer", "vocab_size")}
@@ -73,14 +75,14 @@ class Coder:
     """Settings that processes need to make samples."""
 
     path: Path
-    """A tokenizer.json, or a directory of Hugging Face."""
+    """Path of a tokenizer.json, or of a directory with a Hugging Face tokenizer."""
     digest: str
     separator: int | None
     max_length: int | None
 
 
 def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
-    """Make or finish the dataset; returns its manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
+    """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
     if settings.tokenizer == "char" or (settings.max_length is not None and settings.max_length < 1):
         raise OutlastError(
             "records need --tokenizer bpe, gpt2-like or a tokenizer.json, and --max-length 1 or more; correct them"
@@ -107,7 +109,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
 
 
 def _coder(place: work.Place, settings: Settings, reader: text.Reader, units: Sequence[Unit]) -> tuple[Coder, int]:
-    """The given tokenizer, or a trained one; and the size of its vocabulary."""
+    """The given tokenizer or a trained one, and the size of its vocabulary."""
     if (given := Path(settings.tokenizer)).is_dir():
         digest = chat.digest(given)
         return Coder(given.resolve(), digest, None, settings.max_length), len(chat.load(given.resolve(), digest))
@@ -142,7 +144,8 @@ def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
 
 
 def _encoded(unit: Unit, reader: text.Reader, damaged: list[str], encode: Callable[[_Record], T]) -> Iterator[tuple[str, T]]:
-    """Part and result of `encode`, for each record of a unit. Bad records raise BadSource, or are added to `damaged`."""
+    """For each record of a unit, the part that it belongs to and the result of `encode`. Bad records raise BadSource, or are
+    added to `damaged`."""
     for piece in unit.pieces:
         with text.opened(reader, piece.document) as file:
             for at, line in records.lines(file, piece):
@@ -188,7 +191,7 @@ def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work.N
 
 
 def _encoder(coder: Coder) -> Callable[[_Record], chat.Sample]:
-    """The function from a record to tokens and labels."""
+    """The function that turns a record into tokens and labels."""
     if coder.path.is_dir():
         from_hub = chat.load(coder.path, coder.digest)
         return lambda record: chat.sample(*record, from_hub)

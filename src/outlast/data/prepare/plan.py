@@ -1,7 +1,7 @@
 """The files of a source, the part that each belongs to, and the units of work: pure functions of names and sizes.
 
-A process does one unit at a time: some small files, or a range of a large one. Units do not depend on the number of processes,
-so neither do the bytes that are made from them. Memory is bounded by the size of a unit.
+A process does one unit at a time: several small files, or a range of a large file. Neither the units nor the bytes that are made
+from them depend on the number of processes. Memory is bounded by the size of a unit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from outlast.data import place
 
 TRAIN, VAL = "train", "val"
 PARTS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "eval": VAL, "dev": VAL}
-"""Names of directories and files that stand for a part. `test` is not among them, since nobody should train towards it."""
+"""Names of directories and files that stand for a part. `test` is not among them, since nobody should optimize for the test
+set."""
 UNIT = 2 << 20
-"""Bytes of text in a unit. Arbitrary: small enough that the last unit keeps no core waiting."""
+"""Size in bytes of the text in a unit. Arbitrary: small enough that no core waits long for the last unit."""
 T = TypeVar("T")
 
 
 class BadSource(OutlastError):
-    """The source holds something that cannot be prepared. The message names the file."""
+    """The source contains something that cannot be prepared. The message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,16 @@ class File:
     """Relative to the source, with slashes."""
     size: int
     changed: int = 0
-    """Time of the last change, in ns: a killed run only continues with unchanged files."""
+    """Time of the last change, in ns: a killed run is continued only if the files are unchanged."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text: a file, or the bytes `low` to `high` of it."""
+    """A text: a file, or the bytes `low` to `high` of a file."""
 
     file: str
     size: int
-    """Bytes of the whole file."""
+    """Size of the whole file in bytes."""
     low: int
     high: int
     part: str
@@ -55,7 +56,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a document, about the bytes `begin` to `end`: the reader moves both ends to places where a text may be cut."""
+    """A part of a document, roughly the bytes `begin` to `end`: the reader moves both ends to places where a text may be cut."""
 
     document: Document
     begin: int
@@ -68,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """The pieces that one process does at a time."""
+    """The pieces that one process handles at a time."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -79,7 +80,7 @@ class Unit:
 
 
 def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
-    """The files of a source that match one of the patterns, sorted by name; a source may be a single file. Raises BadSource.
+    """The files of a source that match any of the patterns, sorted by name. A source may be a single file. Raises BadSource.
 
     Hidden files and the target directory `to` are left out. A pattern matches the name or the path below
     the source: `*.py`, `src/*.md`.
@@ -106,7 +107,8 @@ def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
 
 
 def unreadable(path: Path, error: OSError) -> OutlastError:
-    """The error for an I/O failure. It is no damage (which --skip-damaged leaves out): another machine may read the file."""
+    """The error for an I/O failure. This does not count as damage, which --skip-damaged would leave out: another machine may be
+    able to read the file."""
     return OutlastError(f"cannot read {path}: {error.strerror or error}; correct that, and run the same again")
 
 
@@ -116,7 +118,7 @@ def root(source: Path) -> Path:
 
 
 def _below(directory: Path, prefix: str, above: list[os.stat_result], target: os.stat_result | None) -> Iterator[File]:
-    """The files below a directory; `above`: that directory and its parents."""
+    """The files below a directory. `above`: that directory and its parents."""
     with os.scandir(directory) as entries:
         for entry in entries:
             name = f"{prefix}{entry.name}"
@@ -146,17 +148,17 @@ def described(files: Sequence[File]) -> dict[str, Any]:
 
 
 def named_part(name: str) -> str:
-    """The part named by the first segment of a path: `val/cat/1.png`, `val.jsonl`; empty if none."""
+    """The part named by the first segment of a path: `val/cat/1.png`, `val.jsonl`; empty if the segment names none."""
     return PARTS.get(PurePosixPath(name).parts[0].partition(".")[0].lower(), "")
 
 
 def named(files: Iterable[File]) -> bool:
-    """Whether some file names train, and some val."""
+    """Whether some file names stand for train, and others for val."""
     return {TRAIN, VAL} <= {named_part(file.name) for file in files}
 
 
 def drawn(key: str | bytes) -> float:
-    """A number in 0 ... 1 hashed from a name or a content: the same on every machine, whatever other files there are."""
+    """A number from 0 to 1, hashed from a name or a content: the same on every machine, whatever other files there are."""
     data = key.encode(errors="surrogateescape") if isinstance(key, str) else key
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / (1 << 64)
 
@@ -164,8 +166,8 @@ def drawn(key: str | bytes) -> float:
 def parts(files: Sequence[File], share: float) -> dict[str, str]:
     """The part of each file, by its name.
 
-    If some files name train and some val, the names decide; else a file is in val when `drawn` of its name is below `share`. Both
-    parts get a file if there are at least two.
+    If some file names stand for train and others for val, the names decide; otherwise a file is in val if `drawn` of its name is
+    below `share`. Both parts get a file if there are at least two.
     """
     if named(files):
         return {file.name: named_part(file.name) or TRAIN for file in files}
@@ -180,7 +182,8 @@ def parts(files: Sequence[File], share: float) -> dict[str, str]:
 def units(documents: Sequence[Document], size: int = UNIT) -> list[Unit]:
     """Units of about `size` bytes, in the order of the documents.
 
-    Small documents share a unit, a document of more than `size` is divided into ranges of that size, empty ones are left out.
+    Small documents share a unit, a document larger than `size` is divided into ranges of that size, and empty documents are left
+    out.
     """
     made: list[tuple[Piece, ...]] = []
     small: list[Piece] = []
@@ -201,7 +204,7 @@ def units(documents: Sequence[Document], size: int = UNIT) -> list[Unit]:
 
 
 def grouped(items: Sequence[T], sizes: Sequence[int], limit: int) -> list[list[T]]:
-    """Items in groups of at most `limit` bytes, in order; a larger item is a group of its own."""
+    """Items in groups of at most `limit` bytes, in order; an item that is larger forms a group of its own."""
     groups: list[list[T]] = []
     room = 0
     for item, size in zip(items, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Records of .jsonl files: the lines of a range, parsed; errors name the file and the line."""
+"""Parses records of .jsonl files, which are the lines of a range; errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lines(file: BinaryIO, piece: Piece) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(line: bytes, file: BinaryIO, at: int) -> dict[str, Any]:
-    """The JSON object in a line. Raises BadSource, with the file and the number of the line."""
+    """The JSON object in a line. Raises BadSource, which names the file and the number of the line."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""Spark as the engine of `outlast data prepare`: its executors do the units of work of a `work.Place`.
+"""Spark as the engine of `outlast data prepare`: Spark's executors do the units of work of a `work.Place`.
 
-The only module that imports pyspark. Driver and executors see source and target under the same paths; Spark sends descriptions of
-units one way and their notes the other. The division into tasks and their retries change no byte.
+No other module imports pyspark. Driver and executors see source and target under the same paths; Spark sends descriptions of
+units to the executors and their notes back. Neither the division into tasks nor retries change the result.
 
 Under spark-submit this process is the driver's program: Java is running, and the submission has set master and configuration.
 
@@ -35,38 +35,38 @@ from outlast.data.place import Say
 from outlast.data.prepare import plan, work
 
 PARTITIONS = 4096
-"""Default limit of tasks per stage. Units take from a tenth of a second to seconds and a task costs milliseconds, so a task per
-unit balances best, also when executors come late; more tasks would burden Spark's driver."""
+"""Default maximum number of tasks per stage. Units take from a tenth of a second to several seconds, and a task costs
+milliseconds, so one task per unit balances best, also if executors start late; more tasks would burden Spark's driver."""
 FAILURES = 4
-"""Attempts at a task; Spark's default."""
+"""Maximum number of attempts at a task, as in Spark by default."""
 _MASTER = re.compile(r"local(\[[^\]]+\])?|local-cluster\[\d+,\d+,\d+\]|spark://[^:/,]+:\d+(,[^:/,]+:\d+)*|k8s://.+|yarn")
 _RESERVED = {"spark.master": "--master", "spark.submit.deployMode": "--master"}
-"""Keys that --conf may not set, and the option to use instead."""
+"""Configuration keys that --conf may not set, and the option to use instead."""
 _POLL_S = 0.1
 _END_S = 10.0
-"""Longest wait for a cancelled job: Spark kills the Python process of a task after two seconds."""
+"""How long to wait for the end of a cancelled job: Spark kills the Python process of a task after two seconds."""
 _ANSWER_S = 5.0
 """Timeout of a connection to a master."""
 _ALONE_S = 60.0
-"""Time without executors before we report it. Arbitrary: one starts within seconds."""
+"""Time without executors after which we report that there are none. Arbitrary: an executor starts within seconds."""
 _PENDING = " (kubectl get pods -l spark-role=executor shows those that wait; a quota or Pod Security lets none be made)"
 _U = TypeVar("_U", bound=work.Work)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a session; made by `settings`."""
+    """Settings of a session. Made by `settings`."""
 
     master: str = "local[*]"
-    """Empty under spark-submit, which has set it."""
+    """URL of the Spark master; empty under spark-submit, which has set the master."""
     partitions: int | None = None
-    """Tasks per stage; None: one per unit, at most PARTITIONS."""
+    """Number of tasks per stage; None: one per unit, at most PARTITIONS."""
     conf: Mapping[str, str] = field(default_factory=dict)
     """Spark's own configuration."""
 
     @property
     def failures(self) -> int:
-        """Attempts at a task."""
+        """Maximum number of attempts at a task."""
         return int(self.conf.get("spark.task.maxFailures", FAILURES))
 
 
@@ -96,7 +96,7 @@ def settings(master: str | None, partitions: int | None, conf: Sequence[str]) ->
 
 
 def submitted() -> bool:
-    """Whether spark-submit runs this process."""
+    """Whether this process was started by spark-submit."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
@@ -114,14 +114,14 @@ def configuration(settings: Settings) -> dict[str, str]:
 
 
 def pyspark() -> Any:
-    """The library. Raises OutlastError if it is not installed."""
+    """The library pyspark. Raises OutlastError if it is not installed."""
     with importing("--engine spark", "spark"):
         import pyspark
     return pyspark
 
 
 def check_home(version: str, home: str | None) -> None:
-    """Raise OutlastError if SPARK_HOME, the source of pyspark's Java classes, has another version than pyspark."""
+    """Raise OutlastError if SPARK_HOME, where pyspark finds Java classes, has a different version than pyspark."""
     jars = [path.name for path in Path(home, "jars").glob("spark-core_*.jar")] if home else []
     match = re.match(r"spark-core_[\d.]+-((\d+\.\d+).*)\.jar", jars[0]) if jars else None
     if home and (not match or match[2] != ".".join(version.split(".")[:2])):
@@ -132,7 +132,7 @@ def check_home(version: str, home: str | None) -> None:
 
 
 def _check_answers(master: str) -> None:
-    """Raise OutlastError if no master of a standalone cluster accepts connections: Spark would wait for a minute."""
+    """Raise OutlastError if no master of a standalone cluster accepts connections; otherwise Spark would wait for a minute."""
     problem: OSError | None = None
     for address in master.removeprefix("spark://").split(",") if master.startswith("spark://") else ():
         host, _, port = address.partition(":")
@@ -159,7 +159,7 @@ def _check_reached(settings: Settings) -> None:
 
 
 def explained(message: str, log: str) -> OutlastError:
-    """The error to show for an error of Spark itself; `log`: the file with its output."""
+    """The error to show for an error of Spark itself. `log`: the file with Spark's output."""
     if module := re.search(r"No module named '(\w+)", message):
         return OutlastError(
             f"Spark's executors lack the Python package {module[1]}; install Outlast there as it is here, or name "
@@ -191,7 +191,7 @@ def explained(message: str, log: str) -> OutlastError:
 
 
 def _reason(message: str) -> str:
-    """The reason in a message of Spark, without names of classes."""
+    """The reason in an error message of Spark, without class names."""
     first = re.search(r"^: *(.+)$", message, re.MULTILINE)
     line = first[1] if first else message.strip().partition("\n")[0] or "it does not say why"
     line = re.sub(r"^.*most recent failure: Lost task.*? executor \S+\): ", "", line)
@@ -205,7 +205,7 @@ def _reason(message: str) -> str:
 
 
 class Engine:
-    """Does units on Spark, which starts with the first ones. Made by `opened`."""
+    """Runs units on Spark, which is started for the first units. Made by `opened`."""
 
     def __init__(self, settings: Settings, context: Any = None, say: Say = lambda line: None) -> None:
         self._settings = settings
@@ -264,13 +264,13 @@ class Engine:
         return notes
 
     def close(self) -> None:
-        """End the session if we started it."""
+        """End the session, if we started it."""
         if self._session:
             self._session.close()
 
 
 class _ExecutorWatch:
-    """Reports that a stage has no executors, which Spark only writes to its log."""
+    """Reports that a stage has no executors, which Spark writes only to its log."""
 
     def __init__(self, context: Any, say: Say) -> None:
         self._context, self._master, self._say = context, str(context.master), say
@@ -304,7 +304,7 @@ def opened(settings: Settings, say: Say = lambda line: None) -> Iterator[Engine]
 
 
 class _Session:
-    """A Java that we start, with a SparkContext."""
+    """A Java process that we start, with a SparkContext."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -342,7 +342,7 @@ class _Session:
         return self._context
 
     def explained(self, error: Exception) -> OutlastError:
-        """The error to show; keeps the log, which it names."""
+        """The error to show. It names the log, which is kept."""
         log, self._log = self._log, None
         message = str(error)
         if log and self._context is None and "JAVA_GATEWAY_EXITED" in message:
@@ -351,7 +351,7 @@ class _Session:
         return explained(message, str(log) if log else "this log")
 
     def close(self) -> None:
-        """End Spark and its Java."""
+        """End Spark and its Java process."""
         with contextlib.suppress(Exception):  # Java may be gone
             if self._context:
                 self._context.stop()
@@ -376,7 +376,7 @@ class _Session:
 
 
 class _Call:
-    """A call in a thread of its own, so that the caller can do other checks meanwhile."""
+    """A call in a separate thread, so that the caller can do other checks meanwhile."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
@@ -392,7 +392,7 @@ class _Call:
             self._error = error
 
     def ended(self, timeout_s: float = _POLL_S) -> bool:
-        """Wait that long for its end; whether it has ended."""
+        """Wait for the end of the call for at most `timeout_s`. Returns whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -406,7 +406,7 @@ class _Call:
 
 
 class _Progress:
-    """Spark's accumulator of the bytes done and the errors in tasks: (int, tuple of exceptions)."""
+    """Spark's accumulator of the number of bytes done and the errors in tasks: (int, tuple of exceptions)."""
 
     def zero(self, value: Any) -> Any:
         return (0, ())
@@ -420,7 +420,7 @@ def _run(
 ) -> Iterator[tuple[dict[int, work.Note], Exception | None]]:
     """Do the units of a task. Yields their notes and the error that ended it, if any.
 
-    An exception that another machine may not have is raised, so that Spark retries, unless this is the last attempt.
+    An exception that might not occur on another machine is raised, so that Spark retries, unless this is the last attempt.
     """
     from pyspark import TaskContext
 
@@ -440,14 +440,14 @@ def _run(
 
 
 def _of_machine(error: Exception) -> bool:
-    """Whether another machine may succeed: unreadable files, too little memory; not mistakes of the user."""
+    """Whether another machine may succeed: the error is an unreadable file or too little memory, not a mistake of the user."""
     if isinstance(error, OutlastError):
         return isinstance(error.__cause__, OSError) and not isinstance(error, plan.BadSource)
     return True
 
 
 def _sendable(error: Exception) -> Exception:
-    """An exception that can be pickled. Unexpected ones bring their traceback."""
+    """An exception that can be pickled. Unexpected exceptions include their traceback."""
     if isinstance(error, MemoryError):
         return OutlastError(
             "an executor had too little memory for a unit of work; run the same command, which goes on, with fewer cores or more "

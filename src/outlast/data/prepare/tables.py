@@ -1,4 +1,4 @@
-"""Samples in columns: each unit of work is one shard, written as a whole by one process."""
+"""Samples in columns: each unit of work is one shard, which one process writes as a whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from outlast.data.prepare import plan, work
 
 T = TypeVar("T")
 SHARD = 64 << 20
-"""Bytes of samples in a shard. Arbitrary: large enough for one request to a store, small enough for a process's memory."""
+"""Size in bytes of the samples in a shard. Arbitrary: large enough for one request to a store, small enough for a process's
+memory."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,12 @@ class Batch(Generic[T]):
     """Number of the shard within its part."""
     items: tuple[T, ...]
     bytes: int
-    """Size of their files."""
+    """Total size of the items' files in bytes."""
 
 
 def batches(items: Mapping[str, Sequence[T]], sizes: Mapping[str, Sequence[tuple[int, int]]], limit: int) -> list[Batch[T]]:
-    """The items of each part in batches of at most `limit` bytes of samples. `sizes`: bytes of sample and of file, per item."""
+    """The items of each part in batches of at most `limit` bytes of samples. `sizes`: size of the sample and of its file in
+    bytes, per item."""
     made: list[Batch[T]] = []
     for part, some in items.items():
         numbered = list(range(len(some)))
@@ -48,12 +50,12 @@ def name(part: str, shard: int) -> str:
 
 
 def write(to: Path, part: str, shard: int, columns: Mapping[str, NDArray[Any]]) -> work.Note:
-    """Write a shard and return its note. A shard without samples is not written."""
+    """Write a shard and return its note. No file is written for a shard without samples."""
     if not shards.samples(columns):
         return {}
     return dataclasses.asdict(shards.write_columns(to / name(part, shard), columns, work.check_attempt))
 
 
 def parts(notes: Sequence[Mapping[str, work.Note]], names: Sequence[str]) -> dict[str, shards.Part]:
-    """The parts of a dataset, from the notes of its shards."""
+    """The parts of a dataset, from the notes of the shards."""
     return {part: shards.Part(tuple(shards.Shard(**note[part]) for note in notes if note.get(part))) for part in names}

@@ -1,12 +1,12 @@
-"""Text to tokens: files of UTF-8, or records of .jsonl files, become nanoGPT's `train.bin`, `val.bin` and `meta.pkl`.
+"""Turns text into tokens: UTF-8 files, or records of .jsonl files, become nanoGPT's `train.bin`, `val.bin` and `meta.pkl`.
 
-Stages, done by all processes and resumable: `survey` (the set and number of characters; only where needed), the tokenizer
-(trained on a sample), `encode` (the tokens of each unit, in a file of its own); then the tokens are joined in the order of the
-files. A document is a file or a record; the separator follows it.
+There are several stages, done by all processes and resumable: `survey` (the set and number of characters; only where needed), the
+tokenizer (trained on a sample), `encode` (the tokens of each unit, in a separate file). At the end the tokens are joined in the
+order of the files. A document is a file or a record; the separator follows it.
 
 A hash of the file's name, or of the record's text, decides whether a document is in val. So no document is divided, and each
-stays in its part when others are added; except a single file, whose last characters are val, as nanoGPT has it.
-Memory: some 20 times a unit (`plan.UNIT`) per process, whatever the size of the source.
+document stays in its part when others are added. A source that is a single file is an exception: its last characters are val, as
+in nanoGPT. Memory: some 20 times a unit (`plan.UNIT`) per process, whatever the size of the source.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from outlast.data.prepare import plan, records, tokenizer, work
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, Document, File, Piece, Unit
 
 SAMPLE = 256 << 20
-"""Most bytes of text to train a tokenizer on. Arbitrary: more hardly changes the merges."""
+"""Maximum size in bytes of the text on which a tokenizer is trained. Arbitrary: more text hardly changes the merges."""
 _WINDOW = 1 << 16
-"""Longest search for a place to cut a document, in bytes."""
+"""Maximum number of bytes to search for a place to cut a document."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Settings:
     tokenizer: str = "bpe"
     """`char`, `bpe`, `gpt2-like`, or the path of a tokenizer.json."""
     vocab_size: int | None = None
-    """Tokens of a trained BPE; default 4096 for `bpe`, 50,257 for `gpt2-like`."""
+    """Number of tokens of a trained BPE; default 4096 for `bpe`, 50,257 for `gpt2-like`."""
     val: float = 0.1
-    """Share of the documents in val."""
+    """Share of the documents that are in val."""
     separator: str | None = None
-    """The token after each document; None: the tokenizer's own, empty: none."""
+    """The token after each document; None: the tokenizer's own, empty: no token."""
     patterns: tuple[str, ...] = ()
-    """Patterns of files to read; empty: all."""
+    """Patterns for the names of files to read; empty: all files."""
     field: str = "text"
-    """The field of records that holds the text."""
+    """The field of a record that contains the text."""
     shard_size: int | None = None
-    """Bytes of a shard; None: one file per part."""
+    """Size of a shard in bytes; None: one file per part."""
     skip_damaged: bool = False
-    """Leave out files and records that cannot be read, and count them."""
+    """Whether to leave out, and count, files and records that cannot be read."""
 
     @property
     def trained(self) -> int | None:
@@ -72,9 +72,9 @@ class Reader:
 
 
 def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
-    """Make or finish the dataset; returns its manifest. The same bytes for any number of processes.
+    """Make or finish the dataset, and return its manifest. Any number of processes produces the same bytes.
 
-    Raises BadSource, and OutlastError for settings that cannot be met, or other files in the target.
+    Raises BadSource, and OutlastError for settings that cannot be met, or if the target contains other files.
     """
     sources = plan.listed(request.source, request.to, settings.patterns)
     about = described(settings)
@@ -119,7 +119,7 @@ def _check(settings: Settings) -> None:
 
 
 def described(settings: Settings) -> dict[str, Any]:
-    """The settings for the manifest: the same on every machine. Raises OutlastError for those that cannot be met."""
+    """The settings for the manifest, which are the same on every machine. Raises OutlastError for settings that cannot be met."""
     _check(settings)
     about = dataclasses.asdict(settings)
     about["patterns"] = list(settings.patterns)
@@ -137,7 +137,7 @@ def described(settings: Settings) -> dict[str, Any]:
 def _documents(
     place: work.Place, reader: Reader, settings: Settings, sources: Sequence[File]
 ) -> tuple[list[Unit], set[str] | None]:
-    """The units to encode, and the characters of all documents if they were surveyed."""
+    """The units to encode, and the characters of all documents if the documents were surveyed."""
     plain = [file for file in sources if not file.name.endswith(records.SUFFIX)]
     part = plan.parts(sources if len(plain) < len(sources) and plan.named(sources) else plain, settings.val)
     documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in sources]
@@ -157,7 +157,7 @@ def _documents(
 
 
 def _survey(unit: Unit, *, reader: Reader) -> work.Note:
-    """Set and number of characters in a unit."""
+    """The distinct characters of a unit, and the total number of its characters."""
     seen, length = np.zeros(0x110000, bool), 0
     for _, text, _ in texts(unit, reader, []):
         points = tokenizer.code_points(text)
@@ -180,7 +180,7 @@ def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: fl
 
 
 def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
-    """Part, text and whether it ends its document, for each text of a unit.
+    """For each text of a unit: the part, the text, and whether the text ends its document.
 
     Unreadable texts raise BadSource; with `skip_damaged` the message is appended to `damaged` instead.
     """
@@ -200,7 +200,7 @@ def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str,
 
 
 def opened(reader: Reader, document: Document) -> BinaryIO:
-    """Open the file of a document. Raises OutlastError when it cannot be read, or its size has changed."""
+    """Open the file of a document. Raises OutlastError if it cannot be read, or if its size has changed."""
     path = reader.root / document.file
     try:
         file = path.open("rb")
@@ -219,8 +219,8 @@ def _range(file: BinaryIO, piece: Piece) -> bytes:
 
 
 def _cut(file: BinaryIO, document: Document, near: int) -> int:
-    """The first place to cut a document at or after byte `near`: before a space or newline that follows a printable character,
-    so that GPT-2's words are those of the whole text; else between two characters."""
+    """The first place to cut a document at or after byte `near`: before a space or newline that follows a printable character, so
+    that GPT-2's words are those of the whole text; otherwise between two characters."""
     if near in (document.low, document.high):
         return near
     file.seek(near - 1)
@@ -258,7 +258,7 @@ def _records(file: BinaryIO, piece: Piece, reader: Reader, damaged: list[str]) -
 
 
 def make_tokenizer(place: work.Place, path: Path, settings: Settings, train: Callable[[Path, int], None]) -> None:
-    """Write `tokenizer.json`: a copy of the given one, or the one that `train(path, size)` writes in a process of its own."""
+    """Write `tokenizer.json`: a copy of the given tokenizer, or one that `train(path, size)` writes in a process of its own."""
     if settings.trained is None:
         tokenizer.save(path, Path(settings.tokenizer).read_text("utf-8"))
         return
@@ -278,7 +278,7 @@ def _train(path: Path, size: int, *, reader: Reader, units: Sequence[Unit]) -> N
 
 
 def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, into: Path) -> work.Note:
-    """Write the tokens of a unit, a file per part; the note has documents and bytes of each."""
+    """Write the tokens of a unit, one file per part. The note has the number of documents and bytes of each part."""
     encoder = tokenizer.encoder(path, digest)
     tokens: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
     documents = {TRAIN: 0, VAL: 0}

@@ -1,8 +1,8 @@
-"""Tokenizers as `tokenizer.json`: by character, a byte-level BPE trained here, or a given one; and fast encoders of texts.
+"""Tokenizers as `tokenizer.json`: by character, a byte-level BPE trained here, or a given tokenizer; and fast encoders for texts.
 
-The only module that imports the library `tokenizers`. All three kinds are written as `tokenizer.json`, so a single `encoder`
-reads them. A byte-level BPE in GPT-2's manner never joins two words, so the encoder looks each word up in a table and asks the
-library only for new ones, see `ascii_words`. Special tokens in a text are encoded as text.
+No other module imports the library `tokenizers`. All three kinds are written as `tokenizer.json`, so a single `encoder` reads
+them. A byte-level BPE like GPT-2's never joins two words, so the encoder looks each word up in a table and asks the library only
+for new words, see `ascii_words`. Special tokens in a text are encoded as text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outlast.data.prepare import ascii_words, plan
 SEPARATOR = "<|endoftext|>"
 """GPT-2's token between documents."""
 SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
-"""Names of that token in other tokenizers."""
+"""Names of that token in various tokenizers."""
 GPT2_VOCABULARY = 50_257
 PIECE = 1 << 18
 """Number of characters encoded at a time, which bounds the memory of the encoder."""
@@ -65,14 +65,15 @@ def load(path: Path) -> Any:
 
 
 def vocab_size(tokenizer: Any) -> int:
-    """The largest token plus one: a vocabulary may have gaps."""
+    """The largest token id plus one, since a vocabulary may have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def separator(tokenizer: Any, name: str | None) -> int | None:
-    """The token after each document: `name`, by default one of SEPARATORS; None if `name` is empty or there is none.
+    """The token after each document: `name`, by default one of SEPARATORS; None if `name` is empty or the tokenizer has no such
+    token.
 
-    Raises OutlastError if the tokenizer has no such token.
+    Raises OutlastError if the tokenizer has no token `name`.
     """
     if name is None:
         tokens = (tokenizer.token_to_id(each) for each in SEPARATORS)
@@ -94,7 +95,7 @@ def of_characters(characters: Iterable[str]) -> str:
 
 
 def train(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> str:
-    """A `tokenizer.json`: a byte-level BPE of at most `size` tokens, the last of which are `special` and SEPARATOR.
+    """A `tokenizer.json` with a byte-level BPE of at most `size` tokens, the last of which are `special` and SEPARATOR.
 
     The same texts in the same order give the same tokens: ties between merges are broken by token ids.
     """
@@ -112,7 +113,7 @@ def train(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> str:
 
 
 def write_vocabulary(path: Path, tokenizer: Any) -> None:
-    """Write nanoGPT's `meta.pkl`: `train.py` reads the vocabulary's size from it, `sample.py` decodes with it."""
+    """Write nanoGPT's `meta.pkl`, from which `train.py` reads the vocabulary's size and with which `sample.py` decodes."""
     size = vocab_size(tokenizer)
     shards.write_vocabulary(path, size, {i: tokenizer.decode([i], skip_special_tokens=False) for i in range(size)})
 
@@ -123,7 +124,7 @@ def save(path: Path, text: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def encoder(path: Path, digest: str) -> Encoder:
-    """The fastest encoder for a `tokenizer.json`; cached, by the file's `digest`, one per process."""
+    """The fastest encoder for a `tokenizer.json`. One encoder per process is cached, by the file's `digest`."""
     tokenizer = load(path)
     about = json.loads(path.read_text("utf-8"))
     dtype = np.dtype(shards.dtype(vocab_size(tokenizer))).newbyteorder("<")
@@ -177,7 +178,7 @@ _SHORT = 100
 
 
 class _Characters:
-    """An encoder for tokenizers with a token per character: one look-up in an array for a whole text."""
+    """An encoder for tokenizers with one token per character, which needs only one look-up in an array for a whole text."""
 
     def __init__(self, table: dict[str, int], dtype: np.dtype[Any]) -> None:
         self._in_vocabulary = np.zeros(0x110000, bool)
@@ -200,7 +201,7 @@ def code_points(text: str) -> Any:
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """A text in pieces of about `size` characters, cut between words."""
+    """Split a text into pieces of about `size` characters, cut between words."""
     start = 0
     while len(text) - start > size:
         cut = _CUT.search(text, start + size)

@@ -1,9 +1,10 @@
-"""Videos to columns: `video` uint8 (n, 16, 224, 224, 3), `audio` int16 (n, 30720) and `label` int64 (n,).
+"""Turns videos into columns: `video` uint8 (n, 16, 224, 224, 3), `audio` int16 (n, 30720) and `label` int64 (n,).
 
-A clip is 16 frames at 25 per second with 0.64 s of sound at 48 kHz in one channel, 1,920 samples per frame: the input of
-Perceiver IO. A video with another rate contributes the frames shown at these moments; the shorter side becomes `size` pixels,
-and the centre is cropped. Missing sound is filled with silence, missing frames with the last one. Labels are from a CSV
-(the lists of Kinetics, or `file,label`), else the name of the directory. Memory: a shard per process.
+A clip has 16 frames at 25 per second, and 0.64 s of sound at 48 kHz in one channel, 1,920 samples per frame: the input of
+Perceiver IO. From a video with another frame rate, the frames shown at these moments are taken; the shorter side is resized to
+`size` pixels, and the centre is cropped. Missing sound is replaced by silence, missing frames by the last frame. Labels are read
+from a CSV (the lists of Kinetics, or `file,label`); without a CSV the label is the name of the directory. Memory: one shard per
+process.
 
 Clips: https://arxiv.org/abs/2107.14795, section 4.3. Lists: https://github.com/cvdfoundation/kinetics-dataset.
 """
@@ -43,11 +44,11 @@ class Settings:
     """Settings of `outlast data prepare video`."""
 
     frames: int = 16
-    """Frames of a clip."""
+    """Number of frames in a clip."""
     size: int = 224
-    """Pixels of a frame's side."""
+    """Side of a frame in pixels."""
     clips: int = 1
-    """Clips per video, evenly spaced; one is in the middle."""
+    """Number of clips per video, evenly spaced; a single clip is in the middle."""
     labels: str = ""
     """Path of a list of labels; empty: the directories' names."""
     val: float = 0.1
@@ -56,7 +57,7 @@ class Settings:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a sample."""
+        """Size of a sample in bytes."""
         return self.frames * (self.size**2 * 3 + PER_FRAME * 2)
 
 
@@ -71,7 +72,7 @@ class Clip:
 
 
 def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
-    """Make or finish the dataset; returns its manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
+    """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
     if min(settings.frames, settings.size, settings.clips) < 1:
         raise OutlastError("--frames, --size and --clips are 1 or more; correct them")
     pyav()
@@ -99,7 +100,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
 
 
 def pyav() -> Any:
-    """PyAV. Raises OutlastError if it is not installed."""
+    """The library PyAV. Raises OutlastError if it is not installed."""
     with importing("decoding videos", "data"):
         import av
     return av
@@ -191,13 +192,14 @@ def _write(batch: tables.Batch[Clip], *, root: Path, to: Path, settings: Setting
 
 
 def decoded(path: Path, clip: Clip, settings: Settings) -> tuple[NDArray[np.uint8], NDArray[np.int16] | None]:
-    """Frames (16, 224, 224, 3) and sound (30720,) of a clip; None without sound. Raises BadSource for a damaged video."""
+    """Frames (16, 224, 224, 3) and sound (30720,) of a clip; the sound is None if the video has none. Raises BadSource for a
+    damaged video."""
     frames, sound = shown(path, clip, settings)
     return np.stack(frames + frames[-1:] * (settings.frames - len(frames))), sound
 
 
 def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.uint8]], NDArray[np.int16] | None]:
-    """`decoded` before the last frame of a short video is repeated: 1 to 16 frames of (224, 224, 3)."""
+    """The result of `decoded` before the last frame of a short video is repeated: 1 to 16 frames of (224, 224, 3)."""
     av = pyav()
     try:
         path.open("rb").close()
@@ -254,7 +256,7 @@ def _frames(container: Any, begin: Fraction, settings: Settings) -> list[NDArray
 
 
 def _cut(frame: Any, size: int) -> NDArray[np.uint8]:
-    """The centre of a frame, rotated as players show it, (size, size, 3)."""
+    """The centre of a frame, (size, size, 3), rotated as players show it."""
     scale = Fraction(size, min(frame.width, frame.height))
     width, height = (max(size, round(side * scale)) for side in (frame.width, frame.height))
     pixels = frame.to_ndarray(format="rgb24", width=width, height=height)
@@ -263,7 +265,7 @@ def _cut(frame: Any, size: int) -> NDArray[np.uint8]:
 
 
 def _sound(container: Any, begin: Fraction, settings: Settings) -> NDArray[np.int16]:
-    """The samples of a clip, silent where there are none."""
+    """The sound samples of a clip, silent where the video has none."""
     av = pyav()
     stream = container.streams.audio[0]
     video = container.streams.video[0]

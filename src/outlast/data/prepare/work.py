@@ -1,10 +1,10 @@
-"""Units of work done by an engine. The note of a unit is written last, so a killed run continues with the missing units.
+"""Units of work, which an engine does. The note of a unit is written last, so a killed run continues with the missing units.
 
 Engines are processes of this machine (`Processes`) or Spark (`spark`).
 
-`.prepare/` below the target holds the lock, the plan's digest, a note per finished unit, and intermediate files of units. It is
-removed once the manifest is written. Processes are not forked from ours, because tokenizers and PyAV have threads. They end when
-we do, even by SIGKILL.
+`.prepare/` below the target holds the lock, the plan's digest, a note per finished unit, and intermediate files of units. This
+directory is removed once the manifest is written. Processes are not forked from ours, because tokenizers and PyAV have threads.
+They end when we do, even if SIGKILL ends us.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ PRIVATE = ".prepare"
 _OUTPUTS = r"(train|val)(-\d+)?\.(bin|safetensors)|tokenizer\.json|meta\.pkl"
 """Names of files that an unfinished run leaves beside PRIVATE."""
 _PARTIAL = re.compile(rf"\.({_OUTPUTS}|{re.escape(shards.MANIFEST)}|encode-\d+\.\w+|\w+-\d+\.json|plan)(\.\w+)?\.partial")
-"""Names of unfinished files beside and in PRIVATE: see `files.beside`."""
+"""Names of unfinished files beside and in PRIVATE, see `files.beside`."""
 _PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
 _PROCESS = 64 << 20
-"""Bytes that a process needs beside its samples: measured, with a tokenizer or decoders imported, and a read buffer."""
+"""Memory in bytes that a process needs beside its samples: measured, with a tokenizer or decoders imported, plus a read
+buffer."""
 Note = dict[str, Any]
 
 
@@ -59,17 +60,17 @@ _U = TypeVar("_U", bound=Work)
 class Task(Generic[_U]):
     """Does a unit of a stage: calls `do`, then writes its note. Pickled to the process that does the unit.
 
-    Two processes may do a unit at once: they write the same files and rename them when they are whole.
+    Two processes may do a unit at once: they write the same files and rename them when they are complete.
     """
 
     do: Callable[[_U], Note]
     stage: str
     private: Path
     plan: str
-    """Digest of the plan; a task of an outdated plan writes nothing."""
+    """Digest of the plan. A task of an outdated plan writes nothing."""
 
     def __call__(self, unit: _U) -> Note:
-        """Do a unit that has no note yet; returns its note. Raises what `do` raises."""
+        """Do a unit that has no note yet, and return its note. Raises the exceptions of `do`."""
         if (existing := self.note(unit)) is not None:
             return existing
         self.check()
@@ -83,13 +84,14 @@ class Task(Generic[_U]):
         return made
 
     def notes(self, units: Sequence[_U]) -> dict[int, Note]:
-        """Notes of the finished units, by number. Opens only files in the listing, which spares requests on a network disk."""
+        """Notes of the finished units, by number. This opens only files in the directory's listing, which saves requests on a
+        network disk."""
         names = set(os.listdir(self.private))
         notes = ((unit.number, self.note(unit)) for unit in units if self._path(unit).name in names)
         return {number: note for number, note in notes if note is not None}
 
     def note(self, unit: _U) -> Note | None:
-        """The note of a unit; None if it is not done."""
+        """The note of a unit; None if the unit is not done."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return dict(json.loads(self._path(unit).read_bytes()))
         return None
@@ -98,7 +100,7 @@ class Task(Generic[_U]):
         return self.private / f"{self.stage}-{unit.number:06d}.json"
 
     def check(self) -> None:
-        """Raise OutlastError when a run with another plan has begun."""
+        """Raise OutlastError if a run with another plan has begun."""
         noted = self.private / "plan"
         if not noted.exists() or noted.read_text() != self.plan:
             raise OutlastError(f"another `outlast data prepare` has begun to write to {self.private.parent}; this one ends")
@@ -108,7 +110,7 @@ _attempt: ContextVar[Task[Any] | None] = ContextVar("attempt", default=None)
 
 
 def check_attempt() -> None:
-    """Raise OutlastError if this unit belongs to an outdated plan. Call it after opening a file from `files.beside`.
+    """Raise OutlastError if this unit belongs to an outdated plan. Call this function after opening a file from `files.beside`.
 
     A new run first removes the old plan, then unfinished files. So an outdated unit either fails here, or its file is gone before
     it is renamed, and nothing old replaces anything new.
@@ -123,35 +125,35 @@ class Engine(Protocol):
     def done(
         self, task: Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
     ) -> Mapping[int, Note]:
-        """Do the units; returns the note of each by its number.
+        """Do the units. Returns the note of each unit by its number.
 
-        Calls `check` a few times per second, which raises Stopped, and `finished` with the bytes of units done since the last
-        call. Raises what the task raises, and OutlastError when its process is killed.
+        Calls `check`, which may raise Stopped, a few times per second, and `finished` with the number of bytes of the units done
+        since the last call. Raises the exceptions of the task, and OutlastError if a process is killed.
         """
 
 
 @dataclass(frozen=True)
 class Request:
-    """Source, target and processes of a run; the settings of a kind are apart."""
+    """Source, target and processes of a run. The settings of each kind of dataset are separate."""
 
     source: Path
     to: Path
     processes: int = 1
-    """Processes on this machine; 0: as many as cores and memory allow (`fitting`)."""
+    """Number of processes on this machine; 0: as many as cores and memory allow (`fitting`)."""
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
-    """Called with the stage, bytes done and bytes in all."""
+    """Called with the stage, the number of bytes done, and the total number of bytes."""
     uploaded: shards.Manifest | None = None
-    """The dataset that is already in the store that `to` will be uploaded to."""
+    """The dataset that already is in the store to which `to` will be uploaded."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Ends the run soon after it is set; the next run continues."""
     unit: int = plan.UNIT
-    """Bytes of text in a unit; tests make it small."""
+    """Size in bytes of the text in a unit; tests make it small."""
     engine: Engine | None = None
-    """None: `processes` of this machine."""
+    """The engine that does the units; None: `processes` of this machine."""
 
 
 def cores() -> int:
-    """Cores of this process, limited by the quota of its cgroup."""
+    """Number of cores that this process may use, limited by the quota of its cgroup."""
     count = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -162,7 +164,7 @@ def cores() -> int:
 def fitting(request: Request, each: int) -> Request:
     """Fill in the number of processes: one per core, or fewer if memory is short for `each` bytes of samples per process.
 
-    The number changes no byte of the result.
+    The result does not depend on the number.
     """
     if request.processes:
         return request
@@ -172,7 +174,8 @@ def fitting(request: Request, each: int) -> Request:
 
 
 def existing(request: Request, kind: str, settings: Mapping[str, Any], source: Mapping[str, Any]) -> shards.Manifest | None:
-    """The existing dataset if source and settings are unchanged, else None. Raises OutlastError for other files in the target."""
+    """The existing dataset if source and settings are unchanged, else None. Raises OutlastError if the target contains other
+    files."""
     to = request.to
     if request.uploaded or (to / shards.MANIFEST).exists():
         made = request.uploaded or shards.read(to)
@@ -188,7 +191,7 @@ def existing(request: Request, kind: str, settings: Mapping[str, Any], source: M
 
 
 class Place:
-    """The target directory during a run; made by `opened`."""
+    """The target directory during a run. Made by `opened`."""
 
     def __init__(self, request: Request, private: Path, digest: str) -> None:
         self.request = request
@@ -196,10 +199,11 @@ class Place:
         self._digest = digest
 
     def results(self, stage: str, do: Callable[[_U], Note], units: Sequence[_U]) -> list[Note]:
-        """Results of `do` for each unit, in order; units that an earlier run has finished are not done again.
+        """Results of `do` for each unit, in order. Units that an earlier run has finished are not done again.
 
-        `do` is pickled, so it is a module's function or a `functools.partial` of one. Its files must be whole when it returns,
-        and may be written twice, even at once. Raises what `do` raises, Stopped, and OutlastError when a process is killed.
+        `do` is pickled, so it must be a module's function or a `functools.partial` of such a function. Its files must be complete
+        when it returns, and may be written twice, even at the same time. Raises the exceptions of `do`, Stopped, and OutlastError
+        if a process is killed.
         """
         task = Task(do, stage, self.private, self._digest)
         notes = task.notes(units)
@@ -219,12 +223,12 @@ class Place:
         return [notes[unit.number] for unit in units]
 
     def check(self) -> None:
-        """Raise Stopped when the run is to end."""
+        """Raise Stopped if the run is to end."""
         if self.request.stop.is_set():
             raise Stopped("preparing was stopped; the same command goes on from here")
 
     def alone(self, do: Callable[..., Any], *args: Any) -> Any:
-        """The result of a call in a process of its own, which has `request.processes` threads."""
+        """The result of a call in a separate process, which has `request.processes` threads."""
         with pool(1, threads=self.request.processes) as executor:
             future = executor.submit(do, *args)
             while not future.done():
@@ -233,7 +237,7 @@ class Place:
             return _result(future)
 
     def finish(self, manifest: shards.Manifest) -> shards.Manifest:
-        """Write the manifest, which makes the dataset whole, and remove the notes. Raises BadSource for an empty part."""
+        """Write the manifest, which makes the dataset complete, and remove the notes. Raises BadSource for an empty part."""
         for name, part in manifest.parts.items():
             if not (part.tokens if manifest.kind == "text" else part.samples):
                 raise plan.BadSource(
@@ -296,7 +300,7 @@ def _result(future: Future[Any]) -> Any:
 
 @contextlib.contextmanager
 def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
-    """Processes that end with us, forked from a server without threads that has imported the heavy modules."""
+    """A pool of processes that end with us. They are forked from a server without threads that has imported the heavy modules."""
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")
@@ -333,9 +337,9 @@ def _begin(threads: int) -> None:
 
 @contextlib.contextmanager
 def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> Iterator[Place]:
-    """Lock the target. Results of an earlier run are used if settings and source are the same, else they are removed.
+    """Lock the target. Results of an earlier run are used if settings and source are unchanged; otherwise they are removed.
 
-    Raises OutlastError when it cannot be written, or its disk is full.
+    Raises OutlastError if the target cannot be written, or if its disk is full.
     """
     private = request.to / PRIVATE
     try:
@@ -353,7 +357,7 @@ def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan
 
 
 def _cleaned(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> str:
-    """Remove the results of an earlier run with other settings or another source; returns the digest of both."""
+    """Remove the results of an earlier run with other settings or another source. Returns the digest of settings and source."""
     private = request.to / PRIVATE
     names = [[file.name, file.size, file.changed] for file in sources]
     about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)
