@@ -1,4 +1,4 @@
-"""Atomic replacement of files: a reader sees the old content or the new content, never a part, even after a crash."""
+"""Atomic replacement of files: a reader sees either the whole old content or the whole new content, even after a crash."""
 
 from __future__ import annotations
 

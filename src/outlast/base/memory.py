@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 _RESERVE = 10
-"""A tenth of the memory stays free."""
+"""Divisor for the share of memory that stays free, a tenth."""
 _UNLIMITED = 1 << 60
 """Limit in bytes from which a cgroup counts as unlimited: cgroup v1 reports nearly 2^63 if there is no limit."""
 

@@ -153,8 +153,8 @@ def serve(
 
 
 class _Bounded(ThreadingHTTPServer):
-    """A server with at most `MOST` open connections. A complete request is answered in milliseconds, so the oldest connection is
-    not one that is sending a request."""
+    """A server with at most `MOST` open connections. If there are more, the oldest is closed: a complete request is answered in
+    milliseconds, so the oldest connection is not sending a request."""
 
     request_queue_size = BACKLOG
 

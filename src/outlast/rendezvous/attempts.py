@@ -2,11 +2,11 @@
 
 An attempt is another start of the same world: the same generation, the same members, a fresh store. It is made when processes
 failed and every member reports that its own processes are gone and that it has no other orders. The member of rank 0 leads: it
-asks the others to stop, collects their answers, and starts the attempt.
+asks the other members to stop, collects their answers, and starts the attempt.
 
     Ready   member -> leader     my processes are gone; this is how they failed, and where I would host the store
     Stop    leader -> members    stop your processes, and report when they are gone
-    Go      leader -> members    everybody is ready: the store is here
+    Go      leader -> members    all members are ready: the store is here
     No      both ways            not this time: the coordinator decides
 
 A `Participant` is one member's side of the attempts; it takes messages and the time, and returns messages. Invariants, whichever
@@ -35,10 +35,10 @@ from outlast.rendezvous import failures, restarts
 from outlast.rendezvous.transports.sockets import is_count, is_number
 
 REPEAT_S = 5.0
-"""Interval at which unanswered messages are repeated. The mesh delivers each message or reports that it could not; stopping
+"""Interval at which unanswered messages are repeated. The mesh delivers each message or reports a failure to deliver it; stopping
 processes takes seconds, so a thousand members must not be asked again too soon."""
 LATE_S = 2.0
-"""Time after which a member that waits for the others also reports to the coordinator."""
+"""Time after which a member that waits for the other members also reports to the coordinator."""
 TRIES, KILLED_TRIES = restarts.SAME_STEP - 1, 10
 """Maximum number of attempts in a row without progress: after an error or a hang at one step (the next error or hang ends the
 job), and after a kill."""
@@ -58,9 +58,9 @@ class Past:
     """The attempt that repaired the failure, counted from 1 in each generation; the failure was in the previous attempt."""
     worker: int
     failure: Mapping[str, Any]
-    """As `sockets.Report.failure`."""
+    """The failure, as in `sockets.Report.failure`."""
     at: float = 0.0
-    """Time of the repair, by the steady clock of the reporting member: comparable within one report only."""
+    """Time of the repair by the reporting member's steady clock; comparable only within one report."""
 
     @property
     def start(self) -> tuple[int, int]:

@@ -41,7 +41,7 @@ class Settings:
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
-        """The settings in a job file."""
+        """The settings that a job file gives."""
         timeouts = dataclasses.replace(world.Timeouts(), leave=fields.interruption.grace.total_seconds())
         return cls(fields.workers.allowed(), restarts.Policy(fields.restarts.limit, fields.restarts.window), timeouts)
 
@@ -319,7 +319,7 @@ class Coordinator:
 
 
 def after(generation: int, now: float) -> world.State:
-    """The initial state of a run that continues after `generation`; a new run in a store continues after the first one. `now` is
+    """The initial state of a run that continues after `generation`; a new run in a store continues after generation 1. `now` is
     the time of the coordinator's clock."""
     cause, reason = (Cause.RESUME, "the run goes on") if generation > 1 else (Cause.START, "training starts")
     called = world.Call(generation + 1, reason, False, now, cause=cause)

@@ -1,8 +1,8 @@
 """Judging failures: which of a world's failures is the root cause, when to judge it, and whether the job goes on. Pure.
 
-When one worker dies the others fail as well, with errors that only echo it, and may report first. So the failures of one
-generation are collected for a moment; then the root cause is judged, once, by the budget of `rendezvous.restarts`. The launcher,
-worker 0, an elected coordinator and the operator all use these rules.
+When one worker dies, the other workers fail as well, with errors that only echo its death, and may report first. So the failures
+of one generation are collected for a moment; then the root cause is judged, once, by the budget of `rendezvous.restarts`. The
+launcher, worker 0, an elected coordinator and the operator all use these rules.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pending(NamedTuple):
 
 @dataclass(frozen=True)
 class Debounce:
-    """How long failures of one generation are collected, in seconds from the first of them."""
+    """How long failures of one generation are collected, in seconds from the first failure."""
 
     cause: float = 0.5
     """How long calls are held back while there are only echoes: a call would stop the cause before it can report."""
@@ -61,9 +61,9 @@ class Debounce:
 
 COORDINATOR = Debounce()
 OPERATOR = Debounce(cause=1.5, answer=math.inf)
-"""Kubelets report within about a second how a container ended, and eventually for every pod."""
+"""Times for the operator: kubelets report how a container ended within about a second, and eventually for every pod."""
 PLAIN_PODS = Debounce(cause=5.0)
-"""For pods that do not report themselves: the kubelet of the cause may be seconds behind that of an echo."""
+"""Times for pods that do not report themselves: the kubelet of the cause may be seconds behind that of an echo."""
 
 
 def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
@@ -103,9 +103,9 @@ def only_echoes(pending: Collection[Pending]) -> bool:
 
 
 def is_part_of_call(echo: bool, called: Call | None, counted: tuple[int, int], generation: int) -> bool:
-    """Whether a failure echoes the one that caused the pending call, although its start is later than the last counted start:
-    some members had begun another attempt, which breaks without the others. Any other failure counts by itself, as does a crash
-    during a call to grow after a failure that the members had repaired."""
+    """Whether a failure echoes the failure that caused the pending call, although its start is later than the last counted start:
+    some members had begun another attempt, which breaks without the other members. Any other failure counts by itself, as does a
+    crash during a call to grow after a failure that the members had repaired."""
     return echo and called is not None and called.cause is Cause.FAILED and counted[0] == generation
 
 
@@ -117,14 +117,14 @@ def held_until(pending: Collection[Pending], since: float, now: float, debounce:
 def settled_at(
     pending: Collection[Pending], since: float, now: float, debounce: Debounce, *, unanswered: bool = False
 ) -> float | None:
-    """Time at which to judge failures, of which the first came at `since`; None: now. `unanswered`: a member that may be the
-    cause still reports that it trains."""
+    """Time at which to judge failures, the first of which arrived at `since`; None: now. `unanswered` says whether a member that
+    may be the cause still reports that it trains."""
     return until(since, debounce.answer if unanswered and only_echoes(pending) else debounce.settle, now)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The number of restarts of a run so far, and the maximum."""
+    """The restarts of a run so far, and the policy that limits them."""
 
     history: restarts.History
     policy: restarts.Policy

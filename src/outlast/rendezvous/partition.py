@@ -4,11 +4,10 @@ Members watch one another (`rendezvous.mesh`) and report the peers that they do 
 does not hear the other: training stands still, as every step needs every pair. `decide` picks the members to remove so that no
 broken pair is left:
 
-1. Members whose machine refuses connections, so that their process is gone, are removed at once.
-2. If the members fall into sides that do not hear each other, one side stays. A side with more than half of the members stays at
-   once; otherwise, after AGREE_S, in which all live members report, the largest side with a sign of life stays (ties: the side of
-   rank 0).
-3. For pairs that are broken within a side, after PATIENCE_S the member with more broken pairs is removed (ties: the higher rank).
+1. Members whose machine refuses connections (their process is gone) are removed at once. 2. If the members fall into sides that
+do not hear each other, one side stays. A side with more than half of the members stays at once; otherwise, after AGREE_S, in
+which all live members report, the largest side with a sign of life stays (ties: the side of rank 0). 3. For pairs that are broken
+within a side, after PATIENCE_S the member with more broken pairs is removed (ties: the higher rank).
 
 A minority never removes a silent majority on its own report alone: all members are called together first (`ask`), and members
 that do not answer within CONFIRM_S are lost. If no member hears any other, the mesh is at fault (a port is blocked), and nobody
@@ -33,7 +32,7 @@ PATIENCE_S = 2.0
 CONFIRM_S = 2.0
 """Time within which an unheard majority must answer a call."""
 HELD_S, LONGEST_HELD_S = 10.0, 300.0
-"""How long a lost member is kept out of worlds: at first, which is doubled with each further loss, and at most."""
+"""How long a member is kept out of worlds after its first loss, doubled with each further loss, and the maximum."""
 FORGIVEN_S = 600.0
 """Time without a loss after which a member's next loss counts as its first."""
 
@@ -42,7 +41,7 @@ Pair = frozenset[int]
 
 @dataclass(frozen=True)
 class View:
-    """One member's report on its peers in the current world."""
+    """One member's report about its peers in the current world."""
 
     unheard: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()

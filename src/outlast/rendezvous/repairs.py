@@ -88,7 +88,7 @@ class Repairs:
         overruled: Callable[[], str],
         late: Callable[[], None],
     ) -> Go | None:
-        """Called when our processes are gone: wait until all members have agreed on the next attempt; None if the coordinator
+        """Wait, once our processes are gone, until all members have agreed on the next attempt. Returns None if the coordinator
         decides.
 
         `failure` is how our processes failed, None if they were stopped; `overruled` returns why no attempt may be made any more,
@@ -144,7 +144,7 @@ class Repairs:
             future.add_done_callback(functools.partial(self._sent, to, message))
 
     def _sent(self, to: int, message: attempts.Message, future: Future[None]) -> None:
-        """Called when a message was delivered or not. Refuses the attempt if a member cannot be reached, or runs an older
+        """Called when a delivery has succeeded or failed: refuse the attempt if a member cannot be reached, or runs an older
         version."""
         if (problem := future.exception()) is None or isinstance(message, attempts.No):
             return

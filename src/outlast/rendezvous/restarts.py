@@ -1,4 +1,4 @@
-"""Whether a failed job is started again: a budget of restarts that progress refunds.
+"""Decides whether a failed job is started again, by a budget of restarts that progress refunds.
 
 The coordinator (or the operator) calls `judge` once for every generation that failed, and keeps the `History` it returns.
 Interruptions cost nothing. A wrong configuration stops the job at once. Every other failure costs one restart, refunded once it
@@ -19,7 +19,8 @@ from outlast.job import contract
 from outlast.job.failure import Failure
 
 SAME_STEP, FULL_DISK = 3, 10
-"""Errors in a row at one step that end a job: in general, and for a full disk, which somebody may clear (pauses take minutes)."""
+"""Number of errors in a row at one step that end a job: in general, and for a full disk, which somebody may clean up (the pauses
+take minutes)."""
 LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
 """Thresholds of `Kills`; arbitrary."""
 
@@ -75,7 +76,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Kills:
-    """Kills of a worker's processes (or full disks) in a row without progress in between."""
+    """Counts kills of a worker's processes (or full disks) in a row, without progress in between."""
 
     count: int = 0
     step: int = -1

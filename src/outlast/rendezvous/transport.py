@@ -27,7 +27,7 @@ from outlast.rendezvous.world import World
 
 
 class Mode(enum.Enum):
-    """Which process coordinates a run. It decides what the agents do beyond training."""
+    """The kind of process that coordinates a run. It determines what the agents do beyond training."""
 
     LAUNCHER = "the launcher on this machine"
     """The launcher owns the run, starts the workers and records the end; agents only train. In all other modes, agents claim the

@@ -20,7 +20,7 @@ class MemberState(enum.StrEnum):
     """Ready for a world, and training in none."""
     TRAINING = "training"
     LEAVING = "leaving"
-    """Asked to leave (SIGTERM, drain): saves with the others, then leaves."""
+    """Asked to leave (SIGTERM, drain): the member saves with the other members, then leaves."""
     DONE = "done"
     """The training processes of the member have ended with success."""
 
@@ -73,7 +73,7 @@ class Cause(enum.StrEnum):
     PARTLY_DONE = "partly-done"
     """Some workers have finished, and the others will not."""
     FOREIGN = "foreign"
-    """Another coordinator has decided a world."""
+    """Another coordinator has decided on a world."""
     LEAVING = "leaving"
     SHRINK = "shrink"
     GROW = "grow"
@@ -154,8 +154,8 @@ class Desired:
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
     expected: frozenset[int] | None = None
-    """Ids of the workers that should be members, connected or still starting; absent ones are awaited until a timeout.
-    None: unknown, so any worker may join until the target is reached."""
+    """Ids of the workers that should be members, connected or still starting; absent workers are awaited until a timeout. None:
+    unknown, so any worker may join until the target is reached."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ class Timeouts:
     leave: float = 75.0
     """Time for training to save after a planned call."""
     answer: float = 10.0
-    """Time for a connected worker to take up a world or to stop its processes; for all to report to a restarted coordinator."""
+    """Time for a connected worker to take up a world or to stop its processes; also the time for all workers to report to a
+    restarted coordinator."""
 
 
 @dataclass(frozen=True)
@@ -186,11 +187,12 @@ class State:
     called: Call | None = None
     """The last call; it is pending while its generation is newer than the world's."""
     since: float = -math.inf
-    """Time at which this coordinator took over another one's world: members get `Timeouts.answer` from then on to report."""
+    """Time at which this coordinator took over another coordinator's world: members get `Timeouts.answer` from then on to
+    report."""
     min_generation: int = 0
     """Generations up to this one are never used: they may have existed unseen."""
     lost: Mapping[int, partition.Loss] = field(default_factory=dict)
-    """Workers that others did not hear: they are kept out of worlds for a while."""
+    """Workers that other workers did not hear; they are kept out of worlds for a while."""
     held: int = 0
     """The newest step that any worker of the last world has reported, whether the worker is still connected or not."""
 

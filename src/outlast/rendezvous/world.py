@@ -1,4 +1,4 @@
-"""The only place that decides which workers train together: a pure function of the members' reports.
+"""Decides which workers train together: a pure function of the members' reports, and the only place that decides this.
 
 The coordinator keeps a `State`, updates it with every report, and asks `decide` after every event and at `look_again`. The
 decision is to call the workers together, to publish a world, to wait, or to close the run.
@@ -145,7 +145,7 @@ class _Situation:
         return min((end for end in (*ends, self.late_until, self.unheard_until) if end not in (None, math.inf)), default=None)
 
     def with_standing(self, standing: MemberState) -> list[int]:
-        """Members of the world with this standing, in rank order."""
+        """Members of the world in this state, in rank order."""
         return [m.id for m in self.inside if m.standing is standing]
 
     def call(self, cause: Cause, reason: str, *, planned: bool, leaving: Iterable[int] = ()) -> Call:

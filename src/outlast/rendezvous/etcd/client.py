@@ -39,7 +39,8 @@ LIST_S = 10.0
 LAST_S = 1.0
 """How long a leaving member waits until its last report is written."""
 CLOSE_S = 2.0
-"""How long a finished member stays a candidate: all finish at about the same time, and one has to close the run."""
+"""How long a finished member stays a candidate: all members finish at about the same time, and one of them has to close the
+run."""
 
 
 def _answer_s(ttl: int) -> float:

@@ -2,7 +2,7 @@
 
 `Candidate` runs for election and `Term` decides, both without threads: `client.Running` adds the threads, and tests use a
 simulated etcd. Every write of a term is conditional on its election: a term that is over cannot write, and its pending output and
-ledger events are dropped. An election is identified by a nonce in its key and not by a revision: an etcd that has lost its data
+ledger events are dropped. An election is identified by a nonce in its key and not by a revision: if etcd loses its data, it
 counts revisions from the start again.
 """
 
@@ -41,7 +41,7 @@ PASSED = 100
 """Number of generations that are skipped when etcd has lost its state: more than can have followed the newest reported
 generation."""
 WHY_S = 0.5
-"""Shortest interval between writes that change only the reason for a wait."""
+"""Minimum interval between writes that change only the reason for a wait."""
 ENDED = 100
 """Maximum number of fenced processes that stay published."""
 JITTER_S = 0.1
@@ -70,7 +70,7 @@ class ElectionConfig:
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
     """Identifies the process."""
     nnodes: str = ""
-    """`min:max` under torchrun, where any node may join and --max-restarts is the limit. Empty in pods."""
+    """`min:max` under torchrun, where any node may join and --max-restarts limits the restarts; empty in pods."""
     replicas: int = 0
     """Expected number of workers, in pods."""
     ttl: int = TTL_S
@@ -98,7 +98,7 @@ class Term(coordinator.Coordinator):
         self._seen: dict[int, tuple[str, int]] = {}
         """Token and revision of each member's key."""
         self._tokens: tuple[str, ...] = ()
-        """Tokens of the members of the world, in its order."""
+        """Tokens of the members of the world, in the same order."""
         self._parked: dict[int, KeyValue] = {}
         """Keys of processes that replace a member whose loss is not decided yet."""
         self._effects: list[Callable[[], None]] = []
@@ -224,8 +224,8 @@ class Term(coordinator.Coordinator):
         self.on_report(report)
 
     def _learn(self, record: schema.Record) -> None:
-        """Learn from a member a world that etcd may have lost: the world goes on, and we skip generations that may have followed
-        it unseen."""
+        """Learn of a world that etcd may have lost from a member's record: the world goes on, and we skip generations that may
+        have followed it unseen."""
         lost, state = record.world, self.state
         if lost and lost.generation > (state.world.generation if state.world else 0):
             if state.called is not None and lost.generation < state.called.generation:
@@ -368,7 +368,8 @@ class Term(coordinator.Coordinator):
         self._effects.append(lambda: self._config.events.event(kind, **facts))
 
     def formed(self, new: world.World) -> None:
-        """All members have reported; from now on a vanished key means a lost member."""
+        """Called when a world has been formed: all its members have reported, so from now on a vanished key means a lost
+        member."""
         self.state = replace(self.state, since=-math.inf)
         self._tokens = tuple(self._seen[id][0] for id in new.members)
 

@@ -1,4 +1,4 @@
-"""A client of etcd v3 over its JSON gateway: keys, leases, transactions, watches. The only module that knows its wire format.
+"""A client of etcd v3 over its JSON gateway: keys, leases, transactions, watches. No other module knows the wire format.
 
     etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, of which the first healthy one is used
     etcds://host:2379                        TLS
@@ -135,7 +135,7 @@ class Outcome:
 
 
 class LeaseGone(EtcdError):
-    """The lease has ended, or the etcd has forgotten it."""
+    """The lease has ended, or etcd has forgotten it."""
 
 
 class Behind(EtcdError):
@@ -310,7 +310,7 @@ class Etcd:
         raise kind("; ".join(dict.fromkeys(map(str, problems)))) from problems[-1]
 
     def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of the current endpoint. If a reused connection was closed by the other end, a new one is tried."""
+        """The answer of the current endpoint. If a reused connection was closed by the other end, a new connection is tried."""
         where = self.address.hosts[self._at]
         reused, logged_in = self._connection is not None, False
         while True:
@@ -348,7 +348,7 @@ class Etcd:
                 self._hang_up()
 
     def _connect(self, at: int) -> http.client.HTTPConnection:
-        """A connection to an endpoint, and a token if there is a user. Raises EtcdAway, EtcdRefused."""
+        """A new connection to an endpoint, with a token if there is a user. Raises EtcdAway, EtcdRefused."""
         where = self.address.hosts[at]
         connection = http.client.HTTPConnection(*where, timeout=self._answer_s)
         if self.address.tls:
@@ -431,7 +431,7 @@ class Etcd:
         """The error for a connection that could not be made or has ended without an answer.
 
         A missing or rejected certificate may look like the latter: with TLS 1.3 the server checks it after the handshake, and its
-        alert is lost if it disconnects at once.
+        alert is lost if the server disconnects at once.
         """
         self._tls = None  # read renewed files again
         text, tls = str(problem), self.address.tls
@@ -496,12 +496,12 @@ def delete(key: str) -> dict[str, Any]:
 
 
 def created(key: str, revision: int) -> dict[str, Any]:
-    """Condition: the key was created at this revision; 0: it does not exist."""
+    """Condition: the key was created at this revision, or does not exist if the revision is 0."""
     return {"key": _b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
 
 
 def modified(key: str, revision: int) -> dict[str, Any]:
-    """Condition: the key was last written at this revision; 0: it does not exist."""
+    """Condition: the key was last written at this revision, or does not exist if the revision is 0."""
     return {"key": _b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
 
 

@@ -41,7 +41,8 @@ TTL_S = 5
 """TTL of a member's lease: how long a silent member counts as alive."""
 WATCHED_TTL_S = 10
 """The same once the member's peers watch it: they report a machine that falls silent after 3 s. They cannot see a stopped
-process, but a stop of 5 s is not a loss: the lease, renewed every third of the TTL, has more than a second left then."""
+process, but a process may be stopped for 5 s without being lost: the lease, renewed every third of the TTL, has more than a
+second left then."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Identity:
     id: int | None = None
     """The index of the member; None for any free index."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Identifies the process, which recognises its own key by it."""
+    """Identifies the process, which thereby recognises its own key."""
     ttl: int = TTL_S
     nnodes: str = ""
     """`min:max`, see `schema.Record.nnodes`."""

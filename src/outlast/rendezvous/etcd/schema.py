@@ -66,7 +66,7 @@ class Keys:
 
 
 def run_of(prefix: str, key: str) -> str:
-    """The name of the run that a key belongs to; empty for another key."""
+    """The name of the run that a key belongs to; empty for any other key."""
     name, slash, rest = key.removeprefix(f"{prefix}/").partition("/")
     return unquote(name) if slash and rest.startswith(("members/", "decided/")) else ""
 
@@ -92,7 +92,7 @@ class Record(_Value):
 
     report: Report
     token: str
-    """Identifies the process, which recognises its own key by it."""
+    """Identifies the process, which thereby recognises its own key."""
     nnodes: str = ""
     """`min:max`, if members have to agree on it (torchrun's --nnodes); empty in pods, where the job file sets the sizes."""
     incarnation: str = ""
@@ -100,7 +100,7 @@ class Record(_Value):
     world: World | None = None
     """The newest published world, with or without this member, by which a coordinator recovers a state that etcd has lost."""
     tokens: tuple[str, ...] = ()
-    """Tokens of the members of that world, in its order."""
+    """Tokens of the members of that world, in the same order."""
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
@@ -117,7 +117,7 @@ class Record(_Value):
 
 @dataclass(frozen=True)
 class Leader(_Value):
-    """The coordinator."""
+    """The coordinator, as recorded in the leader's key."""
 
     token: str
     """Identifies the process; see `Published.by`."""
@@ -162,13 +162,13 @@ class Published(_Value):
     """The newest generation whose failure was counted."""
     restarts: int = 0
     failures: tuple[tuple[float, int, int | None], ...] = field(default=())
-    """`restarts.Record`s, each with its age in seconds at the time of writing instead of its time."""
+    """`restarts.Record`s, each with its age in seconds when the state was written, instead of its time."""
     failure: Mapping[str, Any] | None = None
     """The last failure that was counted, a `failure.Failure`."""
     attempt: int = 0
     """Attempt of that failure in generation `counted`, see `failure.Failure.attempt`."""
     ended: Mapping[str, str] = field(default_factory=dict)
-    """Fenced processes, which must exit: the reason by token."""
+    """Reasons why fenced processes must exit, by the token of the process."""
     lost: tuple[tuple[int, float, int], ...] = ()
     """`partition.Loss`es that keep members out of worlds, each as id, seconds since the loss, and number of losses in a row."""
 
@@ -222,7 +222,7 @@ def _read(text: str) -> object:
 
 
 def _fitting(cls: type, value: object, **fits: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """The fields of a dataclass from JSON, lists as tuples, without fields of newer versions; None if one is invalid or
+    """The fields of a dataclass from JSON, lists as tuples, without fields of newer versions; None if a field is invalid or
     missing."""
     if not isinstance(value, Mapping):
         return None
@@ -256,7 +256,7 @@ def _counts(value: object) -> bool:
 
 
 def _triples(*fits: Callable[[object], bool]) -> Callable[[object], bool]:
-    """A check for a list of lists of three values, one check for each."""
+    """A check for a list of triples, made from one check for each of the three values."""
 
     def check(value: object) -> bool:
         if not isinstance(value, list) or not all(isinstance(each, list) and len(each) == 3 for each in value):

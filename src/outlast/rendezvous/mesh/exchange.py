@@ -3,8 +3,8 @@
     outlast/mesh/<rank>     host:port of that rank's mesh
 
 Joining a world does not wait for the exchange. The thread has its own client of the store, which serves one request at a time. It
-reads the addresses of the peers that the member watches, and of all others in small worlds. In large ones only rank 0 reads all:
-a member also learns another's address when that one connects.
+reads the addresses of the peers that the member watches, and of all others in small worlds. In large worlds only rank 0 reads all
+addresses: a member also learns a peer's address when the peer connects.
 """
 
 from __future__ import annotations

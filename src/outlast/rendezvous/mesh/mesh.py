@@ -64,7 +64,8 @@ class _Caller:
 
 
 class Mesh:
-    """Safe to use from any thread. `changed` and `handlers` are called in the mesh's thread and must return at once."""
+    """A member's end of the mesh. It is safe to use from any thread. `changed` and `handlers` are called in the mesh's thread and
+    must return at once."""
 
     def __init__(
         self, id: int, host: str, key: bytes, *, run: str = "", clock: Callable[[], float] | None = None, thread: bool = True

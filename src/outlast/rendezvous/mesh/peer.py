@@ -1,7 +1,7 @@
 """A member's connection to one peer, for watching it and for messages, and the messages that wait for an answer.
 
-Runs in the mesh's thread only. Messages are numbered, and repeated on a new connection; the peer drops duplicates, so each
-message is handled once and in order.
+This code runs in the mesh's thread only. Messages are numbered, and repeated on a new connection; the peer drops duplicates, so
+each message is handled once and in order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Peer:
         self.address = ""
         self.state = peer_state.PeerState()
         self.proven = self.met = False
-        """Whether this very peer has answered on the current connection, and whether on any connection to this address."""
+        """Whether this very peer has answered on the current connection, and whether it has on any connection to this address."""
         self._selector, self._hello, self._key = selector, hello, key
         self._connection: Connection | None = None
         self._connecting = False
@@ -68,8 +68,8 @@ class Peer:
         self._next_attempt, self.due = now, now
 
     def forget(self, now: float) -> None:
-        """Prepare for a new world: unless the peer is connected, it may be another process, or may not have started. Wait for its
-        address."""
+        """Prepare for a new world: unless the peer is connected, forget its address and wait for a new address, since the peer
+        may be another process or may not have started."""
         if not self.proven:
             self.meet("", now)
 

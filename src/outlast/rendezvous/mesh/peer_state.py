@@ -1,4 +1,4 @@
-"""The peers that a member watches, and the state of each. Pure: times arrive as arguments, in seconds of one steady clock.
+"""The peers that a member watches, and the state of each peer. Pure: times arrive as arguments, in seconds of one steady clock.
 
 A broken connection proves nothing: a middlebox resets it, a cable is out for a second. So we reconnect at once, and a peer is
 unheard only if that fails: it refuses twice, or does not answer for `patience_s`.
@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 REFUSALS = 2
-"""Refusals in a row that prove that the process is gone."""
+"""Number of refusals in a row that prove that the process is gone."""
 AGAIN_S, PAUSE_S = 0.1, 0.5
 """Pause before the next attempt: after a refusal, and once the peer is unheard."""
 ATTEMPT_S, LATER_S = 0.3, 1.0
@@ -90,8 +90,8 @@ def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
 
     In a large world, these are the peers at distance 1 and 2 on both sides, and the opposite peer. If i watches j, j watches i.
     So each member is watched by five or six others, and the ring stays connected whichever two are lost. Opposite peers sit in
-    another rack, as the ranks of one rack are mostly neighbours: a rack that is cut off as a whole is noticed by as many members
-    as it has.
+    another rack, as the ranks of one rack are mostly neighbours: so a rack that is cut off as a whole is noticed by as many
+    members as the rack has.
     """
     if len(members) <= EVERYBODY:
         return tuple(each for each in members if each != id)

@@ -73,7 +73,7 @@ TCP = "c10d://"
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The report of a member."""
+    """A member's report to the coordinator."""
 
     run: str
     id: int
@@ -88,12 +88,12 @@ class Report:
     failure: Mapping[str, Any] | None = None
     """The failure in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, step, committed}`.
 
-    `cause` is a `contract.FailureCause`, `log_tail` the last lines of its log; both are optional. `echo` marks an error that only
-    echoes the death of another rank; `left` is true if processes had exited with 0 before. `step` and `committed` are the last
-    step and the newest saved step; None for a plain script.
+    `cause` is a `contract.FailureCause`, `log_tail` holds the last lines of the rank's log; both are optional. `echo` marks an
+    error that only echoes the death of another rank; `left` is true if processes had exited with 0 before. `step` and `committed`
+    are the last step and the newest saved step; None for a plain script.
     """
     mesh: bool = False
-    """Whether the members of this world watch one another, and so this member watches its peers."""
+    """Whether this member watches its peers in this world and has heard from all of them."""
     unheard: tuple[int, ...] = ()
     """Members of the world of `generation` that this member watches and has heard from, and that are now silent or refuse
     connections."""
@@ -345,8 +345,8 @@ class _Lines:
         self._sock, self._buffer = sock, b""
 
     def next(self, longest: int) -> bytes:
-        """The next line. Raises OSError at the end, TimeoutError if none is complete within the socket's timeout, and ValueError
-        if it is longer than `longest` bytes."""
+        """The next line. Raises OSError at the end, TimeoutError if no line is complete within the socket's timeout, and
+        ValueError if the line is longer than `longest` bytes."""
         while b"\n" not in self._buffer:
             if len(self._buffer) > longest:
                 raise ValueError(f"a line has more than {longest} bytes")
