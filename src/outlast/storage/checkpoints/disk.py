@@ -8,13 +8,13 @@ The training library writes them, the command line lists them, agents copy them 
     step-00001300.fetching/     being fetched from a store or another disk, locked meanwhile; or left behind
     step-00001300.replaced-0/   damaged or of an earlier generation, and saved again since: removed with the checkpoints before
                                 it; stays if it is another run's
-    FENCE                       {run, generation} that may commit, and whether this is the `first` disk, rank 0's; read and
+    FENCE                       the {run, generation} that may commit, and whether the disk is `first`, rank 0's; read and
                                 written while `.lock` is held
 
 Invariants, whenever a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were durable
-before COMMIT was written, and it got its name after that. A replaced generation cannot commit, because its successor moved the
-fence. Readers hold a shared lock on COMMIT (`reading`); removal needs that lock exclusively. A crc32 protects against rot and
-truncation, not against malice (11 GB/s on one core; sha256 2 GB/s).
+before COMMIT was written, and the directory got its name after that. A replaced generation cannot commit, because its successor
+moved the fence. Readers hold a shared lock on COMMIT (`reading`); removal needs that lock exclusively. A crc32 protects against
+rot and truncation, not against malice (11 GB/s on one core; sha256 2 GB/s).
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _BLOCK = 8 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """One committed checkpoint."""
+    """A committed checkpoint on this disk."""
 
     step: int
-    """Optimizer steps done when it was saved."""
+    """Number of optimizer steps done when the checkpoint was saved."""
     path: Path
     """Its directory."""
     run: str = ""
-    """The run that wrote it; "" if Outlast did not start that."""
+    """The run that wrote the checkpoint; "" if Outlast did not start the run."""
     generation: int = 0
-    """The generation that saved it; see `Session.generation`."""
+    """The generation that saved the checkpoint; see `Session.generation`."""
     world_size: int = 0
     """Number of ranks that saved it."""
     time: float = 0.0
     """Time of the commit, seconds since the epoch."""
     bytes: int = 0
-    """Total size of its files."""
+    """Total size of the checkpoint's files."""
     problem: str = ""
-    """Why its COMMIT cannot be read; empty if it can."""
+    """Why COMMIT cannot be read; empty if it can."""
     metric: Metric | None = None
     """The metric of the model, if the script gave one."""
 
@@ -106,7 +106,7 @@ class Commit:
     files: Mapping[str, Mapping[str, int]]
     """`{name: {size, crc32}}`."""
     metric: Metric | None = None
-    """Absent if unknown, and in the COMMITs of early versions."""
+    """None if unknown; COMMITs of early versions have none."""
 
     @property
     def size(self) -> int:
@@ -114,7 +114,7 @@ class Commit:
 
     @classmethod
     def parse(cls, text: bytes) -> Commit:
-        """Parse a COMMIT; raises ValueError with the reason. No file in it lies outside of its directory."""
+        """Parse a COMMIT; raises ValueError with the reason. None of its file names leads out of the checkpoint's directory."""
         document = json.loads(text.decode())
         if not isinstance(document, dict):
             raise ValueError("not a mapping")
@@ -132,7 +132,7 @@ class Commit:
         return cls(**{name: document[name] for name in _REQUIRED}, metric=Metric.of(document.get("metric")))
 
     def text(self) -> str:
-        """The file's text; `parse` reads it back."""
+        """The text of the file COMMIT; `parse` reads it back."""
         document = {name: getattr(self, name) for name in _REQUIRED} | {"files": dict(self.files)}
         return json.dumps(document | ({"metric": self.metric.plain()} if self.metric else {}))
 
@@ -156,12 +156,12 @@ def latest(checkpoints: Iterable[Checkpoint], run: str) -> Checkpoint | None:
 
 
 def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Checkpoint]:
-    """The checkpoints to remove. Any whose COMMIT cannot be read do not count, and stay."""
+    """The checkpoints to remove. Checkpoints whose COMMIT cannot be read do not count, and stay."""
     return retention.expired(checkpoint for checkpoint in checkpoints if not checkpoint.problem)
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Check every `parts`-th file of the checkpoint at `path`, beginning at `part`. Returns a sentence if one is wrong."""
+    """Check every `parts`-th file of the checkpoint at `path`, beginning at `part`. Returns a sentence if a file is wrong."""
     try:
         files = sorted(read(path).files.items())
     except (OSError, ValueError) as error:
@@ -176,19 +176,19 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def verify_file(path: Path, name: str, expected: Mapping[str, int], *, deep: bool = True) -> str | None:
-    """A sentence if a file of the checkpoint at `path` is wrong, else None; without `deep`, only its size is checked."""
+    """A sentence if a file of the checkpoint at `path` is wrong, otherwise None; without `deep`, only its size is checked."""
     if problem := wrong_size(name, (path / name).stat().st_size, expected):
         return problem
     return wrong_crc(name, checksum(path / name), expected) if deep else None
 
 
 def wrong_size(name: str, size: int, expected: Mapping[str, int]) -> str | None:
-    """A sentence if a file has the wrong size."""
+    """A sentence if a file has the wrong size, otherwise None."""
     return None if size == expected["size"] else f"{name} has {size} bytes instead of {expected['size']}"
 
 
 def wrong_crc(name: str, crc: int, expected: Mapping[str, int]) -> str | None:
-    """A sentence if a file has the wrong checksum."""
+    """A sentence if a file has the wrong checksum, otherwise None."""
     return None if crc == expected["crc32"] else f"{name} has crc32 {crc} instead of {expected['crc32']}"
 
 
@@ -207,9 +207,9 @@ def saving(directory: Path, step: int, generation: int) -> Path:
 
 
 def abandon(directory: Path, generation: int) -> None:
-    """Remove the unfinished checkpoints of dead attempts of `generation` and of generations before it: they may fill the disk.
-    A checkpoint that was moved aside by a writer which died before replacing it comes back, the newest valid one. Call this
-    before this attempt saves, and after `acquire`, so that no earlier one commits the files that are being removed."""
+    """Remove the unfinished checkpoints of dead attempts of `generation` and of earlier generations: they may fill the disk. If a
+    writer died after moving a checkpoint aside and before replacing it, the newest valid one moved aside is put back. Call this
+    before the present attempt saves, and after `acquire`, so that no earlier attempt commits the files that are being removed."""
     with file_locks.attempted(directory / _LOCK, wait=True):
         aside = [path for path in directory.glob("*.replaced-*") if _LEFTOVER.fullmatch(path.name)]
         lost = [path for path in aside if not path.with_suffix("").exists()]
@@ -226,7 +226,7 @@ def abandon(directory: Path, generation: int) -> None:
 def reading(path: Path) -> Iterator[None]:
     """Keep the checkpoint at `path` from being removed; raises FileNotFoundError if its removal has begun.
 
-    A shared lock of the kernel, which ends with this process.
+    Holds a shared lock of the kernel, which ends with this process.
     """
     fd = os.open(path / contract.COMMIT, os.O_RDONLY)
     try:
@@ -238,7 +238,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _is(fd: int, path: Path) -> bool:
-    """Whether `path` still names this open file."""
+    """Whether `path` still names the file open as `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -267,18 +267,19 @@ def owner(directory: Path) -> str:
 
 
 def first(directory: Path, run: str) -> bool:
-    """Whether `directory` is rank 0's in the generation of `run` that owns it, as far as is known. If workers share no disk, only
-    one directory is, and its checkpoints count."""
+    """Whether `directory` is rank 0's in the generation of `run` that owns it, as far as is known. If workers share no disk, the
+    checkpoints in rank 0's directory are the ones that count."""
     holder, _, first = _fence(directory)
     return first or holder != run
 
 
 def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
-    """Move the fence to `generation` of `run`: earlier ones can no longer commit. None: the one after the last.
+    """Move the fence to `generation` of `run`: earlier generations can no longer commit. None stands for the one after the last.
 
     `first`: whether the directory is rank 0's; None if not known yet, which keeps the old value. Raises Superseded if a later
-    generation of the run has been here. Another run's fence is taken over: the last run to open a directory owns it. Writes
-    nothing if the fence is up to date, so another attempt of a generation needs no disk space; raises OSError if it cannot write.
+    generation of the run has moved the fence. Another run's fence is taken over: the last run to open a directory owns it.
+    Nothing is written if the fence is up to date, so another attempt of a generation needs no disk space. Raises OSError if the
+    fence cannot be written.
     """
     holder, last, was = _fence(directory)
     if (holder, last) == (run, generation) and first in (None, was):
@@ -300,11 +301,12 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
 
 
 def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
-    """Make the files in `written` the checkpoint `checkpoint.path`: from here on it exists, whichever process dies.
+    """Make the files in `written` the checkpoint `checkpoint.path`: once this returns the checkpoint exists, whichever process
+    dies.
 
     `content` maps file names to `{size, crc32}`; the files must be durable. An existing valid checkpoint of that step and of the
-    same generation or a later one wins: the new one is dropped, the existing one returned. Any other is moved aside. Raises
-    Superseded if a later generation owns the directory.
+    same generation or a later one wins: the new checkpoint is dropped, and the existing one is returned. Any other checkpoint of
+    that step is moved aside. Raises Superseded if a later generation owns the directory.
     """
     directory = checkpoint.path.parent
     stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
@@ -322,8 +324,8 @@ def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[
 
 
 def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Checkpoint | None:
-    """Give the written files, COMMIT included, their name; or drop them and return an existing valid checkpoint of that step and
-    of the same generation or a later one."""
+    """Rename the directory of the written files, COMMIT included, to the checkpoint's name; or drop it and return an existing
+    valid checkpoint of that step and of the same generation or a later one."""
     directory = checkpoint.path.parent
     if checkpoint.path.exists():
         existing = next((c for c in list_(directory) if (c.run, c.step) == (checkpoint.run, checkpoint.step)), None)
@@ -339,9 +341,9 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
 
 @contextlib.contextmanager
 def fetching(directory: Path, step: int) -> Iterator[Path]:
-    """A directory in which to assemble the checkpoint of `step` before `place`; one process at a time, the others wait.
+    """A directory in which to assemble the checkpoint of `step` before `place`; one process at a time, while others wait.
 
-    It may hold files from a process that was killed.
+    The directory may hold files from a process that was killed.
     """
     path = directory / f"{contract.checkpoint_name(step)}.fetching"
     while True:
@@ -362,8 +364,8 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
 def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
     """Make the files in `fetched`, which are durable and match `commit`, the checkpoint of that step.
 
-    An existing valid one of the same generation or a later one stays and is returned, unless `instead`; any other is moved aside.
-    Needs no fence: a checkpoint that a store or another disk of the world has committed belongs to the run.
+    An existing valid checkpoint of the same generation or a later one stays and is returned, unless `instead` is set; any other
+    is moved aside. No fence is needed: a checkpoint that a store or another disk of the world has committed belongs to the run.
     """
     directory = fetched.parent
     new = _committed(directory / contract.checkpoint_name(commit.step), commit)
@@ -373,11 +375,11 @@ def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint
 
 
 def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Checkpoint]:
-    """After the commit of `newest`: delete its run's expired checkpoints, replaced ones older than the newest that are retained,
+    """After the commit of `newest`, delete its run's expired checkpoints, replaced ones older than the newest that are retained,
     and unfinished ones of dead generations. Returns the deleted checkpoints.
 
-    Checkpoints of higher steps stay and do not count: restoring skipped them, so they are damaged. One that is being read stays
-    until the next call.
+    Checkpoints of higher steps stay and do not count: restoring skipped them, so they are damaged. A checkpoint that is being
+    read stays until the next call.
     """
     own = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
     deleted = [checkpoint for checkpoint in expired(own, retention) if remove(checkpoint)]
@@ -404,7 +406,8 @@ def _belongs_to_another(path: Path, run: str) -> bool:
 
 
 def remove(checkpoint: Checkpoint) -> bool:
-    """Delete a checkpoint unless it is being read; returns whether it was deleted. Atomic: it never exists in part."""
+    """Delete a checkpoint unless it is being read; returns whether it was deleted. Atomic: the checkpoint never exists in
+    part."""
     aside = checkpoint.path.with_name(f"{checkpoint.path.name}.expired")
     try:
         with _alone(checkpoint.path / contract.COMMIT) as alone:
@@ -420,8 +423,8 @@ def remove(checkpoint: Checkpoint) -> bool:
 
 
 def _fence(directory: Path) -> tuple[str, int, bool]:
-    """Run and generation that may commit, and whether rank 0 does so here; ("", 0, True) without a fence or with a damaged one:
-    then nobody may commit until the next generation begins."""
+    """Run and generation that may commit, and whether the directory is rank 0's. ("", 0, True) if the fence is missing or
+    damaged: then nobody may commit until the next generation begins."""
     try:
         fence = json.loads((directory / _FENCE).read_text())
         return fence["run"], int(fence["generation"]), fence.get("first", True)

@@ -1,8 +1,8 @@
-"""The register of a run in a store: the owner and the committed checkpoints. The only object with several writers.
+"""The register of a run in a store: the owner and the committed checkpoints. It is the only object with several writers.
 
-`Swapped` is an object, `checkpoints/latest`, replaced by compare-and-swap only. `Named` is for stores that cannot do that
+`Swapped` is an object, `checkpoints/latest`, replaced by compare-and-swap only. `Named` is for stores without compare-and-swap
 (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written by one generation and never
-rewritten. Both promise the same: a committed checkpoint stays committed until it expires; a generation commits nothing after a
+rewritten. Both guarantee the same: a committed checkpoint stays committed until it expires; a generation commits nothing after a
 later one has begun; the newest step never goes back. A writer that dies or loses a response may simply start over.
 Docs: docs/decisions/0007-commits-in-a-store.md.
 """
@@ -23,23 +23,24 @@ from outlast.storage.store import Store
 
 LATEST = f"{contract.CHECKPOINTS}/latest"
 _ATTEMPTS = 50
-"""Lost races after which we report contention; arbitrary."""
+"""Number of lost races after which we report contention; arbitrary."""
 
 
 class Register(Protocol):
     """A kind of register. All methods may raise StoreError."""
 
     def acquire(self, generation: int) -> Latest:
-        """Begin `generation`: earlier ones can no longer commit. Raises Superseded if a later one has begun."""
+        """Begin `generation`: earlier generations can no longer commit. Raises Superseded if a later generation has begun."""
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
         """Commit a checkpoint, in place of the damaged one `instead` if given. Returns the new content.
 
-        The checkpoint is not in it if `rules.refused` has a reason, or another one of that step is committed. Raises Superseded.
+        The new content lacks the checkpoint if `rules.refused` has a reason, or another checkpoint of that step is committed.
+        Raises Superseded.
         """
 
     def drop(self, places: Sequence[Place]) -> Latest | None:
-        """Remove checkpoints, except any that might be needed (not `rules.obsolete`). Returns the new content."""
+        """Remove checkpoints, except those that might still be needed (not `rules.obsolete`). Returns the new content."""
 
 
 def open_(store: Store, run: str) -> Register:
@@ -59,7 +60,7 @@ def read(store: Store, run: str) -> Latest | None:
 
 
 def finished(store: Store, run: str) -> list[Place]:
-    """The places of a run that have a COMMIT, so all of their files."""
+    """The places of a run that have a COMMIT, and thus all of their files."""
     places = []
     for entry in store.entries(contract.CHECKPOINTS):
         key = entry.key.removeprefix(f"{contract.CHECKPOINTS}/")
@@ -70,7 +71,8 @@ def finished(store: Store, run: str) -> list[Place]:
 
 
 def _object(store: Store) -> tuple[Latest | None, str]:
-    """The content of `checkpoints/latest` and its etag; the etag is empty without such an object, the content None if damaged."""
+    """The content of `checkpoints/latest` and its etag; the etag is empty if there is no such object, and the content is None if
+    it is damaged."""
     try:
         text, entry = store.read(LATEST)
     except Missing:
@@ -83,7 +85,7 @@ def _object(store: Store) -> tuple[Latest | None, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Swapped:
-    """One object, replaced by compare-and-swap."""
+    """A register in one object, replaced by compare-and-swap."""
 
     store: Store
     run: str
@@ -148,8 +150,8 @@ class Swapped:
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A set of names. A generation announces itself before it reads, and reads again after proposing a commit, so of two racing
-    generations at least one sees the other."""
+    """A register in a set of names. A generation announces itself before it reads, and reads again after proposing a commit, so
+    of two racing generations at least one sees the other."""
 
     store: Store
     run: str
@@ -163,7 +165,7 @@ class Named:
         for _ in range(_ATTEMPTS):
             names = self.store.names(self._below)
             content = Names.read(names, self.run)
-            # Listings are not atomic: one without an owner may have missed the old one and not yet have seen the new one.
+            # Listings are not atomic: a listing without an owner may have missed the old owner and not yet contain the new owner.
             if content.latest or not content.announced or names == self.store.names(self._below):
                 return content
         return content

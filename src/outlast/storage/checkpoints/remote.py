@@ -1,14 +1,14 @@
 """A run's checkpoints in a store: committing, fetching, verifying and pruning them.
 
-Below the job's place in the store lie
+The job's place in the store contains
 
     checkpoints/latest                                the register: the owner and the committed checkpoints (`register`)
     checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`parts`)
     checkpoints/step-00001200/READING-<id>            lease of a reader of that step
 
-Invariants, whichever process dies, whichever response is lost and in whatever order writers come: the register lists complete
-checkpoints of one writer each; its newest step never goes back; a generation commits nothing after its successor has begun; the
-last two checkpoints and all being read stay. Docs: docs/decisions/0007-commits-in-a-store.md.
+Invariants, whichever process dies, whichever response is lost and in whatever order writers come: every checkpoint in the
+register is complete and comes from one writer; its newest step never goes back; a generation commits nothing after its successor
+has begun; the last two checkpoints and all that are being read stay. Docs: docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _AT_ONCE = 8
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """One committed checkpoint in a store."""
+    """A committed checkpoint in a store."""
 
     place: Place
     commit: disk.Commit | None = None
-    """None if it cannot be read."""
+    """None if COMMIT cannot be read."""
     problem: str = ""
-    """Why COMMIT cannot be read."""
+    """Why COMMIT cannot be read; empty if it can."""
 
     @property
     def step(self) -> int:
@@ -63,22 +63,23 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        """Total size of its files; 0 if unknown."""
+        """Total size of the checkpoint's files; 0 if unknown."""
         return self.commit.size if self.commit else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Outcome of a push."""
+    """The outcome of a push."""
 
     kind: Literal["committed", "there", "expired", "waiting", "damaged"]
-    """Committed; there already; too old to be kept; waiting for files that another machine has; damaged here."""
+    """Committed; already in the store; too old to be retained; waiting for files that another machine has; damaged on this
+    disk."""
     reason: str
     missing: tuple[str, ...] = ()
 
     @property
     def done(self) -> bool:
-        """True if nothing is left to do."""
+        """Whether nothing is left to do."""
         return self.kind in ("committed", "there", "expired")
 
 
@@ -89,7 +90,7 @@ class Checkpoints:
         self.store, self.run = store, run
         self._generation: int | None = None
         self._metrics: dict[Place, Metric | None] = {}
-        """From the COMMITs read so far; they never change."""
+        """Metrics from the COMMITs read so far; COMMITs never change."""
 
     @functools.cached_property
     def _register(self) -> register.Register:
@@ -99,7 +100,8 @@ class Checkpoints:
         return Parts(self.store, self.run, place)
 
     def acquire(self, generation: int) -> Latest:
-        """Fence off earlier generations: only `generation` may commit now. The result's `.step` is the newest, 0 if none.
+        """Fence off earlier generations: only `generation` may commit now. The result's `.step` is the newest step, 0 if there is
+        none.
 
         Call this before a push, and before choosing a checkpoint to resume from, so that none is committed after the choice.
         Raises Superseded if a later generation has begun or another run owns the place, and StoreError.
@@ -115,7 +117,7 @@ class Checkpoints:
             return []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-list") as pool:
             checkpoints = list(pool.map(self._read, latest.places))
-        # Obsolete and without COMMIT: it is being removed.
+        # A checkpoint that is obsolete and has no COMMIT is being removed.
         return [c for c in checkpoints if c.commit or not rules.obsolete(latest, c.place)]
 
     def latest(self) -> Checkpoint | None:
@@ -142,7 +144,7 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> Outcome:
-        """Commit a local checkpoint in the store. `acquire` comes first.
+        """Commit a local checkpoint in the store. Call `acquire` first.
 
         Files already in the store are not sent again. If a checkpoint is spread over machines, each pushes its own files, and the
         last one commits. `journals` is a directory for journals of unfinished uploads. Raises Superseded, Stopped, OSError and
@@ -165,7 +167,7 @@ class Checkpoints:
             latest, instead = self._fenced(), None
             if latest and (reason := rules.refused(latest, place)):
                 return Outcome("expired", reason)
-            # Another writer's checkpoint of that step: the run went back before it, so it was skipped as damaged. Verify it.
+            # Another writer's checkpoint of that step: the run resumed from before it, so it was skipped as damaged. Verify it.
             if latest and (existing := latest.at(place.step)):
                 if self._parts(existing).problem(deep=existing != place) is None:
                     return _present(place)
@@ -198,7 +200,7 @@ class Checkpoints:
         return rules.pressing(self._measured(latest) if latest else Latest(self.run, 0), waiting, retention)
 
     def _measured(self, latest: Latest) -> Latest:
-        """The same with metrics from COMMIT where the register has none."""
+        """A copy of `latest`, with metrics from COMMIT where the register has none."""
         for place in latest.places:
             if not place.metric and place not in self._metrics:
                 self._read(place)
@@ -220,7 +222,7 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> str | None:
-        """Check the sizes of a checkpoint's files in the store, with `deep` their checksums, too, which reads them.
+        """Check the sizes of a checkpoint's files in the store; with `deep`, also their checksums, for which all files are read.
 
         Returns a sentence about the first problem, or None.
         """
@@ -234,11 +236,11 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> disk.Checkpoint:
-        """Fetch a checkpoint to the local `directory`, verified and durable, unless that has a valid one of its step and of the
-        same generation or a later one.
+        """Fetch a checkpoint to the local `directory`, verified and durable, unless the directory has a valid checkpoint of that
+        step and of the same generation or a later one.
 
-        Raises Damaged if the one in the store differs from its COMMIT or has been removed; after Stopped, OSError and StoreError
-        a later call resumes.
+        Raises Damaged if the checkpoint in the store differs from its COMMIT or has been removed; after Stopped, OSError and
+        StoreError a later call resumes.
         """
         parts = self._parts(checkpoint.place)
         if here := _valid_here(directory, checkpoint, self.run):
@@ -267,7 +269,7 @@ class Checkpoints:
     ) -> disk.Checkpoint | None:
         """Fetch the newest valid checkpoint of a step higher than `above`; None if there is none.
 
-        `say` gets a line for each fetched or skipped one. Raises the errors of `fetch`, except Damaged.
+        `say` is called with a line for each fetched or skipped checkpoint. Raises the errors of `fetch`, except Damaged.
         """
         skipped: set[Place] = set()
         while newer := [
@@ -289,7 +291,7 @@ class Checkpoints:
         """Hold a lease on a checkpoint, which keeps it from being removed. Raises Damaged if removal has begun.
 
         A remover takes the checkpoint out of the register before it looks for leases; a reader writes its lease before it reads
-        the register. So at least one of the two sees the other.
+        the register. Thus at least one of the two sees the other.
         """
         key = f"{contract.CHECKPOINTS}/{contract.checkpoint_name(place.step)}/{_READING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -322,7 +324,7 @@ class Checkpoints:
     def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
         """Remove expired checkpoints that are not being read, and leftovers of dead writers.
 
-        Returns the removed checkpoints, with `dry_run` the ones that would be. Raises StoreError.
+        Returns the removed checkpoints, or with `dry_run` those that would be removed. Raises StoreError.
         """
         latest = register.read(self.store, self.run)
         if latest is None:
@@ -372,7 +374,7 @@ def _present(place: Place) -> Outcome:
 
 
 def _valid_here(directory: Path, stored: Checkpoint, run: str) -> disk.Checkpoint | None:
-    """The valid local checkpoint of the same step, of its generation or a later one."""
+    """The valid local checkpoint of the same step and of the same generation or a later one, if any."""
     own = (c for c in disk.list_(directory) if c.run == run and not c.problem)
     same = (c for c in own if c.step == stored.step and c.generation >= stored.generation)
     return next((c for c in same if disk.verify(c.path) is None), None)

@@ -1,6 +1,6 @@
-"""Fetches committed checkpoints from the store: the newest before a worker trains, any other for an evaluation.
+"""Fetches committed checkpoints from the store: the newest one before a worker trains, and any one for an evaluation.
 
-A valid local checkpoint that is newer stays. Workers of one machine share their output, so only the first one fetches.
+A valid local checkpoint that is newer stays. Workers of one machine share their output, so only the first worker fetches.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from outlast.storage.checkpoints import disk, remote, retention
 
 
 def restore(output: Path, place: store.Store, run: str, say: Callable[[str], None]) -> None:
-    """Fetch the newest valid checkpoint of `run` to `output` unless it is here; `say` gets progress.
+    """Fetch the newest valid checkpoint of `run` to `output` unless it is already there; `say` is called with lines about the
+    progress.
 
-    Raises store.StoreError. While the store is unreachable, a worker with a local checkpoint resumes from that.
+    Raises store.StoreError. While the store is unreachable, a worker with a local checkpoint resumes from its own.
     """
     directory = output / contract.CHECKPOINTS
     directory.mkdir(parents=True, exist_ok=True)
@@ -33,10 +34,11 @@ def restore(output: Path, place: store.Store, run: str, say: Callable[[str], Non
 
 
 def evaluated(output: Path, place: store.Store | None, run: str, args: Sequence[str]) -> list[str]:
-    """The arguments of an evaluation with the checkpoint they name replaced by its step; fetches it if it is not valid here.
+    """The arguments of an evaluation with the checkpoint that they name replaced by its step. Fetches the checkpoint if there is
+    no valid local copy.
 
-    `--checkpoint=best` is the best one on this machine and in the store. Arguments without a checkpoint stay as they are. Raises
-    NotFound, Damaged and store.StoreError.
+    `--checkpoint=best` is the best checkpoint on this machine and in the store. Arguments without a checkpoint stay as they are.
+    Raises NotFound, Damaged and store.StoreError.
     """
     requested = [each for each in args if each.startswith(contract.EVALUATED)]
     if not requested:

@@ -1,8 +1,8 @@
-"""Retention of committed checkpoints: one rule for a disk and a store. Pure.
+"""Retention of committed checkpoints: one rule for disks and stores. Pure.
 
-The newest `keep` stay, and the `best` best by their metric. A checkpoint that a later generation went back before does not count,
-neither as a newest nor as a best one: it was skipped as damaged. Resuming takes the newest one, never the best.
-Docs: docs/decisions/0029-best-checkpoints.md.
+The `keep` newest checkpoints stay, and the `best` best ones by their metric. If a later generation resumed from before a
+checkpoint, that checkpoint was skipped as damaged, and counts neither as one of the newest nor as one of the best. Resuming takes
+the newest checkpoint, never the best. Docs: docs/decisions/0029-best-checkpoints.md.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from outlast.base.errors import NotFound
 from outlast.job.contract import Env
 
 LEAST = 2
-"""The newest checkpoint may turn out to be damaged, so the one before it always stays."""
+"""The newest checkpoint may turn out to be damaged, so the checkpoint before it always stays."""
 
 Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """The quality of a checkpoint, with the name and direction of its measure, so that any reader can compare."""
+    """The quality of a checkpoint, with the name of the measure and its direction, so that any reader can compare checkpoints."""
 
     value: float
     by: str = ""
-    """The name under which the value was logged; "" if it has none."""
+    """The name under which the value was logged; "" if it was not logged under a name."""
     mode: Mode = "min"
 
     @classmethod
     def of(cls, document: object) -> Metric | None:
-        """The metric in a JSON document; None if it has none or one that this version does not understand."""
+        """The metric in a JSON document; None if there is none, or if this version does not understand it."""
         if not isinstance(document, dict):
             return None
         value, by, mode = document.get("value"), document.get("by", ""), document.get("mode", "min")
@@ -41,7 +41,7 @@ class Metric:
         return cls(float(value), by, mode) if math.isfinite(value) else None
 
     def plain(self) -> dict[str, Any]:
-        """The JSON document; `of` reads it back."""
+        """The metric as a JSON document; `of` reads it back."""
         return asdict(self)
 
 
@@ -50,22 +50,22 @@ class Committed(Protocol):
 
     @property
     def step(self) -> int:
-        """Optimizer steps done when it was saved."""
+        """Number of optimizer steps done when the checkpoint was saved."""
 
     @property
     def generation(self) -> int:
-        """The generation that saved it."""
+        """The generation that saved the checkpoint."""
 
     @property
     def metric(self) -> Metric | None:
-        """Its metric, if known."""
+        """The checkpoint's metric, if known."""
 
 
 C = TypeVar("C", bound=Committed)
 
 
 def counted(checkpoints: Iterable[C]) -> list[C]:
-    """The checkpoints except any that a later generation went back before, lowest step first."""
+    """The checkpoints, lowest step first, without those that a later generation skipped by resuming from before them."""
     stays, newest = [], -1
     for each in sorted(checkpoints, key=lambda each: each.step):
         if each.generation >= newest:
@@ -75,10 +75,10 @@ def counted(checkpoints: Iterable[C]) -> list[C]:
 
 
 def ranked(checkpoints: Iterable[C]) -> list[C]:
-    """The checkpoints that have a metric, best first; of equal ones the older first.
+    """The checkpoints that have a metric, best first; among equals, the older first.
 
-    A logged value applies to every checkpoint until the next one is logged, but only the first of them was measured.
-    Checkpoints with another metric than the newest measured one are left out: their values cannot be compared.
+    A logged value applies to every checkpoint until the next one is logged, but only the first of these was measured. Checkpoints
+    whose metric is not that of the newest measured checkpoint are left out, since their values cannot be compared.
     """
     measured = [(each, each.metric) for each in counted(checkpoints) if each.metric and math.isfinite(each.metric.value)]
     if not measured:
@@ -93,7 +93,7 @@ BEST = "best"
 
 
 def named(checkpoints: Iterable[C], name: str) -> C:
-    """The checkpoint with a name from the user: `best`, or a step. Raises NotFound."""
+    """The checkpoint that the user names: `best`, or a step. Raises NotFound."""
     checkpoints = sorted(checkpoints, key=lambda each: each.step)
     if name == BEST:
         if best := ranked(checkpoints):
@@ -112,16 +112,16 @@ class Retention:
     """Numbers of committed checkpoints to keep."""
 
     keep: int = 3
-    """Number of newest ones; at least LEAST stay."""
+    """Number of newest checkpoints to keep; at least LEAST stay."""
     best: int = 0
-    """Number of best ones."""
+    """Number of best checkpoints to keep."""
     by: str = ""
-    """Name of the logged value that ranks checkpoints; "": only values passed to `run.save(metric=)`."""
+    """Name of the logged value that ranks checkpoints; if "", only values passed to `run.save(metric=)` do."""
     mode: Mode = "min"
 
     @classmethod
     def parse(cls, environ: Mapping[str, str]) -> Retention:
-        """Parse OUTLAST_CHECKPOINT_KEEP and OUTLAST_CHECKPOINT_BEST; `spec.Checkpoint.variables` makes them."""
+        """Parse OUTLAST_CHECKPOINT_KEEP and OUTLAST_CHECKPOINT_BEST; `spec.Checkpoint.variables` writes them."""
         number, mode, by = [*environ.get(Env.CHECKPOINT_BEST, "").split(" ", 2), "", "", ""][:3]
         return cls(int(environ.get(Env.CHECKPOINT_KEEP, 3)), int(number or 0), by, "max" if mode == "max" else "min")
 
@@ -139,5 +139,5 @@ class Retention:
         return [each for each in checkpoints if each.step < newest[0].step and each.step not in best]
 
     def best_of(self, checkpoints: Iterable[C]) -> list[C]:
-        """The best checkpoints, best first; they stay."""
+        """The best checkpoints, which stay, best first."""
         return ranked(checkpoints)[: self.best]

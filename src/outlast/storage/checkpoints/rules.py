@@ -2,15 +2,14 @@
 
 `Latest` is the content of a run's register (`register`): the generation that owns the run, and the committed checkpoints. Their
 files lie in directories named after their content, so no two writers ever write different things to one name; these rules only
-decide which of those directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
+decide which directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
 
-    passed     a later generation went back before it, so it was skipped as damaged when that one began
-    counted    committed and not passed
-    expired    enough counted ones are above it, and it is none of the best: it is removed
-    obsolete   two committed ones of its own generation or later are above it: it may never be added (again), so its files may go
+    passed     a later generation skipped it as damaged, and resumed from an earlier step counted    committed and not passed
+    expired    enough counted checkpoints have higher steps, and it is not one of the best: it is removed obsolete   two committed
+    checkpoints of its own generation or later have higher steps: it may never be added (again), so its files may be deleted
 
-Every expired checkpoint is obsolete, and an obsolete one stays so, whatever happens next: a process may delete its files at any
-later time, even as a zombie. Both rules are made for this.
+Every expired checkpoint is obsolete, and an obsolete checkpoint stays obsolete, whatever happens next: a process may delete its
+files at any later time, even as a zombie. Both rules are designed for this.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ class Place:
     parts: str
     """Name of the directory that holds the files, unique to their contents."""
     metric: Metric | None = field(default=None, compare=False)
-    """A copy from its COMMIT; None if the register lacks it, then COMMIT may have it."""
+    """A copy of the metric in COMMIT; None if the register has none, although COMMIT may have one."""
 
     @property
     def key(self) -> str:
-        """Its name below `checkpoints/`."""
+        """The place's name below `checkpoints/`."""
         return f"{contract.checkpoint_name(self.step)}/{self.parts}"
 
     @classmethod
@@ -54,7 +53,7 @@ class Place:
 
     @classmethod
     def parse(cls, key: str, run: str) -> Place | None:
-        """The place that contains a key below `checkpoints/`, if it is one of `run`."""
+        """The place that contains a key below `checkpoints/`, if it is a place of `run`."""
         step, _, rest = key.partition("/")
         parts = rest.partition("/")[0]
         number = disk.step_of(step)
@@ -68,9 +67,9 @@ class Latest:
 
     run: str
     generation: int
-    """Earlier ones can no longer commit."""
+    """The generation that owns the run; earlier generations can no longer commit."""
     places: tuple[Place, ...] = ()
-    """The committed checkpoints, one per step, lowest first."""
+    """The committed checkpoints, one per step, lowest step first."""
 
     @property
     def step(self) -> int:
@@ -81,7 +80,7 @@ class Latest:
         return next((place for place in self.places if place.step == step), None)
 
     def added(self, place: Place) -> Latest:
-        """A copy with one more checkpoint, which replaces any other of its step."""
+        """A copy with one more checkpoint, which replaces any other of that step."""
         return replace(self, places=tuple(sorted([*(p for p in self.places if p.step != place.step), place])))
 
     def without(self, places: Collection[Place]) -> Latest:
@@ -89,7 +88,7 @@ class Latest:
         return replace(self, places=tuple(place for place in self.places if place not in places))
 
     def text(self, time: float) -> bytes:
-        """The object's content; `parse` reads it back. `step`, `name` and `time` are for people and scripts."""
+        """The content of the register's object; `parse` reads it back. `step`, `name` and `time` are for people and scripts."""
         newest = self.places[-1].key if self.places else ""
         document = {"version": _VERSION, "run": self.run, "generation": self.generation, "step": self.step, "name": newest}
         committed = [
@@ -128,9 +127,10 @@ def superseded(latest: Latest | None, run: str, generation: int) -> str:
 
 
 def pressing(latest: Latest, waiting: Sequence[C], retention: Retention) -> C:
-    """The checkpoint on a disk to add to the register next: the newest, so that little is lost.
+    """The checkpoint on a disk to add to the register next: the newest, so that little is lost if the disk is.
 
-    But one of the best that would become `obsolete` with one more above it goes first; of several, the lowest.
+    One of the best checkpoints takes precedence if a single further commit would make it `obsolete`; of several, the one of the
+    lowest step.
     """
     waiting = sorted(waiting, key=lambda each: each.step)
     here = {each.step for each in waiting}
@@ -141,12 +141,12 @@ def pressing(latest: Latest, waiting: Sequence[C], retention: Retention) -> C:
 
 
 def obsolete(latest: Latest, place: Place) -> bool:
-    """Whether a checkpoint is so old that it may never be added (again), so its files may go."""
+    """Whether a checkpoint is so old that it may never be added (again), so its files may be deleted."""
     return _above(latest, place) >= OBSOLETE
 
 
 OBSOLETE = 2
-"""A checkpoint is obsolete once this many committed ones of its own generation or later are above it."""
+"""A checkpoint is obsolete once this many committed checkpoints of its own generation or later have higher steps."""
 
 
 def _above(latest: Latest, checkpoint: Committed) -> int:
@@ -154,7 +154,8 @@ def _above(latest: Latest, checkpoint: Committed) -> int:
 
 
 def refused(latest: Latest, place: Place) -> str:
-    """The reason why a checkpoint must not be added, else empty. Callers also check for another one of the same step."""
+    """The reason why a checkpoint must not be added; empty if it may be. Callers also check for another checkpoint of the same
+    step."""
     if obsolete(latest, place):
         above = ", ".join(str(other.step) for other in latest.places if other.step > place.step)
         return f"step {place.step} is older than what the store keeps (steps {above})"
@@ -165,10 +166,10 @@ def refused(latest: Latest, place: Place) -> str:
 
 
 def acquired(latest: Latest, generation: int, finished: Iterable[Place]) -> Latest:
-    """The register when `generation` begins. `finished` have all their files and a COMMIT.
+    """The register when `generation` begins. `finished` are the checkpoints that have all their files and a COMMIT.
 
-    Finished checkpoints of the previous generation whose writer died before it registered them are added now.
-    Older generations' ones come from zombies.
+    Finished checkpoints of the previous generation whose writer died before registering them are added now. Those of older
+    generations come from zombies.
     """
     previous = (place for place in finished if place.generation == latest.generation)
     return replace(completed(latest, previous), generation=generation)
@@ -184,28 +185,28 @@ def completed(latest: Latest, places: Iterable[Place]) -> Latest:
 
 
 def rebuilt(run: str, finished: Iterable[Place]) -> Latest | None:
-    """Rebuild a lost register from the store: for each step the latest generation's checkpoint; None if there is none."""
+    """Rebuild a lost register from the store: for each step, the checkpoint of the latest generation; None if there is none."""
     places = {place.step: place for place in sorted(finished)}
     if not places:
         return None
     return Latest(run, max(place.generation for place in places.values()), tuple(places[step] for step in sorted(places)))
 
 
-# A register for stores that cannot replace an object on a condition: a set of names, each written by one generation only
+# A register for stores without conditional replacement of objects: a set of names, each written by one generation only
 
 
 @dataclass(frozen=True)
 class Names:
-    """The content of such a register. Its names lie below `checkpoints/latest.<run>/`:
+    """The content of a register that is a set of names below `checkpoints/latest.<run>/`:
 
     g0000000005                                          generation 5 has announced itself
-    g0000000005.step-00001200.<parts>.proposed           ... proposes to commit this
-    g0000000005.step-00001200.<parts>                    ... has committed this
+    g0000000005.step-00001200.<parts>.proposed           ... proposes to commit this checkpoint
+    g0000000005.step-00001200.<parts>                    ... has committed this checkpoint
     g0000000005.taken                                    ... has copied its predecessor's commits: it is the owner
     """
 
     announced: int
-    """The highest announced generation; 0: none."""
+    """The highest announced generation; 0 if there is none."""
     latest: Latest | None
     """The commits of the highest generation that owns the run; None before the first."""
     proposed: tuple[Place, ...] = ()
@@ -266,5 +267,5 @@ RENEW_S = 60.0
 
 
 def being_read(readers: Sequence[float], now: float) -> bool:
-    """Whether a lease is valid, given the times of their renewals and the present time, by the store's clock."""
+    """Whether any lease is valid, given the times of the leases' renewals and the present time, by the store's clock."""
     return any(now - since < LEASE_S for since in readers)

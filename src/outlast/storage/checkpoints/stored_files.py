@@ -22,11 +22,11 @@ _BLOCK = 8 << 20
 _AT_ONCE = 8
 
 Progress = Callable[[int], None]
-"""Gets the bytes transferred since the last call, from many threads."""
+"""Called from many threads with the number of bytes transferred since the last call."""
 
 
 class Damaged(OutlastError):
-    """A checkpoint in the store differs from its COMMIT; another one may be valid."""
+    """A checkpoint in the store differs from its COMMIT; another checkpoint may be valid."""
 
 
 class DamagedHere(OutlastError):
@@ -35,7 +35,7 @@ class DamagedHere(OutlastError):
 
 @dataclass(frozen=True)
 class Parts:
-    """The files at a place."""
+    """The files of the checkpoint at a place."""
 
     store: Store
     run: str
@@ -64,7 +64,8 @@ class Parts:
         return commit
 
     def commit(self, commit: disk.Commit) -> None:
-        """Write COMMIT unless it exists: from us before a response was lost, or from another machine of the same checkpoint."""
+        """Write COMMIT unless it exists: an earlier request of ours whose response was lost, or another machine with files of the
+        same checkpoint, may have written it."""
         key, text = self.key(contract.COMMIT), commit.text().encode()
         if not self.store.conditional():
             try:
@@ -83,7 +84,7 @@ class Parts:
                 self.store.replace(key, text, entry.etag)
 
     def problem(self, *, deep: bool, progress: Progress = lambda _: None, stop: threading.Event | None = None) -> str | None:
-        """A sentence about the first problem, or None. With `deep` all files are read."""
+        """A sentence about the first problem, or None. With `deep`, all files are read."""
         try:
             files = self.read_commit().files
         except Damaged as damage:
@@ -111,7 +112,8 @@ class Parts:
     def send(
         self, path: Path, commit: disk.Commit, *, journals: Path, progress: Progress, stop: threading.Event | None
     ) -> tuple[str, ...]:
-        """Send the files of the local checkpoint at `path` that the store lacks; returns the names that are missing in both.
+        """Send the files of the local checkpoint at `path` that the store lacks; returns the names of files that are missing in
+        both.
 
         Verifies the checksums of all local files, during the upload if they are sent. Raises DamagedHere.
         """
@@ -133,7 +135,7 @@ class Parts:
         return tuple(name for name in absent if name not in local)
 
     def receive(self, into: Path, commit: disk.Commit, *, progress: Progress, stop: threading.Event | None) -> None:
-        """Fetch the files that a directory lacks, durably, and remove all extra ones.
+        """Fetch the files that a directory lacks, durably, and remove all others from it.
 
         Raises Damaged if a file in the store differs from COMMIT.
         """

@@ -1,8 +1,8 @@
-"""The heartbeat of a run in a store: `alive.json`, written every BEAT_S while it trains.
+"""The heartbeat of a run in a store: `alive.json`, written every BEAT_S while the run trains.
 
-`run.json` names the owner of a place, and stays when the owner dies. So a worker of another machine, namespace or cluster looks
-here first: a run with a recent heartbeat is not taken over unless the user requests it. Workers and machines of the same `where`
-are one owner and never wait for each other. Times are by the store's clock.
+`run.json` names the owner of a place, and stays when the owner dies. So a worker of another machine, namespace or cluster reads
+the heartbeat first: a run with a recent heartbeat is not taken over unless the user requests it. Workers and machines of the same
+`where` are one owner and never wait for each other. Times are by the store's clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outlast.storage.store import Store
 ALIVE = "alive.json"
 BEAT_S = 30.0
 DEAD_S = 120.0
-"""TTL of a heartbeat: an owner without one for this long is dead."""
+"""TTL of a heartbeat: an owner that has sent none for this long is dead."""
 LEFT_S = BEAT_S + 5.0
 _LOOK_S = 5.0
 """Poll interval while waiting for an owner's next heartbeat."""
@@ -35,9 +35,10 @@ class Beat:
     where: str
     """Location of the training, for people; the same for all workers that belong together."""
     left: bool = False
-    """The owner has stopped training: its last heartbeat."""
+    """Whether the owner has stopped training, and this is its last heartbeat."""
     leaving: bool = False
-    """The sending worker has left. If other workers of the owner still train, one sends a heartbeat within BEAT_S."""
+    """Whether the sending worker has left. If other workers of the owner still train, one of them sends a heartbeat within
+    BEAT_S."""
     etag: str = dataclasses.field(default="", compare=False)
     modified: float = dataclasses.field(default=0.0, compare=False)
 
@@ -84,8 +85,8 @@ def wait(
     say: Callable[[str], None],
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Return when no other owner trains the run: at once, or once its heartbeat has expired. Raises AlreadyRunning if it sends
-    another."""
+    """Return when no other owner trains the run: at once, or once its heartbeat has expired. Raises AlreadyRunning if the owner
+    sends another."""
     current = held(place, run, where)
     if current is None:
         return
@@ -101,8 +102,8 @@ def wait(
 
 
 def release(place: Store) -> str:
-    """Release the run of a place from its owner, for the next one; returns the location of that owner. Its processes find that
-    they are superseded, and stop."""
+    """Release the run of a place from its owner, for the next one; returns the location of that owner. The owner's processes
+    notice that they are superseded, and stop."""
     run, newest = record.read(place), last(place)
     if run is None or run.ended:
         return ""
@@ -112,9 +113,10 @@ def release(place: Store) -> str:
 
 
 class Heartbeats:
-    """Sends heartbeats of a run from a thread. `index`: workers other than 0 send one only if none has come for a while.
+    """Sends heartbeats of a run from a thread. `index` is the worker's number: workers other than 0 send a heartbeat only if none
+    has been sent for a while.
 
-    `lost` is called when another owner has taken over; then no more are sent.
+    `lost` is called when another owner has taken over; after that no more heartbeats are sent.
     """
 
     def __init__(
@@ -125,21 +127,21 @@ class Heartbeats:
         self._stop = threading.Event()
         self._etag = ""
         self._doubted = False
-        """Another owner has sent a heartbeat since our last one."""
+        """Whether another owner has sent a heartbeat since our last one."""
         self.silent = False
-        """Another owner has taken over."""
+        """Whether another owner has taken over."""
         self._thread = threading.Thread(target=self._live, name="outlast-heart", daemon=True)
         self._thread.start()
 
     def stop(self, *, left: bool = False) -> None:
-        """Send no more heartbeats; with `left`, a last one that ends training here."""
+        """Send no more heartbeats; with `left`, send a last one which records that training has stopped here."""
         self._stop.set()
         self._thread.join(_LOOK_S)
         if left and not self._thread.is_alive() and not self.silent:
             beat(self._open(), self._run, self._where, left=True)
 
     def leave(self) -> None:
-        """Send no more heartbeats from this worker; worker 0 announces it, since other workers may go on here."""
+        """Send no more heartbeats from this worker; worker 0 announces that it leaves, since other workers may go on here."""
         self.stop()
         if self._index == 0 and not self._thread.is_alive() and not self.silent:
             with contextlib.suppress(StoreError):  # the next owner waits longer
@@ -162,7 +164,7 @@ class Heartbeats:
             self._stop.wait(BEAT_S)
 
     def once(self, place: Store, *, first: bool) -> None:
-        """Send a heartbeat if it is our turn. Raises Superseded if another owner has taken over."""
+        """Send a heartbeat if it is this worker's turn. Raises Superseded if another owner has taken over."""
         record.check(place, self._run, self._owner)
         newest = last(place)
         foreign = newest is not None and newest.run == self._run and newest.where != self._where and not newest.left

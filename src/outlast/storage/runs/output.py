@@ -19,11 +19,11 @@ from outlast.storage.sync import growing
 OWN = ".push"
 """The upload process's directory in the output: lock, index, journals of uploads."""
 _PROTOCOL = {OWN, contract.TRACKING, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN, alive.ALIVE}
-"""Entries with a protocol of their own, or that are in the store already."""
+"""Entries that have a protocol of their own or are in the store already."""
 
 
 def skipped(path: str) -> bool:
-    """Whether a path below the output is excluded from the sync: Outlast's own files, unfinished and growing ones
+    """Whether a path below the output is excluded from the sync: Outlast's own files, unfinished files, and growing files
     (`sync.growing`)."""
     first, _, rest = path.partition("/")
     name = rest.rpartition("/")[2] if rest else first
@@ -32,7 +32,7 @@ def skipped(path: str) -> bool:
 
 
 def logs(url: str, *, worker: int | None = None, tail: int | None = None) -> Iterator[LogLine]:
-    """The log lines of all workers, or of one. Raises NotFound if there is no job."""
+    """The log lines of all workers, or of one worker. Raises NotFound if there is no job."""
     place = store.open_(url)
     keys: dict[int, str] = {}
     for path in growing.files(place):
@@ -55,7 +55,7 @@ def events(place: store.Store) -> ledger.Events:
 
 
 def metrics(place: store.Store) -> Iterator[bytes]:
-    """The lines of the run's metrics; none if it has logged none."""
+    """The lines of the run's metrics; none if it has not logged any."""
     if contract.METRICS in growing.files(place):
         with ThreadPoolExecutor(growing.AHEAD) as pool:
             yield from ledger.lines(growing.pieces(place, contract.METRICS, pool))

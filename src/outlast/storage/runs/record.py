@@ -1,8 +1,8 @@
-"""The record of a run in a store, `run.json`: the run that owns the place, and how the next one claims it.
+"""The record of a run in a store, `run.json`: the run that owns the place, and how the next run claims it.
 
-A new run claims the place first, then moves the objects of earlier runs to `previous/<run>/`. `aside` in its record is set while
-this is unfinished; until then the new run writes nothing else there. After a kill, the next start continues.
-Docs: docs/decisions/0007-commits-in-a-store.md.
+A new run claims the place first, then moves the objects of earlier runs to `previous/<run>/`. `aside` in its record is set until
+this is done; until then the new run writes nothing else to the place. After a kill, the next start continues the move. Docs:
+docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from outlast.storage.store import Store
 RUN = "run.json"
 PREVIOUS = "previous"
 FINAL = ("Succeeded", "Failed", "Cancelled")
-"""The final states of `status.State`; that module is heavy."""
+"""The final states of `status.State`, repeated here because importing that module is slow."""
 _PROBE = ".outlast-probe-"
 _VERSION = 1
 _AT_ONCE = 64
 _BATCH = 1000
 _ATTEMPTS = 20
 _OWNERS = 50
-"""Number of earlier owners to remember; arbitrary."""
+"""Maximum number of earlier owners in the record; arbitrary."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +45,16 @@ class Run:
     reason: str = ""
     exit_code: int | None = None
     owner: str = ""
-    """Nonce of the machine that acquired the run last. Others are zombies."""
+    """Nonce of the machine that acquired the run last. Other machines are zombies."""
     before: tuple[str, ...] = ()
-    """Earlier owners, the most recent last: they cannot acquire it again."""
+    """Earlier owners, the most recent last: they cannot acquire the run again."""
     aside: str = ""
-    """The previous run while its objects are being moved to `previous/`; else empty."""
+    """The previous run while its objects are being moved to `previous/`; otherwise empty."""
     version: int = _VERSION
 
     @property
     def ended(self) -> bool:
-        """True in a final state. The run can still be resumed unless it succeeded."""
+        """Whether the run is in a final state. It can still be resumed unless it succeeded."""
         return self.state in FINAL
 
     @property
@@ -62,7 +62,7 @@ class Run:
         return self.state == "Succeeded"
 
     def text(self) -> bytes:
-        """The object's content; `parse` reads it back."""
+        """The content of `run.json`; `parse` reads it back."""
         return json.dumps(dataclasses.asdict(self), indent=1).encode() + b"\n"
 
     @classmethod
@@ -99,9 +99,9 @@ def _elsewhere(store: Store, run: str) -> str:
 
 
 def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
-    """Claim the place for `new`; returns the record, which is the old one if the run owns the place already.
+    """Claim the place for `new`; returns the record, which is the existing record if the run owns the place already.
 
-    Raises AlreadyRunning if an unfinished run owns it, unless `replace`. `archive` comes next. In a store without conditional
+    Raises AlreadyRunning if an unfinished run owns it, unless `replace`. Call `archive` next. In a store without conditional
     writes, two simultaneous claims may both seem to succeed; the loser finds out with its next `update`.
     """
     for _ in range(_ATTEMPTS):
@@ -163,10 +163,11 @@ def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, 
 
 
 def archive(store: Store, run: str) -> int:
-    """Move the objects of earlier runs to `previous/<their run>/`, so that `run` finds an empty place; returns their number.
+    """Move the objects of earlier runs to `previous/<their run>/`, so that `run` finds an empty place; returns the number of
+    objects.
 
-    Does nothing if that is done. An object is deleted once its copy exists, and only while the record still has `aside`: a
-    process that is killed or very late neither loses an object nor touches the new run's.
+    Nothing happens if they have been moved already. An object is deleted once its copy exists, and only while the record still
+    has `aside`: a process that is killed or very late neither loses an object nor touches those of the new run.
     """
     moved = 0
 
@@ -216,7 +217,7 @@ def _load(store: Store) -> tuple[Run | None, str, str]:
 
 
 def _write(store: Store, record: Run, etag: str, conditional: bool) -> bool:
-    """Write the record if its version is still `etag`; without conditional writes, check afterwards."""
+    """Write the record if its version in the store is still `etag`; without conditional writes, check afterwards."""
     if not conditional:
         store.put(RUN, record.text())
         return _load(store)[0] == record

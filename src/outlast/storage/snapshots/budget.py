@@ -1,6 +1,6 @@
 """The memory of a worker that snapshots may use, and the states that fit into it.
 
-`outlast validate` prints it before a job runs; the agent calls it with measured values. Pure; all sizes are bytes.
+`outlast validate` prints both before a job runs; the agent computes them from measured values. Pure; all sizes are bytes.
 
 A worker holds two snapshots at a time, the newest complete one and the one being written. Each has a copy of the state that every
 rank has (`shared`), of the state that only its own ranks have (`unique`), and `replicas` copies of other workers' unique state.
@@ -23,7 +23,7 @@ class Budget(NamedTuple):
     """Memory of a worker that snapshots may use, and the reason in one sentence."""
 
     bytes: int
-    """0: snapshots are off."""
+    """0 if snapshots are off."""
     reason: str
 
 
@@ -31,10 +31,10 @@ class Fit(NamedTuple):
     """The snapshots that fit into a budget."""
 
     held: bool
-    """False: no snapshots are taken."""
+    """Whether snapshots are taken."""
     replicas: int
     reason: str = ""
-    """Why that is less than requested; empty if it is not."""
+    """Why there are no snapshots, or fewer replicas than requested; otherwise empty."""
 
 
 Requested = int | Literal["auto", "off"]
@@ -54,8 +54,8 @@ def requested(text: str) -> Requested:
 def budget(requested: Requested, limit: int, used: int, free: int) -> Budget:
     """Memory of a worker that snapshots may use.
 
-    `limit` is the worker's memory limit (of its cgroup, else its share of the machine), `used` its present use without snapshots,
-    `free` the memory that the machine has available for it.
+    `limit` is the worker's memory limit (of its cgroup, else its share of the machine), `used` the memory that it uses now
+    without snapshots, `free` the memory that the machine has available for it.
     """
     if requested == "off":
         return Budget(0, "checkpoint.memory is off")
@@ -77,7 +77,7 @@ def needed(shared: int, unique: int, replicas: int) -> int:
 
 
 def fit(budget: int, shared: int, unique: int, replicas: int, workers: int) -> Fit:
-    """Whether snapshots of this size fit, and with how many replicas; a world has at most `workers` - 1 of them."""
+    """Whether snapshots of this size fit, and with how many replicas; at most `workers` - 1 are possible."""
     possible = min(replicas, workers - 1) if unique else 0
     limit = f"checkpoint.memory is {units.human_bytes(budget)}"
     for count in range(possible, -1, -1):
@@ -91,14 +91,16 @@ def fit(budget: int, shared: int, unique: int, replicas: int, workers: int) -> F
 
 
 def largest(budget: int, replicas: int) -> tuple[int, int]:
-    """The largest state that fits if every rank has all of it, and the largest part of a worker if the state is sharded."""
+    """The largest state that fits if every rank has the whole state, and the largest share of one worker if the state is
+    sharded."""
     return budget // SNAPSHOTS, budget // (SNAPSHOTS * (1 + replicas))
 
 
 def cost(requested: Requested, replicas: int, limit: int, workers: int, saved: int = 0) -> str:
-    """Memory that snapshots take of a worker with `limit` bytes, and the state that fits: a sentence for `outlast validate`.
+    """A sentence for `outlast validate`: the memory that snapshots take from a worker with `limit` bytes, and the state that
+    fits.
 
-    `saved` is the size of the run's newest checkpoint, 0 if it has none.
+    `saved` is the size of the run's newest checkpoint, 0 if there is none.
     """
     usable, possible = budget(requested, limit, 0, limit), min(replicas, workers - 1)
     if not usable.bytes:
@@ -113,7 +115,8 @@ def cost(requested: Requested, replicas: int, limit: int, workers: int, saved: i
 
 
 def _compared(budget: int, replicas: int, workers: int, saved: int) -> str:
-    """Whether the state of a checkpoint of `saved` bytes fits: at every rank as with DDP, in parts as with FSDP."""
+    """A sentence on whether the state of a checkpoint of `saved` bytes fits: whole at every rank as with DDP, or sharded as with
+    FSDP."""
     fits = {"DDP": fit(budget, saved, 0, replicas, workers), "FSDP": fit(budget, 0, -(-saved // workers), replicas, workers)}
     newest = f"; that of the newest checkpoint, {units.human_bytes(saved)},"
     reasons = {name: each.reason for name, each in fits.items() if each.reason}

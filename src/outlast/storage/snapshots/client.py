@@ -1,8 +1,8 @@
-"""The rank's side of snapshots: rooms to write its parts into, and parts to read, its own worker's and other workers'.
+"""The rank's side of snapshots: rooms to write its parts into, and parts of its own and other workers to read.
 
-    client = connect(os.environ)                                        None: snapshots are off
+    client = connect(os.environ)                                        None if snapshots are off
     room = client.room(nbytes, at, complete)                            memory of the agent, mapped here; or, without waiting:
-    client.spare([nbytes], complete)                                    whether it is available already
+    client.spare([nbytes], complete)                                    whether memory is available now
     room.view[place : place + n] = ...
     client.publish(room, part, index, to=addresses, complete=at)        returns at once
     client.poll()                                                       {("unique", 120): "held"}
@@ -37,13 +37,13 @@ from outlast.storage.snapshots import parts, wire
 from outlast.storage.snapshots.parts import Damaged, Item, OutOfReach, Part
 
 _REPLY_S = 60
-"""Timeout of our own agent's answers. Arbitrary."""
+"""Timeout for answers of our own agent. Arbitrary."""
 _STATES = 16
 _BATCH = 1024
 
 
 class NoMemory(OutlastError):
-    """There is no room for a part."""
+    """There is no memory for a part."""
 
 
 class Where(NamedTuple):
@@ -55,7 +55,7 @@ class Where(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Memory of the agent, mapped and touched."""
+    """Memory of the agent, mapped into this process, with all pages touched."""
 
     id: int
     view: memoryview
@@ -65,21 +65,22 @@ class Room:
 
 @dataclasses.dataclass
 class _Lent:
-    """Memory of the agent that this rank has until it gives it back."""
+    """Memory that the agent lends to this rank until the rank gives it back."""
 
     mapped: mmap.mmap
     size: int
     place: int
-    """Index of the part in a snapshot that it is for."""
+    """Index, within a snapshot, of the part that the memory is for."""
     at: tuple[int, int] | None = None
-    """The snapshot whose part it holds or will hold."""
+    """The snapshot whose part the memory holds or will hold."""
 
 
 _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def _hang_up() -> None:
-    """In a fork (a data loader's worker): the agent must notice the end of the rank, not of its last fork."""
+    """Close the clients in a fork (a data loader's worker): the agent must notice the end of the rank, not that of its last
+    fork."""
     for client in list(_open):
         client.close()
 
@@ -96,18 +97,18 @@ class Client:
         self._using = threading.Lock()
         self._states: dict[tuple[str, int], str] = {}
         self._lent: dict[int, _Lent] = {}
-        """By room id: mapped once, used again and again."""
+        """The lent memory by room id; it is mapped once and reused."""
         self._indices: dict[str, Sequence[Item]] = {}
-        """By kind of part: the index that the agent has."""
+        """The index that the agent has, by kind of part."""
         hello = connection.receive()["hello"]
         self.address: str = hello["address"]
-        """host:port of our agent's data port; empty if it has none."""
+        """host:port of our agent's data port; empty if the agent has none."""
         self.where = Where(hello["node"], hello["zone"])
         self.budget: int = hello["budget"]
-        """Bytes for the snapshots of this worker: two of them, and the replicas of others."""
+        """Bytes for the two snapshots of this worker and for replicas of other workers' parts."""
         self._key = bytes.fromhex(hello["key"])
         self._store = bool(hello.get("store"))
-        """True if the agent can query the store; agents of earlier versions cannot."""
+        """Whether the agent can query the store; agents of earlier versions cannot."""
         _open.add(self)
 
     def room(self, nbytes: int, at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> Room:
@@ -115,7 +116,7 @@ class Client:
 
     def rooms(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> list[Room]:
         """Memory for the parts of the snapshot `at`, (generation, step). `complete` is the newest complete snapshot: its parts
-        stay, all older ones may be overwritten. Memory that was not reserved is requested now. Raises NoMemory."""
+        stay; all older parts may be overwritten. Memory that was not reserved is requested now. Raises NoMemory."""
         self.reserve(sizes, at, complete)
         rooms = []
         for id, nbytes in zip(self._fitting(sizes, complete, at), sizes, strict=True):
@@ -126,7 +127,8 @@ class Client:
         return rooms
 
     def reserve(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0), session: str = "") -> None:
-        """Request the memory that `rooms` would lack, and wait for it: touching 100 GB takes half a minute. Raises NoMemory."""
+        """Request the memory that `rooms` would still need, and wait for it: touching 100 GB takes half a minute. Raises
+        NoMemory."""
         fitting = self._fitting(sizes, complete, at)
         if 0 not in fitting:
             return
@@ -147,17 +149,18 @@ class Client:
             raise NoMemory(f"the agent gives no memory: {error}") from error
 
     def spare(self, sizes: Sequence[int], complete: tuple[int, int]) -> bool:
-        """Whether `rooms` has memory for parts of these sizes without asking the agent. Does not wait."""
+        """Whether `rooms` can return memory for parts of these sizes without asking the agent. Does not wait."""
         return 0 not in self._fitting(sizes, complete)
 
     def _fitting(self, sizes: Sequence[int], *used: tuple[int, int]) -> list[int]:
-        """For each size the id of the smallest room lent for that place that fits and holds no part of the snapshots `used`,
-        else 0."""
+        """For each size, the id of the smallest room that is lent for a part at that index, is large enough, and holds no part of
+        the snapshots `used`; 0 if there is none."""
         free = sorted((lent.size, id, lent.place) for id, lent in list(self._lent.items()) if lent.at not in used)
         return [next((id for size, id, own in free if own == place and size >= nbytes), 0) for place, nbytes in enumerate(sizes)]
 
     def give_back(self, complete: tuple[int, int], ids: Sequence[int] | None = None) -> None:
-        """Give rooms back to the agent, all of them if `ids` is None. It keeps the complete snapshot and frees the rest."""
+        """Give rooms back to the agent, all of them if `ids` is None. The agent keeps the complete snapshot and frees the
+        rest."""
         ids = list(self._lent) if ids is None else ids
         for id in ids:
             del self._lent[id]
@@ -168,7 +171,8 @@ class Client:
     def publish(
         self, room: Room, part: Part, index: Sequence[Item], *, to: Sequence[str] = (), complete: tuple[int, int] = (0, 0)
     ) -> None:
-        """Hand over a completely written part, and have replicas of it sent to the agents at `to`. `poll` returns its state."""
+        """Hand a completely written part to the agent, which sends replicas to the agents at `to`. `poll` returns the part's
+        state."""
         self._states[part.kind, part.step] = ""
         for old in list(self._states)[:-_STATES]:
             del self._states[old]
@@ -184,8 +188,8 @@ class Client:
             self._states[part.kind, part.step] = f"{part} cannot be kept: the agent is gone ({error})"
 
     def poll(self) -> Mapping[tuple[str, int], str]:
-        """States of the last publications, by kind and step: "" while the agent works on it, `held`, `replicated`, `held; `
-        and why there is no replica, or a sentence that says why it is not held. Does not wait."""
+        """States of the last publications, by kind and step: "" while the agent works on the part, `held`, `replicated`, `held; `
+        and why there is no replica, or a sentence that says why the part is not held. Does not wait."""
         if self._using.acquire(blocking=False):
             try:
                 while self._connection.waiting():
@@ -213,7 +217,7 @@ class Client:
             return Source(_Local(self._connection.descriptor(), lambda: self._connection.send({"close": id})), part)
 
     def forget(self, keep: tuple[int, int] | None = None) -> None:
-        """Give up all parts in the memory of this worker, but for those of one snapshot."""
+        """Give up all parts in the memory of this worker, except those of the snapshot `keep`."""
         with contextlib.suppress(OSError, ValueError):
             self._ask({"forget": keep})
 
@@ -238,7 +242,7 @@ class Client:
         return reply
 
     def close(self) -> None:
-        """Hang up. Unpublished rooms go back to the agent."""
+        """Close the connection. Unpublished rooms go back to the agent."""
         self._connection.close()
 
     @contextlib.contextmanager
@@ -271,7 +275,7 @@ class Client:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Classify errors of reading a copy as Damaged or OutOfReach: here, and nowhere else."""
+    """Classify errors in reading a copy as Damaged or OutOfReach; nothing else does so."""
     try:
         yield
     except (Damaged, OutOfReach):
@@ -287,8 +291,8 @@ def _reading(what: str) -> Iterator[None]:
 def connect(environ: Mapping[str, str]) -> Client | None:
     """The client of this process; None if snapshots are off.
 
-    Raises NotRestored if they are on and the agent does not answer: only the agent can fetch the store's newest checkpoint, so
-    training must not begin without it.
+    Raises NotRestored if snapshots are on and the agent does not answer: only the agent can fetch the store's newest checkpoint,
+    so training must not begin without it.
     """
     path = Path(environ.get(Env.STATE, "/nonexistent")) / contract.SNAPSHOTS
     try:
@@ -309,10 +313,10 @@ def connect(environ: Mapping[str, str]) -> Client | None:
 
 
 class Source:
-    """An open part."""
+    """A part that is open for reading."""
 
     def __init__(self, reader: _Local | _Peer, part: Part) -> None:
-        """Raises Damaged if the reader has another part or its index is wrong, OSError and ValueError."""
+        """Raises Damaged if the reader has another part or the index is wrong; also OSError and ValueError."""
         self._reader = reader
         try:
             self.part, self.tail = reader.described()
@@ -324,7 +328,8 @@ class Source:
             raise
 
     def fetch(self, items: Iterable[tuple[int, memoryview]]) -> None:
-        """Read items (number in the index, memory of its size) together: faster than one by one. Raises Damaged, OutOfReach."""
+        """Read items, each given by its number in the index and memory of its size; reading many at once is faster than one by
+        one. Raises Damaged, OutOfReach."""
         blocks = []
         for i, into in items:
             item, memory = self.index[i], into.cast("B")
@@ -353,7 +358,7 @@ class _Block(NamedTuple):
     key: str
 
     def check(self, crc: int | None = None) -> None:
-        """Raises Damaged on a wrong checksum; `crc` is the computed one, if the caller has it already."""
+        """Raises Damaged on a wrong checksum; `crc` is the computed checksum, if the caller already has it."""
         if (crc32.update(self.into) if crc is None else crc) != self.crc:
             raise Damaged(f"{self.key:.80} has a wrong checksum in a snapshot")
 
@@ -453,7 +458,7 @@ class _Checker:
 
 
 def _together(work: Any, blocks: Sequence[_Block]) -> None:
-    """Do `work` for all blocks in a few threads; raises the first error of one of them."""
+    """Do `work` for all blocks in a few threads; raises the first error."""
     errors: list[BaseException] = []
     rest, lock = iter(blocks), threading.Lock()
 

@@ -1,8 +1,9 @@
 """The snapshot that a world resumes from: the newest whose parts can all be reached. Pure.
 
-Each worker reports the parts in its memory, its own and replicas of others (`Held`). A snapshot counts if it has the unique part
-of every rank of its world, and the shared parts of all ranks of one worker. It must belong to this run, and to this generation or
-an earlier one. Parts of two snapshots are never combined, whatever their step: that would be a state that training never had.
+Each worker reports the parts in its memory, its own and replicas of other workers' (`Held`). A snapshot counts if it has the
+unique part of every rank of its world, and the shared parts of all ranks of one worker. The snapshot must belong to this run, and
+to this generation or an earlier one. Parts of two snapshots are never combined, whatever their steps: the result would be a state
+that training never had.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from outlast.storage.snapshots.parts import Part
 
 At = tuple[int, int]
-"""(generation, step): the order of snapshots, and of checkpoints beside them."""
+"""(generation, step), by which snapshots and checkpoints are ordered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Held:
 
     part: Part
     address: str
-    """The worker's agent."""
+    """Address of the worker's agent."""
 
 
 Holders = tuple[Held, ...]
@@ -35,9 +36,10 @@ class Candidate:
 
     at: At
     unique: tuple[Holders, ...]
-    """By rank of the world that made it."""
+    """Holders of the unique parts, by rank in the world that made the snapshot."""
     shared: tuple[tuple[Holders, ...], ...]
-    """Whole sets of shared parts, each by local rank. Any one will do; workers that have sharded alike hold the same set."""
+    """Complete sets of shared parts, each by local rank. Any set is enough; workers that shard the state alike hold the same
+    set."""
 
     @property
     def parts(self) -> list[Part]:
@@ -49,7 +51,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Election:
-    """The snapshots to resume from, and why others do not count."""
+    """The snapshots to resume from, and why newer ones were rejected."""
 
     candidates: tuple[Candidate, ...]
     """Newest first."""
@@ -81,7 +83,7 @@ def newest(held: Iterable[Held], run: str, generation: int) -> Election:
 
 
 def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
-    """The snapshot that these parts make, or the reason why they make none."""
+    """The snapshot that these parts form, or the reason why they do not form one."""
     name = f"the snapshot of step {at[1]} (generation {at[0]})"
     by_rank: dict[int, list[Held]] = {}
     by_worker: dict[int, dict[int, list[Held]]] = {}
@@ -117,7 +119,7 @@ def _whole(by_local_rank: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
 
 
 def _same(held: Sequence[Held]) -> Holders:
-    """The holders of the right copy: if copies differ, the worker that wrote the part is right; without it none is."""
+    """The holders of the right copy. If copies differ, that of the worker that wrote the part is right; without it, none is."""
     originals = {each.part.digest for each in held if not each.part.replica}
     digests = originals or {each.part.digest for each in held}
     if len(digests) != 1:

@@ -1,4 +1,4 @@
-"""The machine's memory for snapshots, and files in memory that are touched before they are used.
+"""The machine's memory for snapshots, and files in memory whose pages are touched before use.
 
 Whatever the `budget`, a tenth of the memory stays free: a worker that is OOM-killed is worse than one without snapshots.
 """
@@ -27,13 +27,14 @@ class Machine(memory.Machine):
 
 
 _PIECE = 4 << 30
-"""Bytes allocated at a time, in about a second."""
+"""Bytes allocated at a time, which takes about a second."""
 
 
 class File:
-    """A file in memory for one part: its header page and `size` bytes of data, touched; a tail may be written behind them.
+    """A file in memory for one part: a header page and `size` bytes of data, with all pages touched; a tail may be written after
+    them.
 
-    Calls `alive` between pieces. Raises OSError if there is not enough memory, and any exception of `alive`.
+    Calls `alive` between pieces. Raises OSError if there is not enough memory, and any exception that `alive` raises.
     """
 
     def __init__(self, size: int, alive: Callable[[], None] = lambda: None) -> None:
@@ -54,14 +55,14 @@ class File:
 
     @property
     def torn(self) -> bool:
-        """True once a rank has begun to overwrite the part."""
+        """Whether a rank has begun to overwrite the part."""
         return not self._whole[0]
 
     def clear(self) -> None:
         os.pwrite(self.fd, bytes(parts.PAGE), 0)
 
     def finish(self, part: parts.Part, tail: bytes) -> None:
-        """Write the tail, then the header, which makes it a part."""
+        """Write the tail, then the header, which makes the file a part."""
         _write(self.fd, tail, parts.PAGE + part.bytes)
         _write(self.fd, parts.header(part, len(tail)), 0)
 

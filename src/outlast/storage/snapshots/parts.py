@@ -4,8 +4,8 @@
     data            the items, at the places that the index gives
     tail            number of blocks, crc32 of each (little-endian), the index (JSON)
 
-A part exists once its header does. Its digest is the crc32 of the tail, which holds the crc32 of every block: two parts with
-one digest have the same bytes. All input comes from another process or machine, so everything is checked. Pure.
+A part exists once its header does. Its digest is the crc32 of the tail, which holds the crc32 of every block: two parts with the
+same digest have the same bytes. All input comes from another process or machine, so everything is checked. Pure.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract
 
 PAGE = 4096
-"""Bytes of the header page; data begins behind it."""
+"""Bytes of the header page; the data begins after it."""
 BLOCK = 4 << 20
-"""Bytes with a checksum of their own, so that several threads can verify one item."""
+"""Bytes per checksum, so that several threads can verify one item."""
 _PIECE = 256 << 10
-"""Bytes; smaller than a core's cache."""
+"""Bytes that are processed at a time; smaller than a core's cache."""
 ALIGNED = 64
-"""Places are multiples of this: any dtype, and a cache line."""
+"""Places are multiples of this number of bytes, which is enough for any dtype and is a cache line."""
 LONGEST_TAIL = 256 << 20
-"""Bytes. Arbitrary: an index has some 150 bytes for each tensor."""
+"""Maximum bytes of a tail. Arbitrary: an index has some 150 bytes for each tensor."""
 _MAGIC = b"outlast1"
 _HEAD = struct.Struct("<8sII")
 _MOST = 1 << 53
@@ -40,7 +40,7 @@ Kind = Literal["shared", "unique"]
 
 
 class Damaged(OutlastError):
-    """A copy of a part is wrong: torn, changed, of another snapshot, or not there any more. Another copy may be right."""
+    """A copy of a part is wrong: torn, changed, of another snapshot, or no longer there. Another copy may be right."""
 
 
 class OutOfReach(OutlastError):
@@ -49,7 +49,7 @@ class OutOfReach(OutlastError):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One rank's share of the snapshot of one step boundary. Its fields stand in JSON, at other agents, too."""
+    """One rank's share of the snapshot of one step boundary. Its field names are JSON keys that other agents read, too."""
 
     run: str
     generation: int
@@ -57,7 +57,7 @@ class Part:
     world: int
     rank: int
     worker: int
-    """The worker whose rank wrote it; replicas are at others."""
+    """The worker whose rank wrote the part; replicas are at other workers."""
     local_rank: int
     local_ranks: int
     kind: Kind
@@ -71,12 +71,12 @@ class Part:
 
     @property
     def at(self) -> tuple[int, int]:
-        """(generation, step): the order of snapshots."""
+        """(generation, step), by which snapshots are ordered."""
         return self.generation, self.step
 
     @property
     def name(self) -> tuple[object, ...]:
-        """Equal for a part and its replicas, different for all others."""
+        """Equal for a part and its replicas, different for all other parts."""
         return self.run, self.generation, self.step, self.kind, self.rank, self.worker, self.digest, self.session
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Part:
 
     @classmethod
     def of(cls, document: object) -> Self:
-        """From untrusted JSON; ignores fields of newer versions. Raises Damaged."""
+        """A part from untrusted JSON; fields of newer versions are ignored. Raises Damaged."""
         if not isinstance(document, Mapping):
             raise Damaged(f"{document!r:.80} is no part of a snapshot")
         fields = {name: document[name] for name in _FITS if name in document}
@@ -114,11 +114,11 @@ def catalog(documents: Iterable[object]) -> list[Part]:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One chunk of a tensor, or some bytes."""
+    """One chunk of a tensor, or other data as bytes."""
 
     key: str
     dtype: str
-    """torch's name (`float32`); `bytes` for anything but tensors."""
+    """torch's name of the data type (`float32`); `bytes` for anything but tensors."""
     size: tuple[int, ...]
     """Shape of the whole tensor; () for bytes and scalars."""
     offsets: tuple[int, ...]
@@ -134,7 +134,7 @@ class Item:
 
     @classmethod
     def of(cls, row: object) -> Self:
-        """From untrusted JSON. Raises Damaged."""
+        """An item from untrusted JSON. Raises Damaged."""
         if not (isinstance(row, Sequence) and len(row) == 7):
             raise Damaged(f"{row!r:.80} is no item of a snapshot")
         key, dtype, size, offsets, chunk, place, nbytes = row
@@ -167,7 +167,7 @@ def checksums(index: Sequence[Item], data: memoryview) -> list[int]:
 
 
 def filled(into: memoryview, fill: Callable[[int, memoryview], object]) -> int:
-    """Fill memory piece by piece with `fill(offset, piece)`. Returns its crc32.
+    """Fill memory piece by piece with `fill(offset, piece)`. Returns the crc32 of the memory.
 
     A piece is still in the CPU's cache when its checksum is computed, which takes a third less than reading the block first.
     """
@@ -180,7 +180,7 @@ def filled(into: memoryview, fill: Callable[[int, memoryview], object]) -> int:
 
 
 def checked(index: Iterable[Item], part: Part) -> list[Item]:
-    """The items of a part. Raises Damaged if one reaches beyond its data."""
+    """The items of a part. Raises Damaged if an item reaches beyond the part's data."""
     items = list(index)
     for item in items:
         if item.place + item.nbytes > part.bytes:
@@ -197,7 +197,7 @@ def encoded(rows: Sequence[object]) -> bytes:
 
 
 def tail(index: Sequence[Item], crcs: Sequence[int], encoded_index: bytes = b"") -> bytes:
-    """The bytes behind the data. `encoded_index` saves encoding the index again."""
+    """The bytes after the data. Pass `encoded_index` to avoid encoding the index again."""
     return struct.pack(f"<{1 + len(crcs)}I", len(crcs), *crcs) + (encoded_index or encoded(rows(index)))
 
 

@@ -1,7 +1,8 @@
 """The data port of an agent: other agents send replicas here, and ranks of other workers read parts.
 
-Strangers can reach it, so the first line of a connection must prove knowledge of the run's key, and bad input costs a peer no
-more than its connection. Beyond the limit of connections the oldest unauthenticated one is closed; members wait for their turn.
+Anybody on the network can reach the port, so the first line of a connection must prove knowledge of the run's key, and bad input
+costs a peer no more than its connection. Beyond the maximum number of connections the oldest unauthenticated one is closed;
+authenticated peers wait for their turn.
 
     {"put": part, "tail": bytes, "complete": at}    -> {"soon": true} while memory is allocated, {"go": true}; then the peer
                                                        sends tail and blocks; -> {"held": true}
@@ -39,7 +40,7 @@ def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
 
 
 def prefixes(interfaces: str) -> list[str]:
-    """The names in `eth0,ib` or `=eth0`; none for an exclusion (`^docker`)."""
+    """The interface names in a value such as `eth0,ib` or `=eth0`; none for an exclusion (`^docker`)."""
     return [] if interfaces.startswith("^") else [name for name in interfaces.removeprefix("=").split(",") if name]
 
 
@@ -56,11 +57,12 @@ def _address(prefixes: list[str]) -> str:
 
 
 _STRANGERS = 256
-"""Most unauthenticated connections; for one more, the oldest of them is closed."""
+"""Maximum number of unauthenticated connections; if another arrives, the oldest is closed."""
 _READERS, _REPLICAS = 512, 128
-"""Members served at a time, readers and senders of replicas: neither starve the others."""
+"""Maximum number of authenticated peers served at a time: of readers, and of senders of replicas, so that neither starve the
+other."""
 _MOST = 768
-"""Most connections; more wait in the listener's queue. A process may usually have 1,024 files open."""
+"""Maximum number of connections; more wait in the listener's queue. A process may usually have 1,024 files open."""
 _BACKLOG = 1024
 _PROVE_S = 5.0
 
@@ -75,7 +77,7 @@ class Port:
         self._readers, self._replicas = threading.Semaphore(_READERS), threading.Semaphore(_REPLICAS)
         self._listener: socket.socket | None = None
         self.address = ""
-        """host:port once it listens; empty without a key."""
+        """host:port once the port listens; empty without a key."""
 
     def start(self) -> None:
         """Listen. Raises OSError."""

@@ -1,7 +1,8 @@
 """Replicas: which other workers hold them (`holders`, pure), and sending them, slowly enough not to disturb training.
 
-No worker holds more than a fair share, so that memory can be planned. Within it other nodes come first, then other zones, then a
-ring with a jump: neighbours in rank, often in one rack, have their replicas far from each other.
+No worker holds more than a fair share, so that memory can be planned. Within this limit, workers on other nodes are preferred,
+then workers in other zones, then those furthest away in a ring of ranks: neighbours in rank, often in one rack, have their
+replicas far from each other.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ class Place:
     """Location of a worker."""
 
     address: str
-    """Its agent's data port; empty if it has none."""
+    """Address of its agent's data port; empty if the agent has none."""
     node: str = ""
     zone: str = ""
 
 
 def holders(workers: Sequence[Place], count: int) -> list[tuple[str, ...]]:
-    """For each worker the addresses of the `count` others that hold replicas of its parts; fewer in a small world.
+    """For each worker, the addresses of the `count` other workers that hold replicas of its parts; fewer in a small world.
 
     `workers` are in the order of their ranks. Deterministic: every worker computes the same.
     """
@@ -62,7 +63,8 @@ class _Ring:
         self._by_zone[self._workers[other].zone] += more
 
     def choose(self, own: int) -> None:
-        """Give a worker the best peer left. If no peer with room suits it, swap with a worker that could use such a peer."""
+        """Assign the best remaining peer to a worker. If no peer with room suits the worker, swap peers with another worker that
+        can use such a peer."""
         peer = self._best(own)
         if peer is None:
             holders = (n for n, free in enumerate(self._free) if free)
@@ -103,16 +105,16 @@ class _Ring:
 
 
 SLOWEST = 50e6
-"""Bytes per second; slower would make snapshots rare."""
+"""Minimum bytes per second; a lower rate would make snapshots rare."""
 _FIRST = 200e6
-"""Bytes per second for the first part, before the interval of snapshots is known. Arbitrary."""
+"""Bytes per second for the first part, before the interval between snapshots is known. Arbitrary."""
 
 
 def rate(nbytes: int, interval_s: float | None) -> float:
-    """Bytes per second at which a part takes a quarter of the interval of snapshots.
+    """Bytes per second at which sending a part takes a quarter of the interval between snapshots.
 
-    Not half: the next snapshot waits for the replicas of this one. If that makes the interval two steps long, replicas are
-    complete after the first of them, and the next interval is one step.
+    Not half: the next snapshot waits for the replicas of this one. If this wait makes the interval two steps long, the replicas
+    are complete after the first step, and the next interval is one step.
     """
     return _FIRST if interval_s is None else max(SLOWEST, 4 * nbytes / max(interval_s, 1e-3))
 

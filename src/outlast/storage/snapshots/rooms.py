@@ -1,10 +1,10 @@
 """The rooms of one agent: files in memory, the parts in them, their users. Threads of `server` and `port` share it.
 
-`choose`, a pure rule, picks the room of a part: one complete snapshot is kept at any time, and no more than two. Rooms are used
-again, since touched memory costs no page faults. A room is free unless somebody uses it, or it holds a part of the newest
+`choose`, a pure rule, picks the room of a part: one complete snapshot is kept at any time, and memory holds at most two. Rooms
+are reused, since touched memory costs no page faults. A room is free unless somebody uses it, or it holds a part of the newest
 complete snapshot or of the one being made. Everything else (an older or abandoned snapshot, one of an ended world) is
-overwritten. A room is reserved under the lock, its memory allocated outside: that takes a third of a second per GiB. The fences
-are here, too: parts of another run, an earlier generation or processes that have ended are refused.
+overwritten. A room is reserved under the lock, but its memory is allocated outside: allocation takes a third of a second per GiB.
+Fencing is done here, too: parts of another run, of an earlier generation or from processes that have ended are refused.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from outlast.storage.snapshots import memory
 from outlast.storage.snapshots.parts import Damaged, Item, Part
 
 At = tuple[int, int]
-"""(generation, step) of a snapshot; (0, 0) is before all."""
+"""(generation, step) of a snapshot; (0, 0) sorts before all snapshots."""
 _WASTE = 1.1
 """While memory is left, a room is reused only for a part smaller by at most this factor. Arbitrary."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A room, as the rule sees it."""
+    """A room, as `choose` sees it."""
 
     id: int
     size: int
     at: At | None = None
-    """The snapshot whose part it holds or will hold, if any."""
+    """The snapshot whose part the room holds or will hold, if any."""
     busy: bool = False
     replica: bool = False
-    """It holds a part of another worker."""
+    """Whether the room holds a part of another worker."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The room of a part: reuse one, or make one after dropping others; `problem` if neither is possible."""
+    """The room for a part: one to reuse, or a new one after others are dropped; `problem` if neither is possible."""
 
     reuse: int | None = None
     drop: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ def surplus(rooms: Sequence[View], previous: At) -> list[int]:
 
 
 def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, *, replica: bool = False) -> Choice:
-    """Choose the room of a part of `size` bytes.
+    """Choose the room for a part of `size` bytes.
 
     Replicas leave space for two snapshots of the worker itself; its own parts displace replicas.
     """
@@ -102,7 +102,7 @@ _STALE_S = 20.0
 
 
 class Refused(OutlastError):
-    """A part is not taken: there is no memory for it, or it is out of date."""
+    """A part is not accepted: there is no memory for it, or it is out of date."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -116,14 +116,14 @@ class Room:
     file: memory.File = dataclasses.field(init=False)
     """Set once its memory is allocated."""
     users: int = 1
-    """Readers and writers, and the rank that it is lent to."""
+    """Number of users: readers, writers, and the rank that the room is lent to."""
     part: Part | None = None
     """Set once the header is written."""
     tail: int = 0
     """Bytes of the part's tail."""
     index: Sequence[Item] = ()
     stale: bool = False
-    """Given up while in use; free once its users are gone."""
+    """Whether the room was given up while in use; its memory is freed once its users are gone."""
 
     @property
     def view(self) -> View:
@@ -146,7 +146,7 @@ class Rooms:
         """The complete snapshot before `_complete`."""
         self._generation = 0
         self._session, self._over = "", set[str]()
-        """The current session of this worker's ranks, and earlier ones."""
+        """The current session of this worker's ranks, and earlier sessions."""
         self._allocating = 0
         """Bytes being allocated, not yet counted as used by the kernel."""
         self._closed = False
@@ -179,9 +179,9 @@ class Rooms:
         self._session = ""
 
     def take(self, size: int, at: At, *, replica: bool = False, alive: Callable[[], None] = lambda: None) -> Room:
-        """A room for a part of `size` bytes; `release` or `hold` it. Raises Refused.
+        """A room for a part of `size` bytes, which the caller must `release` or `hold`. Raises Refused.
 
-        `alive` is called now and then while memory is allocated; an exception of it ends that.
+        `alive` is called now and then while memory is allocated; an exception that it raises ends the allocation.
         """
         with self._lock:
             choice = self._choose(size, at, replica)
@@ -204,7 +204,7 @@ class Rooms:
         return room
 
     def _allocate(self, room: Room, alive: Callable[[], None]) -> None:
-        """Make the file of a room; raises Refused and drops the room if there is no memory."""
+        """Create the file of a room; raises Refused and drops the room if there is no memory."""
         with self._lock:
             self._allocating += room.size
             headroom = max(0, self.headroom() + room.size - self._allocating)
@@ -228,12 +228,13 @@ class Rooms:
         return choose(rooms, size, self.budget, at, self._complete, replica=replica)
 
     def use(self, room: Room, at: At) -> None:
-        """Mark a lent room as written by its rank with a part of `at`; `hold` or `release` it once more."""
+        """Record that the rank is writing a part of the snapshot `at` into a room lent to it; the caller must `hold` or `release`
+        the room once more."""
         with self._lock:
             room.part, room.at, room.users = None, at, room.users + 1
 
     def hold(self, room: Room, part: Part, index: Sequence[Item], tail: bytes) -> None:
-        """Write tail and header, so that the part can be opened. Raises Refused if it has been given up meanwhile."""
+        """Write tail and header, so that the part can be opened. Raises Refused if the room has been given up meanwhile."""
         if not room.stale:
             room.file.finish(part, tail)
         with self._lock:
@@ -272,7 +273,7 @@ class Rooms:
             return [room.id for room in self._rooms.values() if room.users]
 
     def open(self, part: Part) -> Room:
-        """The room that holds a part; `release` it. Raises Damaged."""
+        """The room that holds a part, which the caller must `release`. Raises Damaged."""
         with self._lock:
             for room in self._rooms.values():
                 if room.part and room.part.name == part.name and not room.stale:
@@ -282,7 +283,7 @@ class Rooms:
 
     @contextlib.contextmanager
     def opened(self, part: Part) -> Iterator[Room]:
-        """`open`, and `release` at the end."""
+        """The room that holds a part, released at the end of the block. Raises Damaged."""
         room = self.open(part)
         try:
             yield room
@@ -290,7 +291,8 @@ class Rooms:
             self.release(room)
 
     def forget(self, keep: At | None) -> None:
-        """Give up all parts except those of the snapshot `keep`, from which training goes on: it is the newest complete now."""
+        """Give up all parts except those of the snapshot `keep`, from which training goes on: it is now the newest complete
+        one."""
         with self._lock:
             self._end_session()
             self._previous = self._complete = keep or (0, 0)
@@ -309,6 +311,6 @@ class Rooms:
 
 
 def _free(rooms: Iterable[Room]) -> None:
-    """Slow, so never called under the lock."""
+    """Free the memory of rooms. Slow, so never called under the lock."""
     for room in rooms:
         room.file.close()

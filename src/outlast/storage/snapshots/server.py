@@ -1,8 +1,8 @@
 """The agent's side of snapshots: memory for the ranks of its worker, and a port for other agents (`port`).
 
 Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank asks for a room, writes
-into it, publishes it; the agent computes the checksums and writes the header, then sends the part to other agents. So a rank that
-dies in between leaves no part, and one that dies afterwards leaves a whole one.
+into it, and publishes it; the agent computes the checksums and writes the header, then sends the part to other agents. So a rank
+that dies in between leaves no part, and one that dies afterwards leaves a whole one.
 
     agent -> rank   {"hello": {address, node, zone, budget, key, store}}
     rank -> agent   {"room": bytes, "at", "complete", "session"}    -> {"room": id, "size"} with a descriptor; it may be used
@@ -18,7 +18,7 @@ dies in between leaves no part, and one that dies afterwards leaves a whole one.
                     {"restore": true}                               -> {} when it is on the disk, or {"problem", "retry"}
     on any problem                                                  -> {"problem": sentence}
 
-The agent must not be slowed: its threads wait, or are in calls that release the interpreter's lock.
+The agent must not be slowed down: its threads wait, or are in calls that release the GIL.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LOOK_S = 3.0
 _FINISHERS = 8
 """Maximum number of threads that compute checksums; there is one for every four cores."""
 _SMALL = parts.BLOCK
-"""Bytes up to which a part is finished in the receiving thread: waking another takes as long."""
+"""Size in bytes up to which a part is finished in the receiving thread: waking another thread takes as long."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Server:
             _thread(self._finishing, "finish")
 
     def close(self) -> None:
-        """Hang up and free the memory."""
+        """Close the connections and free the memory."""
         if self._listener is not None:
             wire.close(self._listener)
             self._path.unlink(missing_ok=True)
@@ -127,7 +127,7 @@ class Server:
             return _answered(self.fetch)
 
     def look(self) -> queue.SimpleQueue[dict[str, object]]:
-        """Query the store's newest checkpoint in a thread. Returns a queue that gets the answer for the rank."""
+        """Query the store for its newest checkpoint in a thread. Returns a queue that gets the answer for the rank."""
         answer: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         _thread(lambda: answer.put(_answered(self.newest)), "look")
         return answer
@@ -167,7 +167,7 @@ class _Rank:
         self._open: list[Room] = []
         self._looked: queue.SimpleQueue[dict[str, object]] | None = None
         self._indices: dict[str, tuple[list[Item], bytes]] = {}
-        """By kind of part: the last index, and its encoded form."""
+        """The last index and its encoded form, by kind of part."""
         self._replicas: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:

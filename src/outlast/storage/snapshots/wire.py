@@ -1,6 +1,6 @@
 """Messages between agents and ranks: JSON in lines, descriptors beside them on a Unix socket, raw bytes between them on TCP.
 
-On TCP each line is sealed with the key of the run (`job.seal`); raw bytes are not, their crc32 is in a line.
+On TCP each line is sealed with the key of the run (`job.seal`); raw bytes are not, but a line has their crc32.
 Nothing is encrypted, just like the traffic between ranks.
 """
 
@@ -23,11 +23,11 @@ from outlast.base import tcp
 from outlast.job import seal
 
 LINE = 64 << 10
-"""Longest line from anybody."""
+"""Maximum bytes of a line from anybody."""
 INDEX = 256 << 20
-"""Longest line of a rank to its own agent, which may hold an index."""
+"""Maximum bytes of a line from a rank to its own agent, which may hold an index."""
 TIMEOUT_S = 10.0
-"""Timeout without progress. Arbitrary: twice the silence that other rooms allow a swapping machine."""
+"""Timeout without progress. Arbitrary: twice as long as other packages wait for a machine that is swapping."""
 _CHUNK = 1 << 18
 _FDS = 8
 
@@ -59,14 +59,14 @@ class Connection:
             self.sock.sendall(line)
 
     def receive(self) -> dict[str, Any]:
-        """The next message. Raises OSError, also at the end, and ValueError."""
+        """The next message. Raises OSError, also at the end of the connection, and ValueError."""
         message = json.loads(self._seal.opened(self._line(self._longest)))
         if not isinstance(message, dict):
             raise ValueError(f"{message!r:.80} is no message")
         return message
 
     def waiting(self) -> bool:
-        """True if `receive` returns or raises at once."""
+        """Whether `receive` would return or raise at once."""
         while b"\n" not in self._buffer:
             try:
                 if not self._fill(socket.MSG_DONTWAIT):

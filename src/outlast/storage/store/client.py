@@ -3,7 +3,7 @@
 All reads and writes of stores go through here: `sync.sync`, `checkpoints`, `prepare.prepare`, the command line. Calls raise
 StoreError, whose `retry` says whether a later attempt can succeed. Transient errors have been retried for about
 OUTLAST_STORE_TIMEOUT seconds (default 60) by then. Calls block and release the GIL; they may come from many threads, and in the
-main thread a signal interrupts them. obstore is imported when a store is opened. Not for use across a fork.
+main thread a signal interrupts them. obstore is imported when a store is opened. Do not use a store across a fork.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry:
-    """One object."""
+    """An object in a store, without its content."""
 
     key: str
-    """Relative to its store."""
+    """Relative to the URL of the place."""
     size: int
     etag: str
-    """Changes with the content; compare it, do not compute it."""
+    """Changes with the content; compare etags, but do not compute them."""
     modified: float
     """Seconds since the epoch, by the store's clock."""
 
@@ -59,9 +59,9 @@ class _Root:
     timeout_s: float = backoff.DEFAULT_S
     conditional: bool | None = None
     slow: bool = False
-    """A large upload timed out although the store responds."""
+    """Whether a large upload timed out although the store responds."""
     odd_ranges: bool = False
-    """obstore rejects the server's responses to range requests."""
+    """Whether obstore rejects the server's responses to range requests."""
 
 
 class Store:
@@ -83,7 +83,7 @@ class Store:
         return Store(f"{self.url}/{key}", self._root, self._path(key)) if key else self
 
     def entries(self, below: str = "") -> Iterator[Entry]:
-        """All objects below `below` (whole path segments), in the order of their keys (UTF-8), page by page as they arrive."""
+        """All objects below `below` (whole path segments), sorted by key (UTF-8), page by page as they arrive."""
         held: Entry | None = None
         for entry in map(self._entry, chain.from_iterable(self._pages(below))):
             # Consoles mark a directory by an empty object `directory/`; obstore drops the slash.
@@ -118,7 +118,7 @@ class Store:
             offset = page[-1]["path"]
 
     def names(self, below: str = "") -> list[str]:
-        """The names directly below `below`: objects and first segments of deeper ones, sorted, without duplicates."""
+        """The names directly below `below`: objects, and the first segments of deeper objects, sorted, without duplicates."""
         import obstore
 
         path = self._path(below) if below else self._prefix
@@ -136,7 +136,7 @@ class Store:
         except StoreError as error:
             if error.retry or isinstance(error, Missing):
                 raise
-        # The response to HEAD has no body with the reason; to GET it has.
+        # An error response to HEAD has no body with the reason; one to GET has.
         return self._entry(self._do("read", key, lambda: obstore.get(self._raw, path).meta))
 
     def get(self, key: str) -> bytes:
@@ -159,7 +159,8 @@ class Store:
         return self._do("read", key, attempt)
 
     def range(self, key: str, start: int, end: int) -> memoryview:
-        """Bytes `start` to `end` (exclusive) of an object. Raises Missing, and Changed if it has no such bytes."""
+        """Bytes `start` to `end` (exclusive) of an object. Raises Missing, and Changed if the object does not have those
+        bytes."""
         import obstore
 
         root, path = self._root, self._path(key)
@@ -208,7 +209,7 @@ class Store:
             except Exception as error:
                 if not large or "kind: Timeout" not in str(error):
                     raise
-            # obstore does not distinguish a slow body from a missing response; a store that responds to this is up:
+            # obstore does not distinguish a slow body from a missing response; a store that responds to a HEAD request is up.
             with contextlib.suppress(FileNotFoundError):
                 obstore.head(self._raw, path)
             root.slow = True
@@ -227,10 +228,10 @@ class Store:
     ) -> str:
         """Write a large file by parts, several at a time, in bounded memory; returns its etag.
 
-        `journal` is a file that makes uploads to S3 resumable: called again with it after a kill, this sends only the missing
-        parts; if the file has changed since, the old upload is aborted. `progress` gets the bytes sent since the last call, and
-        all bytes of an earlier attempt at once. Raises StoreError; Changed if the file changes meanwhile; and Stopped soon after
-        `stop` is set (parts already sent are kept for the next call).
+        `journal` is a file that makes uploads to S3 resumable: when called again with the same journal after a kill, `upload`
+        sends only the missing parts; if the file has changed since, the old upload is aborted. `progress` is called with the
+        number of bytes sent since its last call, and once with all bytes that an earlier attempt sent. Raises StoreError; Changed
+        if the file changes meanwhile; and Stopped soon after `stop` is set (parts already sent are kept for the next call).
         """
         stop = stop or threading.Event()
         root = self._root
@@ -284,8 +285,8 @@ class Store:
         journal.unlink(missing_ok=True)
 
     def create(self, key: str, data: bytes) -> str:
-        """Write an object that must not exist yet; returns its etag. Raises Exists, unless the existing one has the same content:
-        then it is ours, from an attempt whose response was lost. Needs `conditional()`."""
+        """Write an object that must not exist yet; returns its etag. Raises Exists, unless the existing object has the same
+        content: then an earlier attempt of ours wrote it, and the response was lost. Needs `conditional()`."""
         try:
             return self.put(key, data, "create")
         except Exists:
@@ -294,8 +295,8 @@ class Store:
             raise
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
-        """Write an object if it is still the version `etag`; returns its new etag. Raises Changed (also if it is gone), unless
-        the current one has the same content. Needs `conditional()`."""
+        """Write an object if it is still the version `etag`; returns its new etag. Raises Changed (also if the object is gone),
+        unless the current object has the same content. Needs `conditional()`."""
         import obstore
 
         condition: Any = {"e_tag": etag}
@@ -314,14 +315,14 @@ class Store:
             raise Changed(f"{self._name(key)} is gone") from error
 
     def _etag_if_same(self, key: str, data: bytes) -> str:
-        """The etag of an object with exactly this content; else empty."""
+        """The etag of the object if it has exactly this content; otherwise empty."""
         with contextlib.suppress(Missing):
             content, entry = self.read(key)
             return entry.etag if content == data else ""
         return ""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; missing ones are not an error."""
+        """Delete objects; missing objects are not an error."""
         import obstore
 
         rest = iter(keys)
@@ -337,7 +338,7 @@ class Store:
                 self._tidy(paths)
 
     def _tidy(self, paths: list[str]) -> None:
-        """Remove directories that have become empty, since stores have none."""
+        """Remove directories that have become empty, since object stores have no directories."""
         top = Path("/") / self._prefix
         for path in paths:
             for directory in (Path("/") / path).parents:
@@ -349,7 +350,7 @@ class Store:
                     break
 
     def copy(self, key: str, to: str) -> None:
-        """Copy an object inside this place: in the store if it can, else by a download and an upload."""
+        """Copy an object inside this place: on the server if the store can do so, otherwise by a download and an upload."""
         import obstore
 
         path, target = self._path(key), self._path(to)
@@ -447,7 +448,7 @@ class Store:
 
 
 def _tag(meta: Any) -> str:
-    """The etag, always in quotes: some servers leave them out in listings."""
+    """The etag, always in quotes: some servers omit the quotes in listings."""
     etag = meta["e_tag"] or ""
     return etag if not etag or etag.endswith('"') else f'"{etag}"'
 
@@ -459,7 +460,7 @@ _memories_lock = threading.Lock()
 def open_(url: str, *, timeout_s: float | None = None) -> Store:
     """Open a place: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///directory` or `memory://name`.
 
-    Credentials come from the environment, as is standard for each store. Sends no request yet. `timeout_s` limits retries;
+    Credentials come from the environment, as is standard for each store. No request is sent yet. `timeout_s` limits retries;
     default OUTLAST_STORE_TIMEOUT, or 60. Raises StoreError for an invalid URL or without credentials.
     """
     url = normalised(url)

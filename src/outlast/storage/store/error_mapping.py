@@ -72,7 +72,7 @@ _CONNECTION = (
 
 
 def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> StoreError:
-    """Map a foreign exception to ours. `verb`: read, list, write, delete, copy or open."""
+    """Map a library's exception to one of ours. `verb`: read, list, write, delete, copy or open."""
     status, code, message, text = _response(error)
     kind = type(error).__name__
     scheme, _, rest = url.partition("://")
@@ -131,7 +131,7 @@ def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> Sto
 
 
 def _response(error: Exception) -> tuple[int, str, str, str]:
-    """Status (0 without a response), code and message of the store, and the whole text."""
+    """HTTP status (0 if there was no response), the store's error code and message, and the whole text."""
     if (answer := s3.answer(error)) is not None:
         return *answer, f"{error} {getattr(error, 'kwargs', {}).get('error', '')}"
     text = str(error)
@@ -164,7 +164,7 @@ def _disk(number: int, undone: str, text: str) -> StoreError:
 
 
 def _skew(text: str) -> str:
-    """A sentence on the difference between our clock and the store's, if its response has the time."""
+    """A sentence on the difference between our clock and the store's, if the response contains the store's time."""
     if match := re.search(r"<ServerTime>([^<]+)", text):
         try:
             seconds = time.time() - datetime.fromisoformat(match[1].strip()).timestamp()

@@ -25,20 +25,20 @@ from outlast.base.errors import Changed, Missing, Stopped, StoreError
 from outlast.storage.store.s3 import Access
 
 SMALL = 8 << 20
-"""Bytes; smaller files take one request instead."""
+"""Size in bytes below which a file is sent in one request."""
 PART = 16 << 20
-"""Bytes per part, unless that makes more than MAX_PARTS."""
+"""Bytes per part, unless the file would then have more than MAX_PARTS parts."""
 MAX_PARTS = 9_500  # S3 allows 10,000
 AT_ONCE = 8
 COPIED = 1 << 30
 PIECE = 256 << 10
-"""Bytes read and sent at once: the memory of a part, and the unit that must not time out on a slow line."""
+"""Bytes read and sent at a time: the memory that a part takes, and the amount that must not time out on a slow line."""
 _ENCRYPTION = {
     "ServerSideEncryption": "AWS_SERVER_SIDE_ENCRYPTION",
     "SSEKMSKeyId": "AWS_SSE_KMS_KEY_ID",
     "BucketKeyEnabled": "AWS_SSE_BUCKET_KEY_ENABLED",
 }
-"""Arguments of an upload, with obstore's environment variables of the same meaning."""
+"""Arguments of an upload, each with the environment variable by which obstore takes the same setting."""
 
 
 def part_size(size: int) -> int:
@@ -89,12 +89,12 @@ class Upload:
     bucket: str
     key: str
     do: Callable[[str, Callable[[], Any]], Any]
-    """Sends a request, named by a verb, with retries and mapped errors."""
+    """Sends a request, named by a verb; retries it, and maps its errors."""
     stop: threading.Event
 
     def send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:
         """Send a file, or its missing parts; returns the object's etag. Raises StoreError, Changed if the file changes meanwhile,
-        Stopped, and OSError if it cannot be read."""
+        Stopped, and OSError if the file cannot be read."""
         reported = 0
         for again in (False, True):
             arrived = 0
@@ -182,7 +182,8 @@ class Upload:
     def _resumable(
         self, identity: dict[str, int], note: dict[str, Any] | None
     ) -> tuple[dict[str, Any] | None, dict[int, tuple[str, int]] | None]:
-        """The upload that was begun for this unchanged file, and its parts in the store; None if the store has no such upload."""
+        """The earlier upload of this file, if the file is unchanged, and its parts in the store; None if the store has no such
+        upload."""
         if note is None or note["key"] != f"{self.bucket}/{self.key}":
             return None, None
         if identity.items() <= note.items():
@@ -198,7 +199,7 @@ class Upload:
         return {"key": f"{self.bucket}/{self.key}", "upload": upload, **identity, "part": part_size(identity["size"])}
 
     def _arrived(self, upload: str) -> dict[int, tuple[str, int]] | None:
-        """Etag and size of the parts in the store; None if it has no such upload."""
+        """Etag and size of each part in the store, by part number; None if the store has no such upload."""
         arrived: dict[int, tuple[str, int]] = {}
         marker = 0
 
@@ -218,7 +219,7 @@ class Upload:
     def _parts(
         self, file: int, note: Mapping[str, Any], arrived: Mapping[int, tuple[str, int]], progress: Callable[[int], None]
     ) -> list[str]:
-        """Send the missing parts; returns the etags of all."""
+        """Send the missing parts; returns the etags of all parts."""
         size, part = note["size"], note["part"]
         lengths = {number: min(part, size - start) for number, start in enumerate(range(0, size, part), 1)}
         etags = {number: arrived[number][0] for number, length in lengths.items() if arrived.get(number, ("", -1))[1] == length}
@@ -249,7 +250,7 @@ class Upload:
         threads: list[threading.Thread] = []
         try:
             for _ in range(min(AT_ONCE, waiting.qsize())):
-                # A daemon with its own descriptor: it may be stalled when this process or call ends.
+                # A daemon thread with its own descriptor: it may be stalled when this process or call ends.
                 threads.append(threading.Thread(target=work, args=(os.dup(file),), name=f"part of {self.key}", daemon=True))
                 threads[-1].start()
             while len(etags) < len(lengths):
@@ -282,7 +283,7 @@ class Upload:
         return str(head["ETag"])
 
     def _completed(self, note: Mapping[str, Any]) -> str:
-        """The etag of the object if this upload made it; else empty."""
+        """The etag of the object if this upload made it; otherwise empty."""
         with contextlib.suppress(Missing):
             head = self.do("read", lambda: self._ask("head_object"))
             if note.get("etag") and head["ContentLength"] == note["size"] and head["ETag"].strip('"') == note["etag"]:
@@ -299,7 +300,8 @@ def _identity(stat: os.stat_result) -> dict[str, int]:
 
 
 def _etag(parts: list[str]) -> str:
-    """The etag of an object of these parts, if etags are MD5 sums (not with KMS): the MD5 of the parts', and their number."""
+    """The etag of an object made of these parts, if etags are MD5 sums (not with KMS): the MD5 of the parts' MD5 sums, and the
+    number of parts."""
     with contextlib.suppress(ValueError):
         whole = hashlib.md5(b"".join(bytes.fromhex(etag.strip('"')) for etag in parts), usedforsecurity=False)
         return f"{whole.hexdigest()}-{len(parts)}"

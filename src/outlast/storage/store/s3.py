@@ -30,24 +30,25 @@ LOOKED = (
 class Access:
     region: str
     endpoint: str
-    """Empty: AWS itself."""
+    """Empty for AWS itself."""
     style: str
-    """Position of the bucket's name: path, virtual (the host), or auto."""
+    """Where a URL has the bucket's name: path, virtual (in the host name), or auto."""
     keys: tuple[str, str, str] | None
     """Access key, secret and session token (may be empty), if they are static."""
     anonymous: bool
     session: Any = None
-    """botocore's, if it was needed."""
+    """botocore's session, if one was needed."""
     credentials: Any = None
-    """botocore's self-renewing ones."""
+    """botocore's credentials, which renew themselves."""
     timeout_s: float = 30
 
     def virtual(self, bucket: str) -> bool:
-        """Whether a bucket's name is part of the host's; not with a dot in it, as TLS certificates cover one label."""
+        """Whether the bucket's name is part of the host name; not if it contains a dot, since wildcard TLS certificates cover one
+        label."""
         return self.style == "virtual" or (self.style == "auto" and not self.endpoint and "." not in bucket)
 
     def options(self, bucket: str) -> dict[str, Any]:
-        """Arguments of obstore's S3Store."""
+        """Arguments for obstore's S3Store."""
         endpoint = self.endpoint
         if not endpoint and self.region.startswith("cn-"):
             endpoint = f"https://{f'{bucket}.' if self.virtual(bucket) else ''}s3.{self.region}.amazonaws.com.cn"
@@ -79,7 +80,7 @@ class Access:
 
     @cached_property
     def client(self) -> Any:
-        """botocore's client, without retries, which are `store`'s task."""
+        """botocore's client, without retries: `store` retries."""
         botocore = _botocore()
         config = import_module("botocore.config").Config(
             s3={
@@ -107,7 +108,7 @@ class Access:
         )
 
     def range(self, bucket: str, key: str, start: int, end: int) -> bytes:
-        """Bytes of an object, from servers whose range responses obstore rejects (rclone sends 200 instead of 206)."""
+        """Bytes of an object, for servers whose range responses obstore rejects (rclone sends 200 instead of 206)."""
         response = self.client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
         with contextlib.closing(response["Body"]) as body:
             if not (response.get("ContentRange") or "").startswith(f"bytes {start}-"):
@@ -151,7 +152,7 @@ def access(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 30) ->
 
 
 def answer(error: BaseException) -> tuple[int, str, str] | None:
-    """Status, code and message in botocore's exceptions; 0 and empty without a response. None for other exceptions."""
+    """Status, code and message of a botocore exception; 0 and empty if there was no response. None for other exceptions."""
     response = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
         details, status = response["Error"], response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -198,8 +199,8 @@ def _mapped_errors(what: str) -> Iterator[None]:
 
 
 def find_certificates(environ: MutableMapping[str, str]) -> None:
-    """If this machine has no CA certificates, as in slim images, use botocore's: without any, obstore makes no client, not even
-    one for http://."""
+    """If this machine has no CA certificates, as in slim images, use botocore's: without certificates obstore creates no client,
+    not even for http://."""
     given = environ.get("SSL_CERT_FILE") or environ.get("SSL_CERT_DIR")
     if given or any(os.path.exists(path) for path in _CERTIFICATES):
         return
@@ -215,4 +216,4 @@ _CERTIFICATES = (
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
     "/etc/ssl/ca-bundle.pem",
 )
-"""Locations in the distributions (rustls-native-certs looks there)."""
+"""Where Linux distributions keep CA certificates; rustls-native-certs looks there."""

@@ -12,7 +12,7 @@ import re
 from outlast.base.errors import StoreError
 
 PLACES = {"s3": "bucket", "gs": "bucket", "az": "container", "file": "directory", "memory": "name"}
-"""By scheme, the kind of place that the first segment names."""
+"""The kind of place that the first segment names, by scheme."""
 _BUCKET = {
     "s3": (re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,253}[a-zA-Z0-9]"), "3 to 63 of a-z, 0-9, `-` and `.`"),
     "gs": (re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"), "3 to 63 of a-z, 0-9, `-`, `_` and `.`"),
@@ -34,7 +34,7 @@ def normalised(url: str) -> str:
     if wrong := segments and impossible("/".join(segments), "") if scheme != "file" else "\0" in rest and "it has a zero byte":
         raise StoreError(f"{url!r} cannot be a place in a store: {wrong}")
     if scheme == "file":
-        # RFC 8089 has absolute paths only; file://./x and file://x are below the current directory here.
+        # RFC 8089 has only absolute paths; here file://./x and file://x are relative to the current directory.
         path = os.path.normpath(os.path.join("/" if rest.startswith("/") else os.getcwd(), *segments))
         return f"file://{path}"
     what = PLACES[scheme]

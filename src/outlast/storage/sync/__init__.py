@@ -1,1 +1,1 @@
-"""Directory trees and object stores, synchronised in both directions."""
+"""Synchronises directory trees and object stores, in both directions."""

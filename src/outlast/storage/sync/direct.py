@@ -1,9 +1,10 @@
 """Downloads objects through presigned URLs: from the socket into a file through one small buffer.
 
-obstore collects a response in fresh memory, piece by piece, passed from thread to thread. For files that costs up to 1.6 times
-the CPU, over TLS as well (docs/decisions/0024-the-house-in-order.md). Here the kernel fills the buffer and wakes us when it is
-full. Only the simplest responses are supported (RFC 9112: HTTP/1.1, a Content-Length, no encoding). For anything else (a proxy,
-an error, a broken connection) `fetch` returns None, and the store's client sends the request, with its retries and its errors.
+obstore collects a response in fresh memory, piece by piece, and passes it from thread to thread. For files this takes up to 1.6
+times the CPU time, over TLS as well (docs/decisions/0024-the-house-in-order.md). Here the kernel fills the buffer and wakes the
+thread when it is full. Only the simplest responses are supported (RFC 9112: HTTP/1.1, a Content-Length, no encoding). For
+anything else (a proxy, an error, a broken connection) `fetch` returns None, and the store's client sends the request, with its
+own retries and error handling.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class Direct:
         self._doubts = 0
 
     def fetch(self, key: str, file: int, start: int, end: int, whole: bool) -> int | None:
-        """Write bytes `start` to `end` of an object to the same place of an open file. Returns their crc32; None if that needs
-        the store's client.
+        """Write bytes `start` to `end` of an object to the same offset of an open file. Returns their crc32; None if the request
+        needs the store's client.
 
-        `whole`: the object should have no other bytes. Raises OSError if the file cannot be written.
+        `whole`: whether the object should have no other bytes. Raises OSError if the file cannot be written.
         """
         if self._doubts >= _DOUBTS or (url := self._link(key)) is None:
             return None
@@ -55,7 +56,7 @@ class Direct:
         return crc
 
     def close(self) -> None:
-        """End all connections for good: late threads get None."""
+        """End all connections for good: `fetch` returns None from now on."""
         with self._lock:
             ended, self._open = self._open or [], None
         for connection in ended:
@@ -113,7 +114,7 @@ class Direct:
 
 
 class _Closed(Exception):
-    """The server hung up before it responded."""
+    """The server closed the connection before it responded."""
 
 
 class _Connection:
@@ -121,7 +122,7 @@ class _Connection:
         host, port = parts.hostname or "", parts.port or (443 if tls else 80)
         self.place = parts.scheme, parts.netloc
         self.over = False
-        """True once the server will close it."""
+        """Whether the server will close the connection."""
         self._buffer = bytearray(_BUFFER)
         self._view = memoryview(self._buffer)
         self._socket = socket.create_connection((host, port), timeout=_TIMEOUT_S)
@@ -139,7 +140,7 @@ class _Connection:
         self._socket.close()
 
     def fetch(self, parts: SplitResult, file: int, start: int, end: int, whole: bool) -> int | None:
-        """As in Direct; raises _Closed if there is no response at all."""
+        """Like Direct.fetch; raises _Closed if there is no response at all."""
         target = f"{parts.path}?{parts.query}" if parts.query else parts.path
         byte_range = "" if whole else f"Range: bytes={start}-{end - 1}\r\n"
         filled = 0

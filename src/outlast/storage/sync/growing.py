@@ -1,14 +1,14 @@
-"""Files that only grow, in a store: logs, the ledger, metrics. A push adds the new bytes as an object that is never replaced.
+"""Files in a store that only grow: logs, the ledger, metrics. A push adds the new bytes as an object that is never replaced.
 
     logs/worker-0.log                                              the file
     logs/worker-0.parts/00000000-0-8c736521.log                    its objects, one per push: number, offset, crc32
     logs/worker-0.parts/00000001-5242880-11cdfc7b.log
 
 When a file was truncated (`metrics.jsonl`, if a run resumes from an earlier step), the next part begins before the end of the
-last one: the file is its parts, written in order (`as_file`). Logs and ledgers are never truncated, so the store has the bytes
+last one: writing all parts in order produces the file (`as_file`). Logs and ledgers are never truncated, so the store keeps bytes
 that a machine has lost (`pieces`).
 
-The parts are the only state: a sender continues behind the last part that matches the file. `agent.upload` sends, `ownership` and
+The parts are the only state: a sender continues after the last part that matches the file. `agent.upload` sends, `ownership` and
 `stored` fetch, the command line reads. Docs: docs/decisions/0019-growing-files.md.
 """
 
@@ -33,21 +33,22 @@ from outlast.storage.sync import tree
 T = TypeVar("T")
 
 PART = 8 << 20
-"""Largest part, in bytes: one request, and small enough for memory."""
+"""Maximum size of a part in bytes: it takes one request, and fits into memory."""
 _AT_ONCE = 8
 _PIECE = 1 << 20
 """Bytes of a part read at a time by `pieces`."""
 AHEAD = 32
 _HELD = 64 << 20
 _HELD_READ = 8 << 20
-"""Concurrent requests for parts (most are small), and bytes read ahead by a fetch and by a stream (there may be many)."""
+"""Number of concurrent requests for parts (most are small), and bytes read ahead by a fetch and by a stream (there may be many
+streams)."""
 _REMEMBERED = 16
-"""Parts that the sender remembers per file; if none of them matches the file, it lists them all."""
+"""Number of parts per file that the sender remembers; if none of them matches the file, it lists all parts."""
 _NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
 
 
 class Part(NamedTuple):
-    """An object with consecutive bytes of a file, from `start` to `end`."""
+    """An object with the bytes of a file from `start` to `end`."""
 
     key: str
     number: int
@@ -102,9 +103,9 @@ def parts(store: Store, path: str) -> list[Part]:
 
 
 def as_file(parts: Sequence[Part]) -> list[tuple[Part, int]]:
-    """The parts that make the file, each with the offset where later parts replace it.
+    """The parts that make up the file, each with the offset from which later parts replace it.
 
-    If two have one number, one is from a sender that was superseded meanwhile; the one that later parts continue counts.
+    If two parts have the same number, one is from a sender that had been superseded; the part that later parts continue counts.
     """
     made, limit = [], None
     for _, group in itertools.groupby(reversed(parts), lambda part: part.number):
@@ -118,13 +119,13 @@ def as_file(parts: Sequence[Part]) -> list[tuple[Part, int]]:
 
 
 class Sender:
-    """Sends new bytes of the files below `root`. Only one sender per directory at a time."""
+    """Sends new bytes of the files below `root`. Use only one sender per directory at a time."""
 
     def __init__(self, store: Store, root: Path) -> None:
         self._store, self._root = store, root
         self._parts: dict[str, list[Part]] = {}
         self._tried: dict[str, Part] = {}
-        """Parts whose arrival is uncertain. Sent again unchanged, they are stored once."""
+        """Parts whose arrival is uncertain. They are sent again unchanged, and so stored once."""
         self.failed: list[tuple[str, str]] = []
         """Files that the last push could not read or send, with the reason."""
 
@@ -132,8 +133,8 @@ class Sender:
         self._parts.pop(path, None)
 
     def push(self, paths: Iterable[str], stop: threading.Event) -> int:
-        """Send the new bytes of these files; returns their number. Raises Stopped, and errors that concern all files, such as
-        Unreachable."""
+        """Send the new bytes of these files; returns the number of bytes. Raises Stopped, and errors that concern all files, such
+        as Unreachable."""
         self.failed = []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
             return sum(pool.map(lambda path: self._try(path, stop), paths))
@@ -208,7 +209,7 @@ class Sender:
 
 
 def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None) -> bool:
-    """Fetch a file in one piece unless it exists here; returns whether it exists now."""
+    """Fetch a file to `to` in one piece unless `to` exists; returns whether it exists now."""
     made = as_file(parts(store, path))
     if to.exists() or not made:
         return to.exists()
@@ -227,7 +228,7 @@ def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None
 
 
 def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]:
-    """Stream the bytes of a file: metrics in their present state, logs and ledgers with everything ever pushed. Threads of
+    """Stream the bytes of a file: the present state of metrics, and everything ever pushed of logs and ledgers. Threads of
     `pool` read ahead."""
     every = parts(store, path)
     made = as_file(every) if path == contract.METRICS else [(part, part.end) for part in every]
@@ -237,13 +238,13 @@ def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]
 
 
 def since(store: Store, path: str, start: int) -> bytes:
-    """The present bytes of a file from `start` on; none beyond its end."""
+    """The present bytes of a file from offset `start` on; empty beyond its end."""
     later = [(part, max(start, part.start), end) for part, end in as_file(parts(store, path)) if end > start]
     return b"".join(bytes(store.range(part.key, at - part.start, end - part.start)) for part, at, end in later)
 
 
 def _ahead(pool: ThreadPoolExecutor, jobs: Iterable[tuple[int, Callable[..., T], tuple[Any, ...]]], most: int) -> Iterator[T]:
-    """Results of jobs (bytes, function, arguments) in order, with at most `most` bytes in flight or waiting."""
+    """The results of jobs (bytes, function, arguments) in order, with at most `most` bytes in flight or waiting to be used."""
     pending: collections.deque[tuple[int, Future[T]]] = collections.deque()
     held = 0
     for size, do, arguments in jobs:
@@ -258,7 +259,7 @@ def _ahead(pool: ThreadPoolExecutor, jobs: Iterable[tuple[int, Callable[..., T],
 
 
 def tail(store: Store, path: str, count: int) -> list[bytes]:
-    """The last lines of a log; reads no more parts than needed."""
+    """The last `count` lines of a log; reads no more parts than needed."""
     text = b""
     for part in reversed(parts(store, path)):
         for end in range(part.size, 0, -PART):

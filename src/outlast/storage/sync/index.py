@@ -1,4 +1,4 @@
-"""Objects as the manifest lists them, files as we last saw them, and whether the two agree.
+"""Objects as the manifest lists them, files as they were last seen, and whether the two agree.
 
 The rules of `sync`, as plain functions of plain values, without disk, clock or store. A file is identified by its size, its mtime
 and ctime and the crc32 of its content; an object by its size, its crc32, and a hash of its etag. Times are nanoseconds since the
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 VERSION = 1
 GRANULARITY_NS = 2_000_000_000
-"""A file written this shortly before it was read may be written again without a new mtime (two seconds on FAT, clock ticks
-elsewhere); git calls it racy. It is read once more."""
+"""A file that was written less than this before it was read may be written again without a new mtime (two seconds on FAT, clock
+ticks elsewhere), so it is read once more; git calls such files racy."""
 
 
 class Stat(NamedTuple):
@@ -29,7 +29,7 @@ class Stat(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A file as it was when we read or wrote its content. A ctime of 0 matches no file, so its content is read."""
+    """A file as it was when its content was read or written. A ctime of 0 matches no file, so the content is read again."""
 
     size: int
     mtime: int
@@ -38,14 +38,14 @@ class Seen(NamedTuple):
 
 
 class Object(NamedTuple):
-    """An object as we left it in the store, or found it there."""
+    """An object as it was last written to the store, or found there."""
 
     size: int
     mtime: int
-    """The mtime of the original file; if unknown, of the object."""
+    """The mtime of the original file; if unknown, that of the object."""
     crc32: int
     mark: int
-    """The crc32 of its etag, which changes if it is replaced."""
+    """The crc32 of the object's etag, which changes if the object is replaced."""
 
 
 class Verdict(enum.Enum):
@@ -54,14 +54,14 @@ class Verdict(enum.Enum):
     SAME = enum.auto()
     DIFFERENT = enum.auto()
     LOOK = enum.auto()
-    """The file must be read to know."""
+    """Unknown until the file is read."""
 
 
 def compare(file: Stat, seen: Seen | None, object: Object, clean_before: int) -> Verdict:
-    """Whether a file, last `seen` in that state, has the content of an object.
+    """Whether a file has the content of an object, given the state in which it was last `seen`.
 
-    Without `seen`, a file with the object's size and mtime is taken for its original if that mtime is before `clean_before`: its
-    sender then read it when it could no longer change unnoticed.
+    Without `seen`, a file with the object's size and mtime is taken to be the object's original if the mtime is before
+    `clean_before`: the sender then read the file when it could no longer change unnoticed.
     """
     if file.size != object.size:
         return Verdict.DIFFERENT
@@ -77,7 +77,7 @@ def compare(file: Stat, seen: Seen | None, object: Object, clean_before: int) ->
 
 
 def seen(stat: Stat, crc32: int, read: int) -> Seen:
-    """The record of a file with this stat and content, whose reading began at `read`."""
+    """The record of a file with this stat and checksum; `read` is the time at which reading began."""
     return Seen(stat.size, stat.mtime, stat.ctime if stat.mtime < read - GRANULARITY_NS else 0, crc32)
 
 
@@ -91,8 +91,8 @@ def as_left(recorded: Object, size: int, etag: str) -> bool:
 
 
 def listed(entries: Iterable[tuple[str, int, str, float]], recorded: Mapping[str, Object], own: str) -> dict[str, Object]:
-    """The objects of a listing (key, size, etag, modified), as recorded unless replaced. `own` is the manifest's key. Keys that
-    end in a slash stand for directories, and are left out."""
+    """The objects of a listing (key, size, etag, modified), as recorded unless they were replaced. `own` is the manifest's key.
+    Keys that end in a slash stand for directories, and are left out."""
     objects = {}
     for key, size, etag, modified in entries:
         if key == own or not key or key.endswith("/"):
@@ -133,7 +133,7 @@ def directories(paths: Iterable[str]) -> set[str]:
     return directories
 
 
-# Documents: JSON over columns, sorted by path; a store's is compressed. 100,000 files take 3 MB there, and 0.1 s.
+# Documents: JSON by columns, sorted by path; in a store it is compressed. 100,000 files take 3 MB there, and 0.1 s.
 
 _UNKNOWN = Object(-1, 0, -1, 0)
 _UNSEEN = Seen(-1, 0, 0, -1)
@@ -163,7 +163,7 @@ class State:
 
     place: str = ""
     etag: str = ""
-    """The etag of the manifest that `objects` came from; empty without one."""
+    """The etag of the manifest that `objects` came from; empty if there was none."""
     clean_before: int = 0
     checked: float = 0.0
     """Local time of the last listing of the store."""
@@ -179,7 +179,7 @@ class State:
 
     @classmethod
     def decode(cls, data: bytes) -> State:
-        """Parse `encode`'s bytes; raises ValueError."""
+        """Parse the bytes that `encode` returns; raises ValueError."""
         try:
             document = _document(data)
             head = (str(document["place"]), str(document["etag"]), int(document["settled"]), float(document["checked"]))
@@ -216,7 +216,7 @@ def _document(data: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector, which would scan the many new values again and again and take half of the time."""
+    """Pause the garbage collector, which would otherwise scan the many new values repeatedly and take half of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
 """A thread pool for many small jobs in bounded memory: requests to a store, files to read.
 
-It starts small and doubles while throughput grows: loopback needs 8 threads, a distant store 100. The caller gets every outcome
-in its own thread, so it needs no locks. Called by `transfer` and `sync`.
+It starts small and doubles while throughput grows: loopback needs 8 threads, a distant store 100. The caller receives every
+outcome in its own thread, so it needs no locks. Called by `transfer` and `sync`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ T = TypeVar("T")
 MEMORY = 64 << 20
 """Bytes of file contents held at a time."""
 FEW, MANY = 8, 128
-"""Threads at first, and at most."""
+"""Initial and maximum number of threads."""
 _WINDOW_S = 0.5
-"""Measuring time of throughput before threads are added."""
+"""How long throughput is measured before threads are added."""
 _LEAVE_S = 3.0
-"""Grace period for jobs in progress after a stop."""
+"""How long jobs in progress may go on after a stop."""
 
 
 class Job(NamedTuple, Generic[T]):
@@ -36,7 +36,7 @@ class Job(NamedTuple, Generic[T]):
 
 
 class Outcome(NamedTuple, Generic[T]):
-    """Result or error of a job."""
+    """The result or the error of a job."""
 
     key: Any
     result: T | None
@@ -52,8 +52,8 @@ def work(
 ) -> Generator[Outcome[T], None, None]:
     """Run jobs in threads and yield their outcomes as they end. Uses at most MEMORY bytes, or the cost of one larger job.
 
-    `tick` is called at least ten times a second. When `stop` is set or the generator is closed, `enough` is set for jobs to see,
-    and queued jobs are dropped; after `stop`, the outcomes of running jobs are yielded and then Stopped is raised.
+    `tick` is called at least ten times a second. When `stop` is set or the generator is closed, `enough` is set, which jobs
+    should check, and queued jobs are dropped. After `stop`, the outcomes of running jobs are yielded and then Stopped is raised.
     """
     source, out, cost = iter(jobs), 0, 0
     waiting = next(source, None)
@@ -103,7 +103,7 @@ def work(
 def widened(width: int, previous: float, now: float) -> tuple[int, float]:
     """The next number of threads, given the throughput `now` of `width` threads; and the throughput to compare it with.
 
-    Doubles if the last doubling gained at least a quarter over `previous`, which is 0 at first.
+    The number doubles if throughput is at least a quarter higher than `previous`, which is 0 at first.
     """
     if now < 1.25 * previous or width >= MANY:
         return width, float("inf")
@@ -125,7 +125,7 @@ class _Threads:
 
     def grow(self, width: int) -> None:
         while len(self._threads) < width:
-            # Daemons, so that a stalled connection does not keep the process alive.
+            # Daemon threads, so that a stalled connection does not keep the process alive.
             thread = threading.Thread(target=self._work, name="transfer", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -145,7 +145,7 @@ class _Threads:
         return dropped
 
     def leave(self, deadline: float) -> None:
-        """Stop all threads after their current job; wait for that until `deadline` (monotonic)."""
+        """Stop all threads after their current job, and wait for them until `deadline` (monotonic)."""
         self.drop()
         for _ in self._threads:
             self.todo.put(None)

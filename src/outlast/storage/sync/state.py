@@ -1,8 +1,8 @@
-"""The local state of a sync: an interrupted one resumes, an unchanged one has nothing to do.
+"""The local state of a sync, by which an interrupted sync resumes, and a sync without changes has nothing to do.
 
     state           files and objects (`index.State`), replaced as a whole
-    state.done      log of later transfers, a line per file
-    state.lock      held by the one process that syncs
+    state.done      log of later transfers, one line per file
+    state.lock      held by the only process that syncs
     state.uploads/  journals of large uploads (`Store.upload`)
 
 A transfer is logged once it is done. So whenever the process dies, every logged file has been transferred, and all others are
@@ -24,11 +24,11 @@ from outlast.base.errors import AlreadyRunning, OutlastError
 from outlast.storage.sync.index import Object, Seen, State
 
 _FLUSH_S = 1.0
-"""Flush interval of the log: a kill loses this much, an exception nothing."""
+"""Flush interval of the log: a kill loses the transfers logged in this time, an exception loses none."""
 
 
 class StateFile:
-    """The state of one tree and one store, while we hold its lock."""
+    """The state of one tree and one store, while this process holds its lock."""
 
     def __init__(self, path: Path, place: str) -> None:
         self._path = path
@@ -97,7 +97,7 @@ class StateFile:
 
 
 def _id(path: Path) -> str:
-    """Identity of a version of the state, which its log names."""
+    """The identity of a version of the state; the log names the version that it belongs to."""
     stat = path.stat()
     return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
 

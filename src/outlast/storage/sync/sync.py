@@ -1,12 +1,12 @@
 """Synchronises a directory to a place in a store (`push`), or a place in a store to a directory (`pull`).
 
-A push leaves a manifest in the store: names, sizes, times and checksums of all objects. A local state file remembers it, and the
-size and times of the local files that match it, so an unchanged tree costs a walk and one request however many files it has.
-`index` compares, `tree` reads and writes files, `state` remembers, `transfer` uploads and downloads.
+A push leaves a manifest in the store: names, sizes, times and checksums of all objects. A local state file records the manifest,
+and the size and times of the local files that match it, so an unchanged tree costs a walk and one request, however many files it
+has. `index` compares, `tree` reads and writes files, `state` records, `transfer` uploads and downloads.
 
 Invariants, whenever a process dies: objects are written first, then the manifest, then the state. So every object in the manifest
-exists, and every file that the state calls unchanged has been transferred. Changes by others in the store are noticed by its
-manifest, otherwise once a day, or with `check`.
+exists, and every file that the state calls unchanged has been transferred. Changes that others make in the store are noticed at
+once if they write the manifest, otherwise once a day, or with `check`.
 
 Called by the command line and by `agent.upload`. `send` and `receive` transfer given files without a manifest.
 """
@@ -34,12 +34,12 @@ __all__ = ["MANIFEST", "Options", "Progress", "Report", "Sent", "pull", "push", 
 
 MANIFEST = ".outlast-manifest"
 CHECK_EVERY_S = 86_400.0
-"""TTL of the recorded objects: after this the store is listed again, in case others wrote into it without a manifest."""
+"""TTL of the recorded objects: after this time the store is listed again, in case others wrote to it without a manifest."""
 _PROGRESS_S = 0.2
 _ABANDONED_S = 3600.0
 """Age without growth at which a partial file counts as abandoned."""
 _HOPELESS = 3
-"""Consecutive failed requests after which the rest is not tried."""
+"""Number of consecutive failed requests after which the rest is not tried."""
 _DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EROFS: "the file system is read-only"}
 
 
@@ -55,7 +55,7 @@ class Progress:
 
 @dataclasses.dataclass
 class Report:
-    """Result of a push or pull; with `dry_run`, of what it would do."""
+    """The result of a push or pull; with `dry_run`, the result that it would have."""
 
     transferred: int = 0
     bytes: int = 0
@@ -68,7 +68,7 @@ class Report:
     changing: list[str] = dataclasses.field(default_factory=list)
     """Files that kept changing while they were sent; the next push sends them again."""
     planned: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """With `dry_run`: (send, receive or delete; path)."""
+    """With `dry_run`, pairs of an action (send, receive or delete) and a path."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Options:
 
     manifest: str = MANIFEST
     skip: Callable[[str], bool] = lambda relative: False
-    """Paths to leave alone on both sides."""
+    """Whether to leave a path alone on both sides."""
     delete: bool = False
-    """Delete files or objects that the source does not have, unless something failed."""
+    """Whether to delete files or objects that the source does not have, unless something failed."""
     check: bool = False
-    """List the store instead of believing its manifest."""
+    """Whether to list the store instead of trusting its manifest."""
     dry_run: bool = False
     progress: Callable[[Progress], None] = lambda _: None
     stop: threading.Event | None = None
@@ -98,9 +98,9 @@ def push(
 ) -> Report:
     """Upload the files of the directory `source` that are missing or different in `store`.
 
-    `state` is a local file that remembers both sides. Files that `leave` accepts are not sent, but objects of their names stay.
-    Without `delete`, objects that are no files of `source` are deleted if they are `expired`. Raises NotFound without a source,
-    AlreadyRunning if another process holds the state, StoreError, and Stopped; transfers done by then are remembered.
+    `state` is a local file that records both sides. Files that `leave` accepts are not sent, but objects of their names stay.
+    Without `delete`, objects without a file in `source` are deleted if they are `expired`. Raises NotFound if there is no source,
+    AlreadyRunning if another process holds the state, StoreError, and Stopped; transfers done by then are recorded.
     """
     skip = options.skip
     with states.opened(state, f"{store.url}/{options.manifest}") as file:
@@ -141,8 +141,8 @@ def push(
 def pull(store: Store, target: Path, state: Path, options: Options = Options(), *, only_missing: bool = False) -> Report:
     """Download the objects of `store` that are missing or different in the directory `target`.
 
-    `only_missing`: files that exist stay as they are. Nothing is written outside of `target`; a link to a file is replaced, not
-    followed. All else as in `push`.
+    With `only_missing`, files that exist stay as they are. Nothing is written outside of `target`; a link to a file is replaced,
+    not followed. The rest is as in `push`.
     """
     skip = options.skip
     with states.opened(state, f"{store.url}/{options.manifest}") as file:
@@ -184,16 +184,16 @@ class _Run:
         self._file, self._state = file, file.state
         self.report = Report()
         self.changed = False
-        """The manifest in the store is out of date."""
+        """Whether the manifest in the store is out of date."""
         self._listed = False
         self._learned = False
-        """The state on disk is out of date."""
+        """Whether the state on disk is out of date."""
         self._done = "read"
         self._refused = 0
         self._refusal: StoreError = StoreError("")
 
     def look(self, check: bool) -> dict[str, Object]:
-        """The objects of the store, from its manifest if that can be trusted, else from a listing."""
+        """The objects of the store, from the manifest if it can be trusted, otherwise from a listing."""
         state, store = self._state, self._store
         try:
             if not state.etag or store.head(self._key).etag != state.etag:
@@ -214,7 +214,7 @@ class _Run:
         return state.objects
 
     def compared(self, files: Mapping[str, Stat], paths: Iterable[str]) -> list[str]:
-        """The paths whose file and object differ."""
+        """The paths at which the file and the object differ."""
         seen, objects, clean_before = self._state.seen, self._state.objects, self._state.clean_before
         todo, doubtful = [], []
         for path in paths:
@@ -302,7 +302,7 @@ class _Run:
         meter.tick(last=True)
 
     def receive(self, paths: list[str]) -> None:
-        """Download objects and record them. Objects that were replaced meanwhile are looked up and tried once more."""
+        """Download objects and record them. Objects that are replaced meanwhile are looked up and tried once more."""
         self._done, objects = "written", self._state.objects
         meter = _Meter(self._progress, len(paths), sum(objects[path].size for path in paths))
         replaced = self._receive(paths, meter)
@@ -354,7 +354,7 @@ class _Run:
         self.report.bytes += object.size
 
     def _failed(self, path: str, error: BaseException | None) -> None:
-        """Report the failure of one file; raises errors that every file would meet."""
+        """Report the failure of one file; raises errors that would occur with every file."""
         match error:
             case NoBucket():
                 raise error
@@ -396,7 +396,7 @@ class _Run:
 
     @contextlib.contextmanager
     def doubting(self) -> Iterator[None]:
-        """Force a listing next time unless the block succeeds: until then the store has objects that its manifest lacks."""
+        """Force a listing next time unless the block succeeds: until it ends, the store has objects that its manifest lacks."""
         checked, self._state.checked = self._state.checked, 0.0
         self.save()
         yield
@@ -420,7 +420,7 @@ class _Meter:
         self.files = 0
 
     def moved(self, count: int) -> None:
-        """Count bytes; called by many threads."""
+        """Count transferred bytes; called by many threads."""
         with self._lock:
             self._bytes += count
 

@@ -1,10 +1,10 @@
-"""Files to objects and objects to files, many at a time, in bounded memory.
+"""Uploads files and downloads objects, many at a time, in bounded memory.
 
     send(store, [(path, key)], journals=directory)        -> {key: Sent}
     receive(store, [(key, size, path)])                   -> {key: crc32}
 
 Small files are sent and received whole, large ones by parts. A download is written to a temporary file, compared with the
-expected size (and checksum), and renamed. `pool` provides the threads and limits the memory. `sync` does this for trees,
+expected size (and checksum), and renamed. `pool` provides the threads and limits the memory. `sync` uses this for trees,
 `checkpoints` for checkpoints, `fetch` and `code` for data.
 """
 
@@ -33,7 +33,7 @@ from outlast.storage.sync.pool import Job, Outcome, work
 
 T = TypeVar("T")
 SMALL = 8 << 20
-"""Bytes; a larger file is sent by `Store.upload`, and received by pieces of this size."""
+"""Size in bytes above which a file is sent by `Store.upload`, and received in pieces of this size."""
 _UPLOAD = 32 << 20
 """Bytes of one file that `Store.upload` holds in memory."""
 
@@ -43,7 +43,7 @@ class Damaged(StoreError):
 
 
 class Sent(NamedTuple):
-    """An object as it was written."""
+    """An object as it was uploaded."""
 
     size: int
     crc32: int
@@ -55,7 +55,7 @@ class Uploaded(NamedTuple):
     stat: Stat
     """The file's stat before reading."""
     read: int
-    """Start of reading, nanoseconds since the epoch."""
+    """Time at which reading began, nanoseconds since the epoch."""
     steady: bool
 
 
@@ -66,7 +66,7 @@ class Download(NamedTuple):
     size: int
     path: str
     crc32: int = -1
-    """The expected checksum; -1: unknown."""
+    """The expected checksum; -1 if unknown."""
     mtime: int | None = None
     """Modification time to set, nanoseconds since the epoch."""
 
@@ -84,11 +84,11 @@ def send(
     progress: Callable[[int], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> dict[str, Sent]:
-    """Upload files, given as (path, key); returns the objects by key.
+    """Upload files, given as (path, key); returns the uploaded objects by key.
 
-    Uploads of large files resume after a kill, from their journals in the directory `journals`. `progress` gets the bytes sent
-    since the last call, from many threads. Raises the first StoreError or OSError, Changed if a file changes meanwhile, and
-    Stopped soon after `stop` is set.
+    Uploads of large files resume after a kill, from their journals in the directory `journals`. `progress` is called from many
+    threads with the number of bytes sent since the last call. Raises the first StoreError or OSError, Changed if a file changes
+    meanwhile, and Stopped soon after `stop` is set.
     """
     done = {}
     for (path, key), uploaded in _results(uploads(store, files, journals=journals, progress=progress, stop=stop)):
@@ -108,9 +108,9 @@ def receive(
 ) -> dict[str, int]:
     """Download objects to files, given as (key, size, path); returns their crc32 by key.
 
-    A file gets its name once it has the right size; with `durable`, once it would survive a power failure, too. `progress` gets
-    the bytes received since the last call, from many threads. Raises the first StoreError or OSError, Missing and Changed among
-    them, and Stopped soon after `stop` is set.
+    A file gets its name once it has the right size; with `durable`, only when it would also survive a power failure. `progress`
+    is called from many threads with the number of bytes received since the last call. Raises the first StoreError (also Missing
+    and Changed) or OSError, and Stopped soon after `stop` is set.
     """
     requests = (Download(key, size, str(path)) for key, size, path in objects)
     outcomes = downloads(store, requests, durable=durable, progress=progress, stop=stop)
@@ -193,7 +193,7 @@ def _upload(
         copy = Path(directory) / "copy"
         read, stat = time.time_ns(), tree.look(path)
         size, crc_sent = tree.copy(path, copy, stat.size)
-        # If the file still begins with these bytes, it has only grown, and the copy is no mixture of old and new.
+        # If the file still begins with these bytes, it has only grown, and the copy is not a mixture of old and new bytes.
         with path.open("rb", buffering=0) as file:
             steady = crc32.of(file.fileno(), size) == crc_sent
         etag = store.upload(copy, key, progress=progress, stop=stop)
@@ -254,7 +254,8 @@ def downloads(
 
 @dataclass(eq=False)
 class _Pieces:
-    """A large object, downloaded in pieces. The thread with the last piece finishes the file, or raises the first error."""
+    """A large object, downloaded in pieces. The thread that fetches the last piece finishes the file, or raises the first
+    error."""
 
     store: Store
     request: Download

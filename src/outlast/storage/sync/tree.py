@@ -1,7 +1,7 @@
 """A directory tree: scanning it, consistent reads of files, atomic writes.
 
 Called by `sync` and `transfer`. Links to files count as files. A link to a directory is followed if its target lies inside the
-tree and is not being walked already. Names are UTF-8. Empty directories do not count: stores have none.
+tree and is not being walked already. Names are UTF-8. Empty directories do not count, since stores have no directories.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PARTIAL = ".outlast-"
 """Prefix of files that are being written; they end in `.part`."""
 _PIECE = 64 << 10
 """Bytes written at a time. For more, Linux allocates larger blocks for its page cache; a virtual machine that returns free blocks
-to its host (free page reporting) must then get them back, which takes three times as long as all the rest."""
+to its host (free page reporting) must then get the blocks back, which takes three times as long as everything else."""
 ATTEMPTS = 3
-"""Reads of a file that changes meanwhile."""
+"""Number of attempts to read a file that changes meanwhile."""
 
 
 @dataclass
@@ -36,13 +36,13 @@ class Scan:
     failed: dict[str, str] = field(default_factory=dict)
     """Unreadable paths, with the reason. They may exist although they are not in `files`."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """Paths that are no files, with the reason."""
+    """Paths that are not files, with the reason."""
     partials: list[str] = field(default_factory=list)
-    """Files being written, or left half written."""
+    """Files that are being written, or were left half written."""
 
 
 def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "") -> Scan:
-    """Walk a tree. `own` is the name of a manifest, which does not count. Raises NotFound if there is no such directory.
+    """Walk a tree. `own` is the name of a manifest, which is left out. Raises NotFound if there is no such directory.
 
     Files deleted during the walk are left out.
     """
@@ -52,7 +52,7 @@ def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "")
         raise NotFound(f"{root} is not there; give a directory that is")
     scan = Scan()
     files, real = scan.files, os.path.realpath(root)
-    # (prefix of its files, path, real paths of the directories on the way that were entered through a link)
+    # (prefix of the directory's files, its path, real paths of directories above it that were entered through a link)
     waiting: list[tuple[str, str, tuple[str, ...]]] = [("", root, (real,))]
     while waiting:
         prefix, place, way = waiting.pop()
@@ -88,7 +88,7 @@ def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "")
 
 
 def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) -> str:
-    """Add the target of a link if it is a file; returns the target if it is a directory to walk."""
+    """Add the target of a link if the target is a file; return the target if it is a directory to walk."""
     try:
         stat = os.stat(place)
         target = os.path.realpath(place)
@@ -118,7 +118,7 @@ def _not_utf8(name: str) -> str:
 
 
 def gone(path: str | Path) -> bool:
-    """Whether a path does not exist; False for one that we may not access."""
+    """Whether a path does not exist; False for a path that we may not access."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -138,12 +138,12 @@ def _stat(result: os.stat_result) -> Stat:
 
 
 def version(stat: Stat) -> tuple[int, int]:
-    """A value that changes with the content."""
+    """A value that changes when the content does."""
     return stat.size, stat.mtime
 
 
 def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
-    """A file's content, its stat before the read, and whether that stayed the same; None if it has more than `limit` bytes.
+    """A file's content, its stat before the read, and whether the stat stayed the same; None if it has more than `limit` bytes.
 
     A file that changes meanwhile is read again, a few times. Raises OSError.
     """
@@ -178,7 +178,7 @@ def checksum(path: str) -> Seen:
 
 
 def copy(path: Path, to: Path, length: int) -> tuple[int, int]:
-    """Copy up to `length` bytes of a file; returns their number and crc32. Raises OSError."""
+    """Copy up to `length` bytes of a file; returns the number of bytes and their crc32. Raises OSError."""
     with path.open("rb", buffering=0) as source, to.open("wb", buffering=0) as target:
         size, crc = 0, 0
         while size < length and (data := source.read(min(1 << 20, length - size))):
@@ -215,7 +215,7 @@ class AtomicFile:
         return self
 
     def finish(self, mtime: int | None = None, *, durable: bool = False) -> Stat:
-        """Give the file its name and, in nanoseconds, its mtime. Returns its stat."""
+        """Set the file's mtime, in nanoseconds, if given, and rename the file to `path`. Returns the file's stat."""
         if mtime is not None:
             os.utime(self.fd, ns=(mtime, mtime))
         if durable:
@@ -228,7 +228,7 @@ class AtomicFile:
         return _stat(os.fstat(self.fd))
 
     def finish_unless_there(self) -> None:
-        """Give the file its name unless that exists."""
+        """Rename the file to `path` unless `path` exists."""
         try:
             os.link(self._partial, self.path)
         except FileExistsError:
@@ -291,7 +291,7 @@ def sweep(root: str, partials: list[str], before: float) -> None:
 
 
 def remove(root: str, paths: list[str]) -> Iterator[tuple[str, str]]:
-    """Delete files, and directories that become empty; yields each path with the reason of its failure, or ""."""
+    """Delete files, and directories that become empty; yields each path with the reason why it could not be deleted, or ""."""
     emptied: set[str] = set()
     for path in paths:
         try:
