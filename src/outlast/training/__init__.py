@@ -27,7 +27,7 @@ _MODULES = {
     "Stateful": "state.stateful",
     "Stream": "samples.stream",
 }
-"""The module of each name, imported when it is first used: `progress` needs no torch."""
+"""The module of each name, imported when the name is first used: `progress` needs no torch."""
 _MODULES_THEMSELVES = {"checkpoint": "state.checkpoint", "session": "session"}
 
 

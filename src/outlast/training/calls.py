@@ -1,9 +1,9 @@
-"""Collective calls of a session, and the error message when ranks do not make the same ones.
+"""Collective calls of a session, and the error message when ranks do not make the same calls.
 
-Every such call begins with the same small all-reduce, whatever it does afterwards. It carries a hash of the call's name, its step
-and the position of the stream, so ranks in different calls find out at once, instead of waiting for each other or mixing up their
-numbers. Sums that a call needs anyway (votes, losses) travel in the same message, so the check costs nothing. `hangs.deadlocks`
-handles ranks that are in no call of the session.
+Every such call begins with the same small all-reduce, whatever it does afterwards. The all-reduce carries a hash of the call's
+name, its step and the position of the stream, so ranks in different calls find out at once, instead of waiting for each other or
+mixing up their numbers. Sums that a call needs anyway (votes, losses) are in the same message, so the check costs nothing.
+`hangs.deadlocks` handles ranks that are not in any call of the session.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _ROOM = 14
 """Maximum number of numbers in the first message; arbitrary. Its size does not matter up to a few hundred bytes."""
 _BITS = 20
-"""Bits of a call's hash: the squares of 8,192 of them still add up exactly in a double."""
+"""Bits of a call's hash: the squares of 8,192 such hashes still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"
 REMEDY = f"{_SAME}: move what only some ranks call out of its `if`"
 
 
 def public(example: str) -> Callable[[Method], Method]:
-    """Decorate a public method: arguments that do not fit raise an error with an `example`."""
+    """Decorate a public method, so that arguments that do not fit its signature raise an error with an `example`."""
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)
@@ -53,7 +53,7 @@ def public(example: str) -> Callable[[Method], Method]:
 
 
 def place() -> str:
-    """The calling line of the script: `train.py:20`."""
+    """The line of the script that called into Outlast: `train.py:20`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("outlast.training"):
         frame = frame.f_back
@@ -71,7 +71,7 @@ class Calls:
     def meet(self, call: str, position: int, numbers: Sequence[float] = ()) -> list[float]:
         """Add up `numbers` over all ranks, which must all be in this call, at this position of their streams.
 
-        Raises OutlastError on all ranks if they are not. A collective.
+        Raises OutlastError on all ranks if the calls differ. A collective.
         """
         if self._ranks == 1:
             return list(numbers)

@@ -1,12 +1,12 @@
-"""The devices that training computes on, and the differences between torch's modules for them, known here only.
+"""The devices that training computes on. Only this module knows the differences between torch's modules for them.
 
-    accelerator = device.find()                # this machine's: a GPU, a Trainium, ..., or the CPU
+    accelerator = device.find()                # the machine's device: a GPU, a Trainium, ..., or the CPU
     accelerator.bind(local_rank)               # -> torch.device, as Session.device
     with device.of(x.device).autocast(torch.bfloat16):
         ...
 
-An accelerator of `outlast.job.accelerators` whose torch module is like `torch.cuda` needs nothing here; another one gets a
-subclass of `Device`, named in `_SPECIAL`. The CPU is a device as well, so callers need no case for it.
+An accelerator of `outlast.job.accelerators` whose torch module is like `torch.cuda` needs nothing here; any other accelerator
+gets a subclass of `Device`, named in `_SPECIAL`. The CPU is a device as well, so callers need no case for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Device:
     """Devices of one type, used through torch's module for them."""
 
     pins = True
-    """Copies from pinned memory run in the background."""
+    """Whether copies from pinned memory run in the background."""
 
     def __init__(self, type: str, backend: str = "", package: str = "") -> None:
         self.type = type
@@ -43,16 +43,16 @@ class Device:
         return getattr(torch, self.type, None)
 
     def available(self) -> bool:
-        """Whether this machine has one usable by torch."""
+        """Whether this machine has a device of the type that torch can use."""
         return self._module is not None and bool(self._module.is_available())
 
     def bind(self, index: int) -> torch.device:
-        """Make device `index` this process's own."""
+        """Make device `index` the current device of this process."""
         self._module.set_device(index)
         return torch.device(self.type, index)
 
     def name(self) -> str:
-        """The model of the current device."""
+        """The name of the current device's model."""
         return str(self._module.get_device_name())
 
     def peak_flops(self) -> float | None:
@@ -64,7 +64,7 @@ class Device:
         return True
 
     def autocast(self, dtype: torch.dtype | None) -> torch.autocast:
-        """A context in which matrix products are computed in `dtype`; None or float32: in the tensors' own type."""
+        """A context in which matrix products are computed in `dtype`; with None or float32, in the type of the tensors."""
         lower = dtype not in (None, torch.float32)
         return torch.autocast(self.type, dtype if lower else None, enabled=lower)
 
@@ -75,14 +75,14 @@ class Device:
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         """CPU memory for a copy of a tensor on the device, pinned if that makes the copy faster.
 
-        Not pinned for another device than the current one: copies to such memory end before the call returns, and `synchronize`
+        Memory for a device other than the current one is not pinned, so that copies end before the call returns: `synchronize`
         would not wait for them.
         """
         pins = self.pins and tensor.device.index == self._module.current_device()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
 
     def place(self, tensor: torch.Tensor) -> int:
-        """A number that tensors on this device share if they share memory."""
+        """A number that is equal for tensors on this device if they share memory."""
         return tensor.data_ptr()
 
     def seed(self, seed: int) -> None:
@@ -97,11 +97,11 @@ class Device:
         self._module.set_rng_state(state)
 
     def synchronize(self) -> None:
-        """Wait for queued work of the current device, such as copies to the CPU."""
+        """Wait for queued work on the current device, such as copies to the CPU."""
         self._module.synchronize()
 
     def beside(self) -> Beside | None:
-        """Copies to the CPU in parallel to the computation; None if the device cannot do that."""
+        """A stream for copies to the CPU in parallel with the computation; None if the device has none."""
         module = self._module
         return Beside(module) if all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")) else None
 
@@ -113,11 +113,11 @@ class Device:
         """Undo `register`, before the memory is unmapped: later copies to the same address would go astray."""
 
     def mark_step(self) -> None:
-        """End the step for devices that record operations and run them as one program (XLA). Others compute at once."""
+        """End the step for devices that record operations and run them as one program (XLA). Other devices compute at once."""
 
 
 class Beside:
-    """A stream on which one batch of copies at a time runs in parallel to the current device's computation."""
+    """A stream on which one batch of copies at a time runs in parallel with the current device's computation."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._stream, self._index = module, module.Stream(), module.current_device()
@@ -125,7 +125,8 @@ class Beside:
         """The event at the end of the copies, until it has been waited for."""
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on this stream's device. Copies of others run on their own streams, so `wait` would miss them."""
+        """Whether a tensor is on this stream's device. Copies of tensors on other devices run on other streams, so `wait` would
+        not wait for them."""
         return tensor.device.type != "cpu" and tensor.device.index == self._index
 
     def queue(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -144,12 +145,12 @@ class Beside:
         self._copied.record(self._stream)
 
     def before_changes(self) -> None:
-        """Make later computation wait for the copies, whose sources it may change."""
+        """Make later computation wait for the copies, since it may change their sources."""
         if (copied := self._copied) is not None:
             self._module.current_stream().wait_event(copied)
 
     def wait(self) -> None:
-        """Wait for the copies, in any thread."""
+        """Wait for the copies; may be called in any thread."""
         if (copied := self._copied) is not None:
             self._module.set_device(self._index)  # a new thread has device 0, on which CUDA would take memory
             copied.synchronize()
@@ -224,9 +225,9 @@ class _Neuron(Device):
 
 
 class _Xla(Device):
-    """torch_xla: TPUs, and Trainium with an SDK before TorchNeuron. A process has one device and need not choose it.
+    """torch_xla: TPUs, and Trainium with an SDK before TorchNeuron. A process has one device, and need not choose.
 
-    Its process group takes tensors on XLA devices only; the session's group for the CPU is a separate one.
+    The process group of XLA takes only tensors on XLA devices; the session's group for the CPU is separate.
     """
 
     pins = False
@@ -279,7 +280,7 @@ class _Xla(Device):
 
 
 _SPECIAL: dict[str, type[Device]] = {"cuda": _Cuda, "neuron": _Neuron, "xla": _Xla}
-"""By torch's device type, classes for modules unlike `torch.cuda`."""
+"""The classes for torch modules that differ from `torch.cuda`, by torch's device type."""
 CPU = _Cpu()
 
 
@@ -306,7 +307,7 @@ def _made(row: accelerators.Accelerator) -> Device:
 
 
 def find() -> Device:
-    """This machine's accelerator; without one, the CPU."""
+    """This machine's accelerator, or the CPU if it has none."""
     return next((each for each in map(_made, accelerators.DEVICES.values()) if each.available()), CPU)
 
 
@@ -319,7 +320,7 @@ def of(where: torch.device) -> Device:
 def dtype(requested: str, where: torch.device, gather: Callable[[bool], list[bool]] | None = None) -> torch.dtype:
     """The type of matrix products: `float32` or `bfloat16` as requested; `auto` is bfloat16 where that is faster.
 
-    Ranks on different hardware must use the same type: pass `run.gather`, and `auto` requires bfloat16 to be faster on all of
+    Ranks on different hardware must use the same type: pass `run.gather`, and `auto` is bfloat16 only if that is faster on all of
     them. A collective with `gather`.
     """
     fast = requested == "auto" and all((gather or (lambda fast: [fast]))(of(where).bfloat16()))
@@ -327,5 +328,5 @@ def dtype(requested: str, where: torch.device, gather: Callable[[bool], list[boo
 
 
 def computing() -> torch.device:
-    """The device of a process that is no rank, such as an evaluation."""
+    """The device of a process that is not a rank, such as an evaluation."""
     return torch.device(find().type)

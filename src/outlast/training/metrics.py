@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: the values that a run logs, one JSON object per line, each step once.
+"""`metrics.jsonl`: the values that a run logs, one JSON object per line, with each step only once.
 
-Rank 0 appends. When a run resumes from an earlier step, the later lines are cut off, because those steps come again. If workers
-share no disk, every disk has the lines up to its newest checkpoint (`Copy`), so that rank 0 may be anywhere next time.
+Rank 0 appends. When a run resumes from an earlier step, the later lines are cut off, because their steps are repeated. If workers
+share no disk, every disk has the lines up to its newest checkpoint (`Copy`), so that rank 0 may run on any worker next time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outlast.training.state.disks import Disks, Part
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
-    """Append one line, whole or not at all. Raises OSError."""
+    """Append one line, completely or not at all. Raises OSError."""
     with path.open("ab", buffering=0) as file:
         text = json.dumps(line).encode() + b"\n"
         if (written := file.write(text)) < len(text):
@@ -70,7 +70,7 @@ def last(path: Path, name: str, step: int) -> float | None:
 _BLOCK = 1 << 20
 _MOST_RECENT = 1 << 20
 _MOST = 64 << 20
-"""Maximum number of bytes of lines that go to other disks with one save."""
+"""Maximum number of bytes of lines that are sent to other disks with one save."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class Copy:
         self.same = 0
         """Number of bytes, from the start of the file, that are known to equal rank 0's."""
         self.everywhere = 0
-        """On rank 0: number of bytes, from the start of the file, that all disks are known to have."""
+        """On rank 0, the number of bytes, from the start of the file, that all disks are known to have."""
 
     def even_out(self, disks: Disks, step: int) -> str:
-        """Copy the file with the most steps up to `step` to all disks, without later steps.
+        """Copy the file with the most steps up to `step` to all disks, without the lines of later steps.
 
-        Returns why that failed here, or an empty string. A collective of the leaders, in the thread that trains.
+        Returns why the copy failed on this rank, or an empty string. A collective of the leaders, in the thread that trains.
         """
         problem, own = "", (-1, 0, 0)
         try:
@@ -122,7 +122,7 @@ class Copy:
         return problem
 
     def recent(self) -> str:
-        """Lines that other disks may lack, for a snapshot; empty if they cannot be read, or are too many."""
+        """The lines that other disks may lack, for a snapshot; empty if they cannot be read, or are too many."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.everywhere)
@@ -132,7 +132,7 @@ class Copy:
         return lines.decode(errors="replace") if len(lines) <= _MOST_RECENT else ""
 
     def add(self, lines: str, step: int) -> None:
-        """Append lines from a snapshot, up to `step`, that are missing here. Raises OSError."""
+        """Append those lines from a snapshot, up to `step`, that are missing on this disk. Raises OSError."""
         forget_after(self.path, step)
         last = self._summary()[0]
         for line in lines.splitlines(keepends=True):
@@ -156,7 +156,7 @@ class Copy:
         return step, size, crc
 
     def news(self, start: int) -> News:
-        """Whole lines after byte `start` for the other disks, up to a limit; the rest follows next time. Raises OSError."""
+        """Whole lines after byte `start` for the other disks, up to a limit; the rest is returned next time. Raises OSError."""
         self.everywhere = start
         try:
             with self.path.open("rb") as file:
@@ -167,7 +167,7 @@ class Copy:
         return News(start, lines[: lines.rfind(b"\n") + 1])
 
     def take(self, news: News) -> None:
-        """Write lines from rank 0's disk. Raises OSError; then `same` is 0, and the next save sends the whole file."""
+        """Write lines from rank 0's disk. Raises OSError; `same` is then 0, and the next save sends the whole file."""
         self.same, end = 0, news.start + len(news.lines)
         with self.path.open("r+b" if self.path.exists() else "w+b", buffering=0) as file:
             if os.fstat(file.fileno()).st_size < news.start:
@@ -181,7 +181,7 @@ class Copy:
 
 
 class Screen:
-    """Prints logged values from time to time: `outlast: step 40 of 1280: loss 0.693`."""
+    """Prints logged values now and then: `outlast: step 40 of 1280: loss 0.693`."""
 
     EVERY_S = 10.0
 
@@ -194,7 +194,7 @@ class Screen:
         self._shown = float("-inf")
 
     def show(self, step: int, values: Mapping[str, float], steps: Callable[[], int | None]) -> None:
-        """Remember `values`, and print a line if one is due. `steps` returns the run's total."""
+        """Remember `values`, and print a line if one is due. `steps` returns the run's total number of steps."""
         if self._quiet:
             return
         self._step, self._steps = step, steps

@@ -1,7 +1,7 @@
 """Mistakes in training scripts, and their error messages.
 
-Each check inspects a script's arguments to a session and raises OutlastError if the run would otherwise be silently wrong: train
-on other samples than it seems to, or save less. `Session` checks as early as the mistake can be detected.
+Each check inspects a script's arguments to a session and raises OutlastError if the run would otherwise be silently wrong: it
+would train on other samples than it seems to, or save less. `Session` checks as early as the mistake can be detected.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def check_mapping(state: Any) -> None:
 
 
 def check_sharding(state: State) -> None:
-    """Make the streams of a state refuse to be read if a model's layout forbids a separate share for each rank."""
+    """Make the streams of a state refuse to be read if the layout of a model does not allow each rank a separate share of the
+    samples."""
     problem = next((problem for name, thing in state.items() if (problem := _sharding_problem(name, thing))), "")
     for stream in streams_of(state):
         stream.not_shardable = problem
@@ -96,7 +97,7 @@ def streams_of(state: State) -> list[Stream | Stateful]:
 
 
 def described(state: State) -> list[str]:
-    """The names in a state, with the fingerprints of its data, which must be the same on all ranks."""
+    """The names in a state and the fingerprints of its data, all of which must be the same on all ranks."""
     prints = {name: thing.fingerprint for name, thing in state.items() if isinstance(thing, Stream)}
     return [f"{name} over data {prints[name]}" if prints.get(name) else name for name in state]
 
@@ -113,7 +114,8 @@ def lengths(state: State) -> dict[str, dict[str, int]]:
 def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
     """A warning about the effects of a new batch size on a resumed run; empty if the batch size is the same.
 
-    `made` are the `lengths` before the resume. Raises OutlastError if a schedule was saved for the steps of another batch.
+    `made` are the `lengths` before the resume. Raises OutlastError if a schedule was saved for the number of steps of another
+    batch size.
     """
     warning = ""
     for stream in streams_of(state):
@@ -135,7 +137,7 @@ def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def check_read(state: State, before: Mapping[Any, int]) -> None:
-    """Raise OutlastError if a stream that is being read is not saved; `before` are the `saves()` before the capture."""
+    """Raise OutlastError if a stream that is being read is not saved; `before` is the result of `saves()` before the capture."""
     for stream in streams.being_read():
         if stream not in streams_of(state) and stream.saves == before.get(stream, 0):
             raise OutlastError(
@@ -146,12 +148,12 @@ def check_read(state: State, before: Mapping[Any, int]) -> None:
 
 
 def saves() -> dict[Any, int]:
-    """For each stream that is being read, the number of `state_dict` calls."""
+    """The number of `state_dict` calls of each stream that is being read."""
     return {stream: stream.saves for stream in streams.being_read()}
 
 
 def hint(error: BaseException, state: State) -> str:
-    """A hint at the probable mistake in a script that ended with this error; empty if there is none."""
+    """A hint about the probable mistake in a script that ended with this error; empty if there is none."""
     message = str(error)
     if isinstance(error, ValueError | TypeError) and "unpack" in message:
         sample = next((stream.sample for stream in [*streams_of(state), *streams.being_read()] if stream.sample), "")

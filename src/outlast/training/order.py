@@ -1,4 +1,4 @@
-"""The order of the samples, pure functions of (seed, epoch, position), and of the additions of gradients (`ddp`).
+"""The order of samples, as pure functions of (seed, epoch, position), and the order in which gradients are added (`ddp`).
 
 `permuted` shuffles all samples of an epoch. `Windows` shuffles samples in shards so that few shards are read at a time: it
 shuffles the shards, takes them in windows of a few, and shuffles the samples of each window. Neither depends on the number of
@@ -22,15 +22,15 @@ Indices = NDArray[np.int64]
 
 _ROUNDS = 8
 VERSION = 1
-"""Part of every key. A different permutation needs a new number, or resumed runs would see other samples."""
+"""Part of every key. A different permutation needs a new version, otherwise resumed runs would see other samples."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
     """The samples at `positions` of a shuffled epoch: a bijection of 0 ... samples-1, computed without storing it.
 
     A Feistel network over Z_rows x Z_columns, the smallest such near-square that holds `samples`, walked until the value is in
-    range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Uses no library's generator, so the order is the
-    same for ever.
+    range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It uses no library's generator, so the order never
+    changes.
     """
     return _permuted(positions, samples, f"outlast stream {VERSION} {seed} {epoch}")
 
@@ -53,7 +53,7 @@ def _permuted(positions: Indices, samples: int, key: str) -> Indices:
 
 
 def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finalizer: every bit of the input moves every bit of the output."""
+    """splitmix64's finalizer: every bit of the input affects every bit of the output."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -84,9 +84,9 @@ class Windows:
         return samples
 
     def ahead(self, position: int, epoch: int, windows: int) -> list[int]:
-        """The shards of `windows` windows in the order of their use, beginning with the one that holds `position`.
+        """The shards of `windows` windows in the order of their use, beginning with the window that holds `position`.
 
-        Continues with the next epoch after the last window.
+        After the last window, the next epoch follows.
         """
         shards, _, lasts = self._layout(epoch)
         first = int(np.searchsorted(lasts, position, side="right"))

@@ -32,9 +32,9 @@ _reported = _Reported()
 def progress(step: int, total: int | None = None) -> None:
     """Report that `step` optimizer steps are done, of `total` if known. For scripts without a session.
 
-    `outlast status`, the panel, the remaining time and `outlast report` show it. It claims no checkpoint and is no collective. It
-    does nothing unless Outlast runs the script. Call it on every rank or on rank 0 alone, after each step or less often. Raises
-    OutlastError if `step` or `total` is no whole number.
+    `outlast status`, the panel, the remaining time and `outlast report` show it. A call does not imply that a checkpoint exists,
+    and is not a collective. It does nothing unless Outlast runs the script. Call it on every rank or on rank 0 alone, after each
+    step or less often. Raises OutlastError if `step` or `total` is not a whole number.
     """
     step, total = _whole("step", step), None if total is None else _whole("total", total)
     env = os.environ

@@ -1,4 +1,4 @@
-"""A session: one training process's part in a world, from opening the process group to leaving it.
+"""A session: the part of one training process in a world, from opening the process group to leaving it.
 
     with session.open(seed=0) as run:
         net = run.ddp(model.to(run.device))
@@ -11,7 +11,7 @@
             if leaving or run.due(step):
                 run.save(step)
 
-Works under Outlast, under torchrun, and as a plain `python train.py` (a world of one). Invariants: a run that is killed
+This works under Outlast, under torchrun, and as a plain `python train.py` (a world of one). Invariants: a run that is killed
 and resumed with as many ranks computes the same bits as an undisturbed one, and all ranks agree at every step whether to save
 and whether to leave.
 """
@@ -58,16 +58,16 @@ log = logging.getLogger("outlast")
 
 _OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_saves", "_ledger", "_copy")
 _LAST_SAVE_S = 10.0
-"""Timeout for the save in progress when a process ends by an exception; arbitrary."""
+"""How long to wait for the save in progress when a process ends with an exception; arbitrary."""
 
 
 def open(seed: int = 0, *, quiet: bool = False) -> Session:
     """Open the session of this process: `with session.open(seed=0) as run:`. A collective.
 
-    Joins the process group that the environment describes (Outlast's or torchrun's; without one, a world of one rank), with gloo
-    on the CPU and NCCL on GPUs. `seed` seeds Python, numpy and torch alike on every rank, so that all make the same model; from
-    `Session.resume` on, each rank has its own random numbers. `quiet`: print warnings only, not the values passed to
-    `Session.log`.
+    Joins the process group that the environment describes (Outlast's or torchrun's; otherwise the world has one rank), with gloo
+    on the CPU and NCCL on GPUs. `seed` seeds Python, numpy and torch alike on every rank, so that all ranks create the same
+    model; from `Session.resume` on, each rank has its own random numbers. With `quiet`, only warnings are printed, not the values
+    passed to `Session.log`.
 
     A session that ends without an exception saves the last step if the script has not. Raises OutlastError if a process group
     exists already or, outside of a job, rank 0's output cannot be written, and Superseded if a later generation of the run has
@@ -84,7 +84,7 @@ class Session:
     local_rank: int
     """Number of this process in its worker."""
     world_size: int
-    """Processes in the world; changes when a worker is lost or added."""
+    """Number of processes in the world; changes when a worker is lost or added."""
     device: torch.device
     """This rank's accelerator, or the CPU."""
     generation: int
@@ -96,8 +96,8 @@ class Session:
     data: Path | None
     """Directory of the job's data; None if the job has none."""
     seconds_left: float
-    """Seconds left to save and leave, as of the last `interrupted`: the least of all workers, the same on all ranks. Infinity
-    while none is interrupted. For work that may be skipped: `if run.seconds_left > 60: evaluate()`."""
+    """Seconds left to save and leave, as of the last `interrupted`: the minimum over all workers, the same on all ranks. Infinity
+    while no worker is interrupted. For work that may be skipped: `if run.seconds_left > 60: evaluate()`."""
 
     def __init__(self, seed: int, quiet: bool = False) -> None:
         env = os.environ
@@ -171,7 +171,7 @@ class Session:
         return self
 
     def _source(self) -> str:
-        """The name of this process in the ledger: by worker, since ranks move between workers and files do not."""
+        """The name of this process in the ledger. It names the worker, since ranks move between workers but files do not."""
         worker = os.environ.get(Env.WORKER)
         return f"rank-{self.rank}" if worker is None else f"worker-{worker}-process-{self.local_rank}"
 
@@ -183,7 +183,7 @@ class Session:
         )
 
     def _take_over(self, numbered: bool) -> None:
-        """Fence earlier generations on every writable disk. Without a generation in the environment, take the next."""
+        """Fence earlier generations on every writable disk. If the environment has no generation, take the next one."""
         own = self.generation if numbered else None
         if own is None and self._disks.several:
             own = 1 + max(self._disks.gather(checkpoints.generation(self._directory, self._run)))
@@ -223,7 +223,7 @@ class Session:
             self._saver.wait(_LAST_SAVE_S)  # the others' threads go on saving although their steps wait for ours
             self._report(**self._trackers.end(error, leaving=self._leaving))
         if kind is None or self._leaving:
-            # A group without references joins its threads. Otherwise one of them could release a tensor while the interpreter
+            # A group without references joins its threads. Otherwise a thread could release a tensor while the interpreter
             # shuts down, for which it needs the GIL, and the process would end in SIGABRT. For the same reason nothing here uses
             # the default group, which every DDP module refers to.
             deadlocks.watch().last = lambda: None
@@ -262,15 +262,15 @@ class Session:
 
     @public('run.resume({"model": net, "optimizer": optimizer, "stream": stream})')
     def resume(self, state: Mapping[str, Any]) -> int:
-        """Load the newest state of this run into `state` and return its step; without any, return 0.
+        """Load the newest state of this run into `state` and return its step, or 0 if there is none.
 
         The newest state is a snapshot in the memory of the workers or the newest valid checkpoint, whichever is later. `state`
-        maps names to modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves the same. The
-        random number generators are restored, too. Damaged checkpoints are reported and skipped. If workers have separate disks,
-        one valid copy of a checkpoint is enough: it is sent to the others. If the output cannot be written, a resumed run warns,
-        and saves fail until it can be. Raises OutlastError if the saved state does not fit `state`, or if a run without saved
-        state cannot write its output; NoRoom if a disk has no room for the copy; NotRestored if a store or the memory cannot be
-        read. A collective.
+        maps names to modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves these objects.
+        The random number generators are restored, too. Damaged checkpoints are reported and skipped. If workers have separate
+        disks, one valid copy of a checkpoint is enough: it is sent to the other disks. If the output cannot be written, a resumed
+        run warns, and saves fail until writing succeeds. Raises OutlastError if the saved state does not fit `state`, or if a run
+        without saved state cannot write its output; NoRoom if a disk has no room for the copy; NotRestored if a store or the
+        memory cannot be read. A collective.
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
@@ -333,11 +333,11 @@ class Session:
         return {"unsaved_s": self._saves.unsaved_s, **lines}
 
     def _steps(self) -> int | None:
-        """Total steps of the run, if an object in the state has them."""
+        """Total number of steps of the run, if an object in the state has it."""
         return next((int(thing.total_steps) for thing in self._state.values() if hasattr(thing, "total_steps")), None)
 
     def _note(self, kind: str, **fields: Any) -> None:
-        """Record an event of the search for checkpoints, on rank 0: one is `damaged`, or was `copied` to other disks."""
+        """Record an event of the search for checkpoints, on rank 0: a checkpoint is `damaged`, or was `copied` to other disks."""
         self._ledger.write(kind, **fields)
         if kind == "damaged":
             log.warning("outlast: %s is damaged and skipped: %s", fields["path"], fields["reason"])
@@ -355,7 +355,7 @@ class Session:
         `torch.load(path, weights_only=True)` reads the file. If the name ends in `.safetensors`, safetensors reads it
         (`pip install safetensors`). Keys are those of the plain module, without DDP's prefix; the shards of FSDP2 are gathered,
         tensor by tensor. Rank 0 writes and needs CPU memory for the whole model; the file appears once it is complete, and only
-        then this returns on all ranks. Raises OutlastError on all ranks if it cannot be written. A collective.
+        then does the call return on all ranks. Raises OutlastError on all ranks if the file cannot be written. A collective.
         """
         path = self.output / name
         weights.check(path, model)
@@ -367,10 +367,10 @@ class Session:
     def log(self, step: int, *, reduce: bool = False, **values: Any) -> dict[str, float]:
         """Report that `step` has ended, with `values` to log; returns them as floats.
 
-        Each value is a number or a tensor of one element; a tensor on a GPU is waited for. Rank 0 appends them to `metrics.jsonl`
-        and prints them to stderr: the first, then at most every 10 seconds, and the last. With `reduce`, values are averaged over
-        the ranks (the sum of `loss * share` over a rank's micro-batches becomes the mean loss of the global batch), and this is a
-        collective. Raises OutlastError for a value that is not a single number.
+        Each value is a number or a tensor of one element; the call waits for tensors on a GPU. Rank 0 appends the values to
+        `metrics.jsonl` and prints them to stderr: the first, then at most every 10 seconds, and the last. With `reduce`, values
+        are averaged over the ranks (the sum of `loss * share` over a rank's micro-batches becomes the mean loss of the global
+        batch), and the call is a collective. Raises OutlastError for a value that is not a single number.
         """
         step = mistakes.whole(step)
         self._saves.logged(step)
@@ -399,8 +399,8 @@ class Session:
     def parameters(self, values: Mapping[str, Any]) -> None:
         """Record the settings of this run: rank 0 writes them to `parameters.json`, and trackers show them.
 
-        `values` maps names to numbers, texts, true, false, None or lists of these; mappings in it become `outer.inner`. Call it
-        once, after `resume`; a second call adds to the first. A run that goes on with other values says so in the log. Not a
+        `values` maps names to numbers, texts, true, false, None or lists of these; nested mappings become `outer.inner`. Call
+        this once, after `resume`; a second call adds to the first. If a run goes on with other values, the log says so. Not a
         collective: all ranks or only rank 0 may call it. Raises OutlastError for other values.
         """
         self._parameters |= parameters.plain(values)
@@ -416,14 +416,16 @@ class Session:
             log.warning("outlast: the run goes on with other parameters than before: %s", changed)
 
     def _waited(self) -> float:
-        """Seconds that the streams have waited for data since the last call; warns once per machine if that is much."""
+        """Seconds that the streams have waited for data since the last call; warns once per machine if the share of time is
+        large."""
         waited_s, sentence = self._waits.since(time.monotonic(), mistakes.streams_of(self._state))
         if sentence and self.local_rank == 0:
             log.warning("outlast: %s", sentence)
         return waited_s
 
     def alive(self) -> contextlib.AbstractContextManager[None]:
-        """Signal that this rank is alive although it may seem to hang. Cheap, not a collective, for any rank at any time.
+        """Signal that this rank is alive although it may seem to hang. The call is cheap and not a collective: any rank may make
+        it at any time.
 
         `run.alive()` is one sign of life. `with run.alive():` covers the whole block: use it while the script waits for something
         that Outlast cannot observe, e.g. a service that evaluates the model. Hangs in the block are not detected.
@@ -432,10 +434,10 @@ class Session:
 
     @public("leaving = run.interrupted()")
     def interrupted(self) -> bool:
-        """Return whether to save and leave, the same on all ranks: true once one of them is interrupted. Call it once per step.
+        """Return whether to save and leave, the same on all ranks: true once any rank is interrupted. Call this once per step.
 
-        Reasons are Ctrl-C, a change of size or a machine that is reclaimed. `run.seconds_left` is then the time left.
-        Costs one small all-reduce. A collective.
+        The reason is Ctrl-C, a change of size or a machine that is reclaimed. `run.seconds_left` is then the time left. Each call
+        costs one small all-reduce. A collective.
         """
         notified = self._notice is not None and self._notice.exists()
         late = self.rank == 0 and self._saves.late(self._every)
@@ -452,10 +454,11 @@ class Session:
 
     @public("run.due(step)")
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due by the job's `checkpoint.every`, the same on all ranks. Takes snapshots in memory.
+        """Return whether a checkpoint is due by the job's `checkpoint.every`, the same on all ranks. Also takes snapshots in
+        memory.
 
-        `step`: optimizer steps done. False while a save is in progress. Calls `interrupted` if the script has not in this step.
-        Raises OutlastError if `step` does not advance with the stream. A collective.
+        `step` is the number of optimizer steps done. The result is False while a save is in progress. Calls `interrupted` if the
+        script has not called it in this step. Raises OutlastError if `step` does not advance with the stream. A collective.
         """
         step = mistakes.whole(step)
         self._saves.advanced(f"run.due({step})", step)
@@ -474,17 +477,17 @@ class Session:
 
     @public("run.save(step, metric=loss); it saves what resume() was given")
     def save(self, step: int, *, metric: float | torch.Tensor | None = None) -> None:
-        """Save the state passed to `resume` as the checkpoint of `step`. Returns once it is copied; a thread writes it.
+        """Save the state passed to `resume` as the checkpoint of `step`. Returns once the state is copied; a thread writes it.
 
-        `metric` is the quality of the checkpoint: a number or a tensor of one element. Rank 0's counts, so average it first, e.g.
-        with `run.log(step, reduce=True, val_loss=...)`. Without one, the last value logged up to this step under the name of the
-        job's `checkpoint.by` counts. The job's `checkpoint.best` best ones are kept besides the newest; a value that is not
-        finite is never best. A step is saved once, with its metric at that time.
+        `metric` is the quality of the checkpoint: a number or a tensor of one element. Only rank 0's metric counts, so average it
+        first, e.g. with `run.log(step, reduce=True, val_loss=...)`. Without `metric`, the last value logged up to this step under
+        the name of the job's `checkpoint.by` counts. The best checkpoints, as many as the job's `checkpoint.best`, are kept
+        besides the newest; a value that is not finite is never best. A step is saved once, with its metric at that time.
 
-        After `interrupted` was true, waits until the checkpoint is committed and raises SystemExit(75). If the last saves took
-        longer than the time left, it only waits for the one in progress: training goes on from that step. A save that fails, e.g.
-        because the disk is full, is reported, and training goes on. Raises OutlastError before `resume`, if `step` does not
-        advance with the stream, and if a Stream that is being read is not in the state. A collective.
+        After `interrupted` was true, the call waits until the checkpoint is committed and raises SystemExit(75). If the last
+        saves took longer than the time left, it only waits for the save in progress, and training later goes on from that step. A
+        save that fails, e.g. because the disk is full, is reported, and training goes on. Raises OutlastError before `resume`, if
+        `step` does not advance with the stream, and if a Stream that is being read is not in the state. A collective.
         """
         step = mistakes.whole(step)
         value = None if metric is None else mistakes.number("metric", metric)
@@ -505,7 +508,7 @@ class Session:
         return math.inf if self._notice is None else notice.left_s(self._notice)
 
     def _too_late(self, step: int) -> str:
-        """The reason why there is too little time to save the last step, else empty. A collective."""
+        """The reason why there is too little time to save the last step; empty if there is enough. A collective."""
         each = self._disks.gather((self._left_s(), self._saver.least_s, self._saver.rest_s, self._saves.committed != step))
         self.seconds_left = min(left_s for left_s, *_ in each)
         least = [least_s for _, least_s, *_ in each if least_s is not None]
@@ -537,7 +540,7 @@ class Session:
 
 
 def _seed(seed: int, rank: int | None = None, step: int = 0) -> None:
-    """Seed all generators: equally on every rank, or with `rank` by a function of (seed, rank, step)."""
+    """Seed all generators: the same on every rank, or with `rank` by a function of (seed, rank, step)."""
     if rank is not None:
         digest = hashlib.shake_256(f"outlast rank {seed} {rank} {step}".encode()).digest(8)
         seed = int.from_bytes(digest, "little")

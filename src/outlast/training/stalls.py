@@ -1,4 +1,4 @@
-"""Waits for data in training, and a warning when they are long.
+"""Waits for data in training, and a warning when the waits are long.
 
 A stream measures its waits (`timed`), the session writes them to the ledger with its steps, and `Stalls` decides on the warning.
 """
@@ -15,10 +15,10 @@ from outlast.base import units
 T = TypeVar("T")
 
 LEAST_S = 0.001
-"""A shorter wait is the hand-over from the thread that reads ahead, not a stall."""
+"""Minimum duration of a stall: a shorter wait is the hand-over from the thread that reads ahead."""
 _LOOK_S = 60.0
 _MUCH = 0.2
-"""Share of a period spent waiting that causes a warning; arbitrary."""
+"""Share of a period that training must spend waiting to cause a warning; arbitrary."""
 _QUIET_S = 900.0
 
 
@@ -29,7 +29,7 @@ class Waits(Protocol):
 
     @property
     def remedy(self) -> str:
-        """Advice if training waits for this reader."""
+        """Advice to print if training waits for this reader."""
 
 
 def timed(batches: Generator[T, None, None], reader: Waits) -> Iterator[T]:
@@ -61,7 +61,8 @@ class Stalls:
         return waited - previous, self.warning(now, waited, remedy)
 
     def warning(self, now: float, waited: float, remedy: str) -> str:
-        """The warning if training has waited much of the last period, else empty; `waited` is the total so far, in seconds."""
+        """The warning if training has waited for much of the last period, otherwise empty; `waited` is the total so far, in
+        seconds."""
         if (period := now - self._since) < _LOOK_S:
             return ""
         share, first = (waited - self._waited) / period, self._since == self._first

@@ -4,9 +4,11 @@
 files lie in directories named after their content, so no two writers ever write different things to one name; these rules only
 decide which directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
 
-    passed     a later generation skipped it as damaged, and resumed from an earlier step counted    committed and not passed
-    expired    enough counted checkpoints have higher steps, and it is not one of the best: it is removed obsolete   two committed
-    checkpoints of its own generation or later have higher steps: it may never be added (again), so its files may be deleted
+    passed     a later generation skipped it as damaged, and resumed from an earlier step
+    counted    committed and not passed
+    expired    enough counted checkpoints have higher steps, and it is not one of the best: it is removed
+    obsolete   two committed checkpoints of its own generation or later have higher steps: it may never be added (again), so its
+               files may be deleted
 
 Every expired checkpoint is obsolete, and an obsolete checkpoint stays obsolete, whatever happens next: a process may delete its
 files at any later time, even as a zombie. Both rules are designed for this.

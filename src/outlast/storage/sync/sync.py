@@ -5,8 +5,8 @@ and the size and times of the local files that match it, so an unchanged tree co
 has. `index` compares, `tree` reads and writes files, `state` records, `transfer` uploads and downloads.
 
 Invariants, whenever a process dies: objects are written first, then the manifest, then the state. So every object in the manifest
-exists, and every file that the state calls unchanged has been transferred. Changes that others make in the store are noticed at
-once if they write the manifest, otherwise once a day, or with `check`.
+exists, and every file that the state calls unchanged has been transferred. Changes that others make in the store are noticed if
+they change the manifest, otherwise once a day, or with `check`.
 
 Called by the command line and by `agent.upload`. `send` and `receive` transfer given files without a manifest.
 """

@@ -4,7 +4,7 @@
     stream = Stream(Shards("s3://bucket/pictures"), batch=256)           # columns: prepare images, jsonl, video
 
 `outlast.data.shards` knows the format. Shards are mapped into memory: nothing is copied before a batch is made. `stored_shards`
-downloads shards from a store; it is imported only for these.
+downloads shards from a store, and is imported only if there is one.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from outlast.data.shards import Manifest, Shard
 from outlast.training.order import Indices, Windows
 
 WINDOW = 8
-"""Shards of a store that are shuffled together by default; arbitrary."""
+"""Number of shards in a store that are shuffled together by default; arbitrary."""
 AHEAD = 3
-"""Announced windows: the current one, and two to fetch meanwhile."""
+"""Number of announced windows: the current one, and two to fetch meanwhile."""
 _MAPPED = 1024
-"""Most local shards that are mapped at a time; Linux allows a process 65,530 mappings."""
+"""Maximum number of local shards that are mapped at a time; Linux allows a process 65,530 mappings."""
 _LARGE = 4096
-"""Samples of this many bytes are copied into a batch one by one, since fancy indexing would copy them twice."""
+"""Size in bytes from which samples are copied into a batch one by one, since fancy indexing would copy them twice."""
 Columns = dict[str, NDArray[Any]]
 
 
@@ -41,20 +41,20 @@ class Place(Protocol):
     name: str
     """The directory or URL; for messages."""
     keeps: int
-    """Most shards to hold open at a time."""
+    """Maximum number of shards to hold open at a time."""
     remote: bool
 
     def manifest(self) -> Manifest:
         """Read the manifest. Raises OutlastError."""
 
     def hold(self, shard: Shard) -> tuple[Path, object]:
-        """A path to read a shard from, and an object that protects the file while referenced. Waits for the download."""
+        """A path to read a shard from, and an object that protects the file while it is referenced. Waits for the download."""
 
     def file(self, name: str) -> Path:
         """A small file beside the shards. Raises OutlastError if there is none."""
 
     def want(self, shards: Sequence[Shard], now: int) -> None:
-        """Announce the shards to be read next, in this order, the first `now` of them at once."""
+        """Announce the shards that will be read next, in this order; the first `now` of them are needed at once."""
 
 
 class Directory:
@@ -84,17 +84,17 @@ class Shards:
     """The samples of prepared data, for a `Stream`, or to be indexed.
 
     `place` is a directory that `outlast data prepare` wrote, or one of nanoGPT's with `train.bin` and `val.bin`, or the URL of
-    one in a store (`s3://bucket/data`), whose shards are fetched through this machine's cache as needed. `part` is `train` or
-    `val`.
+    such a directory in a store (`s3://bucket/data`), whose shards are fetched through this machine's cache as needed. `part` is
+    `train` or `val`.
 
     Text: a sample is an int64 tensor of `block` + 1 consecutive tokens that begin at a multiple of `block` in a shard; `s[:-1]`
     is the input, `s[1:]` the target. A batch has shape (n, `block` + 1). Other kinds: a sample is a dict of the prepared columns;
-    in a batch, columns of one shape are stacked, first dimension = samples, and others are lists of n tensors. `transform` is
-    applied to each sample, in the Stream's `workers`; its random numbers are a function of (seed, epoch, index).
+    in a batch, columns of one shape are stacked, first dimension = samples, and other columns are lists of n tensors. `transform`
+    is applied to each sample, in the Stream's `workers`; its random numbers are a function of (seed, epoch, index).
 
-    `window` is the number of shards shuffled together: by default 8 of a store, all of a directory. From a store, every machine
-    reads window after window. `patience` is the number of seconds to wait for an unreachable store. Raises OutlastError if the
-    place has no such part, or its data do not fit the arguments.
+    `window` is the number of shards shuffled together: by default 8 for a store, and all for a directory. From a store, every
+    machine reads window after window. `patience` is the number of seconds to wait for an unreachable store. Raises OutlastError
+    if the place has no such part, or its data do not fit the arguments.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Shards:
         return max(0, tokens - 1) // self.block
 
     def _forget(self) -> None:
-        """Begin without open shards: at the start, and after a fork or unpickling."""
+        """Reset to no open shards: at the start, and after a fork or unpickling."""
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._held: OrderedDict[int, tuple[Columns, object]] = OrderedDict()
         self._announced: tuple[int, int] | None = None
@@ -205,7 +205,8 @@ class Shards:
         self._place.want([self._shards[number] for number in ahead], now)
 
     def await_(self, indices: Indices) -> None:
-        """Wait until the shards of these samples are in the cache, as reading processes cannot report that they wait."""
+        """Wait until the shards of these samples are in the cache, since the processes that read them cannot report that they
+        wait."""
         if self.remote:
             for shard in np.unique(np.searchsorted(self._ends, indices, side="right")):
                 self._open(int(shard))

@@ -1,12 +1,12 @@
-"""Shards of a store, for training: fetched into this machine's cache, and read from there.
+"""Shards in a store, for training: they are fetched into this machine's cache, and read from there.
 
-    <cache>/places/<digest of the URL>/manifest.json                      the last one fetched
+    <cache>/places/<digest of the URL>/manifest.json                      the last manifest fetched
     <cache>/places/<digest of the URL>/files/<digest of that>/<name>      small files, e.g. tokenizer.json
 
-`prepare.room` describes the rest of the cache: one process of a machine fetches a shard, the others wait for it. A process that
-needs a shard now fetches it, and may exceed the limit of the cache; threads fetch announced shards (`want`) and hold them until
-they have been read. Waiting is a sign of life: an unreachable store is no hang. This is the only module of training that imports
-stores, and it is imported only for data in one.
+`prepare.room` describes the rest of the cache: one process of a machine fetches a shard, while the others wait for it. A process
+that needs a shard now fetches it, and may exceed the limit of the cache; threads fetch announced shards (`want`) and protect them
+from removal until they have been read. Waiting counts as a sign of life: an unreachable store is not a hang. This is the only
+module of training that imports stores, and it is imported only for data in a store.
 """
 
 from __future__ import annotations
@@ -46,15 +46,16 @@ MANIFEST = "manifest.json"
 _THREADS = 4
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.2
 _TELL_S, _AGAIN_S = 10.0, 60.0
-"""Wait before the first report, and between reports."""
+"""How long to wait before the first report, and between reports."""
 _STORE_S = 20.0
-"""Time of retries after which the store counts as unreachable."""
+"""How long to retry before the store counts as unreachable."""
 _TRIES, _TRY_S = 4, 0.5
-"""Attempts at a damaged shard or with a full disk, and the pause in which others drop shards that they read ahead."""
+"""Number of attempts at a damaged shard or with a full disk, and the pause in between, in which other processes drop shards that
+they read ahead."""
 _PAUSE_S = 5.0
 """Pause in reading ahead while the store is unreachable or the cache is full."""
 _LEAVE_S = 5.0
-"""Timeout for unfinished downloads at the end of the process."""
+"""How long to wait for unfinished downloads at the end of the process."""
 _REST = "see that nothing writes there, or prepare the data again and start a new run"
 
 
@@ -96,21 +97,21 @@ class Fetched:
         return Fetched, (self.name, self.keeps, self._patience_s)
 
     def begin(self) -> None:
-        """Reset to a new reader: at the start, and in a forked process."""
+        """Reset to the state of a new reader: at the start, and in a forked process."""
         self._store: Store | None = None
         self._ahead_held: dict[str, Held] = {}
         """The announced shards in the cache, by sha256."""
         self.ahead: deque[tuple[Shard, bool]] = deque()
         """The announced shards that are missing, and whether they are needed now."""
         self.announced = threading.Event()
-        """Set, and replaced, on the next announcement."""
+        """Set, and then replaced, when shards are announced."""
         self._lock, self._threads = threading.Lock(), 0
-        """Number of threads that fetch ahead; one ends only while nothing is announced."""
+        """The lock, and the number of threads that fetch ahead; a thread ends only while nothing is announced."""
         self._failed: Exception | None = None
         """An unexpected error in a thread that fetches ahead: the next reader of a shard raises it."""
 
     def manifest(self) -> Manifest:
-        """The store's manifest; if the store is unreachable, the last one fetched."""
+        """The store's manifest; if the store is unreachable, the last manifest fetched."""
         path, new = self._home / MANIFEST, files.beside(self._home / MANIFEST)
 
         def fetch() -> Manifest:
@@ -194,7 +195,8 @@ class Fetched:
         return held
 
     def _fetch(self, shard: Shard, now: bool) -> Held | None:
-        """Fetch a shard; None if another process does. Raises NoRoom if it is not needed now and the cache is full."""
+        """Fetch a shard; None if another process is fetching it. Raises NoRoom if the shard is not needed now and the cache is
+        full."""
         if self._failed is not None:
             raise self._failed
         with room.claimed(self._cache, shard.sha256, shard.bytes, cache.things, os.environ) as (path, missing):
@@ -246,8 +248,8 @@ class Fetched:
         return path
 
     def _patiently(self, what: str, attempt: Callable[[], T | None]) -> T:
-        """Repeat `attempt` while another process fetches (None) or the store is unreachable, until `patience`. Raises
-        OutlastError."""
+        """Repeat `attempt` while another process fetches (it then returns None) or the store is unreachable, until `patience`
+        runs out. Raises OutlastError."""
         begun, tell = time.monotonic(), time.monotonic() + _TELL_S
         pause, tries = _POLL_S, 0
         with deadlocks.watch().alive():
@@ -277,7 +279,7 @@ class Fetched:
                 pause = min(_LONGEST_POLL_S, pause * 1.5)
 
     def _problem(self, what: str, error: Exception) -> tuple[str, bool]:
-        """The sentence for an error, and whether it is transient."""
+        """A sentence about an error, and whether the error is transient."""
         if isinstance(error, Missing):
             remedy = "prepare data there (outlast data prepare), or correct the URL" if what == MANIFEST else _REST
             return f"{self.name} has no {what}; {remedy}", False
@@ -308,7 +310,7 @@ def _read_ahead(reference: weakref.ref[Fetched]) -> None:
 
 _all: weakref.WeakSet[Fetched] = weakref.WeakSet()
 _used = _forked = False
-"""This process has used a store; it is the fork of a process that had."""
+"""Whether this process has used a store; whether it is a fork of a process that had."""
 _leaving = threading.Event()
 _under_way: set[Path] = set()
 
@@ -334,7 +336,7 @@ os.register_at_fork(after_in_child=_begin_in_fork)
 
 
 def main(argv: list[str]) -> None:
-    """URL KEY PATH [SIZE]: `_download` on behalf of a forked process. An error is pickled to standard output."""
+    """URL KEY PATH [SIZE]: run `_download` on behalf of a forked process. An error is pickled to standard output."""
     try:
         Fetched(argv[0], 1, 0.0)._download(argv[1], Path(argv[2]), *map(int, argv[3:]))
     except (OutlastError, OSError) as problem:

@@ -35,11 +35,12 @@ from outlast.training.order import VERSION, Indices, Windows, permuted
 from outlast.training.samples.shards import Shards
 
 _LEAVE_S = 1.0
-"""Timeout for the thread of an abandoned stream: torch aborts a process that ends while a thread is in torch."""
+"""How long to wait for the thread of an abandoned stream: torch aborts a process that ends while a thread is in torch."""
 
 
 def share_of(count: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Start and end of `rank`'s contiguous share of `count` items; shares differ by at most one, the first are the larger."""
+    """Start and end of `rank`'s contiguous share of `count` items; the sizes of shares differ by at most one, and larger shares
+    come first."""
     small, larger = divmod(count, ranks)
     start = rank * small + min(rank, larger)
     return start, start + small + (rank < larger)
@@ -50,21 +51,21 @@ class Batch:
     """This rank's part of one global batch."""
 
     epoch: int
-    """Counted from 0."""
+    """Number of the epoch, counted from 0."""
     step: int
-    """Optimizer steps before this one since the stream began."""
+    """Number of optimizer steps before this batch since the stream began."""
     size: int
-    """Samples in the global batch, over all ranks."""
+    """Number of samples in the global batch, over all ranks."""
     indices: Indices
     """Dataset indices of this rank's samples, int64 of shape (n,); may be empty in a short last batch."""
     ends_epoch: bool
-    """True for the last batch of its epoch."""
+    """Whether this is the last batch of its epoch."""
     pieces: tuple[tuple[Any, float], ...]
     """Micro-batches and their shares, as `split` returns them, on the device that read them."""
     most: int = 1
-    """Largest number of micro-batches of a rank."""
+    """Maximum number of micro-batches of a rank."""
     start: int = 0
-    """Samples of the epoch before this batch, over all ranks."""
+    """Number of samples of the epoch before this batch, over all ranks."""
 
     def __iter__(self) -> NoReturn:
         raise OutlastError(
@@ -79,8 +80,8 @@ class Batch:
         sum to the number of ranks: DDP averages gradients over ranks, so the result is the gradient of the mean loss over the
         global batch, even if it does not divide evenly. With `net` (DDP or FSDP2), gradients are exchanged in the last
         micro-batch only, and tensors are moved to the device of `net`. A rank without a sample in the short last batch of an
-        epoch gets another rank's with share 0.0, because it must take part in the exchange. FSDP2 gathers weights in every
-        forward pass, so a rank with fewer micro-batches than others gets its first one again, with share 0.0.
+        epoch gets a sample of another rank with share 0.0, because it must take part in the exchange. FSDP2 gathers weights in
+        every forward pass, so a rank with fewer micro-batches than others gets its first micro-batch again, with share 0.0.
         """
         where = next((p.device for p in net.parameters()), None) if net is not None else None
         pieces = self.pieces
@@ -131,19 +132,19 @@ class _Plan:
 class Stream:
     """Batches of a dataset in an order that is a function of (seed, epoch, position).
 
-    `dataset` is a tuple or dict of arrays (numpy, memory-mapped ones too, or tensors; first dimension = samples), one
-    such array, or a map-style dataset (`__getitem__`, `__len__`). Arrays are indexed a batch at a time in a thread that reads
-    `prefetch` batches ahead. Map-style samples are joined by `collate`, in this thread or, with `workers`, in processes; random
-    numbers they draw are a function of (seed, epoch, index), so augmentation resumes exactly too.
+    `dataset` is a tuple or dict of arrays (numpy, memory-mapped ones too, or tensors; first dimension = samples), one such array,
+    or a map-style dataset (`__getitem__`, `__len__`). Arrays are indexed a batch at a time in a thread that reads `prefetch`
+    batches ahead. Map-style samples are joined by `collate`, in this thread or, with `workers`, in processes; random numbers that
+    samples draw are a function of (seed, epoch, index), so augmentation resumes exactly, too.
 
-    `batch` is the number of samples in one optimizer step over all ranks; the last one of an epoch may be smaller. `microbatch`
-    cuts it into pieces of that many samples, the same for every world size, which are distributed over the ranks; without it each
-    rank's share is one piece. The stream ends after `steps`, or after `epochs` if `steps` is None: then each sample is handed out
-    exactly `epochs` times, also if a resumed run has another `batch`.
+    `batch` is the number of samples in one optimizer step over all ranks; the last batch of an epoch may be smaller. `microbatch`
+    cuts a batch into pieces of that many samples, the same for every world size, which are distributed over the ranks; without
+    `microbatch` each rank's share is one piece. The stream ends after `steps`, or after `epochs` if `steps` is None: each sample
+    is then handed out exactly `epochs` times, even if a resumed run has another `batch`.
 
-    Its position counts the batches handed out, not the prefetched ones: in the loop's body, the current batch counts as consumed.
-    `len(stream)` is the number of batches still to come. `for batch in stream:` yields a `Batch`; after the loop, the session
-    saves the last step. Raises OutlastError for data of other kinds, and for ranks without a sample.
+    The position of a stream counts the batches handed out, not those prefetched: in the loop's body, the current batch counts as
+    consumed. `len(stream)` is the number of batches still to come. `for batch in stream:` yields a `Batch`; after the loop, the
+    session saves the last step. Raises OutlastError for data of other kinds, and for ranks without a sample.
 
     The order is a keyed permutation (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), computed without a table.
     """
@@ -174,19 +175,19 @@ class Stream:
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = 0
-        """Epoch of the current batch, between loops of the next one."""
+        """Epoch of the current batch; between loops, the epoch of the next batch."""
         self.step = 0
-        """Batches handed out since the beginning."""
+        """Number of batches handed out since the beginning."""
         self.saved_with: tuple[int, int] | None = None
         """`batch` and total steps of the run whose position `load_state_dict` restored; None if unknown."""
         self.reading = 0
         """Number of unfinished loops over the stream."""
         self.ended: Callable[[], None] | None = None
-        """Called when a loop reaches the end of the stream, not when it is left early."""
+        """Called when a loop reaches the end of the stream, but not when the loop is left early."""
         self.saves = 0
         """Number of `state_dict` calls."""
         self.not_shardable = ""
-        """The reason why ranks of the process group may not have separate shares; empty if they may."""
+        """The reason why ranks of the process group must not have separate shares; empty if they may."""
         self.sample = ""
         """Description of the first micro-batch: `a Tensor of shape (16, 3)`."""
         self.waited_s = 0.0
@@ -199,14 +200,14 @@ class Stream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of one epoch."""
+        """Number of optimizer steps of one epoch."""
         return -(-self.samples // self.batch)
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole stream: the steps done and the remaining ones with the present `batch`.
+        """Number of optimizer steps of the whole stream: the steps done, and the remaining steps with the present `batch`.
 
-        It changes when a run resumes with another `batch`; `step` then counts steps of both sizes.
+        The number changes when a run resumes with another `batch`; `step` then counts steps of both batch sizes.
         """
         if self._steps is not None:
             return self._steps
@@ -222,7 +223,7 @@ class Stream:
 
     @property
     def remedy(self) -> str:
-        """Advice if training waits for this stream."""
+        """Advice to print if training waits for this stream."""
         if self._shards and self._shards.remote:
             return "the store delivers too slowly: name it under `data` in the job file, which fetches everything before training"
         if self._arrays or self._workers:
@@ -252,9 +253,9 @@ class Stream:
         return {"version": VERSION, **order, "epoch": epoch, "position": start, **steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position in `state`. World size and `batch` may differ from the saved ones.
+        """Continue at the position in `state`. World size and `batch` may differ from those of the saved run.
 
-        Raises OutlastError if the samples would come in another order: other data, another seed, another `shuffle`.
+        Raises OutlastError if the samples would come in another order: with other data, another seed, or another `shuffle`.
         """
         if state["version"] != VERSION:
             raise OutlastError(
@@ -276,7 +277,8 @@ class Stream:
         self.saved_with = (state["batch"], state["total_steps"]) if "batch" in state else None
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
-        """Adopt the order of shards in `state`, as the run may have begun with the shards elsewhere. Raises OutlastError."""
+        """Adopt the order of shards in `state`, since the run may have begun with the shards in another place. Raises
+        OutlastError."""
         name = state.get("order", "permuted")
         if name not in ("permuted", "windows") or (name == "windows" and not self._shards):
             remedy = "resume with the same data" if name == "windows" else "use the Outlast that saved it"
@@ -292,7 +294,7 @@ class Stream:
         self._window = state["window"] if name == "windows" else 0
 
     def __len__(self) -> int:
-        """Batches still to come."""
+        """Number of batches still to come."""
         return max(0, self.total_steps - self.step)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -377,7 +379,7 @@ class Stream:
                     pieces = tuple((collate([samples[plan.epoch, int(i)] for i in part]), share) for part, share in plan.cuts)
                 yield plan, pieces
             return
-        # One loader for the whole run, whose batches are our micro-batches. It has its own generator, so that it draws nothing
+        # One loader serves the whole run; its batches are our micro-batches. It has its own generator, so that it draws nothing
         # from the default one.
         queued: queue.SimpleQueue[_Plan] = queue.SimpleQueue()
         loader = iter(
@@ -401,7 +403,8 @@ class Stream:
 
 
 def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield `items`, read by a thread that is at most `count` ahead; its exception, if any, arrives in order."""
+    """Yield `items`, read by a thread that is at most `count` items ahead; an exception in the thread is raised after the items
+    before it."""
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(count)
     stopped = threading.Event()
 
@@ -446,7 +449,7 @@ def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
 @dataclasses.dataclass(frozen=True)
 class _Arrays:
     arrays: Any
-    """A mapping, tuple or list of arrays, a single one, or Shards."""
+    """A mapping, tuple or list of arrays, a single array, or Shards."""
 
     def take(self, indices: Indices) -> Any:
         """The rows `indices` of every array, as tensors."""
@@ -532,7 +535,7 @@ _loops = 0
 
 
 def begun(reader: Any) -> None:
-    """Record the begin of a loop over a stream, or over another reader with its attributes."""
+    """Record that a loop over a stream begins, or over another reader with the same attributes."""
     global _loops
     _loops += 1
     reader.reading += 1
@@ -549,7 +552,7 @@ def being_read() -> list[Any]:
 
 
 class _Seeded(Dataset[Any]):
-    """A dataset whose samples' random numbers depend on (seed, epoch, index) only."""
+    """A dataset whose samples draw random numbers that depend only on (seed, epoch, index)."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
@@ -565,7 +568,7 @@ class _Seeded(Dataset[Any]):
 
 
 class _Pieces(Sampler[list[tuple[int, int]]]):
-    """Gives a DataLoader's workers the indices to read, and queues their plan."""
+    """Gives the workers of a DataLoader the indices to read, and queues the plan of each batch."""
 
     def __init__(self, plans: Iterator[_Plan], queued: queue.SimpleQueue[_Plan], shards: Shards | None) -> None:
         self._plans, self._queued, self._shards = plans, queued, shards
@@ -581,7 +584,7 @@ class _Pieces(Sampler[list[tuple[int, int]]]):
 
 @contextlib.contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restore Python's, numpy's and torch's default generators afterwards."""
+    """Restore Python's, numpy's and torch's default generators at the end of the block."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -1,11 +1,11 @@
-"""Copies the state of a step boundary directly into the agent's memory, at every k-th step of a training.
+"""Copies the state of a step boundary directly into the agent's memory, at every k-th step of training.
 
 A state is sorted into two parts (`Layout`): replicated tensors are sharded over the worker's ranks (`shared`); `unique` is the
 state that this rank alone has: its shards, its random numbers, and on rank 0 buffers and pickled objects. Tensors are cut into
 chunks as by torch.distributed.checkpoint, keyed by their offsets in the whole tensor, so a snapshot fits a world of any size.
 
 Calling `state_dict` of modules and optimizers costs more than copying a small state. So the layout is reused as long as all
-tensors are the same (by identity and address), and only pickled objects are made again.
+tensors are the same (by identity and address), and only objects are pickled again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from outlast.training.state.stateful import Stateful
 EXTRA = ".session"
 """Key of rank 0's additional data; no name in a state begins with a dot."""
 _ROOM = 1 << 16
-"""Least granularity of room sizes: pickled objects vary in size, and rooms are reused."""
+"""Minimum granularity of room sizes: pickled objects vary in size, and rooms are reused."""
 _ROOMS = 6
-"""Most rooms that stay mapped and pinned, of both kinds together; two of each are used in turn."""
+"""Maximum number of rooms that stay mapped and pinned, of both kinds together; two of each kind are used in turn."""
 
 Signature = tuple[object, ...]
 
@@ -43,7 +43,7 @@ class Content:
 
     kind: Kind
     chunks: list[tuple[str, torch.Tensor, torch.Size, torch.Size]]
-    """Key, local tensor, size of the whole tensor, and offsets in it."""
+    """Key, local tensor, size of the whole tensor, and the offsets of the local tensor in it."""
     index: list[Item] = dataclasses.field(default_factory=list)
     """An item for each chunk."""
     end: int = 0
@@ -88,7 +88,7 @@ class Layout:
             and all(self.groups.values())
             and not any(f"{name}/rest" in collected.rank0 for name, thing in state.items() if isinstance(thing, torch.nn.Module))
         )
-        """True if it is valid as long as the signature is: no tensor was made for the state dict only."""
+        """Whether the layout is valid as long as the signature is: no tensor was created just for the state dict."""
 
 
 def chunks(flat: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Size, torch.Size]]:
@@ -139,7 +139,7 @@ def _signature(state: State) -> Signature:
 
 
 def _groups(optimizer: torch.optim.Optimizer, rest: bytes) -> list[list[str]] | None:
-    """The parameter names of each group, if these suffice to write the optimizer's `rest` again; else None."""
+    """The parameter names of each group, if these suffice to write the optimizer's `rest` again; otherwise None."""
     state = checkpoint.unpickled(rest, "optimizer")
     if state["others"] or [set(group) for group in state["groups"]] != [set(group) for group in optimizer.param_groups]:
         return None
@@ -154,14 +154,14 @@ def _rest(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> dict[str,
 
 class Capture:
     def __init__(self, state: State, rank: int, local: tuple[int, int], accelerator: device.Device | None = None) -> None:
-        """`accelerator` defaults to this machine's."""
+        """`accelerator` defaults to the one of this machine."""
         self._state, self._rank, self._local = state, rank, local
         self._accelerator = accelerator or device.find()
         self._layout: Layout | None = None
         self._views: dict[tuple[Kind, int], list[torch.Tensor]] = {}
-        """By kind and room: a tensor in the room for each chunk."""
+        """A tensor in the room for each chunk, by kind and room."""
         self._rooms: dict[int, tuple[torch.Tensor, bool]] = {}
-        """By room, least recently used first: all its memory, and whether it is pinned."""
+        """All memory of each room, and whether it is pinned; the least recently used room first."""
         self._beside = self._accelerator.beside()
         if (beside := self._beside) is not None:
             for _, optimizer in _optimizers(state):
@@ -173,7 +173,7 @@ class Capture:
         return self._beside is not None
 
     def prepare(self, extra: bytes) -> list[tuple[Content, dict[str, bytes]]]:
-        """The parts of the present state, and the bytes that go with their tensors; nothing is copied yet."""
+        """The parts of the present state, and the pickled objects that belong to them; nothing is copied yet."""
         layout, objects = self._layout, None
         if layout is None or not layout.lasting or layout.signature != _signature(self._state):
             collected = checkpoint.collected(self._state, self._rank)
@@ -190,7 +190,7 @@ class Capture:
         return [(shared, {}), (unique, objects)]
 
     def _objects(self, layout: Layout) -> dict[str, bytes]:
-        """Everything but tensors, as `checkpoint.collected` returns it, without its checks, which have passed before."""
+        """Everything but tensors, as `checkpoint.collected` returns it, without its checks, which have already passed."""
         quickly = checkpoint.quickly_pickled
         objects = {f"rng/{self._rank}": quickly(checkpoint.generators())}
         for name, thing in self._state.items():
@@ -206,11 +206,11 @@ class Capture:
         return objects
 
     def copy(self, rooms: Sequence[tuple[Content, Room]]) -> Callable[[], None]:
-        """Copy tensors into their rooms. Returns a function that waits for the copies; on the CPU they are done.
+        """Copy tensors into their rooms. Returns a function that waits for the copies; on the CPU they are already done.
 
-        On an accelerator, tensors that only optimizers change are copied in parallel to the next step, until its optimizer;
-        others may be changed by the next forward pass, so they are copied in the order of the computation. Tensors on other
-        devices have been copied on return.
+        On an accelerator, tensors that only optimizers change are copied in parallel with the next step, until its optimizer
+        step; other tensors may be changed by the next forward pass, so they are copied in the order of the computation. Tensors
+        on other devices have been copied when this returns.
         """
         self._make_room([room for _, room in rooms])
         pairs = [
@@ -256,7 +256,7 @@ class Capture:
                 self._accelerator.unregister(memory)
 
     def close(self) -> None:
-        """End copies, and release all memory."""
+        """Wait for copies in progress, and release all memory."""
         if self._beside is not None:
             self._beside.wait()
         self._let_go(list(self._rooms))
@@ -294,7 +294,7 @@ def size(content: Content, objects: Mapping[str, bytes]) -> int:
 
 
 def placed(content: Content, objects: Mapping[str, bytes], room: Room) -> tuple[list[Item], int]:
-    """Write the objects of a part into its room, behind the tensors. Returns its index and its size in bytes."""
+    """Write the objects of a part into its room, after the tensors. Returns the part's index and its size in bytes."""
     places, end = parts.laid_out(map(len, objects.values()))
     index = list(content.index)
     for (key, data), place in zip(objects.items(), places, strict=True):

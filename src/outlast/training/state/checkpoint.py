@@ -1,15 +1,15 @@
 """Saves and restores everything that a run needs to continue exactly.
 
 A *state* is the argument of `Session.resume`: modules, optimizers and other objects with `state_dict` and `load_state_dict`, by
-name. `capture` collects a rank's part of it, `restore` loads a checkpoint. `saver` writes; `outlast.storage.checkpoints` knows
-the directory and decides which checkpoint is valid.
+name. `capture` collects a rank's part of it, `restore` loads a checkpoint. `saver` writes checkpoints;
+`outlast.storage.checkpoints` knows the directory and decides which checkpoint is valid.
 
 Keys of a checkpoint: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects:
 `<optimizer>/rest`, `<module>/rest`, `<anything else>`, `<loader>/<rank>`, `rng/<rank>`. Replicated tensors are sharded over the
-ranks, each of which writes its part; buffers are rank 0's, whose values DDP broadcasts in the next forward pass.
+ranks, each of which writes its part; buffers are those of rank 0, whose values DDP broadcasts in the next forward pass.
 
-Reading a checkpoint runs no code from it: objects are read as by `torch.load(weights_only=True)`, plus numpy's arrays, a few
-types of the standard library, and the classes that a script allows by `torch.serialization.add_safe_globals`.
+Reading a checkpoint runs no code that it contains: objects are read as by `torch.load(weights_only=True)`, plus numpy's arrays, a
+few types of the standard library, and the classes that a script allows with `torch.serialization.add_safe_globals`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from outlast.training.state.stateful import Stateful
 
 State = Mapping[str, Any]
 Flat = dict[str, Any]
-"""One rank's part: tensors, and pickled objects as bytes."""
+"""One rank's part of a state: tensors, and pickled objects as bytes."""
 
 
 def check(state: State) -> None:
@@ -81,12 +81,12 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 class Collected(NamedTuple):
-    """The tensors and objects of a state, by the ranks that have them; tensors are not copied yet."""
+    """The tensors and objects of a state, by which ranks have them; tensors are not copied yet."""
 
     everybody: Flat
-    """Replicated on every rank, or distributed tensors."""
+    """State replicated on every rank, and distributed tensors."""
     own: Flat
-    """This rank's."""
+    """State that only this rank has."""
     rank0: Flat
 
 
@@ -141,7 +141,7 @@ def _modules(state: State) -> torch.nn.Module:
 def _optimizer_state(
     root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """An optimizer's tensors by parameter and name, and the rest: groups, and values that are no tensors, such as None."""
+    """An optimizer's tensors by parameter and name, and the rest: groups, and values that are not tensors, such as None."""
     with _begun(optimizer):
         state: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
     values = {(fqn, key): value for fqn, entry in state["state"].items() for key, value in entry.items()}
@@ -152,9 +152,10 @@ def _optimizer_state(
 
 @contextlib.contextmanager
 def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give an optimizer without state an empty entry meanwhile.
+    """Give an optimizer without state an empty entry for the duration of the block.
 
-    Otherwise torch initializes its state by a step, which calls hooks and is wrong for optimizers with a special first step.
+    Otherwise torch initializes the state by taking a step, which calls hooks and is wrong for optimizers with a special first
+    step.
     """
     first = _parameters(optimizer)[0]
     if not optimizer.state:
@@ -179,7 +180,7 @@ def assigned_keys(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) ->
 
 
 def _safe() -> list[Any]:
-    """Types allowed in a checkpoint besides torch's own: reading these only constructs them."""
+    """Types allowed in a checkpoint besides torch's own: reading them only constructs objects."""
     array: Any = np.empty(0).__reduce__()[0]
     scalar: Any = np.float64().__reduce__()[0]
     named = [(make, f"{package}.multiarray.{make.__name__}") for make in (array, scalar) for package in _NUMPY]
@@ -194,14 +195,14 @@ _PATHS = (pathlib.PurePosixPath, pathlib.PosixPath)
 
 
 def quickly_pickled(value: Any) -> bytes:
-    """An object as bytes, unchecked: `pickled` has accepted one like it."""
+    """An object as bytes, unchecked: `pickled` has accepted a similar object before."""
     buffer = io.BytesIO()
     torch.save(value, buffer, _use_new_zipfile_serialization=False)
     return buffer.getvalue()
 
 
 def pickled(value: Any, name: str) -> bytes:
-    """An object as bytes. Raises OutlastError, with the remedy, if it could not be read back."""
+    """An object as bytes. Raises OutlastError, with the remedy, if the object could not be read back."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     if foreign := _foreign(buffer.getvalue()):
@@ -213,7 +214,7 @@ def pickled(value: Any, name: str) -> bytes:
 
 
 _READ_BACK: set[str] = set()
-"""Names whose objects this process has pickled and read back once."""
+"""Names of objects that this process has pickled and read back once."""
 _ALLOW = (
     "call torch.serialization.add_safe_globals([...]) with that class where the script begins, or keep tensors, arrays, "
     "numbers and text there"
@@ -287,7 +288,7 @@ class _Reader(FileSystemReader):
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load bytes, the only type that we save besides tensors."""
+        """Load bytes, the only type saved besides tensors."""
         data: Any = None
         with contextlib.suppress(pickle.UnpicklingError):
             data = torch.load(value, weights_only=True)
@@ -313,7 +314,8 @@ def generators() -> dict[str, Any]:
 
 
 def _set_generators(states: Mapping[str, Any]) -> None:
-    """Also accepts the format of early checkpoints: Python's words as numbers, arrays as arrays."""
+    """Set the states of this rank's generators. Also accepts the format of early checkpoints: Python's words as numbers, arrays
+    as arrays."""
     version, words, gauss = states["python"]
     kind, keys, *drawn = states["numpy"]
     random.setstate((version, tuple(_numbers(words, np.uint32).tolist()), gauss))
@@ -330,9 +332,9 @@ def _numbers(values: Any, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
 def restore(path: Path, state: State, rank: int | None = None) -> bool:
     """Load the checkpoint at `path` into the modules, optimizers and objects of `state`, which may be a part of the saved state.
 
-    Needs no session and no process group: every rank reads its part. With `rank`, restores that rank's random number generators,
-    too; returns False if the checkpoint has none for it (fewer ranks saved it). Raises OutlastError if the checkpoint does not
-    fit.
+    No session and no process group are needed: every rank reads its part. With `rank`, that rank's random number generators are
+    restored, too; returns False if the checkpoint has none for the rank (fewer ranks saved it). Raises OutlastError if the
+    checkpoint does not fit.
     """
     reader = _Reader(path)
     targets = targets_of(reader.read_metadata(), state, rank)
@@ -366,13 +368,13 @@ def targets_of(metadata: Metadata, state: State, rank: int | None) -> Flat:
 
 
 def load(reader: StorageReader, source: str, state: State, targets: Flat) -> None:
-    """Read into `targets`. Raises OutlastError if `state` does not fit the saved one."""
+    """Read into `targets`. Raises OutlastError if `state` does not fit the saved state."""
     _compare(source, state, targets, reader.read_metadata())
     _load(targets, reader)
 
 
 def put(state: State, loaded: Flat, source: str, rank: int | None) -> bool:
-    """Load the objects of a state from the `loaded` targets. Returns whether these had this rank's random numbers."""
+    """Load the objects of a state from the `loaded` targets. Returns whether the targets had this rank's random numbers."""
     for name, thing in state.items():
         rest = unpickled(loaded[f"{name}/rest"], name) if f"{name}/rest" in loaded else {}
         if isinstance(thing, torch.nn.Module):
@@ -389,7 +391,7 @@ def put(state: State, loaded: Flat, source: str, rank: int | None) -> bool:
                 entries.setdefault(fqn, {})[what] = tensor
             for (fqn, what), value in rest["others"].items():
                 entries.setdefault(fqn, {})[what] = value
-            # not strict: a parameter that never had a gradient has no state and must not get any
+            # not strict: a parameter that has never had a gradient has no optimizer state, and must not get any
             options = StateDictOptions(strict=False)
             saved_state: dict[str, Any] = {"state": entries, "param_groups": rest["groups"]}
             with _begun(thing):
@@ -421,7 +423,7 @@ def read(path: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The tensors of modules in a checkpoint, without the optimizers'."""
+    """The tensors of modules in a checkpoint, without those of optimizers."""
     entries = metadata.state_dict_metadata.items()
     return {key: it for key, it in entries if isinstance(it, TensorStorageMetadata) and "/state/" not in key}
 

@@ -1,6 +1,6 @@
 """Copies tensors within this machine's memory, with several threads.
 
-One core cannot saturate the memory. Training waits meanwhile, so all cores of the rank are free to help.
+One core cannot saturate the memory bandwidth. Training waits for the copies, so all cores of the rank are free to help.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from collections.abc import Iterable, Iterator
 import torch
 
 _PIECE = 16 << 20
-"""Least bytes that a thread moves at a time, of larger tensors. From 16 times the size at which copies bypass the caches
-(`launch.system`), `memcpy` copies four pages at once, which is faster still."""
+"""Minimum number of bytes that a thread copies at a time from larger tensors. From 16 times the size at which copies bypass the
+caches (`launch.system`), `memcpy` copies four pages at once, which is faster still."""
 _LINE = 64
 """Bytes of a cache line, to which pieces are aligned."""
 _LARGE = 256 << 10
-"""Least bytes of a tensor that we move; torch copies many small ones faster."""
+"""Minimum size in bytes of a tensor that our threads copy; torch copies many small tensors faster."""
 _WORTH = 16 << 20
-"""Least bytes for which threads are started; arbitrary: a thread takes 0.1 ms, this much takes one core 2 ms."""
+"""Minimum number of bytes for which threads are started; arbitrary: starting a thread takes 0.1 ms, and one core copies this much
+in 2 ms."""
 _MOST = 4
-"""Most threads; more do not increase the bandwidth."""
+"""Maximum number of threads; more do not increase the bandwidth."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -31,7 +32,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def copy(pairs: Iterable[Pair], *, background: bool = True) -> None:
     """Copy the second tensor of each pair into the first, of the same shape.
 
-    Copies from an accelerator to pinned memory continue in the `background`: its `synchronize` waits for them.
+    Copies from an accelerator to pinned memory continue in the `background`: the accelerator's `synchronize` waits for them.
     """
     moves: list[tuple[int, int, int]] = []
     small: list[Pair] = []

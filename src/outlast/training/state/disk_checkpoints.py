@@ -1,8 +1,8 @@
-"""The newest valid checkpoint, from which all ranks resume: searched on all disks, and copied to the disks that lack it.
+"""The newest valid checkpoint, from which all ranks resume: its search on all disks, and its copy to disks that lack it.
 
-Disks may hold different checkpoints: a new worker's is empty, and rank 0 may run there. So the leaders exchange lists, the ranks
-of a worker share the verification, and one valid copy is enough. It is copied to all disks, so that all ranks read the same
-checkpoint, and every disk has a copy when the next worker is lost.
+Disks may hold different checkpoints: the disk of a new worker is empty, and rank 0 may run on that worker. So the leaders
+exchange lists, the ranks of a worker share the verification, and one valid copy is enough. That copy is sent to all disks, so
+that all ranks read the same checkpoint, and every disk has a copy when the next worker is lost.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Report = Callable[..., None]
 
 @dataclass(frozen=True, order=True)
 class _Offer:
-    """A checkpoint on a disk. Equal offers of two disks are the same checkpoint."""
+    """A checkpoint on a disk. Equal offers from two disks are the same checkpoint."""
 
     step: int
     generation: int
-    """If two worlds have saved the same step, the later one's is used."""
+    """The generation that saved the checkpoint; if two worlds have saved the same step, the later world's is used."""
     digest: str
-    """Checksum of its COMMIT; "" if that cannot be read."""
+    """Checksum of COMMIT; "" if COMMIT cannot be read."""
     problem: str = ""
 
 
 _UNREAD = -1
-"""The step in the offer of an unreadable disk."""
+"""The step in the offer from an unreadable disk."""
 _Offers = Mapping[int, _Offer]
 """Checkpoints of a disk, by step."""
 
@@ -46,9 +46,9 @@ _Offers = Mapping[int, _Offer]
 class Search:
     """Parameters of the search.
 
-    `share`: number and count of the shares of verification; the ranks of a worker divide the files. `held` protects checkpoints
-    from removal until it is closed. `report(kind, **fields)` is called on rank 0 for checkpoints that are `damaged` or were
-    `copied` to other disks.
+    `share` is the number of this rank's share of the verification, and the number of shares; the ranks of a worker divide the
+    files. `held` protects checkpoints from removal until it is closed. `report(kind, **fields)` is called on rank 0 for
+    checkpoints that are `damaged` or were `copied` to other disks.
     """
 
     directory: Path
@@ -68,12 +68,12 @@ class Offered:
         leaders = [[_Offer(*row[:4]) for row in gathered[rank][0]] for rank in search.disks.leading]
         self.disks: list[_Offers] = [{offer.step: offer for offer in offers if offer.step != _UNREAD} for offers in leaders]
         self.unread = next((offer.problem for offers in leaders for offer in offers if offer.step == _UNREAD), "")
-        """The reason why a disk cannot be read; it counts as empty."""
+        """The reason why a disk cannot be read; such a disk counts as empty."""
         self.payloads = [each for _, each in gathered]
-        """By rank."""
+        """The payloads of all ranks, in rank order."""
 
     def committed(self, step: int) -> int:
-        """The newest committed step up to `step`, 0 if there is none; nothing is verified."""
+        """The newest committed step up to `step`, or 0 if there is none; nothing is verified."""
         steps = (offer.step for disk in self.disks for offer in disk.values() if not offer.problem and offer.step <= step)
         return max(steps, default=0)
 
@@ -81,8 +81,8 @@ class Offered:
 def valid(search: Search, offered: Offered, after: tuple[int, int] | None = None) -> checkpoints.Checkpoint | None:
     """The newest checkpoint that is valid on at least one disk, copied to `search.directory`; None if there is none.
 
-    With `after`, (generation, step), only later ones count. Raises NoRoom on all ranks if a disk has no room for it. A
-    collective.
+    With `after`, (generation, step), only later checkpoints count. Raises NoRoom on all ranks if a disk has no room for the copy.
+    A collective.
     """
     offers, disks, report, held, share = offered.disks, search.disks, search.report, search.held, search.share
     directory, run = search.directory, search.run
@@ -110,7 +110,7 @@ def valid(search: Search, offered: Offered, after: tuple[int, int] | None = None
 
 
 def _offers(directory: Path, run: str) -> _Offers:
-    """Checkpoints of the run on this disk, and any whose run is unknown."""
+    """The checkpoints on this disk that belong to the run, or whose run is unknown."""
     offers = {}
     try:
         for each in checkpoints.list_(directory):
@@ -126,8 +126,8 @@ def _offers(directory: Path, run: str) -> _Offers:
 
 
 def _candidates(offers: list[_Offers]) -> list[_Offer]:
-    """Candidates, newest first: by generation, then step. An unreadable one is a candidate only if it is the only one of its
-    step; it counts with the highest generation below its step."""
+    """Candidates, newest first: by generation, then step. An unreadable checkpoint is a candidate only if it is the only one of
+    its step; it is taken to have the highest generation found at lower steps."""
     every = {offer for disk in offers for offer in disk.values()}
     readable = {offer.step for offer in every if not offer.problem}
     candidates = {offer for offer in every if not offer.problem or offer.step not in readable}
@@ -156,7 +156,7 @@ def _checked(path: Path, candidate: _Offer, offers: _Offers, share: tuple[int, i
 
 
 def _copy_to_disks(path: Path, problems: list[str], disks: Disks, held: contextlib.ExitStack, report: Report) -> None:
-    """Copy the checkpoint at `path` from the first disk without a problem to those with one. A collective."""
+    """Copy the checkpoint at `path` from the first disk that has no problem with it to the disks that have one. A collective."""
     begun, source, missing = time.monotonic(), problems.index(""), bool(problems[disks.here])
     failed = _received(path, source, missing, disks) if disks.leader else ""
     failures = [(rank, failure) for rank, failure in enumerate(disks.gather(failed)) if failure]
@@ -175,7 +175,8 @@ def _copy_to_disks(path: Path, problems: list[str], disks: Disks, held: contextl
 
 
 def _received(path: Path, source: int, missing: bool, disks: Disks) -> str:
-    """Take part in the copy as a leader, to the end even after a failure. Returns why it failed here, or an empty text."""
+    """Take part in the copy as a leader, to the end even after a failure. Returns why the copy failed on this disk, or an empty
+    text."""
     commit: checkpoints.Commit | str = ""
     if disks.here == source:
         try:

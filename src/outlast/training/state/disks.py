@@ -1,11 +1,11 @@
 """Disks: which ranks share a directory, and the copying of files from one disk to all others.
 
-Workers may write into one directory (this machine's, or a network volume) or into separate ones (pods). A session detects this
-when it starts, and again before each save until all can write. The lowest rank of a disk is its *leader*: it alone commits,
+Workers may write into one directory (this machine's, or a network volume) or into separate ones (pods). A session detects which
+when it starts, and again before each save until all ranks can write. The lowest rank of a disk is its *leader*: it alone commits,
 sweeps and receives.
 
 Invariants: with one disk nothing is sent, and there are no additional collectives. With several, a disk that fails (full, broken)
-takes part to the end and reports the failure then, so that no other waits for it.
+takes part to the end and only then reports the failure, so that no other disk waits for it.
 Docs: docs/decisions/0010-workers-without-a-common-disk.md.
 """
 
@@ -32,7 +32,7 @@ _ABANDONED_S = 3600.0
 
 @dataclass(frozen=True)
 class Part:
-    """A file on one disk, to be copied to all."""
+    """A file on one disk, to be copied to all disks."""
 
     name: str
     size: int
@@ -54,7 +54,7 @@ class Disks:
     savers: dist.ProcessGroup | None = None
     """The leaders, for the thread that saves."""
     certain: bool = True
-    """All ranks could write; otherwise two of these disks may be one."""
+    """Whether all ranks could write; otherwise two of these disks may be the same."""
 
     @classmethod
     def find(cls, directory: Path, group: dist.ProcessGroup | None) -> Self:
@@ -64,7 +64,7 @@ class Disks:
         return disks
 
     def ascertain(self, directory: Path) -> None:
-        """Repeat the detection unless it is certain. No save may be in progress. A collective unless certain."""
+        """Repeat the detection unless its result is certain. No save may be in progress. A collective unless certain."""
         if self.certain:
             return
         makers, previous = _makers(directory, self.rank, len(self.by_rank), self.group), self.by_rank
@@ -97,7 +97,7 @@ class Disks:
         return self.leading[self.here] == self.rank
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. A collective of all, in the thread that trains."""
+        """Every rank's value, in rank order. A collective of all ranks, in the thread that trains."""
         if len(self.by_rank) == 1:
             return [value]
         values: list[Any] = [None] * len(self.by_rank)
@@ -108,7 +108,7 @@ class Disks:
         """Release the groups; no collective may be in progress."""
         self.group = self.leaders = self.savers = None
 
-    # Among the leaders of several disks; `group` is `leaders` or `savers`
+    # Collectives of the leaders of several disks; `group` is `leaders` or `savers`
 
     def each(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         """Every leader's value, by disk. A collective of the leaders."""
@@ -125,10 +125,10 @@ class Disks:
         return values[0]
 
     def exchange(self, parts: Sequence[Part], path: Callable[[str], Path | None], group: dist.ProcessGroup | None) -> str:
-        """Copy every file to all disks. Returns why it failed on this one, or an empty text. A collective of the leaders.
+        """Copy every file to all disks. Returns why the copy failed on this disk, or an empty text. A collective of the leaders.
 
-        `path` returns a file's location, as its source or as its target, where it is written durably and verified. None: this
-        disk does not need the file and only takes part.
+        `path` returns a file's location, as its source or as its target, where it is written durably and verified. If it returns
+        None, this disk does not need the file and only takes part.
         """
         leading, problem = self.leading, ""
         memory = torch.empty(min(BLOCK, max((part.size for part in parts), default=0)), dtype=torch.uint8)
@@ -201,12 +201,12 @@ def _bytes(block: torch.Tensor) -> memoryview:
 
 
 def _makers(directory: Path, rank: int, ranks: int, group: dist.ProcessGroup | None) -> list[int]:
-    """For every rank, the first rank that left a mark in its directory: equal only for ranks that share one. In directories that
-    cannot be written, a negative number for each worker.
+    """For every rank, the first rank that left a mark in its directory, which is equal only for ranks that share a directory; for
+    directories that cannot be written, a negative number for each worker.
 
-    The name is new each time, so a directory that was copied with its marks counts as another. The file system decides which rank
-    is first, and all marks are complete before one is read, on network volumes, too. On a full disk, the size of a mark encodes
-    its rank, which needs no space.
+    A mark has a new name each time, so a directory that was copied with its marks counts as another directory. The file system
+    decides which rank is first, and all marks are complete before any is read, on network volumes, too. On a full disk, the size
+    of a mark encodes its rank, which needs no space.
     """
     word = torch.tensor(secrets.randbits(62))
     dist.broadcast(word, 0, group=group)

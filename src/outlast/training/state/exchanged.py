@@ -1,7 +1,8 @@
-"""Values that ranks exchange by pickle, under names that do not move: the ranks of a world may be of two versions.
+"""Values that ranks exchange by pickle, under names that never change: the ranks of a world may run two versions.
 
-A pickle names the module of each class, so ranks of versions before and after a move could not read each other's. Each class
-below is pickled under its name of 2026-11, whatever its present module. Its fields stay, too: a new one needs a default.
+A pickle names the module of each class, so ranks of versions before and after a class moved could not read each other's pickles.
+Each class below is pickled under its name of 2026-11, whatever its present module. Its fields stay, too: a new field needs a
+default.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NAMES: dict[type, str] = {
 
 
 def keep_names() -> None:
-    """Have these classes pickled, and read, under their names above."""
+    """Register these classes to be pickled, and read, under the names above."""
     for kind, name in NAMES.items():
         module, _, attribute = name.rpartition(".")
         kind.__module__, kind.__qualname__ = module, attribute

@@ -1,12 +1,12 @@
 """Reads a snapshot from the memory of workers as torch.distributed.checkpoint reads a checkpoint.
 
-A rank needs its own unique part, one worker's set of shared parts, and the unique part of rank 0: objects and buffers. Rank 0
-reads the latter and broadcasts it, with the indices of the set. Only if a rank then lacks its chunk of a tensor, because the
-world has another size, the indices of all parts are exchanged (`tails`, `Reader.add`).
+A rank needs its own unique part, one worker's set of shared parts, and the unique part of rank 0, which has objects and buffers.
+Rank 0 reads the last of these and broadcasts it, with the indices of the set. Only if a rank then lacks its chunk of a tensor,
+because the world has another size, are the indices of all parts exchanged (`tails`, `Reader.add`).
 
-Parts in this worker's own memory are read there, the others directly from the agents that hold them, into the tensors themselves
-if these are contiguous; a connection exists only while it is read from. Every item is verified. A wrong copy is not read again;
-reading one out of reach is retried, with all holders in turn, and the ranks of a world begin with different ones.
+Parts in this worker's own memory are read there, other parts directly from the agents that hold them, into the tensors themselves
+if these are contiguous; a connection is open only while it is read from. Every item is verified. A wrong copy is not read again;
+reading a copy that is out of reach is retried, with all holders in turn, and the ranks of a world begin with different holders.
 """
 
 from __future__ import annotations
@@ -44,27 +44,28 @@ from outlast.training.state.checkpoint import Flat
 from outlast.worker.hangs import deadlocks
 
 PATIENCE_S = 20.0
-"""Retry timeout for a part of which no copy can be reached. Any other state costs minutes of training or a new start, and the
-holders are in our world, so their network has just worked."""
+"""Retry timeout for a part of which no copy can be reached. Falling back to another state would cost minutes of training or a new
+start, and the holders are in our world, so their network worked a moment ago."""
 _PAUSE_S = 0.1, 2.0
 """The first and the longest pause between attempts."""
 _SMALL = 1 << 20
-"""Largest tensor of rank 0 that is broadcast, in bytes. Arbitrary: buffers are smaller; each rank reads larger ones itself."""
+"""Maximum size in bytes of a tensor of rank 0 that is broadcast. Arbitrary: buffers are smaller; each rank reads larger tensors
+itself."""
 
 Key = tuple[str, int, str]
 """Kind, local rank and digest of a part: parts with equal keys have equal bytes."""
 Targets = list[tuple[int, memoryview]]
-"""Numbers of items, and memory to read each into."""
+"""Numbers of items, and the memory to read each into."""
 Broadcast = tuple[dict[Key, bytes], dict[int, bytes]]
-"""Read by rank 0 for all: tails of parts, and items of the unique part of the snapshot's rank 0, by number."""
+"""Data that rank 0 reads for all ranks: tails of parts, and items of the unique part of the snapshot's rank 0, by number."""
 
 
 class _Part:
     """One part, and its holders."""
 
     def __init__(self, reader: Reader, holders: Holders, turn: int, *, tail: bytes | None = None, small: bool = False) -> None:
-        """`turn`: the first of the other holders to ask if our own agent does not have it. Without its `tail` the index is read,
-        and with `small` the small items, too. Raises Damaged, OutOfReach."""
+        """`turn` is the number of the first other holder to ask if our own agent does not have the part. Without `tail` the index
+        is read, and with `small` the small items, too. Raises Damaged, OutOfReach."""
         own = reader.client.address
         far = [each for each in holders if each.address != own]
         turn %= len(far) or 1
@@ -72,7 +73,7 @@ class _Part:
         self.part = holders[0].part
         self.small: dict[int, bytes] = {}
         self.near = self.far = 0
-        """Bytes read from our own agent, and from others."""
+        """Bytes read from our own agent, and from other agents."""
 
         def first(source: Source) -> Targets:
             self.tail = source.tail
@@ -85,7 +86,7 @@ class _Part:
         self.index, _ = parts.read_tail(self.part, self.tail)
 
     def fetch(self, targets: Targets) -> None:
-        """Read items into memory. Raises Damaged if no holder has them whole, OutOfReach if none can be reached."""
+        """Read items into memory. Raises Damaged if no holder has a valid copy, OutOfReach if no holder can be reached."""
         rest = []
         for number, into in targets:
             if number in self.small:
@@ -96,7 +97,7 @@ class _Part:
             self._read(lambda _: rest)
 
     def _read(self, chosen: Callable[[Source], Targets]) -> Targets:
-        """Read the chosen items from the first readable copy. Raises Damaged if none is left, OutOfReach."""
+        """Read the chosen items from the first readable copy. Raises Damaged if no copy is left, OutOfReach."""
         since = None
         with deadlocks.watch().alive():
             for attempt in itertools.count():
@@ -134,15 +135,15 @@ class Reader(StorageReader):
         """Holders that were out of reach at the last attempt."""
         self._candidate, self._rank = candidate, rank
         self._unique: dict[int, _Part] = {}
-        """By rank of the world that made the snapshot."""
+        """The unique parts, by rank in the world that made the snapshot."""
         self._shared: list[_Part] = []
         self._parts: list[_Part] = []
         self._places: dict[MetadataIndex, tuple[int, int]] = {}
-        """The part and the number of each item, by its place in the checkpoint."""
+        """The part and the number of each item, by the item's place in the checkpoint."""
 
     def learn(self, broadcast: Broadcast | None = None) -> Broadcast:
-        """Read the indices and small items, except for rank 0's `broadcast`. Returns this rank's, for rank 0 to broadcast. Raises
-        Damaged, OutOfReach."""
+        """Read the indices and small items that are not in rank 0's `broadcast`. Returns those that this rank has, for rank 0 to
+        broadcast. Raises Damaged, OutOfReach."""
         tails, items = broadcast or ({}, {})
         unique = self._candidate.unique
         if not self._parts:
@@ -174,7 +175,7 @@ class Reader(StorageReader):
         self._describe()
 
     def _set(self, tails: Mapping[Key, bytes]) -> list[_Part]:
-        """One whole set of shared parts: our own worker's, if it has one."""
+        """One complete set of shared parts: that of our own worker, if it has one."""
         own = self.client.address
         sets = sorted(self._candidate.shared, key=lambda each: own not in {holder.address for holder in each[0]})
         for each in sets:

@@ -1,6 +1,6 @@
 """`parameters.json`: the settings of a run, under the script's names (`run.parameters`).
 
-Rank 0 writes it. When a run resumes with other settings, the file has the new ones, and the change is logged.
+Rank 0 writes it. When a run resumes with other settings, the file gets the new settings, and the change is logged.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def _kind(value: Any) -> str:
 
 
 def write(path: Path, values: Mapping[str, Any]) -> str:
-    """Replace the file if it has other values; returns the changes, for people, or an empty text. Raises OSError."""
+    """Replace the file if it has other values. Returns a description of the changes for people, or an empty text. Raises
+    OSError."""
     old = read(path)
     if old == values:
         return ""

@@ -1,12 +1,12 @@
 """Writes the file of one rank's part of a checkpoint, as torch.distributed.checkpoint's own writer does, with less work.
 
-torch's writer checksums every tensor, and the checksum of the file would need a second pass. Here each byte is read once: 4 MiB
-are checksummed, and written while they are in the CPU's cache. Both, and the wait for the disk, run without the GIL, so the
-training thread goes on. The writer uses a core for an eighth of the time, which leaves memory bandwidth to the training, unless
-somebody waits for the save.
+torch's writer checksums every tensor, and the checksum of the file would need a second pass. Here each byte is read once: blocks
+of 4 MiB are checksummed, and written while they are in the CPU's cache. Both, and the wait for the disk, run without the GIL, so
+the training thread goes on. The writer uses a core for only an eighth of the time, unless somebody waits for the save; this
+leaves memory bandwidth to training.
 
 A tensor is stored as by `torch.save`, in a ZIP archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT): the bytes
-before and after its data come from torch (`torch.serialization.skip_data`), the data from its memory.
+before and after the data come from torch (`torch.serialization.skip_data`), and the data from the tensor's memory.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _BLOCK = 4 << 20
 _PAUSE = 7
 """Seconds of rest after each second of work, for files of several blocks."""
 UNHURRIED = 1 + _PAUSE
-"""Factor by which a save takes longer, at most, while nobody waits for it."""
+"""Maximum factor by which a save takes longer while nobody waits for it."""
 _SMALL = 64 << 10
-"""Tensors below this many bytes are saved by torch, as the archive around their data costs more than the data."""
+"""Tensors of fewer bytes are saved by torch, since the archive around their data costs more than the data."""
 
 
 class Writer(FileSystemWriter):
@@ -125,7 +125,7 @@ class _Gap(io.RawIOBase):
     def __init__(self) -> None:
         self.before, self.after = bytearray(), bytearray()
         self.gaps: list[int] = []
-        """Bytes skipped."""
+        """The number of bytes skipped in each gap."""
 
     def writable(self) -> bool:
         return True
@@ -142,7 +142,7 @@ class _Gap(io.RawIOBase):
 def _around(tensor: torch.Tensor) -> tuple[bytearray, bytearray, list[int]] | None:
     """The bytes that `torch.save` writes before and after the data, and the places of the data's checksum in the latter.
 
-    None if this version of torch writes an unknown format; then `torch.save` has to do it.
+    None if this version of torch writes an unknown format; the tensor must then be saved by `torch.save`.
     """
     gap = _Gap()
     with torch.serialization.skip_data():

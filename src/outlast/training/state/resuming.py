@@ -1,11 +1,11 @@
 """Resumes a world from the newest state that can be reached, in memory, on a disk, or in a store.
 
-All ranks exchange the parts of snapshots in their workers' memory and the checkpoints on their disks; rank 0 adds the newest one
-of the store. The latest of all is loaded. If a rank cannot read it, all ranks together try the next, before any object of the
-script is changed.
+All ranks exchange the parts of snapshots in their workers' memory and the checkpoints on their disks; rank 0 adds the newest
+checkpoint in the store. The latest of all is loaded. If a rank cannot read it, all ranks together try the next, before any object
+of the script is changed.
 
-No snapshot is given up before another state is loaded. A wrong copy is not read again. One out of reach is tried for a while
-before the next best state counts, and again by the next start if there is no other.
+No snapshot is given up before another state is loaded. A wrong copy is not read again. A copy that is out of reach is retried for
+a while before the next best state is used, and again at the next start if there is no other state.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ class Restored:
 
     step: int = 0
     at: tuple[int, int] = (0, 0)
-    """(generation, step) of the snapshot; (0, 0) if it was none."""
+    """(generation, step) of the snapshot; (0, 0) if the state was not a snapshot."""
     committed: int = 0
     """The newest committed step up to `step`."""
     source: str = ""
-    """`memory` of our own workers, `peer` if a part came from others', `disk`, `store`; empty: from the beginning."""
+    """`memory` of our own workers, `peer` if a part came from other workers' memory, `disk`, or `store`; empty if training begins
+    anew."""
     path: str | None = None
     bytes: int = 0
     seconds: float = 0.0
     random: bool = False
-    """It had this rank's random numbers. Differs between ranks."""
+    """Whether the state had this rank's random numbers; differs between ranks."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Additional data of rank 0's session in a snapshot."""
+    """Additional data of rank 0's session in the snapshot."""
 
     def event(self) -> dict[str, Any]:
         """Fields for the ledger."""
@@ -125,7 +126,7 @@ def _restored(state: Mapping[str, Any], search: disk_checkpoints.Search, client:
 
 
 class _Committed:
-    """The checkpoints on all disks, and the newest one of the store."""
+    """The checkpoints on all disks, and the newest checkpoint in the store."""
 
     def __init__(
         self, search: disk_checkpoints.Search, client: Client | None, offered: disk_checkpoints.Offered, stored: At | None
@@ -134,7 +135,7 @@ class _Committed:
         self.offered, self.source = offered, "disk"
 
     def newest(self, after: At = (0, 0)) -> checkpoints.Checkpoint | None:
-        """The newest valid one after `after`, fetched if only the store has it. A collective."""
+        """The newest valid checkpoint after `after`, fetched if only the store has it. A collective."""
         valid = disk_checkpoints.valid(self._search, self.offered, after)
         if self._stored is None or self._stored <= max(after, (valid.generation, valid.step) if valid else after):
             return valid
@@ -148,9 +149,9 @@ class _Committed:
         return disk_checkpoints.valid(self._search, self.offered, after)
 
     def fetch(self) -> None:
-        """Have rank 0's agent fetch the store's newest one to its disk. A collective.
+        """Have rank 0's agent fetch the store's newest checkpoint to its disk. A collective.
 
-        Raises on all ranks NotRestored if a retry can help, else StoreError.
+        Raises NotRestored on all ranks if a retry can help, otherwise StoreError.
         """
         disks, previous, self._stored = self._search.disks, self.offered.disks, None
         problem, retry = "", False
@@ -169,9 +170,10 @@ class _Committed:
 
 
 def _report(client: Client | None, search: disk_checkpoints.Search) -> bytes | None:
-    """This rank's report to all: from the first rank of a worker the parts in its memory, from rank 0 the store's newest.
+    """This rank's report to all ranks: the parts in its worker's memory if it is the first rank there, and the store's newest
+    checkpoint from rank 0.
 
-    None without an agent. Raises NotRestored if the agent does not answer: its parts may be the newest state.
+    None without an agent. Raises NotRestored if the agent does not answer, since its parts may be the newest state.
     """
     if client is None:
         return None
@@ -188,13 +190,14 @@ def _report(client: Client | None, search: disk_checkpoints.Search) -> bytes | N
 
 
 def packed(address: str, held: Sequence[Part], stored: At | None = None, problem: str = "") -> bytes:
-    """A rank's report: plain, as other versions have other classes; compressed, as all reports are padded to the longest."""
+    """A rank's report: plain JSON, since other versions have other classes; compressed, since all reports are padded to the
+    longest."""
     report = {"address": address, "parts": [part.json() for part in held], "stored": stored, "problem": problem}
     return zlib.compress(json.dumps(report).encode(), 1)
 
 
 def merged(reports: Sequence[bytes]) -> tuple[list[Held], At | None, str]:
-    """Unpack all ranks' reports: the parts in memory, the store's newest checkpoint, and the reason if that is unknown."""
+    """Unpack all ranks' reports: the parts in memory, the store's newest checkpoint, and the reason if the latter is unknown."""
     each = [json.loads(zlib.decompress(report)) for report in reports]
     held = [Held(part, one["address"]) for one in each for part in parts.catalog(one["parts"])]
     stored = each[0]["stored"]
@@ -202,7 +205,8 @@ def merged(reports: Sequence[bytes]) -> tuple[list[Held], At | None, str]:
 
 
 def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list[T]:
-    """The results of `work` on all ranks of the exchange. Raises Damaged, OutOfReach on all if one of them does. A collective."""
+    """The results of `work` on all ranks of the exchange. Raises Damaged or OutOfReach on all ranks if it was raised on one. A
+    collective."""
     outcome: tuple[str, bool, T | None]
     try:
         outcome = "", False, work()
@@ -216,7 +220,7 @@ def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list
 
 
 def _from_memory(candidate: Candidate, state: Mapping[str, Any], client: Client, search: disk_checkpoints.Search) -> Restored:
-    """Load a snapshot. Raises Damaged, OutOfReach on all ranks if one of them cannot read it. A collective."""
+    """Load a snapshot. Raises Damaged or OutOfReach on all ranks if a rank cannot read it. A collective."""
     disks, rank = search.disks, search.disks.rank
     reader = Reader(candidate, client, rank, lambda sentence: log.warning("outlast: %s", sentence))
     targets: checkpoint.Flat = {}

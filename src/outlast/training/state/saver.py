@@ -1,6 +1,6 @@
 """Writes checkpoints while training continues: copy, write in a thread, commit on rank 0, report the outcome to every rank.
 
-Invariants: at most one save is in progress; a checkpoint exists for all ranks or for none; a save that fails, e.g. for a full
+Invariants: at most one save is in progress; a checkpoint exists for all ranks or for none; a save that fails, e.g. on a full
 disk, leaves nothing behind and stops nothing. If workers share no disk, every disk gets the same bytes of the whole checkpoint;
 it exists once rank 0's disk has it, and failures of other disks are reported.
 """
@@ -61,7 +61,7 @@ class Copies:
         return copies
 
     def _room(self, key: str, tensor: torch.Tensor, pairs: list[copying.Pair]) -> torch.Tensor:
-        """The buffer of a tensor; adds the copy to make to `pairs`."""
+        """The buffer for a tensor; adds the copy that must be made to `pairs`."""
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             if mesh not in self._meshes:
@@ -86,7 +86,7 @@ class Outcome:
     reason: str = ""
     superseded: bool = False
     elsewhere: str = ""
-    """The other disks that do not have it, with the reasons."""
+    """The other disks that do not have the checkpoint, with the reasons."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,17 +98,17 @@ class Written:
     same: int
     """Bytes of `metrics.jsonl` that its disk has already."""
     metric: checkpoints.Metric | None = None
-    """Only rank 0's counts."""
+    """The metric of the checkpoint; only rank 0's counts."""
     aside: tuple[Path, str] | None = None
-    """If its disk takes no files: the file of its part, and the reason."""
+    """If the rank's disk accepts no files, the file that holds its part instead, and the reason."""
 
 
 class Saver:
     """Writes captured states as checkpoints, one at a time, in its own thread.
 
-    Every rank has one and calls `begin` for the same steps. A save that fails on any rank fails on all, leaves nothing behind,
-    and is no reason to stop. `report(kind, **fields)` is called with the outcome, in the thread: `committed`, `save_failed`,
-    `not_copied`. `disks` defaults to one disk; `copy` is this disk's copy of `metrics.jsonl`.
+    Every rank has a saver and calls `begin` for the same steps. A save that fails on any rank fails on all, leaves nothing
+    behind, and is no reason to stop training. `report(kind, **fields)` is called with the outcome, in the thread: `committed`,
+    `save_failed`, `not_copied`. `disks` defaults to one disk; `copy` is this disk's copy of `metrics.jsonl`.
     """
 
     def __init__(
@@ -127,19 +127,19 @@ class Saver:
         self._disks = disks or Disks([0] * self._ranks, self._rank, None)
         self.copy = copy or metrics.Copy(directory.parent / contract.METRICS)
         self.fenced = True
-        """False: this disk must still be fenced before a commit."""
+        """Whether this disk is fenced; otherwise it must be before a commit."""
         self._initial_owner = ""
-        """The run that owned this disk at first; a delayed fence must not take it from a later run."""
+        """The run that owned this disk at first; a delayed fence must not take the disk from a later run."""
         with contextlib.suppress(OSError):  # each save reports it
             self._initial_owner = checkpoints.owner(directory)
         self.broken = False
-        """Whether a save has ended because this rank lost the others."""
+        """Whether a save has ended because this rank lost contact with the others."""
         self._group: dist.ProcessGroup | None = None
         self._copies = Copies()
         self._hurry = threading.Event()
         """Set while somebody waits for the save in progress."""
         self.least_s: float | None = None
-        """How long the last save would have taken at least, had somebody waited for it; None before the first."""
+        """Minimum time that the last save would have taken if somebody had waited for it; None before the first save."""
         self._began = 0.0
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
@@ -154,7 +154,8 @@ class Saver:
         return max(0.0, (self.least_s or 0.0) - (time.monotonic() - self._began)) if self.busy else 0.0
 
     def begin(self, step: int, flat: Flat, metric: checkpoints.Metric | None = None) -> None:
-        """Copy `flat` and start saving it; the previous save must have ended (`wait`). Rank 0's `metric` counts. A collective."""
+        """Copy `flat` and start saving it; the previous save must have ended (`wait`). Only rank 0's `metric` counts. A
+        collective."""
         if self._group is None:
             self._group = deadlocks.watch().own(dist.new_group(backend="gloo"))
         self._outcome = None
@@ -166,7 +167,7 @@ class Saver:
         released.set()
 
     def connect_again(self) -> None:
-        """Drop broken connections; the next save makes new ones. No save may be in progress. A collective."""
+        """Drop broken connections, so that new ones are made. No save may be in progress. A collective."""
         self._group, self.broken = None, False
         self._disks.connect()
 
@@ -175,7 +176,8 @@ class Saver:
         self._hurry.set()
 
     def wait(self, timeout_s: float | None = None) -> Outcome | None:
-        """Wait for the last save and return its outcome; None if that was returned before, or after `timeout_s`."""
+        """Wait for the last save and return its outcome; None if the outcome was returned before, or if the wait takes longer
+        than `timeout_s`."""
         if self._thread is not None:
             self.hurry()
             self._thread.join(timeout_s)
@@ -198,7 +200,7 @@ class Saver:
             self._report("save_failed", step=step, reason=self._outcome.reason)
 
     def _together(self, step: int, flat: Flat, metric: checkpoints.Metric | None) -> Outcome:
-        """Write, gather, commit on every disk, and share the outcome."""
+        """Write this rank's part, gather all reports, commit on every disk, and share the outcome."""
         begun = time.monotonic()
         target = checkpoints.saving(self.directory, step, self._generation)
         files: dict[str, Mapping[str, int]] = {}
@@ -222,8 +224,8 @@ class Saver:
         return outcome[0]
 
     def _aside(self, target: Path) -> tuple[Path, str] | None:
-        """If this disk takes no files and is not rank 0's: a file for this rank's part, for the other disks, and the reason. It
-        has no name, so it ends with this process in any case."""
+        """If this disk accepts no files and is not rank 0's, a file for this rank's part, which the other disks need, and the
+        reason. The file has no name, so it vanishes with this process in any case."""
         if self._disks.here:
             try:
                 target.mkdir(parents=True, exist_ok=True)

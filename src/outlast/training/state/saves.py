@@ -1,7 +1,7 @@
-"""Bookkeeping of a session's saves: the script's step, the last saved and the last committed one.
+"""Bookkeeping of a session's saves: the script's step, the last saved step and the last committed step.
 
 `Session` uses it to decide whether a save is due, to begin it, and to get its outcome, on every rank alike. At the end of the
-stream or of the session, the last step is saved if the script has not.
+stream or of the session, the last step is saved if the script has not saved it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Saves:
     ) -> None:
         self.state: Mapping[str, Any] = {}
         self.committed = self.last_step = self.resumed_step = 0
-        """The newest committed step, the last one whose save was begun, and the one that `resume` returned."""
+        """The newest committed step, the last step whose save was begun, and the step that `resume` returned."""
         self._saver, self._disks, self._ledger, self._screen, self._meet, self._report = (
             saver,
             disks,
@@ -52,11 +52,11 @@ class Saves:
         self._measured: tuple[int, float] | None = None
         """The last step logged with `checkpoint.by`, and the value."""
         self._pending = False
-        """A save was begun, and the ranks have not agreed on its outcome."""
+        """Whether a save was begun and the ranks have not agreed on its outcome."""
         self._problem = ""
         self._ranked = False
         self._logged = 0, 0
-        """Like `_moved` for `log`, which perhaps not all ranks call."""
+        """The same as `_moved` for `log`, which perhaps not all ranks call."""
         self._saved_position = self._begun = self._last = self._loops = 0
         self._thread = threading.get_ident()
         self._last_save = time.monotonic()
@@ -69,7 +69,7 @@ class Saves:
         self.state = {}
 
     def resumed(self, step: int, saved: int, age_s: float = 0.0) -> None:
-        """Resume counting at `step`; `saved` is the newest committed one, from `age_s` seconds ago."""
+        """Resume counting at `step`; `saved` is the newest committed step, from `age_s` seconds ago."""
         self.resumed_step, self.committed, self.last_step = step, saved, saved
         self._moved, self._measured = None, None
         self._begun = self.position()
@@ -94,7 +94,7 @@ class Saves:
         return self.position() > self._begun or not mistakes.streams_of(self.state)
 
     def advanced(self, call: str, step: int) -> None:
-        """Record the script's `step`. Raises OutlastError if it does not count the steps."""
+        """Record the script's `step`. Raises OutlastError if `step` does not advance with the streams."""
         if step < self.resumed_step:
             raise OutlastError(
                 f"{call}: resume() returned step {self.resumed_step}, and this is step {step}; "
@@ -114,7 +114,7 @@ class Saves:
             self._measured = step, values[self._saver.retention.by]
 
     def store(self, step: int, value: float | None = None, *, wait: bool = False) -> None:
-        """Start saving `step`, unless it is committed. With `wait`, return once it is committed or has failed."""
+        """Start saving `step`, unless it is committed. With `wait`, return once the save is committed or has failed."""
         begun, first = time.monotonic(), self._disks.rank == 0
         if first:
             self._ledger.write("saving", step=step)
@@ -135,11 +135,11 @@ class Saves:
             self._ledger.write("staged", step=step, stall_s=round(time.monotonic() - begun, 6))
 
     def _metric(self, step: int, value: float | None) -> checkpoints.Metric | None:
-        """The metric of the checkpoint of `step`: the script's `value`, or else the last logged one. On rank 0."""
+        """The metric of the checkpoint of `step`: the script's `value`, or else the last logged value. Called on rank 0."""
         by = self._saver.retention.by
         if value is None and by:
             logged = self._measured
-            # Another generation may have logged it, and a script may save a step after it has logged a later one.
+            # Another generation may have logged the value, and a script may save a step after it has logged a later one.
             with contextlib.suppress(OSError):  # a disk that cannot be read
                 value = logged[1] if logged and logged[0] <= step else metrics.last(self._saver.copy.path, by, step)
         self._ranked = self._ranked or value is not None
@@ -151,10 +151,10 @@ class Saves:
             self.store_last("the end of the stream")
 
     def store_last(self, where: str) -> None:
-        """Save the last step if the script has not. A collective, unless all ranks know that there is nothing to save.
+        """Save the last step if the script has not saved it. A collective, unless all ranks know that there is nothing to save.
 
-        The step is the last argument of `due` or `save` (called by all ranks) or `log` (perhaps called by some) after the last
-        batch.
+        The step is the one last passed, after the last batch, to `due` or `save` (which all ranks call) or `log` (which perhaps
+        only some call).
         """
         if not self.state:
             return
@@ -173,13 +173,15 @@ class Saves:
             self.store(step)
 
     def _not_given(self) -> str:
-        """The remedy if the script has read a stream that was not passed to `resume`: its steps cannot be saved; else empty."""
+        """The remedy if the script has read a stream that was not passed to `resume`: its steps cannot be saved; otherwise
+        empty."""
         if mistakes.streams_of(self.state) or streams.loops() == self._loops:
             return ""
         return 'add the Stream to what resume() is given: run.resume({..., "stream": stream})'
 
     def say_end(self) -> None:
-        """Print on rank 0 that the last step was saved at the end, or warn that it was not: the script did not report it."""
+        """Print on rank 0 that the last step was saved at the end, or warn that it was not because the script did not report
+        it."""
         self._screen.flush()
         if self._disks.rank > 0 or not self.state:
             return
@@ -195,7 +197,8 @@ class Saves:
             log.warning("outlast: no checkpoint is kept as one of the best: %s, or call run.save(step, metric=...)", named)
 
     def finish(self, call: str) -> None:
-        """Wait for the save in progress, and agree on its outcome if a rank lost the others meanwhile. A collective."""
+        """Wait for the save in progress, and agree on its outcome if a rank lost contact with the others meanwhile. A
+        collective."""
         self.settle(self._saver.wait())
         if self._pending:
             self._pending = False
@@ -204,7 +207,7 @@ class Saves:
                 self._saver.connect_again()
 
     def lost(self) -> str:
-        """Why the last save failed; empty if it did not. After `finish`, all ranks agree, though not on the wording."""
+        """Why the last save failed; empty if it did not fail. After `finish`, all ranks agree, though not on the wording."""
         return self._problem if self.committed < self.last_step else ""
 
     def settle(self, outcome: Outcome | None) -> None:

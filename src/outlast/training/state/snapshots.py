@@ -1,13 +1,14 @@
 """Takes snapshots: at every k-th step boundary each rank copies its state into memory that its agent owns.
 
-The boundary is `run.due(step)`. The ranks agree on taking one in the all-reduce that `run.interrupted()` needs anyway: rank 0
-votes that it is time, every rank whether its part of the last snapshot is held and replicated, and whether it has memory for the
-next. So the next one is begun only when the last one is complete, and that one is kept until the next is complete. Training never
-waits for an agent: a thread requests memory, and boundaries without memory are skipped. If a rank has a problem, all ranks give
-their memory back, except the complete snapshot, and try again later. A snapshot is no commit: it is lost with its workers.
+The boundary is `run.due(step)`. The ranks agree to take a snapshot in the all-reduce that `run.interrupted()` needs anyway: rank
+0 votes on whether it is time, and every rank on whether its part of the last snapshot is held and replicated, and whether it has
+memory for the next. So the next snapshot begins only when the last one is complete, and the last one is kept until the next is
+complete. Training never waits for an agent: a thread requests memory, and boundaries without memory are skipped. If a rank has a
+problem, all ranks give their memory back, except the complete snapshot, and try again later. A snapshot is not a commit: it is
+lost with its workers.
 
-k is the smallest interval at which snapshots take at most a hundredth of the time of the steps: the copying itself, and the delay
-of the steps in which the agents compute checksums and send replicas.
+k is the smallest interval at which snapshots take at most a hundredth of the steps' time: for the copying itself, and for the
+delay of steps while the agents compute checksums and send replicas.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from outlast.training.state.capture import Capture, Content
 log = logging.getLogger("outlast")
 
 SHARE = 0.01
-"""Largest share of the steps' time that snapshots may take."""
+"""Maximum share of the steps' time that snapshots may take."""
 _STEPS, _SNAPSHOTS = 31, 15
-"""Number of recent ones whose median counts."""
+"""Number of recent steps, and of recent snapshots, whose median counts."""
 _LESS = 0.75
-"""The interval is shortened only to this share of it or less: smaller differences are noise."""
+"""The interval is shortened only if the new one is at most this share of it: smaller differences are noise."""
 _LEARN = 3
-"""Least number of steps without a snapshot before k is chosen, and of snapshots before longer steps count."""
+"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before delays of steps count."""
 _EVENT_S = 10.0
 _FEW = 256
-"""Most items that the training thread publishes: with more, a frozen agent could block it."""
+"""Maximum number of items that the training thread publishes: with more, a frozen agent could block the thread."""
 _PAUSE_S = 600.0
-"""First pause after a problem; doubles each time."""
+"""Pause after the first problem; it doubles with each further problem."""
 
 
 def interval(cost_s: float, step_s: float) -> int:
@@ -57,15 +58,16 @@ def interval(cost_s: float, step_s: float) -> int:
 
 
 def steady(measured: int, current: int) -> int:
-    """The interval to use: longer at once, shorter only if the difference is no noise."""
+    """The interval to use: a longer one at once, a shorter one only if the difference is not noise."""
     return current if _LESS * current < measured <= current else measured
 
 
 def longer(flights: Sequence[float], steps: Sequence[float]) -> float:
-    """The significant delay of steps by a snapshot, in seconds: beyond two standard errors of these medians.
+    """The significant part of the delay that a snapshot causes to steps, in seconds: the part beyond two standard errors of the
+    medians.
 
     `flights`: by snapshot, the excess time of the steps until it was complete. `steps`: seconds of steps without snapshots.
-    Steps vary by more than a small snapshot takes; if half of that counted, k would be ten times too large.
+    Steps vary by more than a small snapshot takes; if half of the variation counted, k would be ten times too large.
     """
     if len(flights) < _LEARN or len(steps) < _LEARN:
         return 0.0
@@ -105,7 +107,7 @@ def open_(
 
 
 class Snapshots:
-    """The snapshots of one rank. Without a `client` none are taken, by any rank."""
+    """The snapshots of one rank. If a rank has no `client`, no rank takes any."""
 
     def __init__(self, client: Client | None, place: Place, ledger: Ledger, report: Callable[..., None]) -> None:
         self._client, self._place, self._ledger, self._report = client, place, ledger, report
@@ -117,24 +119,24 @@ class Snapshots:
         self._sizes: list[int] = []
         """Sizes in bytes of the last snapshot's parts; empty until the first is prepared."""
         self._errand: threading.Thread | None = None
-        """Requests memory from the agent, or gives it back."""
+        """The thread that requests memory from the agent, or gives it back."""
         self._pending = self._missed = False
-        """The last snapshot is not known to be complete; there was no memory for our part of it."""
+        """Whether the last snapshot is not known to be complete, and whether there was no memory for our part of it."""
         self._capture: Capture | None = None
         self._extra: Callable[[], dict[str, Any]] = dict
         self._step = self._taken = 0
-        """The steps of the last boundary and the last snapshot; 0: none yet."""
+        """The steps of the last boundary and of the last snapshot; 0 if there was none yet."""
         self._complete = 0, 0
         self._last: float | None = None
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._all_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._longer_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
-        """By snapshot, the total delay of the steps until it was complete."""
+        """For each snapshot, the total delay of the steps until it was complete."""
         self._copies_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
         self._cost_s = 0.0
         """Last measured cost of a snapshot on this rank."""
         self._flying: float | None = None
-        """Delay so far for the incomplete snapshot."""
+        """Delay that the incomplete snapshot has caused so far; None if no snapshot is incomplete."""
         self._landed = True
         self._since = 0
         self._every, self._logged, self._logged_at = 1 + _LEARN, 0, float("-inf")
@@ -146,7 +148,7 @@ class Snapshots:
 
     @property
     def newest(self) -> int:
-        """The step of the newest snapshot that was taken or resumed from; 0 for none."""
+        """The step of the newest snapshot that was taken or resumed from; 0 if there is none."""
         return max(self._taken, self._complete[1])
 
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]]) -> None:
@@ -206,7 +208,8 @@ class Snapshots:
         self._sizes, self._pending, self._working, self._missed = [], False, False, False
 
     def _ready(self) -> bool:
-        """Whether there is memory for the next snapshot, provided the current one is complete by then; else request it."""
+        """Whether there is memory for the next snapshot, provided the current snapshot is complete by then; if not, request the
+        memory."""
         client, sizes, generation = self._client, self._sizes, self._place.generation
         if client is None or not sizes or (self._errand is not None and self._errand.is_alive()):
             return False
@@ -217,7 +220,7 @@ class Snapshots:
         return ready
 
     def _run(self, errand: Callable[[], None]) -> None:
-        """Run a function that waits for the agent in a thread."""
+        """Run a function that waits for the agent, in a thread."""
 
         def run() -> None:
             try:
@@ -229,7 +232,7 @@ class Snapshots:
         self._errand.start()
 
     def boundary(self, step: int) -> None:
-        """After `step` on all ranks: take a snapshot if that was agreed."""
+        """Take a snapshot after `step` if all ranks have agreed to."""
         now = time.monotonic()
         if self._last is not None:
             self._measure(now - self._last)
@@ -261,7 +264,7 @@ class Snapshots:
             self._cost_s = copied_s + longer(self._longer_s, self._steps_s)
 
     def _usual_s(self) -> float:
-        """Duration of a step without snapshots. Steps with one are an upper bound, even if all have one."""
+        """Duration of a step without snapshots. Steps with snapshots give an upper bound, even if there are no others."""
         return min(statistics.median(self._steps_s), statistics.median(self._all_s))
 
     def spent_s(self) -> float:
@@ -313,7 +316,7 @@ class Snapshots:
         return Part(place.run, place.generation, step, *who, content.kind, bytes=size, session=place.session)
 
     def _settled(self) -> bool:
-        """Whether this rank's parts of the last snapshot are held, and replicas of them, unless these are impossible."""
+        """Whether this rank's parts of the last snapshot are held, and also replicas of them, unless replicas are impossible."""
         assert self._client is not None
         if self._copying is not None and self._copying.is_alive():
             return False

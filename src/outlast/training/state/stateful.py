@@ -1,4 +1,4 @@
-"""Loaders with their own state, for scripts that cannot use a `Stream`: torchdata's StatefulDataLoader and its like.
+"""Loaders with their own state, for scripts that cannot use a `Stream`: torchdata's StatefulDataLoader and similar loaders.
 
     loader = Stateful(StatefulDataLoader(dataset, batch_size=32, sampler=StatefulDistributedSampler(dataset)), epochs=3)
     step = run.resume({"model": net, "optimizer": optimizer, "loader": loader})
@@ -25,14 +25,14 @@ log = logging.getLogger("outlast")
 class Stateful:
     """The batches of an iterable that has `state_dict` and `load_state_dict`, over `epochs` iterations of it.
 
-    Each rank has its own iterable, which yields this rank's batches; they are handed out unchanged. Its state is saved per rank.
-    With as many ranks as saved it, a run continues with the very next batch, as exactly as the iterable does: random numbers
-    drawn in its worker processes are part of its state only if its dataset puts them there. With another number of ranks, the
-    states fit no loader: the epoch begins again, samples of it that were handed out come again, and a warning gives the number of
-    batches. A `Stream` continues exactly in both cases.
+    Each rank has its own iterable, which yields this rank's batches; they are handed out unchanged. The iterable's state is saved
+    per rank. With as many ranks as saved it, a run continues with the very next batch, as exactly as the iterable allows: random
+    numbers drawn in its worker processes are part of its state only if its dataset puts them there. With another number of ranks,
+    the states fit no loader: the epoch begins again, samples that were already handed out are repeated, and a warning gives the
+    number of batches. A `Stream` continues exactly in both cases.
 
-    If the iterable has a `sampler` with `set_epoch`, that is called at the start of each epoch. `len(loader)` is the number of
-    batches still to come, if the iterable has a length. Raises OutlastError for an iterable without state.
+    If the iterable has a `sampler` with `set_epoch`, this method is called at the start of each epoch. `len(loader)` is the
+    number of batches still to come, if the iterable has a length. Raises OutlastError for an iterable without state.
     """
 
     def __init__(self, loader: Any, *, epochs: int = 1) -> None:
@@ -43,9 +43,9 @@ class Stateful:
             )
         self.loader = loader
         self.epoch = 0
-        """Epoch of the current batch, between loops of the next one."""
+        """Epoch of the current batch; between loops, the epoch of the next batch."""
         self.step = 0
-        """Batches handed out since the beginning."""
+        """Number of batches handed out since the beginning."""
         self.waited_s = 0.0
         """Seconds that steps have waited for data in this process."""
         self.reading = 0
@@ -56,29 +56,29 @@ class Stateful:
         self.not_shardable = self.sample = self.fingerprint = ""
         self._epochs = epochs
         self._done = 0
-        """Batches of this epoch handed out so far."""
+        """Number of batches of this epoch handed out so far."""
 
     @property
     def remedy(self) -> str:
-        """Advice if training waits for this loader."""
+        """Advice to print if training waits for this loader."""
         return "raise num_workers or prefetch_factor of the loader, or prepare the data: outlast data prepare"
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of all epochs, in a world of this size, if the iterable has a length."""
+        """Number of optimizer steps of all epochs, in a world of this size, if the iterable has a length."""
         if (each := self._each()) is None:
             raise AttributeError("the loader has no length", name="total_steps", obj=self)
         return self.step - self._done + max(0, self._epochs - self.epoch) * each
 
     def _each(self) -> int | None:
-        """Batches of an epoch; None if the iterable has no length."""
+        """Number of batches of an epoch; None if the iterable has no length."""
         try:
             return len(self.loader)
         except TypeError:
             return None
 
     def __len__(self) -> int:
-        """Batches still to come."""
+        """Number of batches still to come."""
         return self.total_steps - self.step
 
     def state_dict(self) -> dict[str, Any]:

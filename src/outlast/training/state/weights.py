@@ -1,7 +1,7 @@
 """A model's weights as a plain file, which `torch.load(path, weights_only=True)` or safetensors reads without Outlast.
 
-`Session.export` writes the weights of a model in training, `saved` reads them from a checkpoint. A file is whole or absent, also
-after a power failure.
+`Session.export` writes the weights of a model in training, and `saved` reads weights from a checkpoint. A file is complete or
+absent, even after a power failure.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def check(path: Path, model: Any = None) -> None:
 
 
 def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]]) -> None:
-    """Write `model`'s weights to `path` on rank 0, which needs memory for a copy; other ranks for one tensor. A collective.
+    """Write `model`'s weights to `path` on rank 0, which needs memory for a copy; other ranks need memory for one tensor. A
+    collective.
 
-    Raises OutlastError on all ranks if that fails on rank 0.
+    Raises OutlastError on all ranks if the export fails on rank 0.
     """
     problem = ""
     weights = whole(model, keep=dist.get_rank() == 0)
@@ -56,10 +57,11 @@ def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]
 
 @torch.no_grad()
 def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
-    """The parameters and buffers of a model, on the CPU, gathered from shards, under the names of the module that DDP wraps.
+    """The parameters and buffers of a model, on the CPU, gathered from shards, under the names that they have in the module
+    without DDP's wrapper.
 
-    Tied tensors of the model are one tensor here. Without `keep`, takes part and returns nothing. A collective if the model is
-    sharded.
+    Tied tensors of the model are one tensor here. Without `keep`, this rank only takes part, and the result is empty. A
+    collective if the model is sharded.
     """
     weights: Weights = {}
     tied: dict[Any, torch.Tensor] = {}
@@ -93,7 +95,7 @@ def _copied(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
 
 
 def write(path: Path, weights: Weights) -> None:
-    """Write weights to `path`, as safetensors if it is named so. Raises OutlastError."""
+    """Write weights to `path`, as safetensors if its name ends in `.safetensors`. Raises OutlastError."""
     partial = path.with_name(f".{path.name}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +127,8 @@ def _write_safe(path: Path, weights: Weights) -> None:
 
 
 def saved(path: Path, name: str = "") -> Weights:
-    """The weights of the module `name` in the checkpoint at `path`, by default of the only one. Tied tensors are separate.
+    """The weights of the module `name` in the checkpoint at `path`, by default those of the only module. Tied tensors are
+    separate.
 
     Raises OutlastError for an unknown name, FileNotFoundError if the checkpoint has been removed.
     """
@@ -138,7 +141,8 @@ def saved(path: Path, name: str = "") -> Weights:
 
 
 def main(arguments: list[str]) -> None:
-    """CHECKPOINT FILE [NAME]: write the weights in a checkpoint to a file. `outlast checkpoints export` runs it in a process."""
+    """CHECKPOINT FILE [NAME]: write the weights in a checkpoint to a file. `outlast checkpoints export` runs this in a
+    process."""
     source, target = map(Path, arguments[:2])
     try:
         check(target)
