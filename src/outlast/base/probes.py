@@ -28,7 +28,7 @@ class Health:
     ready: bool = False
     reason: str = "starting"
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Values by the metric's name without its prefix."""
+    """Metric values by name, without the prefix of the name."""
     text: str = ""
     """Metrics in Prometheus' text format, used instead of `metrics`."""
     end: str = ""

@@ -169,7 +169,7 @@ def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:
 
 def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair]) -> list[set[int]]:
     """Groups of members that hear each other: the components connected by unbroken watched pairs. Components without a broken
-    pair between them are merged: in a large world they may just not watch each other."""
+    pair between them are merged: in a large world their members may simply not watch each other."""
     side, broken = {id: {id} for id in rest}, set(broken)
     for pair in set(watched) - broken:
         one, other = (side.get(id) for id in pair)

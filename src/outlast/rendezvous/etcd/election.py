@@ -224,7 +224,7 @@ class Term(coordinator.Coordinator):
         self.on_report(report)
 
     def _learn(self, record: schema.Record) -> None:
-        """Learn of a world that etcd may have lost from a member's record: the world goes on, and we skip generations that may
+        """Learn from a member's record about a world that etcd may have lost: the world goes on, and we skip generations that may
         have followed it unseen."""
         lost, state = record.world, self.state
         if lost and lost.generation > (state.world.generation if state.world else 0):

@@ -25,7 +25,8 @@ stopped process never fills). If nothing is acknowledged for 1.5 s, the next pro
 flight breaks it 1.5 s after it was sent (tcp(7), TCP_USER_TIMEOUT)."""
 CALLED_IDLE_S, CALLED_LOST_S = 20, 0.7
 """The same for the accepting side, which does not watch the other side by this connection and only has to close it eventually.
-Data that it retransmits keeps the other side from probing, even if nothing arrives from there: so retransmissions end early."""
+Data that the accepting side retransmits keeps the other side from probing, even if nothing arrives from there: so retransmissions
+end early."""
 
 
 def resolved(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
