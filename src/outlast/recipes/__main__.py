@@ -1,4 +1,4 @@
-"""The list of recipes: `python -m outlast.recipes`."""
+"""Lists the recipes: `python -m outlast.recipes`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def programs() -> list[str]:
 
 
 def summary(name: str) -> str:
-    """The first sentences of a recipe's documentation, read without importing it: torch takes seconds."""
+    """The first sentences of a recipe's docstring, read without importing the recipe: importing torch takes seconds."""
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].removesuffix(" Copy it and change it.")
 

@@ -9,8 +9,8 @@
     python -m outlast.recipes.cifar10 --evaluate --model-file cifar10.pth data/cifar10
     python -m outlast.recipes.classify cifar10.pth cat.png holiday/
 
-Writes to the job's output, --output-dir without a job (default: out): checkpoints/, metrics.jsonl and parameters.json, at the end
-model.pt and final.json; evaluation.json when it evaluates.
+Writes to the job's output, --output-dir without a job (default: out): checkpoints/, metrics.jsonl and parameters.json; at the end
+model.pt and final.json; with --evaluate, evaluation.json.
 """
 
 # mypy: allow-untyped-calls
@@ -47,7 +47,7 @@ THEIRS = {
     "workers": "the images are in memory, and no process loads them",
     "checkpoint_file": "checkpoints are in the output, and a run resumes by itself",
 }
-"""Flags of the workshop's script that have another name here; all others have the same."""
+"""Flags of the workshop's script that have another name here; all other flags have the same name."""
 WORKSHOP = {
     "lr": 0.001, "schedule": "constant", "nesterov": False, "weight_decay": 1e-4,
     "smoothing": 0.0, "flip": False, "shift": 0, "cutout": 0, "whiten": False, "ema": 0.0, "dtype": "float32",
@@ -95,7 +95,7 @@ def network(group: int = 16) -> nn.Sequential:
 
     def block(i: int, m: int, o: int) -> list[nn.Module]:  # (b, i, h, w) -> (b, o, h/2, w/2)
         first, second = nn.Conv2d(i, m, 3, padding=1), nn.Conv2d(m, o, 3, padding=1)
-        # The workshop has ReLU before the pool: the same numbers, from four times as many.
+        # The workshop's network applies ReLU before the pool, which gives the same numbers but works on four times as many.
         return [first, nn.ReLU(inplace=True), second, nn.MaxPool2d(2), nn.ReLU(inplace=True), BatchNorm(o, group)]
 
     layers: Any = nn.Sequential(
@@ -111,9 +111,10 @@ def network(group: int = 16) -> nn.Sequential:
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm of `group` images at a time: a rank may compute all of its images at once, and any world computes the same.
+    """BatchNorm that normalizes `group` images at a time: a rank may compute all of its images at once, and any world computes
+    the same result.
 
-    In training it does not touch its running statistics: `statistics` updates them with the values of all ranks.
+    In training the layer does not change its running statistics: `statistics` updates them with the values of all ranks.
     """
 
     def __init__(self, channels: int, group: int) -> None:
@@ -138,7 +139,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 @torch.no_grad()
 def statistics(model: nn.Module, share: float) -> None:
-    """Move BatchNorm's running statistics by a tenth towards those of the step. A collective.
+    """Move BatchNorm's running statistics by a tenth towards the statistics of the current step. A collective.
 
     `share`: this rank's share of the step's images.
     """
@@ -159,7 +160,8 @@ def statistics(model: nn.Module, share: float) -> None:
 def whiten(first: nn.Conv2d, x: Tensor) -> None:
     """Initialize filters to decorrelate pixels: principal components, scaled to variance 1, of patches of images `x` (bytes).
 
-    Half of the filters are the main components, the others their negatives, as a ReLU follows. They are trained like all others.
+    Half of the filters are the main components and the other half their negatives, as a ReLU follows. These filters are trained
+    like all other weights.
     """
     patches = F.unfold(x.double() / 255, 3).transpose(1, 2).reshape(-1, 27)  # (n * 900, 27)
     variances, components = torch.linalg.eigh(torch.cov(patches.T))  # (27,) from small to large, (27, 27)
@@ -175,7 +177,7 @@ def whiten(first: nn.Conv2d, x: Tensor) -> None:
 
 
 class Training(loop.Recipe):
-    """A run: `loop.train` calls the methods."""
+    """A training run, whose methods `loop.train` calls."""
 
     unmeasured = None  # the logged loss is the metric
 
@@ -233,7 +235,7 @@ class Training(loop.Recipe):
         return False
 
     def finish(self, step: int) -> None:
-        """Write the final weights on rank 0, each file as a whole."""
+        """Write the final weights on rank 0, each file either completely or not at all."""
         run, model = self.run, averaged(self.model, self.optimizer)
         for path in (run.output / "model.pt", *filter(None, [self.s.model_file and Path(self.s.model_file).absolute()])):
             self.log.line(f"saving model: {path}")
@@ -244,7 +246,8 @@ class Training(loop.Recipe):
 
 
 class Images(Stream):
-    """The order of images. With a batch size per rank, the ranks that began the run fix the global batch to its end."""
+    """The order of images. If the batch size is given per rank, the number of ranks that begin the run determines the global
+    batch for the whole run."""
 
     def __init__(self, arrays: tuple[NDArray[np.uint8], NDArray[np.int64]], s: Settings, ranks: int) -> None:
         if s.batch and s.batch_size:
@@ -262,13 +265,14 @@ class Images(Stream):
 
 
 def local_part(batch: Batch, where: torch.device) -> tuple[Tensor, Tensor, float]:
-    """This rank's images (b, 3, 32, 32) as bytes, their labels (b,), and their share: all shares sum to the number of ranks."""
+    """This rank's images (b, 3, 32, 32) as bytes, their labels (b,), and the rank's share: the shares of all ranks sum to the
+    number of ranks."""
     x, y = (torch.cat([data[i] for data, _ in batch.pieces]).to(where, non_blocking=True) for i in range(2))
     return x, y, sum(share for _, share in batch.pieces)
 
 
 def augmented(s: Settings, x: Tensor, batch: Batch) -> Tensor:
-    """Images (b, 3, 32, 32) with random changes that are a function of (seed, epoch, index): the same in any world."""
+    """Images (b, 3, 32, 32) with random changes, which are a function of (seed, epoch, index): the same in any world."""
     index = torch.zeros(
         len(x), dtype=torch.int64
     )  # a rank without images in a short last batch computes those of index 0 in vain
@@ -284,7 +288,7 @@ def augmented(s: Settings, x: Tensor, batch: Batch) -> Tensor:
 
 
 def shown(x: Tensor) -> Tensor:
-    """Images of bytes as inputs of the network, 0 ... 1."""
+    """Convert images from bytes to inputs of the network, from 0 to 1."""
     return pixels.normalised(x, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
@@ -294,18 +298,18 @@ def rate(s: Settings, step: int, steps: int) -> float:
 
 
 def sgd(model: nn.Module, s: Settings) -> torch.optim.SGD:
-    """Stochastic gradient descent."""
+    """The optimizer, stochastic gradient descent."""
     nesterov, fused = bool(s.nesterov and s.momentum), next(model.parameters()).device.type != "xla"
     return torch.optim.SGD(model.parameters(), s.lr, s.momentum, weight_decay=s.weight_decay, nesterov=nesterov, fused=fused)
 
 
 AVERAGE = "average"
-"""Key of a weight's average in the optimizer's state, where it is saved and restored with the momentum."""
+"""Key of a weight's running average in the optimizer's state, which is saved and restored with the momentum."""
 
 
 @torch.no_grad()
 def average(optimizer: torch.optim.Optimizer, ema: float, step: int) -> None:
-    """Add the weights after a step to their running averages, which cover fewer steps in the beginning."""
+    """Add the weights after a step to their running averages, which cover fewer steps at the beginning."""
     if not ema:
         return
     weights_ = [p for group in optimizer.param_groups for p in group["params"]]
@@ -357,14 +361,15 @@ def percent(right: NDArray[np.bool_]) -> float | None:
 
 
 def short(names: Sequence[str]) -> list[str]:
-    """Names of classes; CIFAR-10's two long ones as in most tables."""
+    """Names of classes, with CIFAR-10's two long names shortened as in most tables."""
     return [{"airplane": "plane", "automobile": "car"}.get(name, name) for name in names]
 
 
 def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential, str]:
-    """A trained network: the weights in `file`, the checkpoint `name` of `output`, its model.pt, or else its newest checkpoint.
+    """A trained network, with the weights in `file`, in the checkpoint `name` of `output`, or else in the model.pt or the newest
+    checkpoint of `output`.
 
-    Returns the name of these weights, too. Raises OutlastError when there are none, or they are those of another model.
+    Also returns the name of these weights. Raises OutlastError if there are none, or if they belong to another model.
     """
     if file and name:
         raise OutlastError(f"--model-file {file} and --checkpoint {name} are two models; leave one of them out")
@@ -380,7 +385,7 @@ def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential
 
 
 def load(model: nn.Module, path: Path) -> None:
-    """Load a file of weights, also one of the workshop's script. Raises OutlastError."""
+    """Load a file of weights, which may be from the workshop's script. Raises OutlastError."""
     weights = {name.removeprefix("network."): value for name, value in results.state_dict(path).items()}
     model.load_state_dict(results.fitted(weights, model, f"the weights in {path}"))
 

@@ -4,9 +4,9 @@
     python -m outlast.recipes.classify cifar10.pth cat.png            # a file of weights
     python -m outlast.recipes.classify out holiday/ -o json | jq -r 'select(.classes[0].name == "dog") | .image'
 
-Prints the most probable classes of each image, in JSON a line for each. Images of any size are cropped to a square around their
-centre and resized to 32 x 32 pixels. Unreadable ones are named on stderr, and the exit code is then 1. Names of classes are those
-of the data that the run was trained on, or else CIFAR-10's.
+Prints the most probable classes of each image, as JSON with one line per image. Images of any size are cropped to a square around
+their centre and resized to 32 x 32 pixels. Unreadable images are named on stderr, and the exit code is then 1. The names of the
+classes are taken from the data that the run was trained on; otherwise CIFAR-10's are used.
 """
 
 # mypy: allow-untyped-calls
@@ -30,13 +30,14 @@ from outlast.recipes.shared import results
 from outlast.training import device
 
 CLASSES = ["plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-"""CIFAR-10's classes, in the order of labels."""
+"""CIFAR-10's classes, in the order of their labels."""
 BATCH = 100
-"""Images per forward pass; arbitrary."""
+"""Number of images per forward pass; arbitrary."""
 
 
 def listed(names: Sequence[str]) -> Iterator[Path]:
-    """Paths of images, also of all below folders. Raises OutlastError for a folder without images, and for a missing path."""
+    """Paths of images, including those in all folders below. Raises OutlastError for a folder without images and for a missing
+    path."""
     for path in map(Path, names):
         if path.is_dir():
             below = sorted(each for each in path.rglob("*") if each.name.lower().endswith(images.SUFFIXES) and each.is_file())
@@ -50,7 +51,7 @@ def listed(names: Sequence[str]) -> Iterator[Path]:
 
 
 def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Images as bytes (3, 32, 32). Adds a message to `problems` for each unreadable one."""
+    """Images as bytes (3, 32, 32). Adds a message to `problems` for each unreadable image."""
     square = images.Settings(size=32)
     for path in paths:
         try:
@@ -64,7 +65,7 @@ def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, tor
 
 
 def classes(weights: Path, given: Sequence[str] | None) -> list[str]:
-    """Names of the classes: `given`, or from the data that the run was trained on, or CIFAR-10's."""
+    """Names of the classes: `given`, or the names in the data that the run was trained on, or CIFAR-10's."""
     if given:
         if len(given) != len(CLASSES):
             raise OutlastError(

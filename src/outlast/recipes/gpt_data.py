@@ -28,13 +28,13 @@ from outlast.training import Shards
 from outlast.training.state import checkpoint, weights
 
 VOCABULARY = 50304
-"""Default size of a vocabulary: GPT-2's 50,257 tokens, rounded up to a multiple of 64 for faster kernels (nanoGPT)."""
+"""Default size of the vocabulary: GPT-2's 50,257 tokens, rounded up to a multiple of 64 for faster kernels (nanoGPT)."""
 CHECKPOINT, CURRENT = "ckpt.pt", "current_ckpt.pt"
-"""nanoGPT's files in the output."""
+"""Names of nanoGPT's files in the output."""
 
 
 class Corpus:
-    """A directory of data, or its URL in a store. Raises OutlastError when it cannot be trained on."""
+    """A directory of data, or the URL of such a directory in a store. Raises OutlastError if the data cannot be trained on."""
 
     def __init__(self, place: str, block: int) -> None:
         self.place = place
@@ -54,14 +54,15 @@ class Corpus:
 
 
 def spread(part: Shards, count: int) -> Tensor:
-    """At most `count` blocks, evenly spread over a part: (n, block + 1) int64, always the same."""
+    """At most `count` blocks, evenly spread over a part: (n, block + 1) int64. Always the same blocks."""
     n = min(count, len(part))
     return cast(Tensor, part.take(np.arange(n) * len(part) // n))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Text to tokens and back. `outlast data prepare text` writes `tokenizer.json`, nanoGPT's characters are in `meta.pkl`."""
+    """Converts text to tokens and back. `outlast data prepare text` writes `tokenizer.json`; nanoGPT stores characters in
+    `meta.pkl`."""
 
     file: Path
     digest: str
@@ -92,7 +93,7 @@ def _characters(ids: Mapping[str, int], file: Path) -> Callable[[str], list[int]
 
 
 def record(config: Config, digest: str = "") -> Record:
-    """The record of a run: its shape, tokenizer and best loss. It owes a measurement before its first step."""
+    """The record of a run: its shape, tokenizer and best loss. A new record requires a measurement before the first step."""
     about = {"config": dataclasses.asdict(config), "tokenizer": digest, "best": float("inf")}
     return Record({"tokenizer": "another tokenizer"}, owed=True, **about)
 
@@ -114,7 +115,7 @@ class Pretrained:
     config: Config
     weights: Mapping[str, Tensor]
     digest: str
-    """Digest of its tokenizer; empty if unknown."""
+    """Digest of the model's tokenizer; empty if unknown."""
 
     def model(self) -> gpt_model.GPT:
         """The model, on the CPU."""
@@ -124,9 +125,10 @@ class Pretrained:
 
 
 def pretrained(named: str, block: int | None = None, dropout: float = 0.0) -> Pretrained:
-    """The model in nanoGPT's `ckpt.pt`, ours too, or in a directory of Hugging Face's GPT-2; `block`: cut to that length.
+    """The model in a `ckpt.pt` that nanoGPT or this recipe wrote, or in a directory of Hugging Face's GPT-2. `block`: length to
+    which the model's context is cut.
 
-    A path that does not exist is looked up below $OUTLAST_MODELS. Raises OutlastError; downloads nothing.
+    A path that does not exist is looked up below $OUTLAST_MODELS. Raises OutlastError. Downloads nothing.
     """
     path = results.place(named)
     if path.is_dir() and (path / CHECKPOINT).exists():
@@ -173,7 +175,7 @@ def _hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], str
 def write_nanogpt(path: Path, tensors: Mapping[str, Tensor], record: Record, more: Mapping[str, Any]) -> None:
     """Write a checkpoint that nanoGPT's `sample.py` reads, with `more` (iter_num, config, optimizer). Raises OutlastError.
 
-    A dense model has only nanoGPT's arguments; a model with experts has further ones, which only we read.
+    A dense model has only nanoGPT's arguments; a model with experts has additional arguments, which only this recipe reads.
     """
     shape = dict(record.config)
     if not shape["num_experts"]:
@@ -202,6 +204,6 @@ def keep_tokenizer(tokenizer: Tokenizer | None, output: Path) -> None:
 
 
 def kept_tokenizer(output: Path) -> Tokenizer | None:
-    """The tokenizer beside a model."""
+    """The tokenizer beside a model, if there is one."""
     files = (output / name for name in (shards.TOKENIZER, shards.META))
     return next((Tokenizer.read(file) for file in files if file.exists()), None)

@@ -28,7 +28,7 @@ SIZES = {
     "774M": (36, 20, 1280),
     "1.5B": (48, 25, 1600),
 }
-"""Layers, heads, width. All but tiny are GPT-2's."""
+"""Number of layers, number of heads, and width. All sizes but tiny are GPT-2's."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Config:
     """Length of the context in tokens."""
     vocab_size: int = 50304
     bias: bool = False
-    """Linear layers and norms have biases; experts never do."""
+    """Whether linear layers and norms have biases; experts never have any."""
     dropout: float = 0.0
     num_experts: int = 0
-    """Experts of a block, static ones included; 0: a dense model."""
+    """Number of experts in a block, including static experts; 0: a dense model."""
     num_experts_per_tok: int = 2
     static_experts: int = 0
-    """Experts that every token passes."""
+    """Number of experts that every token passes through."""
     expert_hidden: int = 0
-    """Hidden units of one expert; 0: 4 n_embd, as the MLP of a dense block."""
+    """Number of hidden units of an expert; 0: 4 n_embd, as in the MLP of a dense block."""
     moe_loss_type: str = BALANCES[0]
 
     def __post_init__(self) -> None:
@@ -73,12 +73,12 @@ class Config:
 
     @property
     def routed(self) -> int:
-        """Experts that a token may choose."""
+        """Number of experts among which a token's router may choose."""
         return self.num_experts - self.static_experts
 
     @property
     def hidden(self) -> int:
-        """Hidden units of one expert, or of a dense block's MLP."""
+        """Number of hidden units of an expert, or of a dense block's MLP."""
         return (self.expert_hidden if self.num_experts else 0) or 4 * self.n_embd
 
 
@@ -88,7 +88,7 @@ class Losses(NamedTuple):
     main: Tensor
     """Mean cross-entropy in nats, a scalar."""
     aux: Tensor
-    """Unevenness of the experts' use (`balance`), averaged over blocks; 0 for a dense model."""
+    """How unevenly the experts are used (`balance`), averaged over blocks; 0 for a dense model."""
     usage: Tensor
     """Share of the assignments of each routed expert, (layers, experts), without gradient."""
 
@@ -124,7 +124,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of one shape, each applied to its own rows."""
+    """MLPs of equal shape, each applied to its own rows."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Experts(nn.Module):
         self.c_proj = nn.Parameter(torch.empty(c.routed, c.hidden, c.n_embd))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """`x`: (m, c), the rows of expert 0 first, `counts[0]` of them, then those of expert 1, and so on."""
+        """`x`: (m, c), first the `counts[0]` rows of expert 0, then the rows of expert 1, and so on."""
         dtype = _kind(x)
         x, fc, proj = x.to(dtype), self.c_fc.to(dtype), self.c_proj.to(dtype)
         if _grouped(x, fc):
@@ -149,13 +149,13 @@ class Experts(nn.Module):
 
 
 def _kind(x: Tensor) -> torch.dtype:
-    """The type of matrix products, under autocast or not."""
+    """The type of matrix products, with or without autocast."""
     on = x.device.type
     return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else x.dtype
 
 
 def _grouped(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch can multiply groups of these in one call: rows must be multiples of 16 bytes."""
+    """Whether torch can multiply groups of these matrices in one call: rows must be multiples of 16 bytes."""
     kinds = (torch.bfloat16,) if x.is_cuda or torch.compiler.is_compiling() else (torch.bfloat16, torch.float32)
     whole = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and x.device.type in ("cpu", "cuda") and x.dtype in kinds and whole
@@ -176,7 +176,8 @@ class _Permuted(torch.autograd.Function):
 
 
 class MoE(nn.Module):
-    """A mixture of experts: every token passes the static ones and the `num_experts_per_tok` that its router scores highest."""
+    """A mixture of experts: every token passes through the static experts and the `num_experts_per_tok` experts that its router
+    scores highest."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -206,11 +207,11 @@ class MoE(nn.Module):
 
 
 def balance(probabilities: Tensor, counts: Tensor, kind: str) -> Tensor:
-    """Unevenness of the experts' use, a scalar that is 0 when all are used alike.
+    """How unevenly the experts are used: a scalar that is 0 if all are used equally.
 
-    `probabilities`: (n, e), the router's for each token, over all experts; `counts`: (e,), assignments of each expert. The value
-    is a function of u, the actual usage with one assignment more for each expert, so that none is 0. The gradient is that of the
-    mean probability, which an expert without tokens has too.
+    `probabilities`: (n, e), the router's probabilities of all experts for each token; `counts`: (e,), number of assignments of
+    each expert. The value is a function of u, the actual usage with one extra assignment for each expert, so that no usage is 0.
+    The gradient is that of the mean probability, which an expert without tokens has, too.
 
     entropy_regularization: 1 - H(u) / log e. variance_penalty: mean of (e u - 1)^2, the squared coefficient of variation
     (Shazeer et al., 2017). diversity_regularization: KL(uniform || u).
@@ -242,7 +243,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens to the loss of their successors, or to the logits of the next one. Embedding and output layer share weights."""
+    """Maps tokens to the loss of their successors, or to the logits of the next token. Embedding and output layer share
+    weights."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -259,7 +261,8 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * c.n_layer) if residual else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Losses | Tensor:
-        """`tokens`, `targets`: (b, t) int64. With targets their losses; without, logits (b, vocabulary) after the last token."""
+        """`tokens`, `targets`: (b, t) int64. With targets, returns the losses; without, the logits (b, vocabulary) after the last
+        token."""
         x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]  # (b, t, c)
         x = F.dropout(x, self.config.dropout if self.training else 0.0)
         aux, usage = [], []
@@ -277,7 +280,8 @@ class GPT(nn.Module):
         return Losses(main, torch.stack(aux).mean(), torch.stack(usage))
 
     def flops_per_token(self, length: int) -> float:
-        """FLOPs of a step per token at `length` tokens: 6 per weight that it uses, and attention (PaLM, appendix B)."""
+        """FLOPs of a step per token at a context of `length` tokens: 6 per weight that the token uses, plus attention (PaLM,
+        appendix B)."""
         c = self.config
         used = sum(p.numel() for p in self.parameters()) - self.wpe.weight.numel()
         if c.num_experts:
@@ -288,8 +292,8 @@ class GPT(nn.Module):
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of the logits `x @ weight.T`, a scalar. `x`: (n, c), `weight`: (v, c), `targets`: (n,) int64.
 
-    With gradients enabled, they are computed in the forward pass, a few rows of logits at a time, which stay in the cache: all
-    logits (n, v) would be the largest tensor of a step by far, written and read several times.
+    If gradients are enabled, they are computed in the forward pass, a few rows of logits at a time, which stay in the cache. All
+    logits (n, v) would be by far the largest tensor of a step, and would be written and read several times.
     """
     if not torch.is_grad_enabled():
         return F.cross_entropy(F.linear(x, weight), targets)
@@ -337,12 +341,13 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 _LOGITS, _LOGITS_OF_A_CACHE = 1 << 28, 1 << 19
-"""Logits per chunk, 1 GiB on a GPU and 2 MiB on a CPU: enough rows for a fast product, few enough to fit."""
+"""Number of logits per chunk, 1 GiB on a GPU and 2 MiB on a CPU: enough rows for a fast product, few enough to fit."""
 
 
 @torch.inference_mode()
 def generate(model: GPT, tokens: Tensor, new: int, temperature: float, top_k: int, seed: int) -> Tensor:
-    """Append `new` tokens to `tokens` (b, t): (b, t + new), deterministic by seed. Temperature 0 takes the likeliest tokens."""
+    """Append `new` tokens to `tokens` (b, t). Returns (b, t + new), which is determined by the seed. Temperature 0 takes the most
+    likely tokens."""
     model.eval()
     generator = torch.Generator(tokens.device).manual_seed(seed)
     for _ in range(new):
@@ -362,12 +367,12 @@ def generate(model: GPT, tokens: Tensor, new: int, temperature: float, top_k: in
 
 
 def exported(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights under nanoGPT's names."""
+    """Rename weights to nanoGPT's names."""
     return {f"transformer.{name}": tensor for name, tensor in weights.items()} | {"lm_head.weight": weights["wte.weight"]}
 
 
 def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Weights of nanoGPT or Hugging Face's GPT-2 under our names, positions cut to `config.block_size`.
+    """Weights of nanoGPT or Hugging Face's GPT-2 under our names, with the position embeddings cut to `config.block_size`.
 
     Raises OutlastError for weights of another model.
     """

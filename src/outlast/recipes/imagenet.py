@@ -8,10 +8,10 @@
     torchrun --nproc-per-node 8 -m outlast.recipes.imagenet --data /data/imagenet -a resnet50 -b 2048 --lr 0.1
     python -m outlast.recipes.imagenet --synthetic -a resnet50 -b 64 --microbatch 64       # how fast a step is
 
-Defaults are the recipe that trains ResNet-50 in an hour (Goyal et al., "Accurate, large minibatch SGD", 2017) with a cosine. The
-recipe of older scripts is: --schedule step --label-smoothing 0 --no-zero-gamma --decay-norms. Writes to the job's output,
---output_dir without a job (default: out): checkpoints/, metrics.jsonl, at the end model.pt and final.json; evaluation.json with
---evaluate.
+The defaults follow the recipe that trains ResNet-50 in an hour (Goyal et al., "Accurate, large minibatch SGD", 2017), but with a
+cosine schedule. For the recipe of older scripts, use --schedule step --label-smoothing 0 --no-zero-gamma --decay-norms. Writes to
+the job's output, --output_dir without a job (default: out): checkpoints/, metrics.jsonl; at the end model.pt and final.json; with
+--evaluate, evaluation.json.
 """
 
 # mypy: allow-untyped-calls
@@ -53,7 +53,7 @@ THEIRS = {
     "dist_backend": "a run finds it: nccl on GPUs, gloo on CPUs",
     "c10d_backend": "a run finds it: nccl on GPUs, gloo on CPUs",
 }
-"""Flags of torchelastic's main.py, in both of its versions, that have another name here; all others have the same."""
+"""Flags of torchelastic's main.py, in both of its versions, that have another name here; all other flags have the same name."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Settings:
 
     @property
     def piece(self) -> int:
-        """Images of a micro-batch."""
+        """Number of images in a micro-batch."""
         return min(self.microbatch, self.batch_size)
 
     @property
@@ -114,7 +114,7 @@ class Settings:
 
 
 class Training(loop.Recipe):
-    """A run: `loop.train` calls the methods."""
+    """A training run, whose methods `loop.train` calls."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -131,7 +131,7 @@ class Training(loop.Recipe):
             data.train, batch=s.batch_size, microbatch=s.piece, seed=s.seed, epochs=s.epochs, workers=workers(s, data.train)
         )
         self.ema = copy.deepcopy(self.model) if s.ema_decay else None
-        """Running mean of the weights."""
+        """Running average of the weights; None if it is off."""
         self.statistics = Statistics(self.model)
         self.dtype = device.dtype(s.dtype, run.device, run.gather)
         self.used = {"dtype": str(self.dtype).removeprefix("torch.")}
@@ -180,7 +180,8 @@ class Training(loop.Recipe):
         where.mark_step()
 
     def report(self, step: int, batch: Batch) -> None:
-        """Log a step every `print_freq` iterations. `data_idx`: images of the epoch before it, over all ranks."""
+        """Log a step every `print_freq` iterations. `data_idx`: number of images of the epoch that came before the step, over all
+        ranks."""
         s, log = self.s, self.log
         iteration = batch.start // s.batch_size
         log.done += batch.size
@@ -205,7 +206,7 @@ class Training(loop.Recipe):
         return batch.ends_epoch
 
     def measure(self, step: int) -> float:
-        """Accuracy on all validation images over all ranks."""
+        """Accuracy on all validation images, over all ranks."""
         run, record = self.run, self.record
         batches = validation(self.s, self.data).batches(run.rank, run.world_size)
         with run.alive():
@@ -235,7 +236,7 @@ class Training(loop.Recipe):
 def rate(s: Settings, step: int, per_epoch: int) -> float:
     """The learning rate of a step: linear warm-up, then a cosine to 0, or a tenth at each milestone.
 
-    It is proportional to the global batch size, not to the number of ranks.
+    The learning rate is proportional to the global batch size, not to the number of ranks.
     """
     epochs = min(5.0, s.epochs / 5) if s.warmup_epochs is None else s.warmup_epochs
     highest, warm = s.lr * s.batch_size / 256, round(epochs * per_epoch)
@@ -245,13 +246,13 @@ def rate(s: Settings, step: int, per_epoch: int) -> float:
 
 
 def position(batch: Any, stream: Stream) -> int:
-    """Number of earlier steps, as if all had had the current batch size."""
+    """Number of earlier steps, as if all of them had had the current batch size."""
     return int(batch.epoch * stream.steps_per_epoch + batch.start // stream.batch)
 
 
 @torch.no_grad()
 def average(ema: nn.Module, model: nn.Module, decay: float) -> None:
-    """Move a running mean of weights and statistics towards the current ones."""
+    """Move the running average of weights and statistics towards the current values."""
     for mean, now in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
         if mean.is_floating_point():
             mean.lerp_(now, 1 - decay)
@@ -282,7 +283,7 @@ def placed(s: Settings, model: nn.Module, where: torch.device) -> None:
 
 
 def workers(s: Settings, part: Any) -> int:
-    """Processes that read a part of the data."""
+    """Number of processes that read a part of the data."""
     return s.workers if isinstance(part, pixels.Folder) else 0
 
 
@@ -298,20 +299,21 @@ def values(sums: Tensor) -> dict[str, float]:
 
 
 def shown(means: Mapping[str, float]) -> str:
-    """The text of a measurement."""
+    """A measurement as text."""
     return f"Acc@1 {means['acc1']:.3f}" + (f" Acc@5 {means['acc5']:.3f}" if "acc5" in means else "")
 
 
 def validation(s: Settings, data: Images) -> Stream:
-    """All validation images, in order, each once over all ranks."""
+    """All validation images in order, each of them once over all ranks."""
     return Stream(data.val, batch=s.batch_size, microbatch=s.piece, shuffle=False, workers=workers(s, data.val))
 
 
 @torch.no_grad()
 def measured(dtype: torch.dtype, data: Images, model: ResNet, batches: Iterable[Any], where: torch.device) -> Tensor:
-    """Sums over this rank's validation images: loss, top-5 hits; and, by class, images and top-1 hits.
+    """Sums over this rank's validation images: the loss and the top-5 hits, then by class the number of images and the top-1
+    hits.
 
-    (2 + 2 classes,) float64 on the CPU; the sums of all ranks add up. The model is not changed.
+    The result is (2 + 2 classes,) float64 on the CPU; the sums of all ranks may be added. The model is not changed.
     """
     classes = len(data.classes)
     loss, top5 = torch.zeros((), dtype=torch.float64, device=where), torch.zeros((), dtype=torch.int64, device=where)
@@ -336,7 +338,7 @@ def measured(dtype: torch.dtype, data: Images, model: ResNet, batches: Iterable[
 
 
 def evaluate(s: Settings) -> None:
-    """acc@1 and acc@5 on all validation images, and by class: a table and evaluation.json."""
+    """Measure acc@1 and acc@5 on all validation images, and by class. Prints a table and writes evaluation.json."""
     where, data = device.computing(), imagenet_data.opened(s)
     name, model, names = newest(s, data, results.output())
     if list(names) != list(data.classes):

@@ -1,4 +1,4 @@
-"""Images of `outlast.recipes.imagenet`: files, packed shards, or synthetic ones on the device."""
+"""Images for `outlast.recipes.imagenet`: files, packed shards, or synthetic images on the device."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from outlast.recipes.imagenet import Settings
 
 PACKED_AT_ONCE = 16 * 2**30
-"""Bytes of decoded images up to which files are packed by default: takes minutes, and is 20 times tiny-imagenet."""
+"""Total size in bytes of decoded images up to which files are packed by default. Packing this much takes minutes; it is 20 times
+tiny-imagenet."""
 
 
 def opened(s: Settings, run: Session | None = None) -> Pictures | Made:
@@ -41,7 +42,7 @@ def opened(s: Settings, run: Session | None = None) -> Pictures | Made:
 
 
 def directory(s: Settings) -> str:
-    """The place of the images. A directory `train` stands for its dataset, as in scripts without validation."""
+    """The path or URL of the images. A directory `train` stands for its dataset, as in scripts without validation."""
     named = s.data or os.environ.get(contract.Env.DATA, "")
     if not named:
         raise OutlastError(
@@ -57,14 +58,14 @@ def directory(s: Settings) -> str:
 
 
 class Pictures:
-    """Images in files or packed shards: both parts, each for a `Stream`, and the augmentation of micro-batches."""
+    """Images in files or packed shards: both parts as datasets for a `Stream`, and the augmentation of micro-batches."""
 
     def __init__(self, s: Settings, place: str) -> None:
         self._s, self.place = s, place
         self.train: Any
         self.val: Any
         self.classes: list[str]
-        """Names, by label."""
+        """Names of the classes, by label."""
         if "://" in place or (Path(place) / shards.MANIFEST).exists():
             self.train, self.val = (pixels.packed(place, part) for part in ("train", "val"))
         else:
@@ -75,7 +76,7 @@ class Pictures:
                 self.train, self.val = (pixels.packed(packed, part) for part in ("train", "val"))
         self.packed = isinstance(self.train, pixels.Packed)
         self.bad = int(self.train.bad) if self.packed else 0
-        """Images that packing left out, because they cannot be decoded."""
+        """Number of images that packing left out because they cannot be decoded."""
         self.classes = list(self.train.classes) or [str(label) for label in range(s.num_classes or 0)]
         if not self.classes:
             raise OutlastError(f"{place} does not say which classes there are; give their number with --num-classes")
@@ -85,11 +86,11 @@ class Pictures:
         return (len(self.train) + len(self.val)) * 3 * side * side
 
     def met(self) -> list[str]:
-        """Names of images that this rank could not decode so far; none if they are packed."""
+        """Names of the images that this rank has been unable to decode so far; none if the images are packed."""
         return [] if self.packed else [*self.train.bad, *self.val.bad]
 
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Images (b, 3, s, s) and labels (b,) of a micro-batch, on its device. `epoch` None: for val, without augmentation."""
+        """Images (b, 3, s, s) and labels (b,) of a micro-batch, on its device. `epoch`: None for val, which is not augmented."""
         s = self._s
         x, y, index, aspect = piece  # (b, h, w, 3) bytes, (b,), (b,), (b,)
         if epoch is None:
@@ -101,7 +102,8 @@ class Pictures:
         return pixels.normalised(x, dtype=dtype, memory_format=s.memory_format), y
 
     def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
-        """Raise OutlastError for a label beyond the classes; `pixels` has checked it where the data name their classes."""
+        """Raise OutlastError for a label beyond the classes. If the data name their classes, `pixels` has checked the labels
+        already."""
         for (_, y, _, _), _ in pieces if not self.train.classes else ():
             if (label := int(y.max())) >= len(self.classes):
                 raise OutlastError(
@@ -111,7 +113,7 @@ class Pictures:
 
 
 def stored(s: Settings, root: Path) -> int | None:
-    """Side in pixels to which images are resized before cropping; None: keep their size."""
+    """Side in pixels to which images are resized before cropping; None keeps their size."""
     if s.stored_size is not None:
         return s.stored_size or None
     if (images.inside(root) / "val" / "val_annotations.txt").exists():  # tiny-imagenet: all have 64 x 64
@@ -120,7 +122,7 @@ def stored(s: Settings, root: Path) -> int | None:
 
 
 class Made:
-    """Synthetic images, made once on the device, so that reading costs nothing and the step alone is measured."""
+    """Synthetic images, generated once on the device, so that reading costs nothing and only the step is measured."""
 
     place = "synthetic"
     bad = 0
@@ -132,7 +134,7 @@ class Made:
         self.classes = [str(label) for label in range(s.num_classes or 1000)]
 
     def met(self) -> list[str]:
-        """No names: nothing is decoded."""
+        """An empty list: nothing is decoded."""
         return []
 
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -145,7 +147,7 @@ class Made:
         return self._pool[: len(piece)], labels
 
     def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
-        """Do nothing: the labels are valid."""
+        """Do nothing: the labels are always valid."""
 
 
 Images = Pictures | Made

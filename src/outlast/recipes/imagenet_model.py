@@ -1,7 +1,7 @@
 """ResNet with 18 to 152 layers, for `outlast.recipes.imagenet` (He et al., "Deep residual learning for image recognition", 2015).
 
-The 3x3 convolution of a bottleneck has the stride, as in everybody's by now (ResNet "v1.5"). Names of weights are torchvision's,
-so published weights load.
+The 3x3 convolution of a bottleneck has the stride, as is common by now (ResNet "v1.5"). Weights have torchvision's names, so
+published weights can be loaded.
 """
 
 # mypy: allow-untyped-calls
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from outlast.recipes.shared import results
 
 WIDTH = 64
-"""Channels of the first stage; they double with every stage."""
+"""Number of channels of the first stage, which doubles with every stage."""
 LAYERS = {
     "resnet18": (2, 2, 2, 2),
     "resnet34": (3, 4, 6, 3),
@@ -24,7 +24,7 @@ LAYERS = {
     "resnet101": (3, 4, 23, 3),
     "resnet152": (3, 8, 36, 3),
 }
-"""Blocks of the four stages; from 50 layers on they are bottlenecks."""
+"""Number of blocks in each of the four stages. From 50 layers on, the blocks are bottlenecks."""
 
 
 class BasicBlock(nn.Module):
@@ -71,21 +71,21 @@ class Bottleneck(nn.Module):
 
 
 def shortcut(i: int, o: int, stride: int) -> nn.Sequential | None:
-    """The projection of a block's input to the shape of its output; None where the shapes are equal."""
+    """The projection of a block's input to the shape of its output; None if the shapes are equal."""
     if stride == 1 and i == o:
         return None
     return nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o))
 
 
 def stage(block: type[BasicBlock] | type[Bottleneck], i: int, width: int, count: int, stride: int) -> nn.Sequential:
-    """Blocks of one resolution; the first has the stride."""
+    """A stage of blocks with the same resolution. The first block has the stride."""
     return nn.Sequential(block(i, width, stride), *(block(width * block.expansion, width) for _ in range(count - 1)))
 
 
 class ResNet(nn.Module):
-    """Images (b, 3, h, w) to logits (b, classes).
+    """Maps images (b, 3, h, w) to logits (b, classes).
 
-    `zero_gamma`: every residual block begins as its shortcut (Goyal et al., 2017).
+    `zero_gamma`: whether every residual block is initialized to equal its shortcut (Goyal et al., 2017).
     """
 
     def __init__(self, arch: str, classes: int, *, zero_gamma: bool = False) -> None:
@@ -120,9 +120,9 @@ class ResNet(nn.Module):
 class Statistics:
     """BatchNorm's running statistics as a function of the global batch, in any world.
 
-    `nn.BatchNorm2d` moves them in every forward pass, by its own micro-batch; DDP then keeps those of rank 0. Here all
-    micro-batches of a step start from the same values, and the mean of their results counts: the statistics move once a step, by
-    the mean over the global batch. For a single micro-batch this equals torch's own update.
+    `nn.BatchNorm2d` updates the statistics in every forward pass from the current micro-batch, and DDP then keeps those of rank
+    0. Here all micro-batches of a step start from the same values, and their results are averaged: the statistics move once per
+    step, by the mean over the global batch. For a single micro-batch this equals torch's own update.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -141,7 +141,8 @@ class Statistics:
         self._counts = [each.clone() for each in self._batches]
 
     def add(self, share: float) -> None:
-        """Call after each micro-batch, with its share of the global batch; the shares of all ranks add up to their number."""
+        """Call after each micro-batch, with the micro-batch's share of the global batch; the shares of all ranks add up to the
+        number of ranks."""
         torch._foreach_add_(self._mean, self._running, alpha=share)
         torch._foreach_copy_(self._running, self._start)
 
@@ -156,9 +157,10 @@ class Statistics:
 
 
 def load(model: ResNet, file: Path) -> str:
-    """Load published weights, torchvision's or ours; returns a description of omitted ones, empty if there are none.
+    """Load published weights, from torchvision or from this recipe. Returns a description of omitted weights, empty if there are
+    none.
 
-    The last layer is omitted if it has another number of classes. Raises OutlastError for weights of another model.
+    The last layer is omitted if the file has a different number of classes. Raises OutlastError for weights of another model.
     """
     weights, own = results.state_dict(file), model.state_dict()
     weights |= {name: tensor for name, tensor in own.items() if name.endswith("num_batches_tracked") and name not in weights}

@@ -1,4 +1,4 @@
-"""Fine-tunes a causal language model of Hugging Face on JSON lines, whole or by LoRA. Copy it and change it.
+"""Fine-tunes a Hugging Face causal language model on JSON lines, in full or with LoRA. Copy it and change it.
 
     outlast run examples/llm.yaml                                    # a tiny model, nothing to download
     outlast evaluate llm                                             # loss and perplexity on the validation file
@@ -9,8 +9,8 @@
 
 A line of the data is {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or {"text": ...};
 prompts are not learned. Writes to the job's output, --output without a job (default: out): checkpoints/, metrics.jsonl, epoch-1/,
-epoch-2/ ..., best.json with the name of the best of them, model/ (all in the format of Hugging Face), merged/ with --merge,
-final.json; evaluation.json with --evaluate.
+epoch-2/ ..., best.json with the name of the best epoch, model/ (all in the format of Hugging Face), with --merge merged/, and
+final.json; with --evaluate, evaluation.json.
 """
 
 # mypy: allow-untyped-calls
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llm")
 BEST = "best.json"
-"""Names the directory of the epoch with the lowest validation loss."""
+"""File that names the directory of the epoch with the lowest validation loss."""
 THEIRS = {"output": "output_dir"}
-"""Flags of train_framework.py that have another name here; all others have the same."""
+"""Flags of train_framework.py that have another name here; all other flags have the same name."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Settings:
 
 
 class Training(loop.Recipe):
-    """A run: `loop.train` calls the methods."""
+    """A training run, whose methods `loop.train` calls."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -152,14 +152,14 @@ class Training(loop.Recipe):
             log.info(f"[CFG] all {step} steps are done; --epochs or --max-steps sets more")
 
     def batches(self) -> Iterator[Batch]:
-        """Explicit ranks: the state does not show that FSDP shards over all of them."""
+        """This rank's batches. The ranks are passed explicitly: the state does not show that FSDP shards over all of them."""
         return self.stream.batches(self.run.rank, self.run.world_size)
 
     def rate(self, step: int, batch: Batch | None = None) -> float:
         return rate(self.s, step, self.steps)
 
     def update(self, step: int, batch: Batch) -> None:
-        """One step: gradients of the mean loss over all learned tokens of the global batch, then AdamW."""
+        """Do one step: gradients of the mean loss over all learned tokens of the global batch, then AdamW."""
         s, world = self.s, self.run.world_size
         rows = self.parts.rows([data for data, _ in batch.pieces], s.batch * s.seq_len)
         real = bool(len(batch.indices))  # else the rows are another rank's, and count 0
@@ -204,7 +204,8 @@ class Training(loop.Recipe):
         return super().due(step, batch)
 
     def measure(self, step: int) -> float:
-        """Write the weights of an epoch and measure them; at the end, also of a part of one. NaN without validation data."""
+        """Write the weights of a complete epoch and measure them; if training ends within an epoch, only measure. NaN without
+        validation data."""
         s, record, elapsed = self.s, self.record, self.elapsed_s
         epoch = record.epoch + 1
         directory = f"epoch-{epoch}" if self.whole and s.epoch_results else ""
@@ -218,14 +219,14 @@ class Training(loop.Recipe):
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training over all starts."""
+        """Seconds of training over all starts of the run."""
         return float(self.before_s + self.log.elapsed_s)
 
     def remember(self) -> None:
         self.record.elapsed_s = self.elapsed_s
 
     def validate(self, step: int, directory: str, epoch: int) -> float:
-        """The validation loss, NaN without validation data; notes the best one and its directory. A collective."""
+        """The validation loss, NaN without validation data. Also notes the best loss and its directory. A collective."""
         record = self.record
         if self.parts.val is None:
             return math.nan
@@ -241,7 +242,7 @@ class Training(loop.Recipe):
         return loss
 
     def mean(self, samples: Samples) -> float:
-        """Mean loss over the learned tokens of all samples, each computed by one rank. A collective."""
+        """Mean loss over the learned tokens of all samples, each of which is computed by one rank. A collective."""
         run = self.run
         begin, end = share_of(len(samples), run.world_size, run.rank)
         rows = validation(self.parts, samples, range(begin, end), self.s)
@@ -262,7 +263,7 @@ class Training(loop.Recipe):
         return float(sum(each for each, _ in sums) / sum(count for _, count in sums))
 
     def write(self, name: str) -> dict[str, Tensor]:
-        """Write a directory for Hugging Face. Returns the trained tensors on rank 0. A collective."""
+        """Write a directory in Hugging Face's format. Returns the trained tensors on rank 0. A collective."""
         llm_model, run, parts = _llm_model(), self.run, self.parts
         tensors: dict[str, Tensor] = llm_model.whole(self.tuned.model, keep=run.rank == 0)
         with results.by_rank_0(run) as writes:
@@ -290,12 +291,12 @@ class Training(loop.Recipe):
 
 
 def say(kind: str, **values: Any) -> None:
-    """A line of values by name."""
+    """Print a line of values by name."""
     log.info(f"[{kind}] " + " ".join(f"{name}={value}" for name, value in values.items()))
 
 
 def collated(step: int, batch: Batch, rows: Sequence[Row]) -> None:
-    """Describe rank 0's part of a batch."""
+    """Print a description of rank 0's part of a batch."""
     cells, real = sum(row.tokens.numel() for row in rows), sum(row.real for row in rows)
     shapes = ",".join("x".join(map(str, row.tokens.shape)) for row in rows[:4])
     say("COLLATE", epoch=batch.epoch + 1, step=step, samples=len(batch.indices), rows=len(rows), shapes=shapes, tokens=real,
@@ -312,7 +313,7 @@ def rate(s: Settings, step: int, steps: int) -> float:
 
 @dataclass
 class Parts:
-    """Model, tokenizer and data."""
+    """The model, the tokenizer and the data."""
 
     tuned: Tuned
     tokenizer: Any
@@ -326,7 +327,7 @@ class Parts:
 
     @classmethod
     def load(cls, s: Settings, where: torch.device, run: Session | None) -> Parts:
-        """Load everything. One process of each machine tokenizes; its errors are raised on all. A collective with `run`."""
+        """Load everything. One process of each machine tokenizes; its errors are raised on all ranks. A collective with `run`."""
         started = time.monotonic()
         llm_model = _llm_model()
         offline = s.local_files_only
@@ -373,14 +374,15 @@ class Parts:
 
 
 def _llm_model() -> Any:
-    """Imports transformers, which takes seconds, only when needed: not for --help."""
+    """The module `llm_model`. It imports transformers, which takes seconds, so it is imported only when needed: not for
+    --help."""
     from outlast.recipes import llm_model
 
     return llm_model
 
 
 def data(s: Settings, tokenizer: Path, vocabulary: int, run: Session | None) -> tuple[Samples, Samples | None]:
-    """Samples of training and validation. Raises OutlastError; for a bad line, on all ranks."""
+    """Samples for training and for validation. Raises OutlastError; for a bad line, on all ranks."""
     named = s.data or os.environ.get(contract.Env.DATA, "")
     if not named:
         raise OutlastError(f"no data: give --data train.jsonl, or set {contract.Env.DATA}; --help shows what a line looks like")
@@ -414,7 +416,7 @@ def data(s: Settings, tokenizer: Path, vocabulary: int, run: Session | None) -> 
 
 
 def bfloat16(s: Settings, where: torch.device, run: Session | None) -> bool:
-    """Whether matrix products are in bfloat16. A collective with `run`."""
+    """Whether matrix products are computed in bfloat16. A collective with `run`."""
     if s.bf16 and s.dtype == "float32":
         raise OutlastError("--bf16 and --dtype float32 contradict each other; leave out one of the two")
     return s.bf16 or device.dtype(s.dtype, where, run.gather if run else None) == torch.bfloat16
@@ -427,7 +429,7 @@ def validation(parts: Parts, samples: Samples, numbers: range, s: Settings) -> l
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinite where that is too large for a float."""
+    """exp(loss); infinite if the result is too large for a float."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -436,7 +438,7 @@ def perplexity(loss: float) -> float:
 
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
-    """Loss and perplexity of a checkpoint on the validation file."""
+    """Measure loss and perplexity of a checkpoint on the validation file."""
     logged(dataclasses.replace(s, log_level="WARNING"), 0)
     where, path = device.computing(), results.checkpoint(results.output(), s.checkpoint)
     parts = Parts.load(s, where, None)

@@ -1,7 +1,7 @@
-"""Data of `llm`: records tokenized once per machine, and micro-batches without padding.
+"""Data for `llm`: records tokenized once per machine, and micro-batches without padding.
 
 The code of `outlast data prepare jsonl` tokenizes `.jsonl` files completely into this machine's cache before training, so a bad
-line is found at once. A directory that was prepared by hand is read as it is.
+line is found right away. A directory that was prepared by hand is read as it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outlast.training import Shards
 from outlast.worker.prepare import room
 
 NONE = "none"
-"""Value of `--val`: do not measure."""
+"""Value of `--val` that turns measuring off."""
 Sample = tuple[Tensor, Tensor]
 """Tokens and labels, int32 of shape (t,)."""
 
@@ -40,9 +40,10 @@ class Source(NamedTuple):
 
 
 def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
-    """Sources of training and of validation, and a message when the latter is None. Raises OutlastError.
+    """Sources for training and for validation, and a message if there is none for validation. Raises OutlastError.
 
-    `data`: a .jsonl file, a directory with train.jsonl, or a prepared one; `val`: empty for the validation file beside it.
+    `data`: a .jsonl file, a directory with train.jsonl, or a prepared directory. `val`: empty for the validation file beside the
+    data.
     """
     path = Path(data).expanduser()
     if "://" in data:
@@ -73,9 +74,10 @@ def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
 
 
 def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: Callable[[str], None]) -> Path:
-    """The directory of a source as tokens. With `make`, made by one process of the machine unless it exists.
+    """The directory that contains a source as tokens. With `make`, one process of the machine makes it unless it exists.
 
-    Raises OutlastError for a line that is no record, with file, line and reason; with `skip_bad`, reports such lines instead.
+    Raises OutlastError, with file, line and reason, for a line that is not a record; with `skip_bad`, such lines are reported
+    instead.
     """
     if source.path.is_dir():
         return source.path
@@ -139,7 +141,7 @@ class Samples(Dataset[Sample]):
             )
         self.tokens = int(self.lengths[self._indices].sum())
         self.digest = hashlib.sha256(f"{self._shards.fingerprint} {limit}".encode()).hexdigest()[:16]
-        """Identifies the samples."""
+        """Identifies the samples, including the limit."""
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -150,28 +152,29 @@ class Samples(Dataset[Sample]):
 
 
 def _learned(labels: NDArray[np.int32], offsets: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Number of learned tokens within the limit, per sample."""
+    """Number of learned tokens within the limit, for each sample."""
     begin, end = offsets[:-1], np.minimum(offsets[1:], offsets[:-1] + limit)
     so_far = np.concatenate(([0], np.cumsum(labels != chat.NOT_LEARNED)))
     return np.where(end > begin, so_far[end] - so_far[np.minimum(begin + 1, end)], 0)
 
 
 class Row(NamedTuple):
-    """Input of one forward pass: samples packed into one row, or each in a row of its own, padded at its end."""
+    """Input of one forward pass: samples are packed into one row, or each is in a separate row, padded at the end."""
 
     tokens: Tensor  # (b, t) int64
     positions: Tensor  # (b, t) int64, from 0 in every sample
     places: Tensor  # (n,) int64: positions, of b * t, that predict a learned token
     targets: Tensor  # (n,) int64: the tokens to predict there
     groups: tuple[tuple[Tensor, Tensor], ...]
-    """For attention: samples of about one length, as places of their tokens (samples, longest) and indices of real ones."""
+    """Groups for attention: samples of about the same length, as positions of their tokens (samples, longest) and indices of the
+    real tokens."""
     order: Tensor  # (t,) int64: the index of each token of a row among those of all groups
     real: int
-    """Number of tokens without padding."""
+    """Number of tokens, not counting padding."""
 
 
 def packed(samples: Sequence[Sample], size: int) -> list[Row]:
-    """Pack samples, in order, into rows of at most `size` tokens; a longer sample has a row of its own."""
+    """Pack samples, in order, into rows of at most `size` tokens; a sample that is longer has a row of its own."""
     rows: list[list[Sample]] = []
     left = 0
     for sample in samples:
@@ -202,7 +205,8 @@ def _row(samples: Sequence[Sample]) -> Row:
 
 
 def _groups(lengths: Sequence[int], starts: NDArray[np.int64]) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
-    """Group samples by the power of two of their lengths, so that less than half is padding: `Row.groups` and `Row.order`."""
+    """Group samples by the power of two of their lengths, so that less than half is padding. Returns `Row.groups` and
+    `Row.order`."""
     if len(lengths) == 1:
         return (), torch.arange(lengths[0])
     groups, covered = [], []
@@ -218,7 +222,8 @@ def _groups(lengths: Sequence[int], starts: NDArray[np.int64]) -> tuple[tuple[tu
 
 
 def padded(samples: Sequence[Sample]) -> Row:
-    """One row per sample, padded to the longest. Padding comes last and is not learned, so causal attention needs no mask."""
+    """One row per sample, padded to the longest sample. Padding comes last and is not learned, so causal attention needs no
+    mask."""
     longest = max(len(tokens) for tokens, _ in samples)
     tokens = torch.zeros(len(samples), longest, dtype=torch.int64)
     labels = torch.full((len(samples), longest), chat.NOT_LEARNED, dtype=torch.int64)

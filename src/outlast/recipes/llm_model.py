@@ -1,7 +1,7 @@
-"""The model of `llm`: a causal language model of Hugging Face, whole or under LoRA, and its loss.
+"""The model of `llm`: a Hugging Face causal language model, with all weights trained or with LoRA, and its loss.
 
-The one module of the recipes that imports transformers and peft. `load` explains what is wrong with a directory, `Tuned` computes
-the loss of a row of samples, `write` saves a directory for `AutoModelForCausalLM` or `PeftModel`.
+No other module of the recipes imports transformers and peft. `load` explains what is wrong with a directory, `Tuned` computes the
+loss of a row of samples, `write` saves a directory for `AutoModelForCausalLM` or `PeftModel`.
 """
 
 # mypy: allow-untyped-calls
@@ -42,12 +42,12 @@ with importing("fine-tuning", "llm"):
 PACKED = "outlast"
 """Name of our attention in transformers."""
 _SAMPLED = 64
-"""Values of each weight in the fingerprint of a base model; arbitrary."""
+"""Number of values of each weight in the fingerprint of a base model; arbitrary."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Small matrices beside frozen ones (Hu et al., 2021, https://arxiv.org/abs/2106.09685)."""
+    """Settings of LoRA: small trained matrices beside frozen ones (Hu et al., 2021, https://arxiv.org/abs/2106.09685)."""
 
     r: int
     alpha: int
@@ -59,9 +59,9 @@ class Lora:
 
 
 def place(name: str, local: str, *, offline: bool, what: str = "model") -> str:
-    """The directory of a model, or its name at Hugging Face. Raises OutlastError.
+    """The directory of a model, or its name on Hugging Face. Raises OutlastError.
 
-    The first of: `local`; `name` as a directory; `name`, or its last part, below $OUTLAST_MODELS.
+    These places are tried in turn: `local`; `name` as a directory; `name`, or its last part, below $OUTLAST_MODELS.
     """
     if local:
         if not Path(local).expanduser().is_dir():
@@ -91,7 +91,7 @@ def _cached(name: str, what: str) -> str:
 
 
 def downloaded(name: str) -> Path:
-    """The directory `name`, or a model downloaded from Hugging Face. Raises OutlastError."""
+    """The directory `name`, or the directory of a model that is downloaded from Hugging Face. Raises OutlastError."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -106,7 +106,8 @@ def downloaded(name: str) -> Path:
 
 
 def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device) -> Any:
-    """The model in a directory, with weights of type `dtype`, on the CPU; it will run on `where`. Raises OutlastError."""
+    """The model in a directory, on the CPU, with weights of type `dtype`. `where`: the device that it will run on. Raises
+    OutlastError."""
     if not (directory / "config.json").is_file():
         raise OutlastError(f"{directory} has no config.json; name a directory of Hugging Face with --model-local-dir")
     _register()
@@ -129,7 +130,8 @@ def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device)
 
 
 def _attention(config: Any, dtype: torch.dtype, where: torch.device) -> str | None:
-    """The name of the attention: flash attention if it is installed and usable, else ours; None: transformers chooses."""
+    """The name of the attention implementation: flash attention if it is installed and usable, else ours; None lets transformers
+    choose."""
     if where.type == "cuda" and dtype is torch.bfloat16 and is_flash_attn_2_available():
         return "flash_attention_2"
     kind = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
@@ -160,7 +162,8 @@ def _quiet() -> Iterator[None]:
 
 
 def recompute(model: Any) -> None:
-    """Compute activations again in the backward pass instead of keeping them. Raises OutlastError if the model cannot."""
+    """Recompute activations in the backward pass instead of keeping them. Raises OutlastError if the model does not support
+    that."""
     try:
         with _quiet():
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -169,7 +172,7 @@ def recompute(model: Any) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Identifies the weights of a base model by names, shapes and some values; the same in float32 and bfloat16."""
+    """Identifies the weights of a base model by names, shapes and some values; float32 and bfloat16 give the same result."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)
@@ -179,7 +182,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def adapted(model: Any, lora: Lora) -> Any:
-    """The model with LoRA beside its target modules, everything else frozen. Raises OutlastError."""
+    """The model with LoRA beside its target modules and all other weights frozen. Raises OutlastError."""
     linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
     names = {name for name, _ in model.named_modules()}
     missing = [each for each in lora.targets if not any(name == each or name.endswith(f".{each}") for name in names)]
@@ -214,9 +217,11 @@ def _register() -> None:
 def _attended(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sample of a row: (b, heads, t, d), keys may have fewer heads, to (b, t, heads, d).
+    """Causal attention within each sample of a row, from (b, heads, t, d) to (b, t, heads, d); keys and values may have fewer
+    heads.
 
-    Samples of about one length are computed together, so the cost is the sum of their squares, not the square of their sum.
+    Samples of about the same length are computed together, so the cost grows with the sum of the squared lengths, not with the
+    square of their sum.
     """
     groups, order = options.pop("packing", None) or ((), None)
     window = options.pop("sliding_window", None)
@@ -249,8 +254,8 @@ def _attended(
 class Tuned(nn.Module):
     """A causal language model that returns the loss of a row, summed over its learned tokens.
 
-    Logits are computed for these tokens only, a few rows at a time. `whole`: the model's head is more than a matrix product, so
-    the model computes all logits itself.
+    Logits are computed only for these tokens, a few rows at a time. `whole`: whether the model computes all logits itself,
+    because its head is more than a matrix product.
     """
 
     def __init__(self, model: Any, *, low: bool) -> None:
@@ -258,7 +263,7 @@ class Tuned(nn.Module):
         self.model = model
         self.whole = False
         self.low = low
-        """Matrix products are in bfloat16, with float32 master weights."""
+        """Whether matrix products are computed in bfloat16, with float32 master weights."""
 
     @property
     def base(self) -> Any:
@@ -291,9 +296,9 @@ class Tuned(nn.Module):
 
     @torch.no_grad()
     def check(self) -> str:
-        """Test the model on two short samples: sets `whole`, and returns a message if it cannot pack samples.
+        """Test the model on two short samples. Sets `whole`, and returns a message if the model cannot pack samples.
 
-        If our attention gives other results than the model's own, the model gets its own back.
+        If our attention gives different results than the model's own, the model's own is restored.
         """
         training = self.training
         self.eval()
@@ -341,7 +346,8 @@ def moved(row: Row, to: torch.device) -> Row:
 
 
 def training(model: nn.Module) -> nn.Module:
-    """The trainable parameters under their names, as a module for checkpoints. Frozen weights are in the model's directory."""
+    """The trainable parameters under their names, as a module for checkpoints. The frozen weights are in the model's
+    directory."""
     root = nn.Module()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -359,7 +365,7 @@ def training(model: nn.Module) -> nn.Module:
 
 
 def whole(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The trainable parameters, gathered from shards to the CPU. Without `keep`, returns nothing. A collective."""
+    """The trainable parameters, gathered from shards to the CPU. Without `keep`, the result is empty. A collective."""
     gathered = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -371,7 +377,7 @@ def whole(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 
 
 def write(model: Any, tokenizer: Any, directory: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write a directory for Hugging Face, as a whole: an adapter, or weights of type `dtype`; and the tokenizer."""
+    """Write a directory in Hugging Face's format, all or nothing: an adapter or weights of type `dtype`, and the tokenizer."""
     partial = directory.with_name(f".{directory.name}.writing")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -411,7 +417,7 @@ def merge(base: Path, adapter: Path, directory: Path, tokenizer: Any) -> None:
 
 
 def stored(directory: Path) -> torch.dtype:
-    """The type of the weights in a directory by its config.json, else float32."""
+    """The type of the weights in a directory according to its config.json, else float32."""
     about = json.loads((directory / "config.json").read_text())
     dtype = getattr(torch, str(about.get("dtype") or about.get("torch_dtype") or "float32"), torch.float32)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32

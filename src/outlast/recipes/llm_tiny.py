@@ -2,8 +2,8 @@
 
     python -m outlast.recipes.llm_tiny data/llm
 
-Writes DIR/model, a Llama with random weights and a tokenizer trained on these questions, as Hugging Face writes them, and
-DIR/train.jsonl and DIR/val.jsonl: questions about functions of Python's standard library, answered by their documentation.
+Writes DIR/model, a Llama with random weights and a tokenizer trained on these questions, in Hugging Face's format; and
+DIR/train.jsonl and DIR/val.jsonl, questions about functions of Python's standard library, answered by their documentation.
 """
 
 # mypy: allow-untyped-calls
@@ -29,7 +29,7 @@ MODULES = (
     "argparse", "ast", "calendar", "configparser", "datetime", "difflib", "fractions", "inspect", "json", "logging", "os",
     "pathlib", "random", "shutil", "statistics", "string", "textwrap", "tokenize",
 )  # fmt: skip
-"""Modules that the questions are about: those documented in sentences."""
+"""Modules that the questions are about; all of them are documented in sentences."""
 QUESTION = "What does {name}({arguments}) of {module} do?"
 
 
@@ -62,7 +62,7 @@ def questions() -> Iterator[dict[str, Any]]:
 
 
 def model(kind: str, vocab_size: int, *, layers: int, width: int, positions: int, seed: int, **more: Any) -> Any:
-    """A model with random weights. Raises OutlastError for another kind than llama and qwen2."""
+    """A model with random weights. Raises OutlastError if `kind` is neither llama nor qwen2."""
     transformers = _library()
     kinds = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}
     if kind not in kinds:
@@ -85,7 +85,7 @@ def _library() -> Any:
 
 
 def trained_tokenizer(texts: Sequence[str], size: int, template: str | None = chat.TEMPLATE) -> Any:
-    """A byte-level BPE trained on some texts, as transformers wraps it."""
+    """A byte-level BPE trained on the given texts, wrapped for transformers."""
     made = tokenizer.library().Tokenizer.from_str(tokenizer.train(texts, size))
     wrapped = _library().PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token=tokenizer.SEPARATOR, pad_token=tokenizer.SEPARATOR

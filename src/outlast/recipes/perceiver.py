@@ -9,8 +9,8 @@
     outlast data prepare video data/kinetics --to data/clips             # decoded once; then --data data/clips
 
 Kinetics: directories train/CLASS/*.mp4 and val/CLASS/*.mp4, or CLASS/*.mp4, or a list of labels. Writes to the job's output,
---output_dir without a job (default: out): checkpoints/, metrics.jsonl, at the end model.pt and final.json; evaluation.json with
---evaluate.
+--output_dir without a job (default: out): checkpoints/, metrics.jsonl; at the end model.pt and final.json; with --evaluate,
+evaluation.json.
 """
 
 # mypy: allow-untyped-calls
@@ -52,7 +52,7 @@ THEIRS = {
     "config_file_path": "config",
     "drop_last": "a short last step counts as what it is, and nothing is dropped",
 }
-"""Flags of train_trn.py that have another name here; all others have the same."""
+"""Flags of train_trn.py that have another name here; all other flags have the same name."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ class Settings:
 
     @property
     def samples(self) -> int:
-        """Clips of a step over all ranks."""
+        """Number of clips in a step over all ranks."""
         return self.batch or 8
 
 
 class Training(loop.Recipe):
-    """A run: `loop.train` calls the methods."""
+    """A training run, whose methods `loop.train` calls."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -220,7 +220,7 @@ class Training(loop.Recipe):
 
     @torch.inference_mode()
     def measure(self, step: int) -> float:
-        """Losses on the validation clips, each on one rank, at points that are always the same."""
+        """Losses on the validation clips, each of which is computed on one rank, at points that are always the same."""
         s, run, val = self.s, self.run, self.data.val
         assert val is not None
         points = queried(self.model.config, s, -1)
@@ -241,7 +241,7 @@ class Training(loop.Recipe):
         return means["loss"]
 
     def remember(self) -> None:
-        """Collect the clips that any rank could not use as they are."""
+        """Collect the names of the clips that any rank could not use as they are."""
         self.remarks.add(self.run.gather(self.remarks.names))
         self.record.remarks = self.remarks.names
 
@@ -266,7 +266,8 @@ class Training(loop.Recipe):
 
 
 def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
-    """Weights of the clips of a batch, on the CPU: (b,), 0 for bad ones, else 1. Without skip_bad, raises OutlastError."""
+    """Weights of the clips in a batch, on the CPU: (b,), 0 for bad clips, else 1. Without skip_bad, a bad clip raises
+    OutlastError."""
     dataset = d.train if part == "train" else d.val
     weight = torch.ones(len(data["label"]))
     if isinstance(dataset, Clips):
@@ -281,7 +282,8 @@ def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indi
 
 
 class Speed:
-    """Clips per second: the mean of the last ten lines of the log. The first line of a start does not count: it compiles."""
+    """Measures clips per second, as the mean over the last ten lines of the log. The first line after a start does not count, as
+    it includes compilation."""
 
     def __init__(self) -> None:
         self._windows: collections.deque[float] = collections.deque(maxlen=10)
@@ -289,11 +291,11 @@ class Speed:
 
     @property
     def mean(self) -> float | None:
-        """Clips per second; None before the second line."""
+        """Mean number of clips per second; None before the second line."""
         return sum(self._windows) / len(self._windows) if self._windows else None
 
     def add(self, speed: float) -> float:
-        """Add the speed of a line; returns the mean, or 0."""
+        """Add the speed of a line. Returns the mean, or 0 before the second line."""
         if self._compiled and speed:
             self._windows.append(speed)
         self._compiled = True
@@ -315,7 +317,7 @@ def rate(s: Settings, step: int, steps: int) -> float:
 
 
 def queried(config: Config, s: Settings, step: int) -> Points:
-    """The points to decode in a step: a function of (seed, step) alone; -1 stands for all measurements."""
+    """The points to decode in a step, as a function of (seed, step) alone; step -1 stands for all measurements."""
     draw = np.random.Generator(np.random.Philox(np.random.SeedSequence([abs(s.seed), step + 1])))
     image = draw.choice(config.image_points, min(s.image_points, config.image_points), replace=False)
     audio = draw.choice(config.audio_points, min(s.audio_points, config.audio_points), replace=False)
@@ -323,7 +325,7 @@ def queried(config: Config, s: Settings, step: int) -> Points:
 
 
 def hidden(s: Settings, step: int, indices: Any) -> Tensor:
-    """Clips whose label is hidden from the encoder: (b,) bool, a function of (seed, step, index) alone."""
+    """Which clips have their label hidden from the encoder: (b,) bool, a function of (seed, step, index) alone."""
     if s.label_dropout in (0, 1):
         return torch.full((len(indices),), bool(s.label_dropout))
     drawn = [np.random.SeedSequence([abs(s.seed), step, int(index), 1]).generate_state(1)[0] / 2**32 for index in indices]
@@ -331,7 +333,8 @@ def hidden(s: Settings, step: int, indices: Any) -> Tensor:
 
 
 def first(s: Settings, run: Session) -> tuple[Perceiver, Data]:
-    """The model before the first step, and the data. Raises OutlastError if they do not match, or there is no val to measure."""
+    """The model before the first step, and the data. Raises OutlastError if they do not match, or if there is no val to
+    measure."""
     config, weights = shape(s)
     with run.alive():
         data = place(s, config, run.output)
@@ -359,7 +362,7 @@ def shape(s: Settings) -> tuple[Config, Mapping[str, Tensor] | None]:
 
 
 def place(s: Settings, config: Config, output: Path) -> Data:
-    """The data; makes the synthetic ones first."""
+    """The data. If they are synthetic, they are made first."""
     named = s.data or os.environ.get(contract.Env.DATA) or os.environ.get("DATASET_DIR", "")
     if s.dataset == "synthetic" or not (s.dataset or named):
         named = str(perceiver_data.synthetic(Path(named) if named else output))
@@ -373,7 +376,7 @@ def place(s: Settings, config: Config, output: Path) -> Data:
 
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
-    """Reconstruction losses, PSNR and accuracy on the validation clips, at all of their points."""
+    """Measure reconstruction losses, PSNR and accuracy on the validation clips, at all of their points."""
     output, where = results.output(), device.computing()
     path = results.checkpoint(output, s.checkpoint)
     config = Config(**Record.read(path).config)
@@ -414,7 +417,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def from_variables(s: Settings) -> Settings:
-    """Fill in settings from the variables MAX_STEPS, BATCH_SIZE and NPROC_PER_NODE. Raises OutlastError for invalid numbers."""
+    """Fill in settings from the environment variables MAX_STEPS, BATCH_SIZE and NPROC_PER_NODE. Raises OutlastError for invalid
+    numbers."""
     variables = {}
     for name in ("MAX_STEPS", "BATCH_SIZE", "NPROC_PER_NODE"):
         if text := os.environ.get(name, ""):

@@ -1,8 +1,8 @@
-"""Clips of `outlast.recipes.perceiver`: videos decoded on demand, prepared shards, and synthetic videos.
+"""Clips for `outlast.recipes.perceiver`: videos decoded on demand, prepared shards, and synthetic videos.
 
 A directory of Kinetics has a directory per class (`train/CLASS/*.mp4` and `val/CLASS/*.mp4`, or `CLASS/*.mp4`), or a list of
 labels (`--labels`). A training clip begins at a moment that is a function of (seed, epoch, index); a validation clip is the
-middle of its video. `outlast data prepare video` writes shards: decoded once, read at the speed of the disk.
+middle of its video. `outlast data prepare video` writes shards, which are decoded once and then read at the speed of the disk.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from outlast.training import Shards
 MOMENTS = 10_000
 """Number of possible beginnings of a clip in a video; arbitrary."""
 SMALL = {TRAIN: 1000, VAL: 100}
-"""Clips of kinetics-small."""
+"""Number of clips in each part of kinetics-small."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Clips:
-    """One part, decoded as it is read; a map-style dataset.
+    """One part of a dataset, decoded as it is read; a map-style dataset.
 
-    An item has `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and flags: `problem`, a message, if it cannot be
-    read; `silent` and `short` if sound or frames were filled up.
+    An item has `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and flags: `problem`, a message, if the clip cannot
+    be read; `silent` and `short` if missing sound or frames were filled in.
     """
 
     root: Path
@@ -51,7 +51,7 @@ class Clips:
     """File and label of each clip."""
     settings: video.Settings
     moving: bool
-    """Clips begin at random moments of their videos."""
+    """Whether clips begin at random moments of their videos."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -91,7 +91,7 @@ class Data:
     train: Clips | Shards
     val: Clips | Shards | None
     classes: Sequence[str]
-    """Names of the classes, in the order of labels."""
+    """Names of the classes, in the order of their labels."""
     digest: str
     """Digest of the files and their labels, or of the shards."""
 
@@ -99,7 +99,7 @@ class Data:
 def opened(place: str, config: Config, *, labels: str = "", share: float = 0.1, small: bool = False) -> Data:
     """The data at a place: a directory of videos, or a directory or URL of shards. Raises OutlastError.
 
-    `labels`: path of a list; `share`: of the videos that become val if the directories do not name one.
+    `labels`: path of a list of labels. `share`: share of the videos that become val if no directory is named val.
     """
     if "://" in place or (Path(place) / shards.MANIFEST).exists():
         return _prepared(place, config)
@@ -157,7 +157,7 @@ def checked(labels: Tensor, classes: int, place: str) -> None:
 
 
 class Remarks:
-    """Names of the clips that could not be used as they are, by kind."""
+    """Names of the clips that could not be used as they are, by kind of problem."""
 
     KINDS: Mapping[str, str] = {
         "bad": "cannot be read and is left out",
@@ -167,17 +167,17 @@ class Remarks:
 
     def __init__(self, names: Mapping[str, Sequence[str]] | None = None) -> None:
         self.names = {kind: list((names or {}).get(kind, ())) for kind in self.KINDS}
-        """Names of each kind, sorted."""
+        """Names of the clips of each kind, sorted."""
 
     def note(self, kind: str, name: str) -> str:
-        """Note a clip. Returns a message for the first three of each kind, else an empty one."""
+        """Note a clip. Returns a message for the first three clips of each kind, otherwise an empty string."""
         if name in self.names[kind]:
             return ""
         self.add([{kind: [name]}])
         return f"{name} {self.KINDS[kind]}" if len(self.names[kind]) <= 3 else ""
 
     def add(self, others: Sequence[Mapping[str, Sequence[str]]]) -> None:
-        """Merge the names noted on other ranks."""
+        """Merge the names that were noted on other ranks."""
         for kind, names in self.names.items():
             self.names[kind] = sorted({*names, *(name for other in others for name in other.get(kind, ()))})
 
@@ -194,14 +194,14 @@ CLASSES: Mapping[str, tuple[int, int, int]] = {
     "right": (1, 0, 660),
     "up": (0, -1, 880),
 }
-"""Classes of the synthetic set: direction of the square (x, y), and pitch in hertz."""
+"""Classes of the synthetic videos: direction in which the square moves (x, y), and pitch in hertz."""
 PER_CLASS = {TRAIN: 10, VAL: 4}
 
 
 def synthetic(above: Path) -> Path:
-    """Make the directory `synthetic` with small real videos, unless it exists. The first process does it, the others wait.
+    """Make the directory `synthetic` with small real videos, unless it exists. The first process does so, and the others wait.
 
-    A bright square moves over a dark ground; the class decides its direction and the pitch.
+    A bright square moves over a dark background; the class determines its direction and the pitch.
     """
     to = above / "synthetic"
     above.mkdir(parents=True, exist_ok=True)
@@ -237,7 +237,7 @@ def moving(name: str, draw: np.random.Generator, size: int = 96, frames: int = 2
 
 
 def write(path: Path, frames: NDArray[np.uint8], sound: NDArray[np.int16]) -> None:
-    """Write an mp4 file, whole or not at all. `frames`: (t, h, w, 3), 25 a second; `sound`: (samples,) at 48 kHz."""
+    """Write an mp4 file, all or nothing. `frames`: (t, h, w, 3), 25 per second; `sound`: (samples,) at 48 kHz."""
     av = video.pyav()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.writing")
@@ -268,9 +268,10 @@ def write(path: Path, frames: NDArray[np.uint8], sound: NDArray[np.int16]) -> No
 
 
 def pretrained(named: str, given: Mapping[str, Any]) -> tuple[Config, Mapping[str, Tensor]]:
-    """Sizes and weights in a directory of Hugging Face's Perceiver. `given`: requested sizes, which must be equal.
+    """Sizes and weights in a directory of Hugging Face's Perceiver. `given`: requested sizes, which must equal those in the
+    directory.
 
-    A path that does not exist is looked up below $OUTLAST_MODELS. Raises OutlastError; downloads nothing.
+    A path that does not exist is looked up below $OUTLAST_MODELS. Raises OutlastError. Downloads nothing.
     """
     path = results.place(named)
     try:

@@ -1,7 +1,7 @@
 """Perceiver IO for clips of video, sound and a label: 16 frames, 0.64 s of sound and a class through 784 latents and back.
 
 Jaegle et al., "Perceiver IO: A General Architecture for Structured Inputs & Outputs" (https://arxiv.org/abs/2107.14795), section
-4.3, with the sizes of deepmind/multimodal-perceiver; with that model's weights its outputs equal those of Hugging Face's
+4.3, with the sizes of deepmind/multimodal-perceiver. With the weights of that model, the outputs equal those of Hugging Face's
 `PerceiverForMultimodalAutoencoding` (`imported`). The computation differs, see `Attention.folded`: position encodings are
 computed once, the keys and values of 52,097 inputs are never projected, and only queried points are decoded.
 """
@@ -23,7 +23,7 @@ from outlast.base.errors import OutlastError
 from outlast.recipes.shared import results
 
 AUDIO, IMAGE, LABEL = "audio", "image", "label"
-"""The modalities, in the order of the inputs and of the queries."""
+"""The modalities, in the order in which inputs and queries are concatenated."""
 EPSILON = 1e-5
 """Epsilon of layer norms."""
 
@@ -34,27 +34,27 @@ class Config:
 
     frames: int = 16
     image_size: int = 224
-    """Pixels of a frame's side."""
+    """Side of a frame in pixels."""
     audio_per_frame: int = 1920
-    """Samples of sound per frame."""
+    """Number of sound samples per frame."""
     classes: int = 700
     num_latents: int = 784
     d_latents: int = 512
     num_blocks: int = 1
-    """Number of times that all self-attentions are applied, with the same weights."""
+    """Number of times that all self-attention layers are applied, with the same weights."""
     num_self_attends: int = 8
     num_heads: int = 8
     num_cross_heads: int = 1
     widening: int = 1
-    """Hidden units of an MLP, as a multiple of its width."""
+    """Number of hidden units of an MLP, as a multiple of its width."""
     d_output: int = 512
-    """Width of the decoder's output, before the three last layers."""
+    """Width of the decoder's output, before the last three layers."""
     patch: int = 4
-    """Pixels of a patch's side."""
+    """Side of a patch in pixels."""
     samples_per_patch: int = 16
     image_bands: int = 32
     audio_bands: int = 192
-    """Frequencies of the position encodings, per dimension."""
+    """Number of frequencies of the position encodings, per dimension."""
     label_channels: int = 1024
     """Width of the label's query."""
     dropout: float = 0.1
@@ -62,22 +62,22 @@ class Config:
 
     @property
     def samples(self) -> int:
-        """Samples of sound in a clip."""
+        """Number of sound samples in a clip."""
         return self.frames * self.audio_per_frame
 
     @property
     def audio_points(self) -> int:
-        """Patches of sound."""
+        """Number of patches of sound in a clip."""
         return self.samples // self.samples_per_patch
 
     @property
     def image_points(self) -> int:
-        """Pixels of a clip."""
+        """Number of pixels in a clip."""
         return self.frames * self.image_size**2
 
     @property
     def channels(self) -> dict[str, int]:
-        """Channels of an input, before the padding."""
+        """Number of channels of an input for each modality, before padding."""
         return {
             AUDIO: self.samples_per_patch + 1 + 2 * self.audio_bands,
             IMAGE: 3 * self.patch**2 + 3 + 6 * self.image_bands,
@@ -86,7 +86,7 @@ class Config:
 
     @property
     def queried(self) -> dict[str, int]:
-        """Channels of a query, before the padding."""
+        """Number of channels of a query for each modality, before padding."""
         return {AUDIO: 1 + 2 * self.audio_bands, IMAGE: 3 + 6 * self.image_bands, LABEL: self.label_channels}
 
     @property
@@ -100,7 +100,7 @@ class Config:
         return max(self.queried.values()) + 2
 
     def check(self) -> None:
-        """Raise OutlastError for sizes that do not match."""
+        """Raise OutlastError for sizes that do not fit together."""
         divided = [
             ("image_size", self.image_size, "patch", self.patch),
             ("samples of a clip", self.samples, "samples_per_patch", self.samples_per_patch),
@@ -118,11 +118,12 @@ SIZES: dict[str, dict[str, int]] = {
     "small": {"image_size": 64, "num_latents": 128, "d_latents": 256, "num_self_attends": 4, "d_output": 256},
     "base": {},
 }
-"""The sizes of `--size`. `base` is that of the paper."""
+"""Model sizes by the value of `--size`. `base` is the size in the paper."""
 
 
 class Attention(nn.Module):
-    """Attention of queries (width `d_q`) to inputs (width `d_kv`), or to themselves, over `d_kv` channels. Output: `d_q`."""
+    """Attention of queries (width `d_q`) to inputs (width `d_kv`), or of queries to themselves, over `d_kv` channels. The output
+    has width `d_q`."""
 
     def __init__(self, d_q: int, d_kv: int, heads: int, dropout: float, *, cross: bool) -> None:
         super().__init__()
@@ -134,11 +135,11 @@ class Attention(nn.Module):
 
     @property
     def dropout(self) -> float:
-        """Dropout probability in the current mode."""
+        """Dropout probability in the current mode, training or evaluation."""
         return self.p if self.training else 0.0
 
     def split(self, x: Tensor) -> Tensor:  # (b, n, c)
-        """Channels divided among heads: (b, h, n, c / h)."""
+        """Divide channels among heads: (b, h, n, c / h)."""
         return cast(Tensor, x.unflatten(-1, (self.heads, -1)).transpose(-3, -2))
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
@@ -153,9 +154,10 @@ class Attention(nn.Module):
     def folded(self, x: Tensor, raw: Inputs) -> Tensor:
         """`forward` without materializing inputs (b, m, d_kv). `x`: (n, d_q), shared by the batch. Returns (b, n, d_q).
 
-        The weight of input i is exp(q·k_i), and k_i = W (g * (x_i - mean_i) / std_i + b) + c. Multiplied out, the queries go
-        through W instead of all inputs, and channels that are constant within a modality, most of them padding, become one each:
-        408 channels instead of 704 with the paper's sizes. The values are likewise summed before W.
+        The weight of input i is exp(q·k_i), and k_i = W (g * (x_i - mean_i) / std_i + b) + c. Multiplied out, W is applied to the
+        queries instead of to all inputs, and the channels that are constant within a modality, most of which are padding, become
+        one channel per modality: 408 channels instead of 704 with the paper's sizes. Likewise, the values are summed before W is
+        applied.
         """
         assert self.norm_kv is not None
         gain, shift = self.norm_kv.weight, self.norm_kv.bias  # (d_kv,)
@@ -184,8 +186,8 @@ class Attention(nn.Module):
 def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
     """Attention of q (b, h, n, c) to k and v (b, h, m, c): (b, h, n, c).
 
-    In training on a CPU, these are three products in the type of autocast: torch's own attention computes in float32 there with
-    dropout, and its backward pass without dropout is slower.
+    In training on a CPU, this computes three products in the type of autocast: with dropout, torch's own attention computes in
+    float32 on a CPU, and without dropout its backward pass is slower.
     """
     if q.device.type != "cpu" or not torch.is_grad_enabled():
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
@@ -193,7 +195,8 @@ def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> T
     dropped = round(dropout * 2**16)
     if not dropped:
         return weights @ v
-    # 16 random bits for each weight: torch draws a number for each, one after another, which takes longer than the products
+    # Draw 16 random bits for each weight: torch draws a number for each weight, one after another, which takes longer than the
+    # products.
     bits = torch.empty(-(-weights.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     mask = torch.empty_like(weights, requires_grad=False)
     torch.ge(bits[: weights.numel()], dropped - 2**15, out=mask.view(-1))
@@ -201,11 +204,11 @@ def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> T
 
 
 class Inputs(NamedTuple):
-    """The inputs of a batch, normalised, without the channels that are constant within a modality."""
+    """The inputs of a batch, normalized, without the channels that are constant within a modality."""
 
     keys: Tensor
-    """(b, m, k): `varying` channels, a one-hot of the three modalities, and the negative mean, all divided by the standard
-    deviation of all d_model channels; a one; and zeros up to a multiple of 8."""
+    """(b, m, k): first the `varying` channels, a one-hot vector of the three modalities, and the negative mean, all divided by
+    the standard deviation of all d_model channels; then a one, and zeros up to a multiple of 8."""
     varying: int
     constant: Tensor
     """(b or 1, 3, d_model - varying): the other channels of each modality."""
@@ -219,7 +222,7 @@ def _joined(varying: Tensor, rest: Tensor, mean: Tensor, one: Tensor, width: int
 
 
 class Layer(nn.Module):
-    """Attention, then an MLP. `residual`: the queries are added to the output of the attention."""
+    """Attention followed by an MLP. `residual`: whether the queries are added to the output of the attention."""
 
     def __init__(self, d_q: int, d_kv: int, heads: int, c: Config, *, cross: bool, residual: bool = True) -> None:
         super().__init__()
@@ -236,7 +239,7 @@ class Layer(nn.Module):
 
 
 class Points(NamedTuple):
-    """Points of a clip to decode, shared by the batch."""
+    """The points of a clip to decode, shared by the batch."""
 
     image: Tensor
     """(p,) int64: indices of pixels, frame by frame and row by row."""
@@ -256,7 +259,7 @@ class Decoded(NamedTuple):
 
 
 class Perceiver(nn.Module):
-    """Clips to latents, latents to points of the same clips."""
+    """Maps clips to latents, and latents to points of the same clips."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -267,7 +270,7 @@ class Perceiver(nn.Module):
             {name: nn.Parameter(torch.empty(1, c.d_model - width)) for name, width in c.channels.items()}
         )
         self.hidden_label = nn.Parameter(torch.empty(1, c.d_model))
-        """Input that replaces a hidden label."""
+        """The input that replaces a hidden label."""
         self.encoder = Layer(c.d_latents, c.d_model, c.num_cross_heads, c, cross=True)
         self.self_attends = nn.ModuleList(
             Layer(c.d_latents, c.d_latents, c.num_heads, c, cross=False) for _ in range(c.num_self_attends)
@@ -290,14 +293,14 @@ class Perceiver(nn.Module):
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
 
     def forward(self, video: Tensor, audio: Tensor, label: Tensor, hidden: Tensor, points: Points) -> Decoded:
-        """`encode`, and `decode` at the points."""
+        """Apply `encode` to the clips, and `decode` at the points."""
         return self.decode(self.encode(video, audio, label, hidden), points)
 
     def encode(self, video: Tensor, audio: Tensor, label: Tensor, hidden: Tensor) -> Tensor:
         """Latents (b, num_latents, d_latents) of clips.
 
         `video`: (b, t, h, w, 3) uint8, or floating and from 0 to 1; `audio`: (b, samples) int16, or floating and from -1 to 1;
-        `label`: (b,) int64; `hidden`: (b,) bool, labels to hide from the model.
+        `label`: (b,) int64; `hidden`: (b,) bool, which labels to hide from the model.
         """
         inputs = self._inputs(pixels(video), sound(audio), label, hidden)
         x = self.encoder(self.latents, inputs)  # (b, n, c)
@@ -353,12 +356,13 @@ class Perceiver(nn.Module):
         t, h, w = points.image // (shape[1] * shape[2]), points.image // shape[2] % shape[1], points.image % shape[2]
         image = fourier([2 * i / n - 1 for i, n in zip((t, h, w), shape, strict=True)], shape, c.image_bands)
         audio = fourier([2 * points.audio / c.audio_points - 1], (c.samples,), c.audio_bands)
-        # [0] makes the gradients tensors of their own, as DDP needs them, instead of views
+        # [0] makes the gradients separate tensors, as DDP needs, instead of views.
         queries = ((AUDIO, audio), (IMAGE, image), (LABEL, self.label_query[0][None]))
         return torch.cat([torch.cat((x, self.query_padding[name][0].expand(len(x), -1)), -1) for name, x in queries])
 
     def _tables_on(self, where: torch.device) -> dict[str, Tensor]:
-        """The position encodings of all inputs, (m, channels), computed once. Not buffers: DDP would broadcast these."""
+        """The position encodings of all inputs, (m, channels), computed once. They are not buffers, since DDP would broadcast
+        buffers."""
         if where not in self._tables:
             c = self.config
             side = c.image_size // c.patch
@@ -373,24 +377,25 @@ class Perceiver(nn.Module):
         return self._tables[where]
 
     def optimizer(self, lr: float, weight_decay: float) -> torch.optim.AdamW:
-        """AdamW, fused on CPUs and GPUs; all parameters decay. On XLA the step is a tensor, else it recompiles."""
+        """AdamW, fused on CPUs and GPUs. All parameters decay. On XLA the step count is a tensor; otherwise every step would be
+        compiled anew."""
         on = next(self.parameters()).device.type
         kernel: dict[str, Any] = {"capturable": True} if on == "xla" else {"fused": on in ("cpu", "cuda")}
         return torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=weight_decay, **kernel)
 
 
 def pixels(video: Tensor) -> Tensor:
-    """Bytes 0 ... 255 as 0 ... 1; floating values stay."""
+    """Convert bytes 0 ... 255 to 0 ... 1; floating-point values are returned as they are."""
     return video if video.is_floating_point() else video.float() / 255
 
 
 def sound(audio: Tensor) -> Tensor:
-    """16-bit samples as -1 ... 1; floating values stay."""
+    """Convert 16-bit samples to -1 ... 1; floating-point values are returned as they are."""
     return audio if audio.is_floating_point() else audio.float() / 32768
 
 
 def patches(video: Tensor, size: int) -> Tensor:
-    """(b, t, h, w, 3) to (b, t h/size w/size, size size 3)."""
+    """Divide frames into patches: (b, t, h, w, 3) to (b, t h/size w/size, size size 3)."""
     b, t, h, w, c = video.shape
     cut = video.view(b, t, h // size, size, w // size, size, c).permute(0, 1, 2, 4, 3, 5, 6)
     return cut.reshape(b, t * (h // size) * (w // size), size * size * c)
@@ -399,8 +404,8 @@ def patches(video: Tensor, size: int) -> Tensor:
 def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor:
     """Position encodings of n places: (n, d + 2 d bands). `at`: d coordinates (n,) from -1 to 1.
 
-    The coordinates, then sin(pi f x) of all frequencies and dimensions, then the cosines. The frequencies of a dimension are
-    evenly spaced from 1 to half its resolution (section B.1 of the paper).
+    An encoding consists of the coordinates, then sin(pi f x) for all frequencies and dimensions, then the cosines. The
+    frequencies of a dimension are evenly spaced from 1 to half its resolution (section B.1 of the paper).
     """
     place = torch.stack(at, -1)  # (n, d)
     f = torch.stack([torch.linspace(1.0, size / 2, bands, device=place.device) for size in resolution])  # (d, bands)
@@ -412,12 +417,12 @@ def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor
 
 
 class Losses(NamedTuple):
-    """Sums over the clips of weight 1 in a micro-batch, divided by the number of all its clips; scalars."""
+    """Sums over the clips of weight 1 in a micro-batch, divided by the number of all clips in the micro-batch; scalars."""
 
     image: Tensor
-    """Mean absolute difference of pixels, which are from 0 to 1."""
+    """Mean absolute difference of pixel values from 0 to 1."""
     audio: Tensor
-    """Mean absolute difference of samples of sound, from -1 to 1."""
+    """Mean absolute difference of sound samples from -1 to 1."""
     label: Tensor
     """Cross-entropy in nats."""
 
@@ -494,7 +499,7 @@ def config_of(published: Mapping[str, Any], dropout: float | None = None) -> Con
 
 
 def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Weights of Hugging Face's PerceiverForMultimodalAutoencoding, or ours, under our names.
+    """Weights of Hugging Face's PerceiverForMultimodalAutoencoding, or of this recipe, under our names.
 
     Raises OutlastError for weights of another model.
     """

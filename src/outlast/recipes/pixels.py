@@ -1,4 +1,4 @@
-"""Images from files to a network: read, packed once, and augmented as batches of bytes.
+"""Brings images from files to a network: reads them, packs them once, and augments them as batches of bytes.
 
     place = pixels.pack(data, size=256)                      # decoded once per machine; a prepared place is returned as it is
     train = pixels.packed(place)
@@ -9,9 +9,9 @@
             x = pixels.crop_resize(x, pixels.boxes(u[:, : pixels.CROP], aspect), 224, mirrored=u[:, -1] < 0.5)
             x = pixels.normalised(x)  # (b, 3, 224, 224)
 
-Random numbers are a function of (seed, epoch, index), so an image has the same augmentation in any world, on any worker and
-after any restart. Images stay bytes, channels last, up to `normalised`: a quarter of the memory traffic of float32. Every
-function takes a batch as (b, H, W, 3) or (b, 3, H, W), changes none, and returns a new one of the same layout.
+Random numbers are a function of (seed, epoch, index), so an image has the same augmentation in any world, on any worker and after
+any restart. Images stay bytes, channels last, up to `normalised`, which needs a quarter of the memory traffic of float32. Every
+function takes a batch as (b, H, W, 3) or (b, 3, H, W), leaves it unchanged, and returns a new batch of the same layout.
 """
 
 # mypy: allow-untyped-calls
@@ -41,17 +41,18 @@ from outlast.training import Shards
 from outlast.training.session import Session
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and deviation of ImageNet's pixels in 0 ... 1, by channel: red, green, blue."""
+"""Mean and standard deviation of ImageNet's pixels in 0 ... 1, by channel: red, green, blue."""
 _TRIES = 10
-"""Attempts at a random box that fits an image, as in torchvision's RandomResizedCrop."""
+"""Maximum number of attempts to find a random box that fits an image, as in torchvision's RandomResizedCrop."""
 CROP = 2 * _TRIES + 2
-"""Random numbers per image that `boxes` needs."""
+"""Number of random numbers that `boxes` needs per image."""
 _CHUNK = 1 << 18
-"""Numbers that `normalised` computes at a time on a CPU: they stay in the cache, and larger buffers are mapped anew each time."""
+"""How many numbers `normalised` computes at a time on a CPU: they stay in the cache, whereas larger buffers are mapped anew each
+time."""
 _SMALL = 1 << 16
 """Size of an image, in numbers, from which several threads are faster; arbitrary: between 64 x 64 and 224 x 224."""
 _MUCH = 1 << 22
-"""Size of a batch, in numbers, from which threads are worth their start, some 0.1 ms; arbitrary."""
+"""Size of a batch, in numbers, from which it pays to start threads, which takes some 0.1 ms; arbitrary."""
 
 
 class Samples(NamedTuple):
@@ -71,14 +72,14 @@ class Samples(NamedTuple):
 
 
 class Packed(Shards):
-    """Prepared images for a `Stream`, which yields `Samples`. Made by `packed`."""
+    """Prepared images for a `Stream`, which yields them as `Samples`. Made by `packed`."""
 
     def __init__(self, place: str | os.PathLike[str], part: str = "train") -> None:
         super().__init__(place, part)
         self.classes: list[str] = list(self.manifest.source.get("classes", ()))
-        """Names, in the order of labels; empty if the manifest has none."""
+        """Names of the classes, in the order of their labels; empty if the manifest has none."""
         self.bad: int = int(self.manifest.source.get("damaged", 0))
-        """Number of damaged images left out of both parts."""
+        """Number of damaged images that were left out of both parts."""
         if not self.remote:
             for shard in range(len(self._shards)):
                 self._labels(self._open(shard)["label"])
@@ -122,11 +123,12 @@ class Packed(Shards):
 
 
 def packed(place: str | os.PathLike[str], part: str = "train") -> Packed:
-    """The images of a prepared place: a directory, or the URL of one in a store (`s3://bucket/tiny`). For a `Stream`.
+    """The images of a prepared place, for a `Stream`. The place is a directory, or the URL of a directory in a store
+    (`s3://bucket/tiny`).
 
     `stream = Stream(pixels.packed(place), batch=256)` gives `Samples` in `batch.split(net)`. `.classes` are the names of the
-    labels, `len(...)` the number of images. Raises OutlastError if the place has no such part, no decoded images, or a label
-    beyond its classes.
+    labels, and `len(...)` is the number of images. Raises OutlastError if the place has no such part, no decoded images, or a
+    label beyond its classes.
     """
     return Packed(place, part)
 
@@ -134,7 +136,8 @@ def packed(place: str | os.PathLike[str], part: str = "train") -> Packed:
 def agreed(run: Session, *datasets: Packed) -> None:
     """Raise OutlastError, on every rank, if machines have packed different images. A collective; call it before `run.resume`.
 
-    That happens if their sources or decoding libraries differ: the same index would then mean another image elsewhere.
+    This happens if their sources or decoding libraries differ. The same index would then mean different images on different
+    machines.
     """
     prints = run.gather([dataset.fingerprint for dataset in datasets])
     if others := [rank for rank, each in enumerate(prints) if each != prints[0]]:
@@ -145,7 +148,7 @@ def agreed(run: Session, *datasets: Packed) -> None:
 
 
 class Folder(Dataset[Samples]):
-    """Images decoded from their files whenever they are read. Made by `folder`."""
+    """Images that are decoded from their files whenever they are read. Made by `folder`."""
 
     def __init__(self, root: str | os.PathLike[str], part: str, size: int | None, val: float, skip_bad: bool) -> None:
         images.pillow()
@@ -162,7 +165,7 @@ class Folder(Dataset[Samples]):
 
     @property
     def bad(self) -> list[str]:
-        """Names of damaged images met by this process and the `workers` of its Streams, with `skip_bad`."""
+        """Names of the damaged images that this process and the `workers` of its Streams have met, with `skip_bad`."""
         return [self.items[i].file for i in self._damaged.nonzero()[:, 0].tolist()]
 
     def __len__(self) -> int:
@@ -170,7 +173,7 @@ class Folder(Dataset[Samples]):
         return len(self.items)
 
     def __getitem__(self, index: int) -> Samples:
-        """One image: uint8 (H, W, 3), its label, its index, its aspect. Raises OutlastError if it cannot be decoded."""
+        """One image: uint8 (H, W, 3), with its label, index and aspect. Raises OutlastError if the image cannot be decoded."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         index %= len(self)
@@ -197,13 +200,13 @@ def folder(
     """The images of a directory, decoded whenever they are read: `Stream(pixels.folder(root, size=256), batch=256, workers=8)`.
 
     Layouts: `train/CLASS/...` with `val/CLASS/...` (ImageNet, torchvision's ImageFolder), tiny-imagenet-200 with its flat val,
-    `CLASS/...`, of which a hash of the names selects the share `val`; also inside a single nested directory. `size` stretches
-    every image to size x size (`aspect` has its original proportions); without it all must have one shape. The images, their
-    order and their pixels are those of `pack`, so a run may continue with either.
+    `CLASS/...`, where a hash of the names selects the share `val`. Each layout may be inside a single nested directory. `size`
+    stretches every image to size x size (`aspect` has the original proportions); without `size` all images must have the same
+    shape. The images, their order and their pixels are those of `pack`, so a run may continue with either.
 
     With `skip_bad`, an image that cannot be decoded is replaced by the next one that can, the same on every rank and in every
-    epoch; all others still come once. Each rank prints the names of bad images that it meets. Raises OutlastError for a
-    directory without images or classes, and when classes differ between train and val.
+    epoch; all other images still occur once. Each rank prints the names of the bad images that it meets. Raises OutlastError for
+    a directory without images or classes, and if the classes of train and val differ.
     """
     return Folder(root, part, size, val, skip_bad)
 
@@ -218,9 +221,9 @@ _GAMMA = -0x61C8864680B583EB
 def draws(seed: int, epoch: int, indices: Tensor, count: int, purpose: str = "") -> Tensor:
     """`count` random numbers in [0, 1) per sample: float32 (b, count), on the device of `indices`, int64 (b,).
 
-    A function of (seed, epoch, index, purpose) alone, the same on every device: splitmix64 (Steele, Lea and Flood, "Fast
-    splittable pseudorandom number generators", 2014), with the sample's index as its counter. Another `purpose` (`"mixup"`) gives
-    independent numbers.
+    The numbers are a function of (seed, epoch, index, purpose) alone, and the same on every device: splitmix64 (Steele, Lea and
+    Flood, "Fast splittable pseudorandom number generators", 2014), with the sample's index as its counter. A different `purpose`
+    (such as `"mixup"`) gives independent numbers.
     """
     digest = hashlib.shake_256(f"outlast pixels 1 {seed} {epoch} {purpose}".encode()).digest(8)
     key = int.from_bytes(digest, "little", signed=True)
@@ -231,7 +234,7 @@ def draws(seed: int, epoch: int, indices: Tensor, count: int, purpose: str = "")
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """splitmix64's finalizer on int64: products wrap around; torch's >> keeps the sign, so the upper bits are masked."""
+    """splitmix64's finalizer on int64. Products wrap around; torch's >> keeps the sign, so the upper bits are masked."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -258,11 +261,11 @@ def boxes(
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Tensor:
-    """Random boxes in images for `crop_resize`: float64 (b, 4), left, top, width and height as shares of the image.
+    """Random boxes in images for `crop_resize`: float64 (b, 4) with left, top, width and height as shares of the image.
 
     `u`: `draws` of shape (b, CROP); `aspect`: width / height of the images, (b,). A box's share of the image's area is in the
-    range `scale`, and its width / height, in pixels of the file, in the range `ratio`; the distribution is that of torchvision's
-    RandomResizedCrop ("Going deeper with convolutions", Szegedy et al., 2014).
+    range `scale`, and its width / height, in pixels of the file, is in the range `ratio`. The distribution is that of
+    torchvision's RandomResizedCrop ("Going deeper with convolutions", Szegedy et al., 2014).
     """
     u, aspect = u.double(), aspect.double()
     area = scale[0] + (scale[1] - scale[0]) * u[:, 0 : 2 * _TRIES : 2]  # (b, tries)
@@ -270,7 +273,7 @@ def boxes(
     shape = torch.exp(low + (high - low) * u[:, 1 : 2 * _TRIES : 2]) / aspect[:, None]  # width / height in shares of the image
     width, height = (area * shape).sqrt(), (area / shape).sqrt()
     fits = (width <= 1) & (height <= 1)
-    # torchvision's last resort: as much of the centre as `ratio` allows
+    # As torchvision's last resort: as much of the centre as `ratio` allows.
     fallback_width = (ratio[1] / aspect).clamp(max=1)
     fallback_height = (aspect / ratio[0]).clamp(max=1)
     first = fits.to(torch.uint8).argmax(1, keepdim=True)
@@ -285,7 +288,7 @@ def boxes(
 def centre(aspect: Tensor, share: float = 224 / 256) -> Tensor:
     """The central squares of images for `crop_resize`: float64 (b, 4). `aspect`: width / height, (b,).
 
-    The side of the square is `share` of the image's shorter side: 224 / 256 as in Resize(256) and CenterCrop(224).
+    The side of the square is `share` times the image's shorter side: 224 / 256, as in Resize(256) followed by CenterCrop(224).
     """
     aspect = aspect.double()
     shorter = aspect.clamp(max=1)  # in heights of the image
@@ -297,9 +300,9 @@ def centre(aspect: Tensor, share: float = 224 / 256) -> Tensor:
 def crop_resize(x: Tensor, boxes: Tensor, size: int, mirrored: Tensor | None = None) -> Tensor:
     """Crop a box of each image and resize it to size x size, bilinear with antialiasing: uint8 (b, H, W, 3) -> (b, s, s, 3).
 
-    `boxes`: as from `boxes` or `centre`; their edges are rounded to whole pixels. The `mirrored` images, bool (b,), are flipped
-    as by `flip`, without another pass. On a CPU each image goes through torch's kernel for bytes; elsewhere two matrix products
-    do all images at once. The results differ by at most 1 of 255.
+    `boxes`: the result of `boxes` or `centre`; the edges are rounded to whole pixels. The `mirrored` images, bool (b,), are
+    flipped as by `flip`, without another pass. On a CPU each image is processed by torch's kernel for bytes; on other devices two
+    matrix products process all images at once. The results differ by at most 1 of 255.
     """
     rows, columns = _plane(x)
     n = torch.tensor([x.shape[columns], x.shape[rows]] * 2, device=boxes.device, dtype=torch.float64)
@@ -327,8 +330,9 @@ def crop_resize(x: Tensor, boxes: Tensor, size: int, mirrored: Tensor | None = N
 def _each(do: Callable[[int], None], count: int, size: int) -> None:
     """Call `do(0)` ... `do(count - 1)`, each of which computes `size` numbers, in as many threads as torch has.
 
-    Torch itself would divide each image among its threads and wait for the slowest, thousands of times a second, on a shared
-    machine each time until that thread gets a core. Small images are done in this thread: most of their time is Python's.
+    Torch itself would divide each image among its threads and wait for the slowest of them, thousands of times a second; on a
+    shared machine each wait lasts until that thread gets a core. Small images are processed in the calling thread, since most of
+    their time is spent in Python.
     """
     threads = torch.get_num_threads()
     with _one_thread():
@@ -355,7 +359,7 @@ def _products(x: Tensor, start: Tensor, extent: Tensor, size: int, mirrored: Ten
 
 
 def _weights(start: Tensor, extent: Tensor, size: int, count: int) -> Tensor:
-    """Weights of `count` input pixels for `size` output pixels, (b, size, count): Pillow's bilinear (triangle) filter."""
+    """Weights of `count` input pixels for `size` output pixels, (b, size, count), as in Pillow's bilinear (triangle) filter."""
     scale = extent / size  # (b,)
     middle = start[:, None] + (torch.arange(size, device=start.device) + 0.5) * scale[:, None]  # (b, size)
     pixel = torch.arange(count, device=start.device) + 0.5
@@ -376,7 +380,7 @@ def flip(x: Tensor, chosen: Tensor) -> Tensor:
 
 @torch.no_grad()
 def shift(x: Tensor, u: Tensor, pad: int = 4) -> Tensor:
-    """Translate each image by up to `pad` pixels, filled with black. `u`: `draws`, (b, 2)."""
+    """Translate each image by up to `pad` pixels; the space is filled with black. `u`: `draws`, (b, 2)."""
     rows, columns = _plane(x)
     b, height, width = len(x), x.shape[rows], x.shape[columns]
     by = (u * (2 * pad + 1)).long().clamp(max=2 * pad) - pad  # (b, 2), -pad ... pad
@@ -393,7 +397,8 @@ def shift(x: Tensor, u: Tensor, pad: int = 4) -> Tensor:
 
 @torch.no_grad()
 def cutout(x: Tensor, u: Tensor, size: int, fill: Sequence[int] = (0, 0, 0)) -> Tensor:
-    """Paint a square of size x size pixels with a random centre, clipped at the edges, over each image. `u`: `draws`, (b, 2).
+    """Paint a square of size x size pixels over each image, at a random centre and clipped at the image's edges. `u`: `draws`,
+    (b, 2).
 
     DeVries and Taylor, "Improved regularization of convolutional neural networks with cutout", 2017.
     """
@@ -420,7 +425,7 @@ def normalised(
     dtype: torch.dtype = torch.float32,
     memory_format: torch.memory_format = torch.channels_last,
 ) -> Tensor:
-    """Bytes to inputs of a network: (x / 255 - mean) / std, computed in float32, as `dtype` of shape (b, 3, H, W)."""
+    """Convert bytes to inputs of a network: (x / 255 - mean) / std, computed in float32, as `dtype` of shape (b, 3, H, W)."""
     rows, _ = _plane(x)
     x = (x if rows == 1 else x.permute(0, 2, 3, 1)).contiguous()  # (b, H, W, 3)
     b, height, width, _ = x.shape
@@ -439,7 +444,7 @@ def normalised(
 
 
 def _plane(x: Tensor) -> tuple[int, int]:
-    """The dimensions of rows and columns in a batch. Raises OutlastError if it is no batch of colour images."""
+    """The dimensions of rows and columns in a batch. Raises OutlastError if `x` is not a batch of colour images."""
     if x.dim() == 4 and x.dtype == torch.uint8 and 3 in (x.shape[1], x.shape[3]):
         return (1, 2) if x.shape[3] == 3 else (2, 3)
     raise OutlastError(

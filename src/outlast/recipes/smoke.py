@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 -m outlast.recipes.smoke --world 2
     python -m outlast.recipes.smoke
 
-Exits with 78 and a message when the loss falls by less than 30 %, when the ranks end with different weights, or when the world
-has another size than --world: a restart would not help. Uses nccl on GPUs and gloo on CPUs. Interrupted or killed, it continues
-from its newest checkpoint.
+Exits with code 78 and a message if the loss falls by less than 30 %, if the ranks end with different weights, or if the world has
+a different size than --world: a restart would not help. Uses nccl on GPUs and gloo on CPUs. After an interruption or a kill, the
+test continues from its newest checkpoint.
 """
 
 # mypy: allow-untyped-calls
@@ -41,7 +41,7 @@ class Settings:
 
 
 def made_up(s: Settings) -> tuple[Tensor, Tensor]:
-    """Samples (n, f) and their classes (n,): the random direction that a sample is most aligned with."""
+    """Samples (n, f), and their classes (n,): the class is the random direction with which a sample is most aligned."""
     generator = torch.Generator().manual_seed(s.seed)
     x = torch.randn(s.samples, s.features, generator=generator)  # (n, f)
     directions = torch.randn(s.features, s.classes, generator=generator)  # (f, c)
@@ -105,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def problems(first: float, last: float, hashes: Sequence[str]) -> list[str]:
-    """Messages about failed checks. `first`, `last`: losses before and after; `hashes`: of the weights, by rank."""
+    """Messages about failed checks. `first`, `last`: losses before and after training; `hashes`: checksums of the weights, by
+    rank."""
     messages = []
     fell = 1 - last / first
     if not fell >= 0.3:  # also for NaN
@@ -117,12 +118,12 @@ def problems(first: float, last: float, hashes: Sequence[str]) -> list[str]:
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Mean loss over all samples, which every rank has."""
+    """Mean loss over all samples; every rank has all of them."""
     return F.cross_entropy(model(x), y).item()
 
 
 def say(line: str) -> None:
-    """One whole line at once, though many processes share the output."""
+    """Print a whole line at once, since many processes share the output."""
     print(line + "\n", end="", flush=True)
 
 

@@ -1,1 +1,1 @@
-"""Parts shared by recipes: the training loop, settings, results, packed images."""
+"""Parts shared by recipes: the training loop, settings, results, and packed images."""

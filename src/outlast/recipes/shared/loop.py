@@ -1,6 +1,6 @@
-"""The training loop of all recipes, from the newest checkpoint to the last step, with its record, log and learning rates.
+"""The training loop of all recipes, from the newest checkpoint to the last step, with record, log and learning rates.
 
-Read `train` once; then a recipe is a class with its model, its step and its measurement.
+Read `train` first; a recipe is then a class with its model, its step and its measurement.
 
     class Mine(loop.Recipe):
         def __init__(self, s: Settings, run: Session) -> None:
@@ -88,17 +88,17 @@ def measure(r: Recipe, step: int) -> None:
 
 
 class Recipe:
-    """The parts of a run. A recipe sets `net`, `optimizer` and `stream`."""
+    """The parts of a training run. A recipe sets `net`, `optimizer` and `stream`."""
 
     net: nn.Module
-    """The model wrapped for all ranks, see `parallel`."""
+    """The model wrapped for training on all ranks, see `parallel`."""
     optimizer: torch.optim.Optimizer
     stream: Stream
     unmeasured: float | None = math.nan
-    """The metric of a checkpoint that was not measured: never the best. None: the logged metric counts."""
+    """The metric of a checkpoint that was not measured. NaN is never the best; None: the logged metric counts."""
 
     problem = ""
-    """Set it to fail the run after its results are written."""
+    """A message; if a recipe sets it, the run fails after its results are written."""
 
     def __init__(self, s: Any, run: Session) -> None:
         self.s, self.run, self.log = s, run, Log(run)
@@ -107,11 +107,11 @@ class Recipe:
         """Actual values of settings that are `auto`."""
 
     def state(self) -> dict[str, Any]:
-        """Parts of a checkpoint. The record comes first: its errors explain best why a checkpoint does not fit."""
+        """Parts of a checkpoint. The record comes first, since its errors explain best why a checkpoint does not fit."""
         return {"record": self.record, "model": self.net, "optimizer": self.optimizer, "stream": self.stream}
 
     def begin(self, step: int) -> None:
-        """Log the size of model and data, after resuming."""
+        """Log the sizes of model and data, after resuming."""
 
     def batches(self) -> Iterator[Batch]:
         """This rank's part of each remaining step."""
@@ -122,7 +122,7 @@ class Recipe:
         raise NotImplementedError
 
     def update(self, step: int, batch: Batch) -> None:
-        """One step: gradients of all micro-batches, then the optimizer."""
+        """Do one step: compute the gradients of all micro-batches, then call the optimizer."""
         raise NotImplementedError
 
     def report(self, step: int, batch: Batch) -> None:
@@ -134,7 +134,8 @@ class Recipe:
         return batch.ends_epoch or step == self.stream.total_steps
 
     def measure(self, step: int) -> float | None:
-        """Measure the model on all ranks, log the result, and return the metric to save it with; None: do not save it."""
+        """Measure the model on all ranks and log the result. Returns the metric to save with the model; None: do not save the
+        model."""
         raise NotImplementedError
 
     def remember(self) -> None:
@@ -146,9 +147,10 @@ class Recipe:
 
 
 class Record(types.SimpleNamespace):
-    """State of a run beside weights, in plain values that are the same on every rank.
+    """State of a run other than weights, in plain values that are the same on every rank.
 
-    `fixed` maps names of values that must not change between starts, where both are known, to words for the error message.
+    `fixed` maps the names of values that must not change between starts, if both values are known, to words for the error
+    message.
     """
 
     def __init__(self, fixed: Mapping[str, str] | None = None, **values: Any) -> None:
@@ -160,7 +162,7 @@ class Record(types.SimpleNamespace):
         return {name: copy.deepcopy(value) for name, value in vars(self).items() if name != "_fixed"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state. Raises OutlastError when a fixed value differs."""
+        """Adopt a saved state. Raises OutlastError if a fixed value differs."""
         current = {name: value for name in self._fixed if (value := getattr(self, name)) not in _UNKNOWN}
         for name, value in current.items():
             saved = state.get(name)
@@ -187,28 +189,28 @@ _UNKNOWN: tuple[Any, ...] = (None, "", [], {})
 
 
 def _short(name: str, value: Any, other: Any) -> str:
-    """A value as text; of a list, only the differing items."""
+    """A value as text. Of a list, only the items that differ from `other` are shown."""
     if isinstance(value, list):
         value = ", ".join(sorted(map(str, {*value} - {*other}))[:3]) or "another order"
     return f"{name} {value}"
 
 
 class Log:
-    """Lines on the screen of rank 0 and in a file, and the clock of training."""
+    """Writes lines to the screen and to a file on rank 0, and measures the time of training."""
 
     def __init__(self, run: Session, file: str = "") -> None:
         self._run, self._file = run, file
         self.done = 0
-        """Samples or tokens that all ranks have trained on since the last line."""
+        """Number of samples or tokens that all ranks have trained on since the last line."""
         self._counted_s, self._since = 0.0, time.monotonic()
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training since this start, without measurements."""
+        """Seconds of training since this start, excluding measurements."""
         return self._counted_s + time.monotonic() - self._since
 
     def line(self, text: str) -> None:
-        """Print on rank 0."""
+        """Print a line on rank 0."""
         if self._run.rank:
             return
         print(text, flush=True)
@@ -221,7 +223,7 @@ class Log:
             self._file = ""
 
     def clock(self) -> None:
-        """Restart the clock: the time since the last line was no training."""
+        """Restart the clock, since the time since the last line was not spent on training."""
         self._since, self.done = time.monotonic(), 0
 
     def speed(self) -> float:
@@ -243,7 +245,8 @@ def rate(highest: float, step: int, steps: int, warmup: int, *, lowest: float = 
 
 
 def parallel(how: str, run: Session, model: nn.Module, layers: Sequence[nn.Module] = (), *, compiled: bool = False) -> nn.Module:
-    """Wrap a model to train on all ranks: by DDP, or `fsdp`: sharded, one of its `layers` gathered at a time (FSDP2)."""
+    """Wrap a model to train on all ranks: by DDP, or with `fsdp` sharded so that one of its `layers` is gathered at a time
+    (FSDP2)."""
     if how == "fsdp":
         mesh = init_device_mesh(run.device.type, (run.world_size,))
         for layer in layers:
@@ -259,20 +262,20 @@ def parallel(how: str, run: Session, model: nn.Module, layers: Sequence[nn.Modul
 
 
 def groups(model: nn.Module, decay: float, others: float = 0.0) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: matrices with weight decay `decay`, norms and biases with `others`."""
+    """Parameter groups for an optimizer: matrices have weight decay `decay`; norms and biases have `others`."""
     every = list(model.parameters())
     parts = (([p for p in every if p.dim() > 1], decay), ([p for p in every if p.dim() <= 1], others))
     return [{"params": some, "weight_decay": each} for some, each in parts if some]
 
 
 def plain(norm: Any) -> Tensor:
-    """A norm, gathered if the gradients are sharded."""
+    """A norm as a plain tensor, gathered if the gradients are sharded."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Resume in this context: the optimizer keeps its hyper-parameters instead of those in the checkpoint."""
+    """A context for resuming, in which the optimizer keeps its hyper-parameters instead of adopting those in the checkpoint."""
     own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     yield
     for group, values in zip(optimizer.param_groups, own, strict=True):
@@ -280,7 +283,8 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def keep_freed() -> None:
-    """Have glibc keep freed large blocks: otherwise the kernel clears them anew in every step, a tenth of a small model's step.
+    """Have glibc keep large blocks that are freed: otherwise the kernel clears them anew in every step, which takes a tenth of a
+    small model's step.
 
     mallopt(3): M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD -3.
     """

@@ -1,4 +1,4 @@
-"""Images decoded once per machine: `outlast data prepare images`, called by a training that needs it.
+"""Decodes images once per machine, by calling `outlast data prepare images` from within the training that needs them.
 
 Every rank calls `pack`; `outlast.recipes.pixels` re-exports it and reads its results.
 """
@@ -21,24 +21,25 @@ from outlast.data.prepare import images, plan, work
 from outlast.worker.prepare import room
 
 _FEW = 32 << 20
-"""Bytes of files that one process decodes before several have started, which takes 2 s (measured)."""
+"""Total size in bytes of files that one process decodes before several processes have started, which takes 2 s (measured)."""
 _REPORT_S = 5.0
-"""Interval between lines about packing; arbitrary."""
+"""Interval between log lines about packing; arbitrary."""
 
 
 def pack(
     source: str | os.PathLike[str], to: str | os.PathLike[str] | None = None, *, size: int | None = None, val: float = 0.1,
     skip_bad: bool = False, processes: int | None = None,
 ) -> str:  # fmt: skip
-    """Decode a directory of images once, and return the place to give to `packed`; a prepared place is returned as it is.
+    """Decode a directory of images once, and return the place to pass to `packed`. A prepared place is returned as it is.
 
-    The same as `outlast data prepare images SOURCE --to TO --size SIZE --stretch`, for the layouts of `folder`. `to` is a
-    directory that machines may share; default: one in this machine's cache ($OUTLAST_CACHE), a new one when the files change.
-    Call it on every rank: one process does the work and logs it, the others wait. If it is killed, the next call continues.
-    `processes` decode, by default one per core that has memory. Takes minutes: `with run.alive():`.
+    This is the same as `outlast data prepare images SOURCE --to TO --size SIZE --stretch`, for the layouts of `folder`. `to` is a
+    directory that machines may share; the default is a directory in this machine's cache ($OUTLAST_CACHE), which is a new one
+    whenever the files change. Call it on every rank: one process does the work and logs it, the others wait. If it is killed, the
+    next call continues. `processes` is the number of decoding processes, by default one per core if memory allows. Packing takes
+    minutes: use `with run.alive():`.
 
-    Raises OutlastError as `folder` does, and for an image that cannot be decoded; with `skip_bad` such images are left out,
-    counted, and the first few named.
+    Raises OutlastError as `folder` does, and for an image that cannot be decoded; with `skip_bad` such images are left out and
+    counted, and the first few are named.
     """
     if "://" in os.fspath(source) or (Path(source) / shards.MANIFEST).exists():
         return os.fspath(source)
@@ -87,13 +88,14 @@ def mistake(error: plan.BadSource) -> OutlastError:
 
 
 def listed(root: Path, val: float) -> tuple[Path, dict[str, list[images.Item]], list[str]]:
-    """The inner directory, the images of each part and the classes. Raises OutlastError as `laid_out`."""
+    """The inner directory, the images of each part, and the names of the classes. Raises OutlastError as `laid_out` does."""
     inner = images.inside(root)
     return inner, *laid_out(inner, plan.listed(inner, inner / work.PRIVATE), val)
 
 
 def laid_out(root: Path, files: Sequence[plan.File], val: float) -> tuple[dict[str, list[images.Item]], list[str]]:
-    """The images of each part and the classes. Raises OutlastError for an empty val, and for classes in only one part."""
+    """The images of each part, and the names of the classes. Raises OutlastError for an empty val, and for classes in only one
+    part."""
     items, names, _ = images.layout(root, files, val)
     divided = {part: path for path in root.iterdir() if path.is_dir() and (part := plan.named_part(path.name))}
     if not {plan.TRAIN, plan.VAL} <= divided.keys():

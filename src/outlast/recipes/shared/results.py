@@ -1,4 +1,4 @@
-"""Files of a recipe beside its checkpoints: weights, and small documents that are written as a whole, with checksums."""
+"""The files of a recipe beside its checkpoints: weights, and small documents that are written all or nothing, with checksums."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from outlast.training import Session
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a recipe. An error that its user can correct (no data, a wrong flag) ends it with one sentence and exit code 78.
+    """Run a recipe. An error that the user can correct (no data, a wrong flag) ends the recipe with one sentence and exit code
+    78.
 
-    Under `outlast run`, `launch.rank` does that, and keeps the sentence for `outlast status`.
+    Under `outlast run`, `launch.rank` does so, and keeps the sentence for `outlast status`.
     """
     if contract.EVALUATE in sys.argv:  # `outlast evaluate NAME | head` ends it silently, as other programs
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -40,9 +41,9 @@ def run(main: Callable[[], None]) -> None:
 
 
 def into(directory: str, best: str = "") -> None:
-    """Without a job, set the output directory and the best checkpoints to keep (`2 min val_loss`) in the environment.
+    """Without a job, set the output directory, and which best checkpoints to keep (`2 min val_loss`), in the environment.
 
-    A job's own values have precedence, also for its store; rank 0 prints a line where they differ.
+    A job's own values take precedence, also for its store; rank 0 prints a line if they differ.
     """
     warnings = []
     if (
@@ -66,13 +67,14 @@ def into(directory: str, best: str = "") -> None:
 
 
 def output() -> Path:
-    """The output directory of a run, for evaluating and sampling."""
+    """The output directory of a run, for use when evaluating and sampling."""
     return Path(os.environ.get(contract.Env.OUTPUT, "out"))
 
 
 @contextlib.contextmanager
 def by_rank_0(run: Session) -> Iterator[bool]:
-    """Write files on rank 0, for which this yields True; its OutlastError is raised on all ranks. A collective."""
+    """A context in which rank 0, for which it yields True, writes files. An OutlastError on rank 0 is raised on all ranks. A
+    collective."""
     problem = ""
     try:
         with run.alive():
@@ -84,7 +86,7 @@ def by_rank_0(run: Session) -> Iterator[bool]:
 
 
 def sha256(model: nn.Module | Mapping[str, Tensor]) -> str:
-    """Fingerprint of parameters and buffers: equal exactly when two models are equal bit for bit."""
+    """Fingerprint of parameters and buffers: equal if and only if two models are equal bit for bit."""
     digest = hashlib.sha256()
     tensors: Mapping[str, Tensor] = model.state_dict() if isinstance(model, nn.Module) else model
     for name, tensor in tensors.items():
@@ -94,9 +96,11 @@ def sha256(model: nn.Module | Mapping[str, Tensor]) -> str:
 
 
 def checkpoint(output: Path, name: str = "") -> Path:
-    """The directory of the checkpoint to evaluate: the newest valid one in `output`, or `name`: `best`, or a step.
+    """The directory of the checkpoint to evaluate: the newest valid checkpoint in `output`, or the one that `name` selects:
+    `best`, or a step.
 
-    `outlast evaluate --best` and `--step` pass that name as `--checkpoint`. Raises NotFound when there is none, or it is damaged.
+    `outlast evaluate --best` and `--step` pass this name as `--checkpoint`. Raises NotFound if there is no such checkpoint, or if
+    it is damaged.
     """
     directory = output / contract.CHECKPOINTS
     run = checkpoints.owner(directory)
@@ -112,24 +116,24 @@ def checkpoint(output: Path, name: str = "") -> Path:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a document as indented JSON, as a whole."""
+    """Write a document as indented JSON, all or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files.replace(path, json.dumps(document, indent=2) + "\n", durable=True)
 
 
 def final(run: Session, weights: nn.Module | Mapping[str, Tensor], **values: Any) -> None:
-    """Write `final.json` on rank 0: values, and the checksum of the weights."""
+    """Write `final.json` on rank 0: the given values, and the checksum of the weights."""
     if run.rank == 0:
         write_json(run.output / "final.json", {**values, "weights_sha256": sha256(weights)})
 
 
 def evaluation(name: str, model: nn.Module, **values: Any) -> None:
-    """Write `evaluation.json`: name and checksum of the measured weights, and values."""
+    """Write `evaluation.json`: name and checksum of the measured weights, and the given values."""
     write_json(output() / "evaluation.json", {"weights": name, "weights_sha256": sha256(model), **values})
 
 
 def writable(file: str, name: str) -> None:
-    """Raise OutlastError, before training rather than after it, if the file that the flag `name` names cannot be written."""
+    """Raise OutlastError, before training rather than after it, if the file that the flag `name` specifies cannot be written."""
     path = Path(file).absolute()
     parent = next(each for each in path.parents if each.exists())
     if file and (path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK)):
@@ -147,7 +151,8 @@ def place(named: str) -> Path:
 
 
 def read(path: Path) -> Any:
-    """Read a file of torch.save or safetensors, or the weights in a directory of Hugging Face, to the CPU. Runs no code in it."""
+    """Read to the CPU a file from torch.save or safetensors, or the weights in a Hugging Face directory. Runs no code from the
+    file."""
     if path.is_dir():
         names = [name for name in ("model.safetensors", "pytorch_model.bin") if (path / name).exists()]
         if not names:
@@ -170,15 +175,15 @@ def read(path: Path) -> Any:
 
 
 def state_dict(path: Path) -> dict[str, Tensor]:
-    """The weights in a file, by name. They may be below the key `state_dict`, as in many scripts' checkpoints, and have DDP's
-    prefix `module.`. Raises OutlastError."""
+    """The weights in a file, by name. In the file they may be below the key `state_dict`, as in many scripts' checkpoints, and
+    have DDP's prefix `module.`. Raises OutlastError."""
     content = read(path)
     weights = content.get("state_dict", content) if isinstance(content, dict) else {}
     return {name.removeprefix("module."): tensor for name, tensor in weights.items()}
 
 
 def fitted(weights: Mapping[str, Tensor], model: nn.Module, whose: str) -> dict[str, Tensor]:
-    """The weights in the order of a model's parameters. Raises OutlastError if they belong to another model."""
+    """The weights in the order of a model's parameters. Raises OutlastError if the weights belong to another model."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, shape in shapes.items():
         if name not in weights or weights[name].shape != shape:

@@ -1,4 +1,4 @@
-"""A recipe's settings: one frozen dataclass becomes its flags (argparse), its help, and the keys of its configuration files.
+"""A recipe's settings: a single frozen dataclass defines the flags (argparse), the help, and the keys of configuration files.
 
     @dataclass(frozen=True)
     class Settings:
@@ -11,7 +11,8 @@
 
     s = settings.parse(Settings, argv, __doc__, THEIRS)               # --config base.yaml large.yaml --epochs 8
 
-Underscores and dashes are alike. Flags override files, later files earlier ones. Files are read as text, so 6e-4 is a number.
+Underscores and dashes are equivalent. Flags override files, and later files override earlier ones. Files are read as text, so
+6e-4 is a number.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _NO = {"true": "", "yes": "", "on": "", "1": "", "false": "no-", "no": "no-", "o
 def flag(default: Any, reason: str, *, least: float = -1e99, most: float = 1e99, group: str = "", first: bool = False) -> Any:
     """A field with its default, its purpose (unit and reason), and the smallest and largest sensible value.
 
-    `group`: a heading of the help that begins here. `first`: an argument without a flag is its value; at most one field.
+    `group`: a heading that begins here in the help. `first`: whether an argument without a flag is the value of this field; at
+    most one field may have this.
     """
     about = {"help": reason, "least": least, "most": most, "group": group, "first": first}
     return dataclasses.field(default=default, metadata=about)
@@ -51,9 +53,9 @@ def parse(
     theirs: Mapping[str, str] = MappingProxyType({}),
     presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> T:
-    """Settings from the command line and from the files that it names. Raises OutlastError for invalid ones.
+    """Settings from the command line and from the files that it names. Raises OutlastError for invalid settings.
 
-    `theirs`: see above. `presets`: other defaults, by the value of the field `setting`.
+    `theirs`: other scripts' flags, see the module's docstring. `presets`: other defaults, by the value of the field `setting`.
     """
     parser = _Parser(kind, about, theirs)
     flags = parser.given(sys.argv[1:] if argv is None else argv)
@@ -89,7 +91,8 @@ class _Parser(argparse.ArgumentParser):
                 self.add_argument(each, nargs="?", help=argparse.SUPPRESS)
 
     def given(self, argv: Sequence[str], *, file: bool = False) -> dict[str, Any]:
-        """Values given in arguments; `file`: the arguments of a line of a file. Raises OutlastError."""
+        """Values that are given in the arguments. `file`: whether the arguments are from a line of a file. Raises
+        OutlastError."""
         plain = []
         for argument in argv:
             name, equals, value = argument.partition("=")
@@ -115,7 +118,8 @@ def _flag(name: str) -> str:
 
 
 def _value(hint: Any, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of argparse for a type: bool, int, float, str, Literal, a tuple of any number of these, or an optional one."""
+    """The options of argparse for a type: bool, int, float, str, Literal, a tuple of any number of these types, or an optional
+    one of them."""
     inner = typing.get_args(hint)
     if optional := type(None) in inner:
         hint, inner = inner[0], typing.get_args(inner[0])
