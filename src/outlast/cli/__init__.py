@@ -1,4 +1,4 @@
-"""The program `outlast`: its command line, of which a pod's `outlast agent` imports nothing."""
+"""The command line of the program `outlast`. A pod's `outlast agent` imports nothing from this package."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The command line: `outlast VERB`. Its rooms are the groups of the help: `train`, `look`, `data`, `cluster`.
+"""The command line: `outlast VERB`. The subpackages are the groups of the help: `train`, `look`, `data`, `cluster`.
 
-Verbs talk to a `backend.Backend`, and import heavy modules (pydantic, yaml, rich) when they are called,
-so that `outlast --help` answers at once. Exit codes are 0, 1 when the command failed, 2 when it was used wrongly,
-for `outlast run` that of the job.
+Verbs talk to a `backend.Backend`, and import heavy modules (pydantic, yaml, rich) when they are called, so that `outlast
+--help` answers at once. The exit code is 0 on success, 1 if the command failed, and 2 if it was used wrongly; `outlast run`
+exits with the code of the job.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "node-watch": processes.node_watch,
     },
 }
-"""The commands under the headings of the help, those of every day first. The guide's page of commands has the same order."""
+"""The commands under the headings of the help, everyday commands first. The page of commands in the guide has the same order."""
 _CLASSES: dict[str, type[TyperCommand]] = {
     "run": script.Command,
     "submit": script.Command,
@@ -130,5 +130,5 @@ app.command(hidden=True)(evaluation)
 
 @functools.cache
 def command() -> Any:
-    """The whole command line; to build it takes longer than most commands do."""
+    """The whole command line. Building it takes longer than most commands run."""
     return typer.main.get_command(app)

@@ -1,7 +1,7 @@
 """Completion in the shell: names of jobs, namespaces and contexts.
 
-A shell asks when somebody presses TAB. So nothing here prints or fails, and nothing takes longer than a second: what a cluster
-has not answered by then is not offered. Where there is nothing to offer, the shell offers files.
+A shell calls these functions when somebody presses TAB. They never print or fail, and take at most a second: names that a
+cluster has not returned by then are not offered. If there is nothing to offer, the shell offers files.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from outlast.kubernetes.api import Cluster
 
 _TIMEOUT_S = 1.0
-"""Longest wait for the answer of a cluster."""
+"""Timeout for the answer of a cluster."""
 
 
 def jobs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of jobs: those of the cluster that the options before name, else of this directory, else of the current cluster."""
+    """Names of jobs: those of the cluster that preceding options name, else those of this directory, else those of the current
+    cluster."""
     return _offered(lambda: _jobs(ctx), incomplete)
 
 
@@ -34,12 +35,12 @@ def actions_and_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def namespaces(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Namespaces: those that contexts of the kubeconfig name, and those of the cluster if it lets us list them."""
+    """Namespaces: those that contexts of the kubeconfig name, and those of the cluster if the user may list them."""
     return _offered(lambda: _namespaces(ctx), incomplete)
 
 
 def contexts(incomplete: str) -> list[str]:
-    """Contexts of the kubeconfig."""
+    """Names of the contexts in the kubeconfig."""
     return _offered(lambda: (entry["name"] for entry in _kubeconfig()), incomplete)
 
 
@@ -82,7 +83,7 @@ def _namespaces(ctx: typer.Context) -> Iterator[str]:
 
 
 def _kubeconfig() -> list[dict[str, Any]]:
-    """The contexts of the kubeconfig. Raises NoCluster."""
+    """The context entries of the kubeconfig. Raises NoCluster."""
     from outlast.kubernetes.api import kubeconfig
 
     entries: list[dict[str, Any]] = kubeconfig.read(kubeconfig.files(os.environ))["contexts"]
@@ -90,7 +91,7 @@ def _kubeconfig() -> list[dict[str, Any]]:
 
 
 def _answered(ctx: typer.Context, names: Callable[[Cluster], Iterable[str]]) -> list[str]:
-    """The names that a cluster gives within the timeout."""
+    """The names that a cluster returns within the timeout."""
     from outlast.kubernetes import api
 
     api.load()
@@ -110,7 +111,7 @@ def _answered(ctx: typer.Context, names: Callable[[Cluster], Iterable[str]]) -> 
 
 
 def _offered(names: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
-    """The names that begin like this, each once; after an error those before it."""
+    """The names that begin with `incomplete`, without duplicates. After an error, only the names before it."""
     offered: dict[str, None] = {}
     with _quiet(), contextlib.suppress(Exception):  # a damaged file: whoever presses TAB does not want to read of it
         for name in names():
@@ -120,7 +121,7 @@ def _offered(names: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Discard standard error, that of login programs of a kubeconfig, too."""
+    """Discard standard error, including that of login programs named in a kubeconfig."""
     before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)

@@ -1,7 +1,7 @@
-"""The help of a command that has commands: in groups, and each line whole.
+"""The help of a command with subcommands: in groups, and without truncated lines.
 
-Click cuts what does not fit into a line and ends it with dots. Here a first sentence is shown as it is, so it has to be short:
-`tests/test_cli.py` sees to 80 columns.
+Click truncates texts that do not fit into a line. Here a first sentence is shown in full, so it has to be short:
+`tests/test_cli.py` enforces 80 columns.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any, ClassVar
 from typer.core import TyperGroup
 
 _LONG = 1000
-"""Longer than any first sentence: nothing is cut."""
+"""Longer than any first sentence, so nothing is truncated."""
 
 
 class Commands(TyperGroup):
-    """A command with commands below it, shown in the order and under the headings of `groups`."""
+    """A command with subcommands, which are shown in the order and under the headings of `groups`."""
 
     groups: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Heading → names of commands; without any, all are below `Commands`."""
+    """Names of commands by heading; if empty, all are below `Commands`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names in the order of the groups, then the hidden ones."""
+        """The names in the order of the groups, then the hidden commands."""
         ordered = [name for names in self.groups.values() for name in names]
         return [*ordered, *(name for name in self.commands if name not in ordered)]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write each group as a section; names are as wide in all of them."""
+        """Write each group as a section; the column of names has the same width in all sections."""
         groups = self.groups or {"Commands": self.list_commands(ctx)}
         width = max(len(name) for names in groups.values() for name in names)
         for heading, names in groups.items():

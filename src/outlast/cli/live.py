@@ -54,7 +54,7 @@ class Terminal:
         self._shown.close()
 
     def lines(self, lines: Sequence[LogLine]) -> None:
-        """Print the lines above the panel, their workers in colours."""
+        """Print the lines above the panel, with the names of workers in colours."""
         if lines:
             self._console.print(Text("\n").join(map(_line, lines)), soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""A web server as the child of a command, until Ctrl-C: TensorBoard, JupyterLab."""
+"""A web server (TensorBoard, JupyterLab) that runs as the child of a command until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _START_S = 60.0
 
 
 def port(wanted: int | None, bind: str, default: int) -> int:
-    """The port, `default`, or a free one if that is taken. Raises OutlastError when the `wanted` one is taken, or the address is
-    not one of this machine."""
+    """The port to use: `wanted`, else `default`, else a free port if the default is taken. Raises OutlastError if the `wanted`
+    port is taken, or if the address is not one of this machine's."""
     if not bind:
         raise OutlastError("--bind is empty; name an address, or 0.0.0.0 for all")
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
@@ -41,13 +41,13 @@ def port(wanted: int | None, bind: str, default: int) -> int:
 
 
 def shown(bind: str) -> str:
-    """The host of a URL at which a browser of this machine reaches a server that listens at `bind`."""
+    """The host of the URL at which a browser on this machine reaches a server that listens at `bind`."""
     return "localhost" if bind in ("127.0.0.1", "0.0.0.0", "::1", "::") else f"[{bind}]" if ":" in bind else bind
 
 
 @contextlib.contextmanager
 def until_stopped() -> Iterator[None]:
-    """SIGTERM, and SIGHUP of a terminal that is closed, are as Ctrl-C, and end the block without an error."""
+    """Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C: each of them ends the block without an error."""
 
     def stopped(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -68,9 +68,11 @@ def child(
     start_s: float = _START_S,
     grace_s: float = 5.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server once it is `ready`. It is ended with the block, and by the system when this process is killed.
+    """Start a server; yields its process once it is `ready`. The server is stopped at the end of the block, or by the kernel if
+    this process is killed.
 
-    Ctrl-C does not reach it: we end it. Raises NotFound, with the end of its log, when it does not start.
+    Ctrl-C does not reach the server: this process stops it. Raises NotFound, with the end of the log, if the server does not
+    start.
     """
     from outlast.worker.launch import system
 
@@ -97,7 +99,7 @@ def child(
 
 
 def answers(bind: str, number: int) -> bool:
-    """True if a server accepts connections at this port."""
+    """Whether a server accepts connections at this port."""
     with contextlib.suppress(OSError), socket.create_connection((bind, number), 1):
         return True
     return False

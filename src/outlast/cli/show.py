@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 _WIDEST = 300
-"""Characters shown of a log line in a failure."""
+"""Maximum number of characters shown of a log line in a failure."""
 _FIRST_STEP_S = 20.0
-"""For this long a run that reports no step is shown at step 0; arbitrary."""
+"""How long a run that reports no step is shown at step 0; arbitrary."""
 
 
 class Output(enum.StrEnum):
@@ -72,7 +72,7 @@ def percent(share: float | None) -> str | None:
 
 
 def goodput(status: JobStatus) -> str | None:
-    """`94.1 %`; `at most 94.1 %` of a script that reports no steps, since repeated ones cannot be told."""
+    """`94.1 %`; `at most 94.1 %` for a script that reports no steps, since repeated steps cannot be recognised."""
     exact = status.told not in ("", "log") or status.checkpoint is not None or (not status.told and status.step)
     return percent(status.goodput) if exact or not status.goodput else f"at most {percent(status.goodput)}"
 
@@ -93,13 +93,13 @@ def lasted(status: JobStatus, now: float) -> float:
 
 
 def world(status: JobStatus) -> str:
-    """`2/2 (1-4)`: workers in the world, wanted, allowed."""
+    """`2/2 (1-4)`: workers in the world, requested, allowed."""
     allowed = str(status.min) if status.min == status.max else f"{status.min}–{status.max}"
     return f"{len(status.world)}/{status.replicas} ({allowed})"
 
 
 def steps(status: JobStatus) -> str:
-    """`812/1560`, or `812` while the total is unknown; `epoch 3, 20/32` of a log that counts the steps of an epoch."""
+    """`812/1560`, or `812` while the total is unknown; `epoch 3, 20/32` if the log counts steps per epoch."""
     of = status.steps if status.epoch is None else status.epoch_steps
     count = str(status.step) if of is None else f"{status.step}/{of}"
     return count if status.epoch is None else f"{f'epoch {status.epoch}' if status.epoch >= 0 else 'in an epoch'}, {count}"
@@ -110,24 +110,24 @@ _UNTOLD = "none reported; a line such as `step 120/2000` on rank 0 is read, outl
 
 
 def _steps_known(status: JobStatus) -> bool:
-    """True if there is a step to show; a run that has just started is at step 0."""
+    """Whether there is a step to show; a run that has just started is at step 0."""
     return bool(
         status.step or status.told or not status.started or (not status.finished and time.time() - status.started < _FIRST_STEP_S)
     )
 
 
 def session(status: JobStatus) -> bool:
-    """True if the training has a session: it reports its steps through one, or has committed a checkpoint."""
+    """Whether the training has a session: it reports its steps through a session, or has committed a checkpoint."""
     return status.told == "session" or status.checkpoint is not None
 
 
 def no_checkpoint(status: JobStatus) -> str:
-    """`yet` or `seen`, to follow `none`: only with a session do we know that there is no checkpoint."""
+    """The word after `none`: `yet` with a session, which would report a checkpoint; otherwise `seen`."""
     return "yet" if session(status) or not status.started else "seen"
 
 
 def metrics(status: JobStatus) -> str | None:
-    """`loss 0.3162, accuracy 0.91 (step 40)`: what the training logged last."""
+    """`loss 0.3162, accuracy 0.91 (step 40)`: the values that the training logged last."""
     values = ", ".join(f"{terminal.one_line(name)} {value:.4g}" for name, value in status.metrics.items() if name != "step")
     return f"{values} (step {status.metrics['step']:.0f})" if values and "step" in status.metrics else None
 
@@ -147,13 +147,13 @@ def newest_checkpoint(status: JobStatus, now: float) -> str | None:
         return f"step {newest.step}"
     best = newest.best
     quality = f"; best: step {best.step}, {terminal.one_line(best.by) or 'metric'} {best.value:.4g}" if best else ""
-    # nobody tells the size of one that an earlier start has saved
+    # the size of a checkpoint that an earlier start has saved is unknown
     size = f", {units.human_bytes(newest.bytes)}" if newest.bytes else ""
     return f"step {newest.step}, {units.human_seconds(now - newest.time)} ago{size}{quality}"
 
 
 def newest_snapshot(status: JobStatus) -> str | None:
-    """`step 812, every 4 steps`: the newest one in memory, from which the training goes on after a failure."""
+    """`step 812, every 4 steps`: the newest snapshot in memory, from which the training continues after a failure."""
     if status.snapshot is None or not status.state.active:
         return None
     every = status.snapshot.every
@@ -184,7 +184,7 @@ def _most(total: LostStatus) -> str:
 
 
 def failure(failed: Failure) -> str:
-    """The first failing rank, how it ended, and the end of its traceback or, without one, of its log."""
+    """The first failing rank, how it ended, and the end of its traceback or, if there is none, of its log."""
     where = [f"generation {failed.generation}"] if failed.generation else []
     where += [f"step {failed.step}"] if failed.step is not None else []
     where += [f"exit code {failed.code}"] if failed.code >= 0 and "exit code" not in failed.reason else []
@@ -207,7 +207,7 @@ def _training(status: JobStatus, now: float) -> dict[str, str | None]:
 
 
 def page(status: JobStatus, now: float) -> str:
-    """Everything known about a job, for people."""
+    """Everything known about a job, as text for users."""
     running = units.human_seconds(lasted(status, now))
     parts = [
         f"{status.name}: {state(status)}",
@@ -245,7 +245,8 @@ def page(status: JobStatus, now: float) -> str:
 
 
 def _told(there: StoreStatus, status: JobStatus) -> bool:
-    """True if there is more to show than the URL of the store: in a cluster that is the output, and only agents know more."""
+    """Whether there is more to show than the URL of the store: in a cluster, the URL is already shown as the output, and only
+    agents know more."""
     return there.url != status.output or bool(there.step or there.pushed or there.since)
 
 
@@ -272,7 +273,7 @@ def _rank(rank: RankStatus) -> str:
 
 
 def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
-    """The changes for a reader who has seen `old`, one sentence per line."""
+    """The changes since the status `old`, one sentence per line."""
     same = old is not None and old.state == new.state and (new.waits or new.reason) in ("", old.waits or old.reason)
     sentences = [] if same else [state(new)]
     known = old.warnings if old is not None else []
@@ -280,7 +281,8 @@ def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
 
 
 def one_of(what: str, given: str | None, known: Sequence[str], *, none: str) -> str:
-    """`given` if it is known, or the only known one if nothing is given. Raises NotFound with the closest match."""
+    """`given` if it is one of the names in `known`, or the only known name if nothing is given. Raises NotFound with the
+    closest match."""
     if given is not None and given in known:
         return given
     if not known:

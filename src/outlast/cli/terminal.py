@@ -1,11 +1,12 @@
-"""Output to the terminal: text from elsewhere cannot control it.
+"""Output to the terminal, which text from other sources cannot control.
 
 Reasons, names and log lines come from clusters, stores and other people's scripts. A control sequence in them could retitle or
-clear the terminal, hide lines or imitate others. So `cli.main` calls `guard`: from then on `sys.stdout` and
-`sys.stderr` show every control character as text, ESC as `^[` like kubectl (CVE-2021-25743). No command has to remember it.
+clear the terminal, hide lines or imitate other lines. Therefore `cli.main` calls `guard`: from then on `sys.stdout` and
+`sys.stderr` show every control character as text, ESC as `^[` like kubectl (CVE-2021-25743). Single commands need not take care
+of this.
 
-Only this module writes control sequences: `log` for workers' lines, `console` for rich. Of a worker's own sequences colours (SGR)
-are kept, within their line; kubectl passes logs on as they are. NO_COLOR and FORCE_COLOR are obeyed by `colours`.
+Only this module writes control sequences: `log` for workers' lines, `console` for rich. The only sequences from workers that
+pass are colours (SGR), within a line; kubectl passes logs on unchanged. `colours` obeys NO_COLOR and FORCE_COLOR.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ _SGR = re.compile("(\x1b\\[[0-9;:]*m)")
 _BACK = re.compile("\x1b\\[A|\n(?=\x1b\\[A)")
 """Cursor up, by which tqdm returns from a second bar to the first, or the newline right before it."""
 _BAR = re.compile(r"([^|%]*?)\s*\d{1,3}%\|[^|]*\|[^\]]*\]")
-"""A drawing of tqdm's, `Map:   6%|#   | 120/2000 [00:12<03:00, 9.9it/s]`; the group is the bar's name."""
+"""A progress bar as tqdm draws it, `Map:   6%|#   | 120/2000 [00:12<03:00, 9.9it/s]`; the group is the bar's name."""
 _RESET = "\x1b[0m"
 _PREFIXES = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 """SGR colours of the workers' prefixes."""
 
 
 def safe(text: str) -> str:
-    """The text with its control characters shown: `^[` for ESC, `\\x9b`, `\\u202e`. Tabs and newlines stay."""
+    """The text with its control characters made visible: `^[` for ESC, `\\x9b`, `\\u202e`. Tabs and newlines stay."""
     return _UNSAFE.sub(_shown, text)
 
 
@@ -56,7 +57,7 @@ def _shown(found: re.Match[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same for a value that must stay within its line or cell."""
+    """Like `safe`, for a value that must stay within its line or cell."""
     return safe(text).replace("\n", "\\n").replace("\t", " ")
 
 
@@ -89,7 +90,7 @@ def guard() -> None:
 
 
 def release() -> None:
-    """Undo `guard`: in a pod standard output is the worker's log, whatever its script writes."""
+    """Undo `guard`: in a pod, standard output is the worker's log and must contain whatever the script writes."""
     if sys.stdout is not None:
         sys.stdout = _raw(sys.stdout)
     if sys.stderr is not None:
@@ -102,14 +103,15 @@ def bug(kind: type[BaseException], error: BaseException, where: TracebackType | 
 
 
 def say(sentence: str) -> None:
-    """Print a sentence of ours on standard error."""
+    """Print a sentence from Outlast on standard error."""
     print(f"outlast | {sentence}", file=sys.stderr, flush=True)
 
 
 def colours(stream: TextIO | None) -> bool:
-    """True if colours are written to this stream: never with NO_COLOR, always with FORCE_COLOR, else on a terminal that can.
+    """Whether to write colours to this stream: never with NO_COLOR, always with FORCE_COLOR, else on a terminal that supports
+    them.
 
-    https://no-color.org and https://force-color.org: set to anything but an empty text.
+    A variable counts if it is set to a non-empty text: https://no-color.org and https://force-color.org.
     """
     if os.environ.get("NO_COLOR") or stream is None:
         return False
@@ -117,15 +119,15 @@ def colours(stream: TextIO | None) -> bool:
 
 
 def interactive(stream: TextIO | None) -> bool:
-    """True for a terminal that can redraw its lines, and at which somebody can answer.
+    """Whether the stream is a terminal that can redraw its lines, and at which a user can type.
 
-    A command in a cell of a notebook has a pseudo-terminal, of which the page shows every line and to which nobody can type.
+    A command in a notebook's cell has a pseudo-terminal, but the page shows all its lines, and nobody can type there.
     """
     return stream is not None and stream.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console of rich on standard output, or on standard error. It reads NO_COLOR and FORCE_COLOR itself."""
+    """A rich console on standard output or standard error. Rich reads NO_COLOR and FORCE_COLOR itself."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -139,7 +141,8 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextlib.contextmanager
 def without_carets(fd: int = 0) -> Iterator[None]:
-    """Keep a terminal from printing `^C`: behind a panel of its width that takes a line more, and the panel's top edge stays."""
+    """Keep a terminal from printing `^C`: behind a panel as wide as the terminal it would take another line, and the panel's
+    top edge would stay on the screen."""
     try:
         before = termios.tcgetattr(fd)
     except (termios.error, OSError):  # no terminal
@@ -155,7 +158,7 @@ def without_carets(fd: int = 0) -> Iterator[None]:
 
 
 def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
-    """Print lines of workers, with the worker's name before each."""
+    """Print lines of workers, each after the name of its worker."""
     out, coloured = sys.stdout, colours(sys.stdout)
     kept = not os.environ.get("NO_COLOR")
     text = "".join(
@@ -168,13 +171,14 @@ def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
 
 
 class Folded:
-    """Leaves out what survivors of a failure print only because another rank has ended; a line below the cause tells of it."""
+    """Leaves out lines that the survivors of a failure print only because another rank has ended, except one line per worker,
+    which follows the cause."""
 
     def __init__(self) -> None:
         self._below: dict[int, LogLine] = {}
 
     def take(self, lines: Iterable[LogLine]) -> Iterator[LogLine]:
-        """These lines without those. The first of each worker is kept until the next line of ours."""
+        """The lines without these echoes. The first echo of each worker is retained until the next line from Outlast."""
         for line in lines:
             if contract.ECHO in line.text:
                 self._below.setdefault(line.worker, line)
@@ -183,14 +187,14 @@ class Folded:
                 yield from self.rest() if "outlast | " in line.text else ()
 
     def rest(self) -> list[LogLine]:
-        """The lines that were kept back."""
+        """The lines that are still retained."""
         below, self._below = [*self._below.values()], {}
         return below
 
 
 def drawn(text: str, *, terminal: bool) -> Iterator[str]:
-    """The visible parts of a line that draws over itself, as progress bars do with carriage returns: on a terminal the last
-    drawing, else every drawing as a line, but of each bar only the last one."""
+    """The visible parts of a line that overwrites itself with carriage returns, as progress bars do. On a terminal this is the
+    last drawing; elsewhere each drawing is a line, but only the last drawing of each bar is included."""
     parts = [part for part in _BACK.sub("", text).split("\r") if part.strip()] or [""]
     if terminal:
         yield parts[-1]
@@ -202,7 +206,7 @@ def drawn(text: str, *, terminal: bool) -> Iterator[str]:
 
 
 def logged(text: str, *, colour: bool = True) -> str:
-    """A worker's line with its colours and no other sequence; they end with it."""
+    """A worker's line with its colours, which end with the line, and without any other control sequence."""
     if "\x1b" not in text:
         return safe(text)
     pieces = _SGR.split(text)  # text, sequence, text, ...
@@ -211,14 +215,14 @@ def logged(text: str, *, colour: bool = True) -> str:
 
 
 def prefix(worker: int, *, colour: bool) -> str:
-    """`worker-0 | `, what stands before each line of a worker."""
+    """`worker-0 | `, the prefix of each line of a worker."""
     text = f"worker-{worker} | "
     return f"\033[{_PREFIXES[worker % len(_PREFIXES)]}m{text}{_RESET}" if colour else text
 
 
 @contextlib.contextmanager
 def handled(by: Callable[[int, FrameType | None], object], *numbers: signal.Signals) -> Iterator[None]:
-    """Signals are handled by this function in the block."""
+    """Handle these signals with the function `by` within the block."""
     before = {number: signal.signal(number, by) for number in numbers}
     try:
         yield

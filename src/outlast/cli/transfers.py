@@ -17,21 +17,22 @@ from outlast.base.errors import Stopped
 from outlast.cli import terminal
 
 _LINE_INTERVAL_S = 5.0
-"""Interval of progress lines without a terminal."""
+"""Interval between progress lines if there is no terminal."""
 
 
 class Tell(Protocol):
     """Callback for the progress of a transfer."""
 
     def __call__(self, done: int, total: int, files: str = "") -> None:
-        """`done` of `total` bytes; `files` in words, where they are counted."""
+        """Report `done` of `total` bytes; `files` is a text about the number of files, if files are counted."""
 
 
 @contextlib.contextmanager
 def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Callable[[int], None], threading.Event]]:
-    """Show a transfer of `size` bytes, such as `received`, that Ctrl-C may stop.
+    """Show a transfer of `size` bytes, which Ctrl-C may stop; `verb` is a word such as `received`.
 
-    Gives what to call with the bytes moved since the last call, from any thread, and the event that `interruptible` sets.
+    Yields a function to call with the number of bytes moved since the last call, from any thread, and the event that
+    `interruptible` sets.
     """
     lock = threading.Lock()
     done = 0
@@ -48,7 +49,8 @@ def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Cal
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """The first SIGINT or SIGTERM sets the event, and ends a wait for a store; the second kills. `Stopped` ends the command."""
+    """Yields an event that the first SIGINT or SIGTERM sets, which also ends a wait for a store; the second kills the process.
+    `Stopped` ends the command."""
     stop = threading.Event()
     caught: list[int] = []
 
@@ -68,7 +70,7 @@ def interruptible() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def shown(verb: str, *, quiet: bool = False) -> Iterator[Tell]:
-    """Yields a callback that shows progress: a bar on a terminal, otherwise a line now and then."""
+    """Yields a callback that shows progress: a bar on a terminal, otherwise a line every few seconds."""
     began = told = time.monotonic()
 
     def say(done: int, total: int, files: str = "") -> None:

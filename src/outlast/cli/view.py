@@ -1,8 +1,8 @@
 """The view of a run: the workers' lines and the state of the job, until the job ends or the user stops it.
 
-The first Ctrl-C (or SIGTERM) asks the job to save and stop, the second kills it. A closed terminal (SIGHUP) leaves it running. If
-the launcher of the job dies meanwhile, it is started again. How things look is up to the screen: `Plain` here, for pipes and
-files, and `live.Terminal`.
+The first Ctrl-C (or SIGTERM) asks the job to save and stop, the second kills it. A closed terminal (SIGHUP) leaves it running.
+If the launcher of the job dies meanwhile, it is restarted. The screen decides how things look: `Plain` in this module, for
+pipes and files, or `live.Terminal`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from outlast.job.backend import Backend, LogLine
 
 _POLL_S = 0.2
-"""Poll interval for the status; people perceive it as at once."""
+"""Poll interval for the status; short enough that changes seem to appear at once."""
 _ENSURE_INTERVAL_S = 1.0
-"""Interval of checks that the job still has a launcher."""
+"""Interval between checks that the job still has a launcher."""
 _DRAIN_TIMEOUT_S = 1.0
-"""Timeout for one more log line after the job has ended."""
+"""How long to wait for each further log line after the job has ended."""
 _KILL_TIMEOUT_S = 5.0
-"""Timeout for a killed job to be gone."""
+"""How long to wait for a killed job to end."""
 _BATCH = 1000
-"""Most log lines taken at once, and buffered before the reader of the logs has to wait."""
+"""Maximum number of log lines taken at once, and of lines buffered before the reader of the logs has to wait."""
 
 KILLED = 130
 """Exit code after the second Ctrl-C."""
@@ -47,30 +47,30 @@ class Screen(Protocol):
         """Show lines of workers."""
 
     def say(self, sentence: str) -> None:
-        """Show a sentence of ours."""
+        """Show a sentence from Outlast."""
 
     def update(self, status: JobStatus) -> None:
         """Show where the job stands."""
 
 
 class Plain:
-    """Workers' lines on standard output, our sentences on standard error."""
+    """Prints workers' lines on standard output, and Outlast's sentences on standard error."""
 
     def lines(self, lines: Sequence[LogLine]) -> None:
         """Print the lines with their workers' names before them."""
         terminal.log(lines)
 
     def say(self, sentence: str) -> None:
-        """Print a sentence with our name before it."""
+        """Print a sentence after the name `outlast`."""
         terminal.say(sentence)
 
     def update(self, status: JobStatus) -> None:
-        """Nothing: changes are shown as sentences."""
+        """Do nothing: changes are shown as sentences."""
 
 
 @contextlib.contextmanager
 def screen() -> Iterator[Screen]:
-    """A live one on a terminal, a plain one elsewhere."""
+    """A live screen on a terminal, a plain screen elsewhere."""
     if not terminal.interactive(sys.stdout):
         yield Plain()
         return
@@ -82,7 +82,7 @@ def screen() -> Iterator[Screen]:
 
 @contextlib.contextmanager
 def signals() -> Iterator[list[int]]:
-    """Yields the SIGINTs and SIGTERMs that have come, none of which ends us in the block."""
+    """Yields the list of SIGINTs and SIGTERMs received so far, none of which ends this process within the block."""
     came: list[int] = []
     with terminal.handled(lambda number, _: came.append(number), signal.SIGINT, signal.SIGTERM):
         yield came
@@ -91,7 +91,7 @@ def signals() -> Iterator[list[int]]:
 def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, tail: int | None) -> tuple[JobStatus, int]:
     """Show a run until it ends or is killed; returns its last status and the exit code.
 
-    `tail` is that of `Backend.logs`.
+    `tail` is as for `Backend.logs`.
     """
     logs, folded = _Logs(place, name, tail), terminal.Folded()
     obeyed = 0
@@ -139,7 +139,7 @@ def _kill(place: Backend, name: str) -> JobStatus:
 
 
 def exit_code(status: JobStatus) -> int:
-    """0 when the run succeeded, 75 when it can go on, else the code of its failure."""
+    """0 if the run succeeded, 75 if it can continue, else the exit code of its failure."""
     if status.state is State.SUCCEEDED:
         return contract.Exit.DONE
     if not status.state.final:
@@ -167,7 +167,7 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
 
 
 def leaving(status: JobStatus) -> str:
-    """A phrase for the training's answer to a request to stop."""
+    """A phrase for how the training responds to a request to stop."""
     if show.session(status):
         return "saving and stopping"
     return "the script gets SIGTERM and interruption.grace to save and exit" if status.told else "the training is asked to stop"
@@ -191,7 +191,7 @@ class _Logs:
         self._queue.put(end)
 
     def take(self, wait_s: float) -> list[LogLine]:
-        """The lines that arrive within `wait_s`; raises what the reader raised."""
+        """The lines that arrive within `wait_s`; raises the reader's exception, if any."""
         deadline = time.monotonic() + wait_s
         lines: list[LogLine] = []
         while len(lines) < _BATCH:

@@ -1,7 +1,7 @@
-"""Finding a job: which one a command means, and which backend runs it.
+"""Finding a job: which job a command refers to, and which backend runs it.
 
-With `-n` or `--context` the job is in a cluster. Otherwise it is the job of that name in this directory or, if there is none here
-and there is a kubeconfig, in the namespace of its current context.
+With `-n` or `--context` the job is in a cluster. Otherwise it is the job of that name in this directory or, if there is none
+and there is a kubeconfig, in the namespace of the kubeconfig's current context.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def this_machine() -> Backend:
 
 
 def backend(ctx: typer.Context) -> Backend:
-    """The backend given to `main`, or the one of this machine."""
+    """The backend given to `main`, or the backend of this machine."""
     given: Backend | None = ctx.obj
     return given if given is not None else this_machine()
 
@@ -89,7 +89,7 @@ def place(ctx: typer.Context, name: str | None, namespace: str | None, context: 
 
 
 def cluster(ctx: typer.Context, namespace: str | None = None, context: str | None = None) -> KubernetesBackend:
-    """The jobs of a cluster; its connections are closed when the command ends. Raises NoCluster."""
+    """The backend of a cluster; its connections are closed when the command ends. Raises NoCluster."""
     from outlast.kubernetes import api
     from outlast.kubernetes.jobs import backend as kubernetes
 
@@ -99,14 +99,14 @@ def cluster(ctx: typer.Context, namespace: str | None = None, context: str | Non
 
 
 def checked(namespace: str | None) -> str | None:
-    """The namespace; raises OutlastError when it is not a valid name."""
+    """The namespace; raises OutlastError if it is not a valid name."""
     if namespace is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
         raise OutlastError(f"--namespace {namespace}: must be at most 63 lower-case letters, digits and dashes")
     return namespace
 
 
 def in_cluster(where: Backend) -> KubernetesBackend | None:
-    """The backend, if it is a cluster's."""
+    """The backend if it is a cluster, else None."""
     from outlast.local import backend as local
 
     if isinstance(where, local.LocalBackend):
@@ -132,7 +132,7 @@ NameArgument = Annotated[
 
 
 def job(place: Backend, name: str | None) -> str:
-    """The name of the job that a command means; raises NotFound with the existing names."""
+    """The name of the job that a command refers to; raises NotFound with the existing names."""
     there = in_cluster(place)
     if there is not None and name is not None:
         return name  # the cluster checks it
@@ -144,7 +144,7 @@ def job(place: Backend, name: str | None) -> str:
 
 
 def no_job(place: Backend) -> str:
-    """Says that there is no job, and how to start one. Raises OutlastError if there is not even the namespace."""
+    """A sentence that there is no job, and how to start one. Raises OutlastError if even the namespace does not exist."""
     if (there := in_cluster(place)) is None:
         return "no job has been run here; start one with `outlast run FILE`, in this directory"
     if not there.cluster.has_namespace():
@@ -153,7 +153,7 @@ def no_job(place: Backend) -> str:
 
 
 def found(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[Backend, str]:
-    """The backend and the name of the job that a command means."""
+    """The backend and the name of the job that a command refers to."""
     where = place(ctx, name, namespace, context)
     return where, job(where, name)
 
@@ -171,7 +171,7 @@ def meant(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
 
 
 def in_store(given: str | None) -> str | None:
-    """The URL of a job's output in a store, if that or a job file is given in place of a name.
+    """The URL of a job's output in a store, if that URL or a job file is given instead of a name.
 
     This lets commands work on machines other than the one that runs the job.
     """
@@ -206,7 +206,7 @@ def duration(option: str, text: str) -> timedelta:
 
 
 def takes(words: str) -> type[TyperCommand]:
-    """A command class with these words in its usage, such as `[NAME] N`: an optional word before a required one."""
+    """A command class with these words in its usage, such as `[NAME] N`: an optional word before a required word."""
 
     class Command(TyperCommand):
         def collect_usage_pieces(self, ctx: Any) -> list[str]:

@@ -18,11 +18,11 @@ class Accelerator:
     resource: str
     """Kubernetes resource that the device plugin offers, and the taint of nodes reserved for it."""
     name: str = ""
-    """Short name in job files. Without one, job files name the resource."""
+    """Short name in job files. If it is empty, job files name the resource."""
     about: str = ""
     """Meaning of the short name, if that is not obvious."""
     others: tuple[str, ...] = ()
-    """Other resources of the same devices, such as parts of one; patterns."""
+    """Patterns of other resources of the same devices, such as parts of a device."""
     shared: tuple[str, ...] = ()
     """Resources whose single unit has cores for several processes."""
     device: str = ""
@@ -34,11 +34,11 @@ class Accelerator:
     files: str = ""
     """Pattern of the device files in /dev. The part that `[0-9]*` matches names the device."""
     visible: str = ""
-    """Environment variable with the devices that a process may use."""
+    """Environment variable that lists the devices a process may use."""
     query: tuple[str, ...] = ()
-    """Command that prints the model of each device on this machine, one a line."""
+    """Command that prints the model of each device on this machine, one per line."""
     vendor: str = ""
-    """Name of the vendor, for people."""
+    """Name of the vendor, for messages."""
     label: str = ""
     """Label, with the value `true`, of nodes that have such devices, even if no device plugin offers them."""
 
@@ -79,7 +79,8 @@ RESOURCES = {row.name: row.resource for row in NAMED}
 DEVICES = {row.device: row for row in TABLE if row.device}
 """One row for each device type of torch."""
 LIBRARIES = tuple(row.backend for row in DEVICES.values() if row.backend != row.device)
-"""Libraries of collectives. An error that names one is an error of a collective; one that names the device may be any error."""
+"""Libraries for collectives. An error that names such a library comes from a collective; an error that names a device may be
+any error."""
 SHARED = tuple(each for row in TABLE if row.shared for each in (row.name, *row.shared) if each)
 """Values of `resources.accelerator` whose units several processes may share."""
 
@@ -112,9 +113,10 @@ PEAKS = (
     ("A100", 312), ("A800", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A40", 150), ("A30", 165), ("A10G", 70),
     ("A10", 125), ("V100", 125), ("T4", 65), ("RTX 4090", 165), ("MI300X", 1307), ("MI250X", 383),
 )  # fmt: skip
-"""Peak of dense matrix products in bfloat16 (V100, T4: float16), in TFLOP/s by a part of the name (makers' data sheets)."""
+"""Peak throughput of dense matrix products in bfloat16 (V100, T4: float16), in TFLOP/s, for each part of a GPU's name. Source:
+the makers' data sheets."""
 
 
 def peak_flops(name: str) -> float | None:
-    """The peak of a GPU in FLOP/s, from the first row whose words are in the name; None if unknown."""
+    """The peak throughput of a GPU in FLOP/s, from the first row whose words are in the GPU's name; None if unknown."""
     return next((peak * 1e12 for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)

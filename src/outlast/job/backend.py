@@ -1,4 +1,4 @@
-"""The interface to places where jobs run, behind `outlast run`, `status`, `scale` and the other verbs.
+"""The interface to the places where jobs run, behind `outlast run`, `status`, `scale` and the other verbs.
 
 The command line and `outlast.job.chaos` know only this Protocol; `cli.which` finds the implementation. `outlast.local.backend`
 runs workers as child processes of this machine, `outlast.kubernetes.jobs.backend` as pods of a cluster. Every method raises
@@ -49,14 +49,16 @@ class Backend(Protocol):
     ) -> str:
         """Start a job, or continue its run unless that is complete; returns the run's id.
 
-        `source` is the job file, or the script in its place; relative paths in the job start from its directory. `fresh` starts
-        from the beginning. `take_over` takes the run from another machine that trains it now; otherwise we wait while that one
-        may be dead, and `say` so. `command` runs the job again, if that is not `outlast run SOURCE`. `chaos` is a schedule of
-        faults to inject (see `outlast.job.chaos`). From now on `status` is that of this run. Raises AlreadyRunning.
+        `source` is the job file, or the script given instead of one; relative paths in the job start from its directory. With
+        `fresh` the run starts from the beginning. With `take_over` it is taken over from a machine that trains it now;
+        otherwise, if that machine may be dead, the call waits to find out and reports this to `say`. `command` is the command
+        that runs the job again, unless that is `outlast run SOURCE`. `chaos` is a schedule of faults to inject (see
+        `outlast.job.chaos`). From now on, `status` returns the status of this run. Raises AlreadyRunning.
         """
 
     def ensure(self, name: str) -> bool:
-        """Start the process that drives an active job if it is gone; returns whether it was. In a cluster, controllers do so."""
+        """Restart the process that drives an active job if that process is gone; returns whether it was gone. In a cluster,
+        controllers drive the job, and nothing is done."""
 
     def list(self) -> Sequence[JobStatus]:
         """All jobs, the newest last."""
@@ -85,18 +87,18 @@ class Backend(Protocol):
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """The log lines of all workers, merged, or of one.
+        """The log lines of one worker, or of all workers, merged.
 
-        `tail` is the number of lines of each worker to begin with, counted from the end: with 0, only lines written from now on.
-        `since_s` leaves out lines older than that, where lines have times. `follow` waits for a job that has not started, calling
-        `say`, and ends when the job does.
+        `tail` is the number of lines of each worker to begin with, counted from the end: with 0, only lines written from now
+        on. `since_s` leaves out lines older than this many seconds, if lines have times. `follow` waits for a job that has not
+        started, calling `say`, and ends when the job does.
         """
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
         """Inject one of `chaos.ACTIONS` into a worker (None: one that `rng` picks); returns a sentence about it."""
 
     def output(self, name: str) -> Path | str:
-        """The place of the job's output (checkpoints, logs, ledger): a directory of this machine, or a description of another
+        """The place of the job's output (checkpoints, logs, ledger): a directory on this machine, or a description of another
         place, such as the URL of a store."""
 
     def events(self, name: str) -> Iterable[Event]:

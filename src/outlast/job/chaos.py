@@ -34,12 +34,12 @@ ACTIONS = {
     "term": "SIGTERM a worker, as when its machine is taken away",
     "evict": "evict a worker's pod, as draining its node does; on this machine the same as term",
 }
-"""The faults. In a cluster kill-worker deletes the pod without grace, term with it."""
+"""The faults. In a cluster, kill-worker deletes the pod without a grace period, and term with one."""
 SLOW = (20, 0.4, 0.1)
 """Parameters of `slow`: number of stops, seconds stopped, seconds running in between."""
 
 _POLL_S = 0.05
-"""Poll interval for jobs of this machine."""
+"""Poll interval for jobs on this machine."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Fault:
     step: int | None = None
 
     def due(self, elapsed: timedelta, step: int) -> bool:
-        """Whether to inject it now."""
+        """Whether to inject the fault now."""
         return (self.at is None or elapsed >= self.at) and (self.step is None or step >= self.step)
 
 
@@ -134,8 +134,8 @@ def _is_count(value: object) -> bool:
 
 
 def seed(faults: Sequence[Fault]) -> random.Random:
-    """The random generator of a schedule, the same for the same schedule. The seed is a fixed text and not a repr, so that
-    renaming a class does not change it."""
+    """A random generator for a schedule; equal schedules get equal generators. The seed is a fixed text and not a repr, so that
+    renaming a class does not change the sequence."""
     texts = [f"Strike(do={fault.do!r}, worker={fault.worker!r}, at={fault.at!r}, step={fault.step!r})" for fault in faults]
     return random.Random(f"({', '.join(texts)}{',' if len(texts) == 1 else ''})")
 
@@ -150,7 +150,7 @@ def play(
 ) -> Iterator[str]:
     """Inject every fault of a schedule once, when it is due; yields a sentence for each.
 
-    Stops after the last one, or when the run stops or is replaced. Calls `say` when a cluster does not answer.
+    Stops after the last fault, or when the run stops or is replaced. Calls `say` when a cluster does not answer.
     """
     left = list(faults)
     run = backend.status(name).run
@@ -174,7 +174,7 @@ def repeat(
 ) -> Iterator[str]:
     """Inject the same fault at an interval, beginning now; yields a sentence for each.
 
-    Stops after `times`, or when the run stops or is replaced.
+    Stops after `times` faults, or when the run stops or is replaced.
     """
     done = 0
     run = backend.status(name).run
@@ -194,7 +194,7 @@ def _pause_s(backend: Backend) -> float:
 
 
 def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -> JobStatus | None:
-    """The run's status; None once it has stopped, or another run has its name (which we leave alone)."""
+    """The status of the run; None once the run has stopped, or another run, which must not be harmed, has taken its name."""
     try:
         status = backoff.until_answered(lambda: backend.status(name), say, every_s=_pause_s(backend))
     except NotFound:
@@ -203,7 +203,7 @@ def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -
 
 
 def _attempt(backend: Backend, name: str, fault: Fault, rng: random.Random) -> str:
-    """Inject one of several faults. A fault without a target, e.g. while workers restart, does not end the others."""
+    """Inject one of several faults. If a fault has no target, e.g. while workers restart, the schedule goes on."""
     try:
         return backend.chaos(name, fault.do, worker=fault.worker, rng=rng)
     except OutlastError as error:

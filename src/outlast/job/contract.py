@@ -1,7 +1,7 @@
 """The contract between Outlast's processes: exit codes, environment variables, paths and file formats.
 
-The agent, the training library, the launcher and the operator are separate programs, perhaps of different versions. Imports only
-the standard library.
+The agent, the training library, the launcher and the operator are separate programs, perhaps of different versions. This module
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 API_VERSION = "outlast.dev/v1alpha1"
 KIND = "ElasticJob"
 GROUP = "outlast.dev"
-"""API group, and prefix of our labels, annotations and finalizers."""
+"""API group, and prefix of Outlast's labels, annotations and finalizers."""
 
 
 class Exit(enum.IntEnum):
@@ -23,7 +23,7 @@ class Exit(enum.IntEnum):
     DONE = 0
     FAILED = 1
     INTERRUPTED = 75
-    """It left on request, with its state saved; restart it. Never counts as a failure (EX_TEMPFAIL)."""
+    """The worker left on request, with its state saved, and is to be restarted. Never counts as a failure (EX_TEMPFAIL)."""
     MISCONFIGURED = 78
     """The configuration is wrong: a restart cannot help (EX_CONFIG)."""
     GIVEN_UP = 79
@@ -31,7 +31,7 @@ class Exit(enum.IntEnum):
 
 
 def exit_code(status: int) -> int:
-    """The shell's exit code of a process: `-9`, Python's for signal 9, becomes 137."""
+    """The exit code of a process as a shell reports it: `-9`, Python's code for signal 9, becomes 137."""
     return 128 - status if status < 0 else status
 
 
@@ -41,7 +41,7 @@ def killed(code: int) -> bool:
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal; most real-time signals have none."""
+    """The name of a signal; `signal 40` for a signal without a name, such as most real-time signals."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -49,15 +49,15 @@ def signal_name(number: int) -> str:
 
 
 class FailureCause(enum.StrEnum):
-    """Machine-readable cause of a worker's failure; people read the sentence beside it."""
+    """Machine-readable cause of a worker's failure; the sentence beside it is for people."""
 
     UNKNOWN = ""
-    """Not reported, or a cause of another version."""
+    """Not reported, or a cause that only another version of Outlast knows."""
     OUT_OF_MEMORY = "oom"
     DISK_FULL = "disk"
-    """The script ran out of disk space: the next step would, too, but later there may be space again."""
+    """The script ran out of disk space: an immediate retry would fail, too, but there may be space again later."""
     HANG = "hang"
-    """Killed because it hung."""
+    """The process was killed because it hung."""
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCause:
@@ -75,7 +75,8 @@ class End(enum.StrEnum):
     LIMIT = "BackoffLimitExceeded"
     """`restarts.limit` is used up."""
     POLICY = "PodFailurePolicy"
-    """The job's restartPolicy does not restart such a failure; the name is that of a Kubernetes Job."""
+    """The job's restartPolicy does not allow a restart after such a failure; the name is that of the reason in a Kubernetes
+    Job."""
     DEADLINE = "DeadlineExceeded"
     STARTUP_DEADLINE = "StartupDeadlineExceeded"
     INVALID = "InvalidJob"
@@ -94,21 +95,21 @@ class Env:
     WORKER = "OUTLAST_WORKER"
     """Index of the worker, 0 ... max-1; not its rank."""
     GENERATION = "OUTLAST_GENERATION"
-    """Generation of the world that trains; for the agent the newest one of the run before this worker was started."""
+    """Generation of the world that trains; for the agent, the run's newest generation before this worker was started."""
     HELD = "OUTLAST_HELD"
-    """The newest complete step that a worker of the previous world has had; 0 if none is known."""
+    """The newest completed step that any worker of the previous world is known to have had; 0 if none is known."""
     ATTEMPT = "OUTLAST_ATTEMPT"
-    """Number of times that the members of the world have started its processes again by themselves."""
+    """Number of times that the members of the world have restarted its processes by themselves."""
     LOST = "OUTLAST_LOST"
     """For an elastic agent that replaces a killed one: generation, attempt and failure, as JSON."""
     PARENT = "OUTLAST_PARENT"
-    """Process id of the elastic agent; once that is gone its training processes must not start."""
+    """Process id of the elastic agent; once the agent is gone, its training processes must not start."""
     NEEDED = "OUTLAST_NEEDED"
     """`1` for an elastic agent without which no world can be formed."""
     DATA = "OUTLAST_DATA"
-    """Directory of the job's dataset; with several, the directory that holds them all."""
+    """Directory of the job's dataset; if there are several, the directory that contains them all."""
     MODELS = "OUTLAST_MODELS"
-    """Directory that holds the job's models, each under its name."""
+    """Directory that contains the job's models, each under its name."""
     OUTPUT = "OUTLAST_OUTPUT"
     """The job's output directory: `checkpoints/`, `logs/`, `ledger/` live in it."""
     LEDGER = "OUTLAST_LEDGER"
@@ -124,30 +125,30 @@ class Env:
     ETCD_PREFIX = "OUTLAST_ETCD_PREFIX"
     """Prefix of all keys in the etcd of OUTLAST_RENDEZVOUS; default: the path of that endpoint, else `/outlast`."""
     ETCD_CACERT = "OUTLAST_ETCD_CACERT"
-    """File of certificate authorities to verify its certificate with, PEM; turns TLS on."""
+    """PEM file of the certificate authorities that verify etcd's certificate; turns TLS on."""
     ETCD_CERT = "OUTLAST_ETCD_CERT"
     ETCD_KEY = "OUTLAST_ETCD_KEY"
-    """Files of the client certificate and its key, PEM."""
+    """PEM files of the client certificate and its key."""
     ETCD_USER = "OUTLAST_ETCD_USER"
     ETCD_PASSWORD = "OUTLAST_ETCD_PASSWORD"
     CHECKPOINT_EVERY = "OUTLAST_CHECKPOINT_EVERY"
-    """`300s` or `200 steps`."""
+    """How often to save: `300s` or `200 steps`."""
     CHECKPOINT_KEEP = "OUTLAST_CHECKPOINT_KEEP"
     CHECKPOINT_BEST = "OUTLAST_CHECKPOINT_BEST"
     """`2 min val_loss`: number of best checkpoints to keep, whether low or high values are best, and the metric; absent if none
     are kept."""
     MEMORY = "OUTLAST_CHECKPOINT_MEMORY"
-    """Memory of a worker for snapshots: `auto`, `off`, or bytes; absent where an earlier version started the worker."""
+    """Memory of a worker for snapshots: `auto`, `off`, or bytes; absent if an earlier version started the worker."""
     REPLICAS = "OUTLAST_CHECKPOINT_REPLICAS"
     """Number of other workers that hold a replica of state that only one rank has."""
     TENSORBOARD = "OUTLAST_TENSORBOARD"
-    """`1`: metrics go to TensorBoard's event files in the output, too."""
+    """`1`: metrics are also written to TensorBoard event files in the output."""
     MLFLOW = "OUTLAST_MLFLOW"
-    """URI of an MLflow, or the path of its directory; `none`: not even to MLFLOW_TRACKING_URI."""
+    """URI of an MLflow server, or the path of its directory; `none`: no MLflow, even if MLFLOW_TRACKING_URI is set."""
     EXPERIMENT = "OUTLAST_EXPERIMENT"
-    """Name of the experiment there."""
+    """Name of the experiment in MLflow, and of the project in Weights & Biases."""
 
-    # For the agent alone
+    # For the agent only
     JOB_FILE = "OUTLAST_JOB_FILE"
     """The job as submitted, with absolute paths."""
     CODE = "OUTLAST_CODE"
@@ -158,17 +159,19 @@ class Env:
     """Directory shared by all jobs of a machine: data, models, environments. Default: `outlast` in $XDG_CACHE_HOME,
     else in ~/.cache."""
     NETRC = "OUTLAST_NETRC"
-    """Logins to web servers, as ~/.netrc has them. From the shell or a Secret."""
+    """Logins to web servers, in the format of ~/.netrc. Set in the shell or by a Secret."""
     CACHE_SIZE = "OUTLAST_CACHE_SIZE"
-    """Limit of the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.room`."""
+    """Size limit of the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.room`."""
     PROBE_PORT = "OUTLAST_PROBE_PORT"
-    """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset: any free one. On one machine worker i serves on this plus i."""
+    """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset: any free one. On one machine, worker i serves on this port plus
+    i."""
     STORE = "OUTLAST_STORE"
     """URL of the job's output in a store; unset when the output is a directory."""
     STAY = "OUTLAST_STAY"
-    """`1`: when its run is over this worker idles and never trains that run again (StatefulSets restart containers that exit)."""
+    """`1`: when its run is over, this worker idles and never trains that run again (StatefulSets restart containers that
+    exit)."""
     ADDRESS = "OUTLAST_ADDRESS"
-    """Address by which other workers reach this one; default: 127.0.0.1, all on one machine."""
+    """Address by which other workers reach this one; default: 127.0.0.1, for workers on one machine."""
     NAMESPACE = "OUTLAST_NAMESPACE"
     """Namespace of the pod, part of pod 0's host name in OUTLAST_RENDEZVOUS."""
     FRESH = "OUTLAST_FRESH"
@@ -176,13 +179,15 @@ class Env:
     POD = "OUTLAST_POD"
     """Name of the pod."""
     NODE = "OUTLAST_NODE"
-    """Name of the node of the worker; unset: the kernel tells machines apart. Replicas of snapshots go to other nodes."""
+    """Name of the worker's node; if unset, machines are distinguished by their boot id. Replicas of snapshots go to other
+    nodes."""
     ZONE = "OUTLAST_ZONE"
-    """Failure domain of that node; empty where it is not known. Replicas prefer another one."""
+    """Failure domain of that node; empty if unknown. Replicas go to another zone if possible."""
     MEMBER = "OUTLAST_MEMBER"
-    """Uid of the pod: tells reports on its Lease from those of an earlier pod of the same name. Set by the operator only."""
+    """Uid of the pod, which distinguishes its reports on the Lease from those of an earlier pod of the same name. Only the
+    operator sets this variable."""
     OWNER = "OUTLAST_OWNER"
-    """Fencing token of this machine in the store of the run; a process that finds another one there is a zombie."""
+    """Fencing token of this machine in the store of the run; a process that finds another token there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
     """JSON list: the command that restarts the launcher when it cannot be reached."""
 
@@ -190,12 +195,13 @@ class Env:
 RESERVED_ENV = re.compile(
     r"^(OUTLAST_(?!ETCD_|CACHE_SIZE$)|PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$)"
 )
-"""Names that a job file's `env` may not set: ours, except credentials for etcd and the cache's limit, and torchrun's."""
+"""Names that a job file's `env` may not set: those of torchrun and of Outlast, except credentials for etcd and the size limit
+of the cache."""
 
 
 _S3_KEYS = "--from-literal=AWS_ACCESS_KEY_ID=... --from-literal=AWS_SECRET_ACCESS_KEY=..."
 S3_SECRET = f"kubectl create secret generic s3 {_S3_KEYS}, and secrets: [{{name: s3}}] in the job file"
-"""The way for pods to get credentials for S3 if their nodes have no role."""
+"""How to give pods credentials for S3 if their nodes have no role."""
 
 
 class Pod:
@@ -207,25 +213,25 @@ class Pod:
     """The container of other pods: datasets, Spark, checks. It also runs the agent in pods of earlier versions."""
     AGENT = (TRAINER, CONTAINER)
     USER = 1000
-    """User and group of its processes."""
+    """User and group id of the pod's processes."""
     CODE = "/workspace"
     DATA = "/data"
     MODELS = "/models"
     OUTPUT = "/out"
-    """Above the outputs of jobs; a job's own is `/out/<job>`."""
+    """Directory above the outputs of jobs; the output of a job is `/out/<job>`."""
     STATE = "/run/outlast"
     CACHE = "/var/cache/outlast"
     HOME = "/home/outlast"
     CONFIG = "/etc/outlast"
-    """Directory of the job file, and of the files of this machine that the job names."""
+    """Directory of the job file, and of the submitter's local files that the job names."""
     JOB_FILE = "/etc/outlast/job.yaml"
     SHIPPED = "/etc/outlast-code"
-    """Directory of the archive of code that comes in a ConfigMap."""
+    """Directory of a code archive that is mounted from a ConfigMap."""
     PROBE_PORT = 8080
     RENDEZVOUS_PORT = 29400
     LAST_PUSH_S = 30
-    """Added to the grace of a pod: up to 10 s to finish the upload in progress, 10 s for the rest and the log, 10 s to stop an
-    upload that hangs."""
+    """Seconds added to the grace period of a pod: up to 10 s to finish the upload in progress, 10 s for the rest and the log,
+    10 s to stop an upload that hangs."""
 
 
 class Label:
@@ -259,7 +265,8 @@ class Annotation:
     LEAVING_REASON = f"{GROUP}/leaving-reason"
     """The reason, as one sentence, beside LEAVING_AT."""
     CORDONED = f"{GROUP}/cordoned"
-    """On a node that the node watcher has cordoned: `true`. A node that was cordoned before has none, and stays cordoned."""
+    """On a node that the node watcher has cordoned: `true`. A node that was already cordoned does not get this annotation, and
+    stays cordoned."""
 
 
 class LeavingKind(enum.StrEnum):
@@ -269,7 +276,7 @@ class LeavingKind(enum.StrEnum):
     REBALANCE = "rebalance"
     MAINTENANCE = "maintenance"
     UNKNOWN = ""
-    """Not given, or a kind of another version."""
+    """Not given, or a kind that only another version of Outlast knows."""
 
     @classmethod
     def _missing_(cls, value: object) -> LeavingKind:
@@ -286,14 +293,14 @@ RENEW_S = 10.0
 """Interval at which a member renews its Lease."""
 MESH_LEASE_S = 100.0
 MESH_RENEW_S = 30.0
-"""The same in worlds whose members watch each other: peers report a lost member at once."""
+"""The same interval in worlds whose members watch each other: peers report a lost member at once."""
 RENEWALS_PER_S = 200
 """Maximum number of renewals of one job per second: with many workers, Leases are renewed less often and last longer. Kubernetes
 is tested with 500 per second for its nodes."""
 OPERATOR = "outlast-operator"
 """The operator's Deployment, account, roles and leader lease."""
 MANAGED_BY = f"{GROUP}/operator"
-"""The operator in a job's `managedBy`."""
+"""Value of a job's `managedBy` that stands for the operator."""
 KUBERNETES = "kubernetes://"
 """Scheme of the rendezvous endpoint if the operator coordinates; the name of the ElasticJob follows."""
 ETCD = ("etcd://", "etcds://")
@@ -304,14 +311,14 @@ SCHEMES = {
     "c10d": {"": "c10d", "c10d": "c10d", "tcp": "c10d"},
     "etcd": {"": "etcd", "etcd": "etcd", "http": "etcd", "etcds": "etcds", "https": "etcds"},
 }
-"""For each backend the schemes that `rendezvous.endpoint` may have, with the scheme for Env.RENDEZVOUS (see
-`rendezvous.transport`)."""
+"""For each backend, the schemes that `rendezvous.endpoint` may have, each with the scheme that it becomes in Env.RENDEZVOUS
+(see `rendezvous.transport`)."""
 OPERATOR_NAMESPACE = "outlast-system"
 CLUSTER_DOMAIN = "cluster.local"
-"""Domain of the names in a cluster."""
+"""DNS domain of a cluster."""
 
 LONGEST_HOST = 63
-"""Longest host name, label value and Service name (RFC 1123)."""
+"""Maximum length of a host name, a label value and a Service name (RFC 1123)."""
 MOST_WORKERS = 10_000
 """Maximum number of workers of one job."""
 
@@ -322,7 +329,7 @@ def worker_name(job: str, index: int) -> str:
 
 
 LONGEST_NAME = LONGEST_HOST - len(worker_name("", MOST_WORKERS - 1))
-"""Longest name of a job: the names of its pods are host names."""
+"""Maximum length of a job's name: the names of its pods are host names."""
 
 EVALUATE = "--evaluate"
 """The argument that makes a job's module evaluate its model instead of training it."""
@@ -337,7 +344,7 @@ METRICS = "metrics.jsonl"
 PARAMETERS = "parameters.json"
 """Settings of the run, see `training.parameters`."""
 TENSORBOARD = "tensorboard"
-"""Event files: ours in `metrics/`, a script's own beside that."""
+"""TensorBoard event files: Outlast's in `metrics/`, a script's own beside that directory."""
 TRACKING = ".tracking"
 """Directory of the process that forwards metrics, see `tracking.process`."""
 WORK = "work"
@@ -374,7 +381,7 @@ LEAVE = "leave.json"
 `kubernetes.board`, for the agent."""
 
 SNAPSHOTS = "snapshots.sock"
-"""Socket at which the agent serves memory for snapshots, see `snapshots.server`; absent where there is none."""
+"""Socket at which the agent serves memory for snapshots, see `snapshots.server`; absent if the agent serves none."""
 
 
 def worker_log(index: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from outlast.job.contract import FailureCause
 
 _INTERNAL = {"exclude": True}
-"""Read by pydantic: fields for decisions only, which are in no status."""
+"""Metadata for pydantic, for fields that only decisions use and no status contains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,26 +30,29 @@ class Failure:
     step: int | None = None
     generation: int = 0
     attempt: int = 0
-    """The failed start of that generation's processes: 0 for the first, n for the nth that its members made by themselves."""
+    """Which start of that generation's processes failed: 0 for the first, n for the nth restart by the members themselves."""
     time: float = 0.0
     counted: bool = True
     node: str = ""
-    """The node of its pod, on Kubernetes."""
+    """The node of the worker's pod, on Kubernetes."""
     hung: bool = field(default=False, metadata=_INTERNAL)
-    """It was killed because it hung by itself, and was not stopped from outside."""
+    """Whether the process was killed because it hung by itself rather than being stopped from outside."""
     left: bool = field(default=False, metadata=_INTERNAL)
-    """Its worker's processes exited with 0, as if done, before others failed: the cause if all others are echoes."""
+    """Whether the worker's processes exited with 0, as if done, before other workers failed: this exit is the cause if all
+    other failures are only its consequences."""
     early: str = field(default="", metadata=_INTERNAL)
-    """Type of an error that its worker's processes raised before their first step, and that a restart would raise again."""
+    """Type of an error that the worker's processes raised before their first step, and that a restart would raise again."""
     log_tail: str = field(default="", metadata={"validation_alias": "logTail"})
-    """The last lines of its worker's log; with several processes, only those of the failed one."""
+    """The last lines of the worker's log; with several processes, only those of the failed one."""
 
     @property
     def start(self) -> tuple[int, int]:
-        """The failed start of processes; failures are counted in this order, one for each start."""
+        """Generation and attempt, which identify the failed start of processes. Failures are counted in this order, one for
+        each start."""
         return self.generation, self.attempt
 
     def document(self, *, but: Collection[str] = ()) -> dict[str, Any]:
-        """As a document for a status: fields that have a value, without internal ones and those named in `but`."""
+        """The failure as a document for a status: the fields that have a value, except internal fields and those named in
+        `but`."""
         names = (each.name for each in dataclasses.fields(self) if each.metadata is not _INTERNAL and each.name not in but)
         return {name: value for name in names if (value := getattr(self, name)) is not None}

@@ -1,7 +1,7 @@
-"""Ownership of objects in clusters and places in stores: no command replaces or deletes somebody else's. Pure.
+"""Ownership of objects in clusters and places in stores, so that no command replaces or deletes somebody else's work. Pure.
 
-An object is ours by its labels. A place in a store is ours if it is empty, or has the mark of this very command: a marker, a
-manifest, a note.
+Labels mark an object as Outlast's. A command may use a place in a store that is empty, or that has the mark of this very
+command: a marker, a manifest, a note.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from outlast.base.errors import OutlastError, Taken
 from outlast.job.contract import Label
 
 _OURS = ("app.kubernetes.io/part-of", "app.kubernetes.io/managed-by")
-"""Labels with the value `outlast`; some of our objects have one of them only."""
+"""Labels with the value `outlast`; some of Outlast's objects have only one of them."""
 
 
 def ours(document: Mapping[str, Any], labels: Mapping[str, str] = {}) -> bool:
@@ -23,7 +23,7 @@ def ours(document: Mapping[str, Any], labels: Mapping[str, str] = {}) -> bool:
 
 
 def check(existing: Mapping[str, Any] | None, labels: Mapping[str, str] = {}, *, instead: str) -> None:
-    """Raise Taken for an existing object that is not ours with these labels; `instead` is the remedy."""
+    """Raise Taken for an existing object that Outlast has not created with these labels; `instead` is the remedy."""
     if existing is None or ours(existing, labels):
         return
     meta = existing["metadata"]
@@ -35,7 +35,7 @@ def check(existing: Mapping[str, Any] | None, labels: Mapping[str, str] = {}, *,
 def check_place(
     place: str, names: Iterable[str], mark: str | None, expected: str = "", *, instead: str = "choose a new or empty place"
 ) -> None:
-    """Raise OutlastError unless a place is empty, or its `mark` is the `expected` one; None: it has no mark."""
+    """Raise OutlastError unless a place is empty, or its `mark` (None if it has none) equals `expected`."""
     if mark is None and (first := min(names, default="")):
         raise OutlastError(f"{place} holds other files ({first}); {instead}")
     if mark not in (None, expected):

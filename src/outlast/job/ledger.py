@@ -56,9 +56,10 @@ Event = dict[str, Any]
 TOGETHER_S = 1.0
 """Steps that end within this time are one event: steps of 100 ms would write 1 kB a second, for months."""
 _PIECE = 64 << 10
-"""Bytes of a source that are read at a time."""
+"""Number of bytes of a source that are read at a time."""
 _UNSORTED = 1024
-"""Most events between one and its place in the order of time. Arbitrary: threads write a few at once."""
+"""Maximum number of events between the place of an event in a file and its place in the order of time. Arbitrary: threads write
+a few events at once."""
 
 
 class Ledger:
@@ -68,22 +69,22 @@ class Ledger:
         self._path, self._source = directory / f"{source}.jsonl", source
         self._lock = threading.Lock()
         self._steps: Event = {}
-        """The event of steps that have ended and are not written yet."""
+        """The pending event for steps that have ended but are not written yet."""
         self._step_written = float("-inf")
         """Monotonic time of the last write of a step."""
         self._fd: int | None = None
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one event, now. A full disk must not end a training run: the event is dropped then."""
+        """Append one event at once. If the disk is full the event is dropped, since a full disk must not end a training run."""
         with self._lock:
             self._flush()
             self._step_written = float("-inf")  # the next step, e.g. after a save or a restore, is written at once
             self._append(self._event(kind, fields))
 
     def step(self, generation: int, step: int, waited_s: float = 0.0, copied_s: float = 0.0) -> None:
-        """Append the end of a step, at once or together with others within TOGETHER_S, but before any other event.
+        """Append the end of a step, at once or together with other steps within TOGETHER_S, but before any other event.
 
-        `waited_s`: seconds that it waited for data; `copied_s`: seconds in which its state was copied into memory.
+        `waited_s`: seconds that the step waited for data; `copied_s`: seconds in which its state was copied into memory.
         """
         with self._lock:
             last = self._steps
@@ -99,7 +100,7 @@ class Ledger:
                 self._step_written = time.monotonic()
 
     def copy(self, events: Iterable[Event]) -> None:
-        """Append events of another source as they are."""
+        """Append events of another source unchanged."""
         with self._lock:
             for event in events:
                 self._append(event)
@@ -158,7 +159,7 @@ class Events:
 
 
 def read(*directories: Path) -> Events:
-    """All events of the ledgers in these directories, as far as they are written now."""
+    """All events that have been written so far to the ledgers in these directories."""
 
     def source(path: Path, size: int) -> Source:
         def pieces() -> Iterator[bytes]:
@@ -178,7 +179,7 @@ def read(*directories: Path) -> Events:
 
 
 def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a text that comes in pieces, without their newlines."""
+    """The lines of a text that arrives in pieces, without their newlines."""
     begun: list[bytes] = []
     for piece in pieces:
         first, *others = piece.split(b"\n")
@@ -203,7 +204,7 @@ def _events(source: Source) -> Iterator[Event]:
 
 def _sorted(events: Iterable[Event], number: int) -> Iterator[tuple[float, int, int, Event]]:
     """Events of source `number` in the order of time, each with its sort key. An event that is out of order by more than
-    `_UNSORTED` others, since a clock was set back, gets the time of the last one before it."""
+    `_UNSORTED` events, because a clock was set back, gets the time of the event before it."""
     waiting: list[tuple[float, int, int, Event]] = []
     last = float("-inf")
 

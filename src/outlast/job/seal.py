@@ -1,8 +1,8 @@
 """Lines between a member and the coordinator, authenticated with the key of the run.
 
 Each side sends a nonce in the clear; every line after that carries an HMAC-SHA256 keyed by the run's key and both nonces, over
-the direction, a counter and the line. So without the key nobody can write, replay or reflect a line. Lines are not encrypted:
-reports are not secret.
+the direction, a counter and the line. Without the key, therefore, nobody can write, replay or reflect a line. Lines are not
+encrypted: reports are not secret.
 
     member <-> coordinator  {"nonce": "..."}
     then each side          <64 hex digits> {"report": ...}
@@ -25,13 +25,13 @@ from outlast.job.contract import Env
 
 Side = Literal["decider", "member"]
 LONGEST_NONCE = 256
-"""Most bytes of the line that holds a nonce."""
+"""Maximum number of bytes of the line that contains a nonce."""
 _OTHER: dict[Side, Side] = {"decider": "member", "member": "decider"}
 _DIGITS = 64
 
 
 class Forged(ValueError):
-    """A line was written without the key, or for another connection or place in it."""
+    """A line was written without the key, for another connection, or for another position in the connection."""
 
 
 def key(environ: Mapping[str, str]) -> bytes:
@@ -49,7 +49,8 @@ def key(environ: Mapping[str, str]) -> bytes:
 
 
 def derived(key: bytes, purpose: str) -> bytes:
-    """A key for another purpose than the coordinator's lines, derived from the run's: lines of one are invalid in the other."""
+    """A key derived from the run's key for a purpose other than the coordinator's lines: lines sealed with one key are invalid
+    under the other."""
     return hmac.digest(key, purpose.encode(), "sha256")
 
 
@@ -94,12 +95,12 @@ def nonce() -> str:
 
 
 def greeting(nonce: str) -> bytes:
-    """The line with our nonce."""
+    """The line that sends a nonce."""
     return json.dumps({"nonce": nonce}).encode() + b"\n"
 
 
 def greeted(line: bytes) -> str:
-    """The other side's nonce. Raises Forged."""
+    """The nonce in the line from the other side. Raises Forged."""
     try:
         message = json.loads(line) if len(line) <= LONGEST_NONCE else None
     except (ValueError, RecursionError):

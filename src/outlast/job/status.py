@@ -21,7 +21,7 @@ class State(enum.StrEnum):
 
     PENDING = "Pending"
     QUEUED = "Queued"
-    """It waits in a queue to be admitted; earlier training is saved."""
+    """The job waits in a queue to be admitted; earlier training is saved."""
     RUNNING = "Running"
     RESIZING = "Resizing"
     """A planned change: the world saves and is formed again; nothing is lost."""
@@ -29,14 +29,14 @@ class State(enum.StrEnum):
     """A failure: the world is formed again from the newest checkpoint."""
     SUSPENDED = "Suspended"
     INTERRUPTED = "Interrupted"
-    """Saved and left (Ctrl-C, machine going away): `outlast run` goes on from here."""
+    """Training saved and stopped (Ctrl-C, machine going away): `outlast run` goes on from here."""
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
     CANCELLED = "Cancelled"
 
     @property
     def final(self) -> bool:
-        """Whether it has ended. Unless it has succeeded it continues when the job is run again."""
+        """Whether the job has ended. Unless it has succeeded, it continues when it is run again."""
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
 
     @property
@@ -75,13 +75,13 @@ class WorkerStatus(_Model):
     probes: str | None = None
     """Address of `/healthz`, `/readyz` and `/metrics`."""
     pod: str = ""
-    """Its pod, on Kubernetes."""
+    """Name of the worker's pod, on Kubernetes."""
     node: str = ""
-    """The pod's node."""
+    """Name of the pod's node."""
     step: int | None = None
-    """Steps done, if single processes are unknown."""
+    """Number of steps done, if nothing is known of single processes."""
     reason: str = ""
-    """Why it waits, where it hangs, or how it ended."""
+    """Why the worker waits, where it hangs, or how it ended."""
 
 
 class BestStatus(_Model):
@@ -90,7 +90,7 @@ class BestStatus(_Model):
     step: int
     value: float
     by: str = ""
-    """The metric."""
+    """Name of the metric."""
 
 
 class CheckpointStatus(_Model):
@@ -101,22 +101,23 @@ class CheckpointStatus(_Model):
     time: float
     bytes: int = 0
     best: BestStatus | None = None
-    """The best retained one, if the script logs a metric for it; only for jobs of this machine."""
+    """The best retained checkpoint, if the script logs a metric to compare them by; only for jobs on this machine."""
 
 
 class SnapshotStatus(_Model):
-    """The newest complete snapshot in the memory of the workers. It is no checkpoint: it is lost with the last of them."""
+    """The newest complete snapshot in the memory of the workers. Unlike a checkpoint, it is lost with the last of these
+    workers."""
 
     step: int
     every: int = 0
-    """Steps between two snapshots; 0: unknown."""
+    """Number of steps between two snapshots; 0: unknown."""
 
 
 class SavedStatus(_Model):
     """The newest file or directory that looks like a checkpoint of a plain script, by its name."""
 
     name: str
-    """Its path in the output."""
+    """Path in the output."""
     step: int | None = None
     """The step in its name."""
     time: float
@@ -127,15 +128,15 @@ class StoreStatus(_Model):
 
     url: str
     step: int = 0
-    """The newest checkpoint there."""
+    """Step of the newest checkpoint in the store."""
     pushed: float | None = None
-    """Last time at which everything was uploaded, seconds since the epoch; none: not yet."""
+    """Last time at which everything was uploaded, seconds since the epoch; None: not yet."""
     since: float | None = None
-    """Time since which uploads fail; none while they work."""
+    """Time since which uploads have failed; None while they work."""
     error: str = ""
-    """Why they fail."""
+    """Why uploads fail."""
     backlog: int = 0
-    """Bytes of checkpoints that are not there yet."""
+    """Bytes of checkpoints that are not in the store yet."""
     doing: str = ""
     """The upload in progress."""
 
@@ -144,15 +145,15 @@ class LostStatus(_Model):
     """Training that failures have cost: detection, re-forming, restoring, and steps done again."""
 
     failures: int
-    """Failures that training has recovered from."""
+    """Number of failures that training has recovered from."""
     seconds: float
-    """Cost of all of them."""
+    """Cost of all these failures, in seconds."""
     last_s: float
-    """Cost of the last one, in seconds."""
+    """Cost of the last failure, in seconds."""
     generation: int = -1
-    """The world that the last one ended."""
+    """Generation of the world that the last failure ended."""
     up_to: bool = False
-    """The costs are upper bounds: the moment of a fault is not always known."""
+    """Whether the costs are upper bounds: the moment of a fault is not always known."""
 
 
 class JobStatus(_Model):
@@ -162,11 +163,11 @@ class JobStatus(_Model):
     run: str
     state: State = State.PENDING
     reason: str = ""
-    """The sentence of the last decision, as in the log and the ledger."""
+    """A sentence about the last decision, as in the log and the ledger."""
     waits: str = ""
-    """While it waits: `reason` without the remaining seconds, which change all the time."""
+    """While the job waits: `reason` without the remaining seconds, which change all the time."""
     end: End = End.UNKNOWN
-    """Why it ended for good, if it did."""
+    """Why the job ended for good, if it did."""
     replicas: int = 0
     min: int = 0
     max: int = 0
@@ -174,7 +175,7 @@ class JobStatus(_Model):
     world: list[int] = Field(default_factory=list)
     """Worker indices in rank order; empty while there is no world."""
     processes: int = 1
-    """Training processes per worker."""
+    """Number of training processes per worker."""
     step: int = 0
     steps: int | None = None
     """Total steps of the run, if training reports them."""
@@ -185,14 +186,14 @@ class JobStatus(_Model):
     """Source of the step: `session`, `script` (`outlast.training.progress`) or `log` (read from its lines); empty: none yet.
     `data`: the job has no steps, as it downloads data."""
     rate: float | None = None
-    """Steps per second, recently."""
+    """Recent rate, in steps per second."""
     restarts: int = 0
-    """Failures that counted since the start of the run."""
+    """Number of failures that have counted since the start of the run."""
     interruptions: int = 0
     checkpoint: CheckpointStatus | None = None
     snapshot: SnapshotStatus | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
-    """The last values of `run.log`, with their `step`; only for jobs of this machine."""
+    """The last values of `run.log`, with their `step`; only for jobs on this machine."""
     saved: SavedStatus | None = None
     """The newest checkpoint of a plain script, guessed from file names."""
     failure: Annotated[Failure | None, Field(validation_alias=AliasChoices("lastFailure", "failure"))] = None
@@ -206,11 +207,11 @@ class JobStatus(_Model):
     """Cost of failures so far; None before the first failure, and for jobs in a cluster, where `outlast report` computes it."""
     output: str = ""
     file: str = ""
-    """The job file of a job of this machine; empty if it is gone."""
+    """Path of the job file of a job on this machine; empty if the file is gone."""
     command: str = ""
     """The command that runs the job again, if that is not `outlast run FILE`: for a script, on this machine."""
     store: StoreStatus | None = None
-    """The output in its store, if it has one."""
+    """Uploads of the output to its store, if it has one."""
     launcher: int | None = None
     """Process id of the launcher, on this machine."""
     submitted: float = 0.0

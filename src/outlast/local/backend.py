@@ -1,4 +1,5 @@
-"""The backend for jobs on this machine: submits each job to a launcher of its own, reads its status, writes the user's requests.
+"""The backend for jobs on this machine: submits each job to a launcher of its own, reads the job's status, and writes the
+user's requests.
 
     <state>/jobs/<name>/      see `local.state_dir`
     <output>/<name>/          checkpoints, logs, ledger; the files of earlier runs are in `previous/<time>/`
@@ -35,15 +36,15 @@ _LOG_POLL_S = 0.1
 _START_TIMEOUT_S = 10.0
 """How long a launcher may take to acquire its lock: Python starts slowly on a busy machine."""
 _STOP_TIMEOUT_S = 300.0
-"""How long a launcher may take to exit: its workers save, and it reads the whole ledger for the final goodput."""
+"""How long a launcher may take to exit: the workers save, and the launcher reads the whole ledger for the final goodput."""
 _NOTICE_DELAY_S = 1.0
-"""Delay of the message that we wait for workers to exit."""
+"""How long to wait for workers to exit before a message says so."""
 
 
 class LocalBackend:
     """The backend of this machine; `state` is usually `.outlast` in the working directory.
 
-    `start` starts a command that outlives us and appends its output to a file.
+    `start` starts a command that outlives this process and appends the command's output to a file.
     """
 
     poll_s = 0.3
@@ -84,7 +85,8 @@ class LocalBackend:
         return run
 
     def ensure(self, name: str) -> bool:
-        """Start a launcher if the job is active and has none, not even one that is starting. Returns whether it did."""
+        """Start a launcher if the job is active and has no launcher, not even a starting one. Returns whether a launcher was
+        started."""
         state_dir = self._existing(name)
         status = self._read(state_dir)
         if not status.state.active or state_dir.has_launcher():
@@ -95,7 +97,7 @@ class LocalBackend:
         return True
 
     def _wait_until_stopped(self, state_dir: StateDir) -> None:
-        """Wait for a launcher that is ending, or whose workers are leaving. Raises AlreadyRunning if the job goes on."""
+        """Wait for a launcher that is ending or whose workers are leaving. Raises AlreadyRunning if the job goes on."""
         began, name, announced = time.monotonic(), state_dir.path.name, False
         while state_dir.has_launcher():
             ending = state_dir.run.exists() and (self._read(state_dir).finished is not None or Request.read(state_dir).end)
@@ -157,8 +159,8 @@ class LocalBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """The workers' log lines, see `job.backend.Backend.logs`. Lines have no times here: existing ones come one worker after
-        the other, and `since_s` raises OutlastError."""
+        """The workers' log lines, see `job.backend.Backend.logs`. These lines have no times: existing lines come one worker
+        after the other, and `since_s` raises OutlastError."""
         if since_s is not None:
             raise OutlastError(f"{name} runs on this machine, where log lines have no times; use --tail N instead of --since")
         run = Run.read(self._existing(name))
@@ -229,7 +231,7 @@ class LocalBackend:
         self._launch(state_dir)
 
     def _end(self, name: str, verb: str) -> None:
-        """Cancel or kill a run. Without a launcher, this does the launcher's work."""
+        """Cancel or kill a run. If no launcher runs, this method does the launcher's work."""
         state_dir, ending = self._existing(name), ENDINGS[verb]
         status = self._read(state_dir)
         if status.state.final:
@@ -253,7 +255,7 @@ class LocalBackend:
             raise OutlastError(f"job {name} is {str(ending.state).lower()} here, but {run.store} does not say so: {problem}")
 
     def forget(self, name: str, *, output: bool = False) -> None:
-        """Remove the state of a job that has ended, and with `output` its output on this machine.
+        """Remove the state of a job that has ended, and with `output` also the job's output on this machine.
 
         Output in a store stays. Raises OutlastError for a job that has not ended, or whose output another job uses.
         """
@@ -329,7 +331,7 @@ class LocalBackend:
         return state_dir
 
     def _read(self, state_dir: StateDir) -> JobStatus:
-        """The status that the launcher wrote last. Without it the run can still be resumed from its checkpoints."""
+        """The status that the launcher wrote last. If it cannot be read, the run can still be resumed from its checkpoints."""
         run = Run.read(state_dir)
         try:
             file = run.file if Path(run.file).exists() else ""

@@ -1,6 +1,6 @@
 """Injects faults on this machine: signals to a worker's agent or to one of its training processes.
 
-python -m outlast faults STATE NAME SCHEDULE      carries out a schedule beside a run; outlives the command line
+python -m outlast faults STATE NAME SCHEDULE      carries out a schedule beside a run; the process outlives the command line
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The launcher of one job on this machine: starts workers, coordinates their rendezvous, counts failures, writes the status.
+"""The launcher of one job on this machine: starts workers, coordinates their rendezvous, counts failures, and writes the status.
 
     python -m outlast launcher STATE_DIR
 
-A job has one launcher, which holds a lock. It may be killed at any moment: workers train on, start a new launcher if it is
-unreachable, and the new one adopts them. Its own state is in `launcher.json`, written before anything that depends on it; the
-user's request is in `wanted.json`, written by the command line; the status is in `status.json`. It is the
-`rendezvous.coordinator` of one machine.
+A job has one launcher, which holds a lock. The launcher may be killed at any moment: workers train on and start a new launcher
+if it is unreachable, and the new launcher adopts them. Its own state is in `launcher.json`, written before anything that
+depends on it; the user's request is in `wanted.json`, written by the command line; the status is in `status.json`. The launcher
+is the `rendezvous.coordinator` of one machine.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from outlast.storage.runs import alive
 
 TICK_S = 0.1
-"""Interval of the loop when nothing happens."""
+"""Interval at which the loop runs when nothing happens."""
 WAIT_NOTICE_S = 2.0
 """Waits longer than this are explained in the status."""
 EARLY_FAILURE_S = 60.0
 """A script that reports no steps and fails within this time has failed at its beginning."""
 UPLOAD_TIMEOUT_S = 30.0
-"""How long the launcher tries to upload the files that the workers could not."""
+"""How long the launcher tries to upload files that the workers could not upload."""
 EXIT_TIMEOUT_S = 15.0
 """How long workers may take to exit after the end of the job."""
 RELAUNCH_TIMEOUT_S = 60.0
@@ -72,19 +72,19 @@ class Launcher(Coordinator):
         self.request = Request.read(state_dir)
         self.state = after(record.generation, self.clock())
         self.closing: tuple[State, str, int] | None = None
-        """The decided end: state, reason, exit code."""
+        """The end that was decided: state, reason, exit code."""
         self.close_by = self.closed_at = 0.0
         self.displaced = False
         """Whether another machine has taken the run over."""
         self.submitted = self.clock() - max(0.0, time.time() - state_dir.started_at())
-        """When the run was submitted or resumed, by our clock."""
+        """When the run was submitted or resumed, by this launcher's clock."""
         self.started: float | None = None
-        """When its first world was formed, by our clock."""
+        """When the run's first world was formed, by this launcher's clock."""
         self.not_joined: dict[int, str] = {}
         """Workers that failed to join the running world, with the reason."""
         self.formed_at = 0.0
         self.unreachable: dict[int, str] = {}
-        """Workers that we have killed because the others cannot reach them, with the reason."""
+        """Workers that were killed because other workers cannot reach them, with the reason."""
         self.status = JobStatus(
             name=self.job.metadata.name,
             run=self.run_id,
@@ -99,7 +99,7 @@ class Launcher(Coordinator):
         self._started = 0, 0
         """`newest_start` of the previous launcher."""
         self.relaunching: dict[int, tuple[Worker, float]] = {}
-        """Workers whose silent elastic agent we have killed, with the deadline for its replacement."""
+        """Workers whose silent elastic agent was killed, with the deadline for the agent's replacement."""
         self.output_lock: int | None = None
         """Descriptor that holds the lock of the output."""
         self.heartbeat: alive.Heartbeats | None = None
@@ -220,7 +220,7 @@ class Launcher(Coordinator):
             self.remember()
 
     def _end_silent(self) -> None:
-        """Kill silent agents, and silent elastic agents: their agents replace them, and keep the snapshots."""
+        """Kill silent agents and silent elastic agents. An agent replaces its elastic agent, and retains the snapshots."""
         for worker in self.pool.silent():
             self.pool.kill(worker.index, "has an agent that does nothing")
         for id, pid in self.server.drop_silent().items():
@@ -272,7 +272,8 @@ class Launcher(Coordinator):
         super().add_failure(failure, echo=echo)
 
     def newest_start(self) -> tuple[int, int]:
-        """Includes a start that only the previous launcher knew of: the worker that reported it may have died since."""
+        """The newest start of processes, including one that only the previous launcher knew of: the worker that reported it may
+        have died since."""
         return max(super().newest_start(), self._started)
 
     # Decisions
@@ -317,7 +318,7 @@ class Launcher(Coordinator):
         self.live.read(self.state.world)
         current = self.status.step
         step = 0 if self.status.told == "log" else current  # a step read from a log is shown, but decides nothing
-        # A secondary failure tells nothing about the step, nor does that of a plain script that ran for a while.
+        # A secondary failure tells nothing about the step, and neither does the failure of a plain script that ran for a while.
         if failure.hung:  # a hung process has reported its step
             return failure, failure.step, self.live.committed()
         silent = not self.live.has_session and self.status.told != "script" and self.clock() - self.formed_at > EARLY_FAILURE_S
@@ -368,7 +369,7 @@ class Launcher(Coordinator):
     # The end
 
     def _close(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
-        """Decide the end. Notify workers that wait for the next world, and ask all others to leave."""
+        """Decide the end. Notify workers that wait for the next world, and ask all other workers to leave."""
         if self.closing is not None:
             return
         self.status.end = end
@@ -395,7 +396,7 @@ class Launcher(Coordinator):
         self.wake()
 
     def _all_exited(self) -> bool:
-        """Whether all workers are gone. Kills those that take too long."""
+        """Whether all workers are gone. Kills workers that take too long."""
         assert self.closing is not None
         flushing = [w for w in self.pool.present.values() if self.pool.report(w).get("state") == Phase.FLUSHING]
         if self.store and flushing and self.clock() - self.closed_at > WAIT_NOTICE_S:
@@ -491,7 +492,7 @@ class Launcher(Coordinator):
 
 
 def _acquire(lock: int) -> bool:
-    """Acquire the lock. Retries, since a process that only tests it may hold it for a moment."""
+    """Acquire the lock. Retries, since a process that only tests the lock may hold it for a moment."""
     for _ in range(20):
         if file_locks.acquire(lock):
             return True
@@ -500,7 +501,7 @@ def _acquire(lock: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Run the launcher of one job; a second one of the same job exits at once."""
+    """Run the launcher of one job; a second launcher of the same job exits at once."""
     state_dir = StateDir(Path(argv[0]))
     system.entitle(f"launcher {state_dir.path}")
     with open(state_dir.lock, "a") as lock:

@@ -1,6 +1,6 @@
 """Observes a run for its launcher: step, rate, checkpoints, uploads, goodput, and the state of each worker.
 
-Fills in the `JobStatus` that the launcher writes to `status.json`. Decides nothing.
+This module fills in the `JobStatus` that the launcher writes to `status.json`, and decides nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from outlast.rendezvous.world import World
 from outlast.storage import checkpoints
 
 SCAN_INTERVAL_S = 2.0
-"""Least interval between scans for the files of a plain script, and between computations of the live goodput."""
+"""Minimum interval between scans for the files of a plain script, and between computations of the live goodput."""
 MAX_SHARE = 0.02
-"""Largest share of our time that either may take: the interval grows with its duration."""
+"""Maximum share of the launcher's time for scans, and for computing goodput: the interval grows with their duration."""
 
 
 class LiveStatus:
@@ -46,19 +46,20 @@ class LiveStatus:
         self._state_dir, self._run, self._pool, self._clock = state_dir, run, pool, clock
         self._output = Path(run.output)
         self.has_session = False
-        """Whether the current world's training reports its steps through a session; a plain script does not."""
+        """Whether training in the current world reports its steps through a session, as a plain script does not."""
         self.warning = ""
         """A problem that the training reports, e.g. a full disk."""
         self.begun_anew = self.alone = ""
-        """Warnings that a plain script trains from the beginning after a restart, and without a process group."""
+        """Two warnings: a plain script trains from the beginning after a restart, or its processes train without a process
+        group."""
         self._pid = 0
         """The pid of the plain script's rank 0."""
         self._previous: plain_scripts.Logged | None = None
-        """The last step of the process before it."""
+        """The last step of the process before `_pid`."""
         self._first_of_run: plain_scripts.Logged | None = None
         self._next_scan = 0.0
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
-        """Times and steps, for the rate."""
+        """Recent times and steps, from which the rate is computed."""
         self._thread = ThreadPoolExecutor(1, "outlast-goodput")
         self._computing: Future[Goodput | None] | None = None
         self._next_goodput = 0.0
@@ -72,7 +73,7 @@ class LiveStatus:
             self._find_saves(now=True)
 
     def world_formed(self) -> None:
-        """Forget the last world's reports."""
+        """Forget the previous world's reports."""
         self.has_session, self.warning = False, ""
 
     def committed(self) -> int:
@@ -187,7 +188,7 @@ class LiveStatus:
         self.status.rate = (step - first) / (now - then) if now - then > 0.5 else self.status.rate
 
     def _find_saves(self, *, now: bool = False) -> None:
-        """Look for files that a plain script has saved, every few seconds; less often if that takes long."""
+        """Look for files that a plain script has saved, every few seconds, or less often if the search takes long."""
         began = time.monotonic()
         if now or began >= self._next_scan:
             self.status.saved = plain_scripts.newest(self._output, self._run.submitted)

@@ -15,12 +15,12 @@ from outlast.storage import checkpoints, runs
 
 _POLL_S = 0.1
 _UNLOCK_TIMEOUT_S = 2.0
-"""How long the lock of an output may outlive the launcher that held it."""
+"""How long the lock of an output may outlive the launcher that acquired it."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def store_url(job: spec.Job) -> str:
-    """The URL of the job's output in a store; empty when the output is a directory of this machine."""
+    """The URL of the job's output in a store; empty if the output is a directory on this machine."""
     place = str(job.spec.output)
     return f"{place.rstrip('/')}/{job.metadata.name}" if spec.local(place) is None else ""
 
@@ -31,7 +31,8 @@ def directory(job: spec.Job, state: Path) -> Path:
 
 
 def check_unused(output: Path) -> None:
-    """Raise AlreadyRunning if a launcher with another state directory uses this output. Waits a moment for one that is ending."""
+    """Raise AlreadyRunning if a launcher with another state directory uses this output. Waits a moment for a launcher that is
+    ending."""
     deadline = time.monotonic() + _UNLOCK_TIMEOUT_S
     while not _free(output):
         if time.monotonic() > deadline:
@@ -43,13 +44,14 @@ def check_unused(output: Path) -> None:
 
 
 def resumable(run: Run, state_dir: StateDir) -> bool:
-    """Whether a run can be resumed: see `stored.owned`; and no job with another state directory has used its output since."""
+    """Whether a run can be resumed: it must satisfy `stored.owned`, and no job with another state directory may have used its
+    output since."""
     return stored.owned(run) and not last_owner(Path(run.output), state_dir)
 
 
 def last_owner(output: Path, state_dir: StateDir) -> str:
-    """The state directory of another job that used an output last; empty if this job did, or none. A directory that no longer
-    exists may be our own before it was moved."""
+    """The state directory of another job that was the last to use an output; empty if the last user was this job, or if there
+    was none. A directory that no longer exists may be this job's own before it was moved."""
     try:
         owner = (output / contract.OWNER).read_text()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The messages for the user about a resumed run: the step it goes on from, and the changes of its job since.
+"""The messages for the user about a resumed run: the step it continues from, and how its job has changed since.
 
 A run is over when it has succeeded, unless its job then requests more steps or epochs (`spec.changes.longer`). A run that failed
 or was cancelled resumes from its newest checkpoint when its job is run again, like one that was interrupted.
@@ -35,13 +35,13 @@ _LEFT = {
     State.SUSPENDED: "was suspended",
 }
 _LOCAL_FIELDS = ("code", "data", "env", "environment")
-"""Fields that name files of a machine, or that the output's job file does not contain."""
+"""Fields that name local files, or that the job file in the output does not contain."""
 _OF_A_SHELL = re.compile(
     r"(_|PWD|OLDPWD|SHLVL|SHELL|TERM|TERM_.*|COLORTERM|COLUMNS|LINES|LS_COLORS|PS\d|PROMPT.*|HIST.*|MAIL|DISPLAY|WINDOWID|STY|EDITOR"
     r"|VISUAL|PAGER|LESS.*|NO_COLOR|FORCE_COLOR|INVOCATION_ID|JOURNAL_STREAM"
     r"|(SSH|TMUX|XDG|DBUS|GPG|VSCODE|ITERM|KITTY|WT|LC_TERMINAL|GNOME|VTE|OUTLAST)_.*|TMUX)$"
 )
-"""Variables that differ between shells and that no training reads, and our own."""
+"""Variables that differ between shells and that no training reads, and Outlast's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Resumption:
     """A run that is resumed."""
 
     state: State
-    """Its last state."""
+    """The run's last state."""
     step: int
-    """Step of its newest checkpoint; 0 if it has none."""
+    """Step of the run's newest checkpoint; 0 if it has none."""
     ago_s: float | None = None
-    """Seconds since it ended; None if that is unknown."""
+    """Seconds since the run ended; None if unknown."""
     where: str = ""
-    """The URL of its output, if it comes from a store; empty if it ran on this machine."""
+    """The URL of the output, if the run comes from a store; empty if it ran on this machine."""
     saved: SavedStatus | None = None
     """The newest save of a plain script, recognised by file names."""
 
@@ -81,7 +81,7 @@ class Resumption:
 
 
 def find(output: Path, run: str, place: Store | None, status: JobStatus | None, elsewhere: Run | None = None) -> Resumption:
-    """The end of a run, here (`status`) or `elsewhere`, and its newest checkpoint, here or in the store."""
+    """How a run ended, on this machine (`status`) or `elsewhere`, and its newest checkpoint, on this machine or in the store."""
     here = checkpoints.latest(checkpoints.list_(output / contract.CHECKPOINTS), run)
     remote = register.read(place, run) if place else None
     step = max(here.step if here else 0, remote.step if remote else 0)
@@ -97,8 +97,8 @@ def find(output: Path, run: str, place: Store | None, status: JobStatus | None, 
 def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: str) -> Iterator[str]:
     """The changes of a job since its run was last submitted with the job file `old`.
 
-    `files` are the changed files of the code. The output stays in `current`, even if the job names another `output` now;
-    `current` is empty if the run was on another machine, with other directories.
+    `files` are the changed files of the code. The output stays in the directory `current` even if the job now names another
+    `output`; `current` is empty if the run was on another machine, with other directories.
     """
     if current and files:
         yield f"changed since: {code_files.some(files)}"
@@ -109,7 +109,7 @@ def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: 
 
 
 def marks(environ: Mapping[str, str], run: str) -> dict[str, str]:
-    """16 bits of a hash of each variable of a shell: enough to notice another value, too few to reveal a secret."""
+    """16 bits of a hash of each variable of a shell: enough to notice a changed value, too few to reveal a secret."""
     names = (name for name in environ if not _OF_A_SHELL.match(name))
     return {name: hashlib.sha256(f"{run} {name}={environ[name]}".encode(errors="replace")).hexdigest()[:4] for name in names}
 

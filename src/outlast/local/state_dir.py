@@ -1,6 +1,6 @@
 """The state directory of one job on this machine: its paths, and the files that the command line and the launcher share.
 
-Every file is replaced as a whole, so a killed process leaves the old one. The command line writes `job.yaml`,
+Every file is replaced as a whole, so a process that is killed leaves the old file. The command line writes `job.yaml`,
 `run.json`, `wanted.json` and `shell.json`; the launcher `launcher.json`, `rendezvous.key` and `status.json`; a worker's agent
 `workers/<index>/`. All but `shell.json` and `status.json` survive a power loss.
 """
@@ -41,17 +41,17 @@ class StateDir:
         self.job = path / "job.yaml"
         """The job file as submitted, with absolute paths."""
         self.run = path / "run.json"
-        """A `Run`, written last at submission: from then on the run exists."""
+        """A `Run`, written last at submission: the run exists once this file does."""
         self.request = path / "wanted.json"
         """A `Request`."""
         self.status = path / "status.json"
         """A `status.JobStatus`."""
         self.recovery = path / "launcher.json"
-        """The launcher's state, for the next one if this one dies."""
+        """The launcher's state, for the next launcher in case this one dies."""
         self.shell = path / "shell.json"
         """`resumption.marks` of the shell that last submitted or resumed the run."""
         self.lock = path / "launcher.lock"
-        """Held by the launcher."""
+        """Lock file of the launcher, locked while it runs."""
         self.key = path / "rendezvous.key"
         """The run's key, by which its workers authenticate; readable by this user only."""
         self.socket = path / "launcher.sock"
@@ -68,7 +68,7 @@ class StateDir:
             return False
 
     def secret(self) -> str:
-        """The run's key; the launcher makes it if there is none. Raises OSError."""
+        """The run's key; the launcher generates it if there is none. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             return self.key.read_text()
         partial = self.key.with_name(f".{self.key.name}.{os.getpid()}")
@@ -101,7 +101,7 @@ class Run:
     """The submitted run."""
 
     run: str
-    """Its id."""
+    """Id of the run."""
     submitted: float
     file: str
     """The path of the job file."""
@@ -109,7 +109,7 @@ class Run:
     code: str
     """The working directory."""
     store: str = ""
-    """URL of the output in its store; empty if the output is the directory `output`."""
+    """URL of the output in a store; empty if the output is the directory `output`."""
     generation: int = 0
     """The newest generation of the run when it was submitted or resumed."""
     owner: str = ""
@@ -123,7 +123,7 @@ class Run:
         return _read(cls, state_dir.run, "remove it and `outlast run` starts anew; what was saved is kept in `previous/`")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record the run: it exists from now on, submitted or resumed now."""
+        """Record the run, as submitted or resumed now: it exists from now on."""
         files.replace(state_dir.run, json.dumps(dataclasses.asdict(self)), durable=True)
 
 
@@ -158,7 +158,7 @@ def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """An end that a user can request."""
+    """A way to end a run that a user can request."""
 
     state: State
     reason: str
@@ -173,15 +173,15 @@ ENDINGS = {
     "cancel": Ending(State.CANCELLED, "cancelled by the user", contract.Exit.FAILED, at_once=True),
     "kill": Ending(State.INTERRUPTED, "killed by the user", contract.Exit.FAILED, at_once=True),
 }
-"""By `Request.end`."""
+"""The endings by `Request.end`."""
 
 
 _TAIL = 8192
-"""Bytes at the end of `metrics.jsonl` that are read; arbitrary, more than a line."""
+"""Number of bytes at the end of `metrics.jsonl` that are read; arbitrary, but more than a line."""
 
 
 def newest_metrics(output: Path) -> dict[str, float]:
-    """Step and values in the newest line of `metrics.jsonl`. Empty if there is none, or it cannot be read."""
+    """Step and values in the newest line of `metrics.jsonl`. Empty if there is no line, or the file cannot be read."""
     try:
         with (output / contract.METRICS).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))

@@ -1,6 +1,7 @@
-"""Takes over a run whose output is in a store: checks who owns and trains it, claims it, and fetches its files.
+"""Takes over a run whose output is in a store: checks which machine owns and trains the run, claims it, and fetches its files.
 
-Called by `LocalBackend` before a run starts, and by the launcher at its end. Everything here may raise `StoreError`.
+Called by `LocalBackend` before a run starts, and by the launcher at its end. Every function in this module may raise
+`StoreError`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ADVICE = (
 
 
 def reach(url: str) -> store.Store:
-    """Open the place, and check that we may write there."""
+    """Open the place, and check that it is writable."""
     place = store.open_(url)
     place.conditional()
     return place
@@ -44,10 +45,12 @@ def unfinished(
     take_over: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> runs.Run | None:
-    """The run that owns the place and has not succeeded; None if there is none, or if it is the one that has `ended` here.
+    """The run that owns the place and has not succeeded; None if there is none, or if it is the run `ended`, which has ended on
+    this machine.
 
     Raises OutlastError if `own`, the unfinished run of this machine, no longer owns the place, and AlreadyRunning if a machine
-    other than `home` trains it, unless `take_over`. While that is unclear it waits, and calls `say`.
+    other than `home` trains it, unless `take_over`. While it is unclear whether another machine trains it, the function waits
+    and calls `say`.
     """
     record = runs.read(place)
     if own and record and record.run != own.run:
@@ -65,7 +68,8 @@ def unfinished(
 
 
 def owned(run: Run) -> bool:
-    """Whether a run that has ended here can be resumed: it still owns its output, and has not succeeded elsewhere."""
+    """Whether a run that has ended on this machine can be resumed: it must still own its output, and must not have succeeded
+    elsewhere."""
     record = runs.read(store.open_(run.store)) if run.store else None
     if record is None:
         return Path(run.output).is_dir()
@@ -73,8 +77,8 @@ def owned(run: Run) -> bool:
 
 
 def home(state: Path) -> str:
-    """The identity of this machine and state directory, see `runs.alive`. Machines may share a host name such as `localhost`, so
-    it includes a random id, which is stored beside the jobs."""
+    """The identity of this machine and state directory, see `runs.alive`. Machines may share a host name such as `localhost`,
+    so the identity includes a random id, which is stored beside the jobs."""
     id_file = state.parent / ".id"
     if not id_file.exists():
         state.parent.mkdir(parents=True, exist_ok=True)
@@ -85,11 +89,11 @@ def home(state: Path) -> str:
 
 
 def take_over(place: store.Store, output: Path, new: runs.Run, *, last: Run | None, replace: bool = False) -> int:
-    """Claim a run: other owners can no longer add to it. Downloads its files that are missing here, except checkpoints. Returns
-    the generation that is fenced off; ours is the next one.
+    """Claim a run: other owners can no longer add to it. Downloads its files that are missing on this machine, except
+    checkpoints. Returns the generation that is fenced off; this machine continues with the next one.
 
-    `last` is the run as this machine last knew it. If another owner has had it since, the older files here are archived. Raises
-    AlreadyRunning if another run has the place and has not ended, unless `replace`.
+    `last` is the run as this machine last knew it. If another owner has had the run since, the older files on this machine are
+    archived. Raises AlreadyRunning if another run owns the place and has not ended, unless `replace`.
     """
     old = runs.claim(place, new, replace=replace)
     runs.archive(place, new.run)
@@ -113,7 +117,7 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, last: Run | No
 
 
 def archive(output: Path, entries: Iterable[Path], name: str) -> Path:
-    """Move entries of an output directory to `previous/<name>`, or the next free name. Returns that directory."""
+    """Move entries of an output directory to `previous/<name>`, or the next free name. Returns the new directory."""
     directory = output / runs.PREVIOUS / name
     while directory.exists():
         directory = directory.with_name(directory.name + "+")
@@ -124,7 +128,7 @@ def archive(output: Path, entries: Iterable[Path], name: str) -> Path:
 
 
 def end(run: Run, state: State, reason: str, code: int | None) -> str:
-    """Record in the store how a run ended. Returns why that failed, or an empty string."""
+    """Record in the store how a run ended. Returns why recording failed, or an empty string."""
     try:
         runs.end(store.open_(run.store), run.run, state, reason, code, by=run.owner)
     except OutlastError as problem:

@@ -1,7 +1,7 @@
-"""Submits a job on this machine: prepares a new or resumed run up to the start of its launcher.
+"""Submits a job on this machine: prepares a new or resumed run, up to but not including the start of its launcher.
 
-A run exists once `run.json` is written, which happens last: a submission that is killed half-way leaves the old state. Waits only
-for a store, and for a lock that is about to be released.
+A run exists once `run.json` is written, which happens last: a submission that is killed half-way leaves the old state.
+Submission waits only for a store, and for a lock that is about to be released.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outlast.worker.prepare import code, prepare, python_env
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """A job to submit, and the options, see `job.backend.Backend.submit`."""
+    """A job to submit, and its options, see `job.backend.Backend.submit`."""
 
     job: spec.Job
     source: Path
@@ -51,7 +51,7 @@ class _Earlier:
     here: Run | None = None
     """The run, if it was on this machine."""
     elsewhere: runs.Run | None = None
-    """The run, if another machine began it, in the store."""
+    """The run as recorded in the store, if another machine began it."""
     place: Store | None = None
     """The output's place in its store."""
     replace: bool = False
@@ -63,9 +63,9 @@ class _Earlier:
 
 
 def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus | None) -> tuple[str, list[str]]:
-    """Prepare a run up to the start of its launcher. Returns its id and messages for the user.
+    """Prepare a run, up to but not including the start of its launcher. Returns the run's id and messages for the user.
 
-    `root` is the directory of all jobs, `last` the status of the job's last run unless that is to be ignored.
+    `root` is the directory of all jobs, `last` is the status of the job's last run, or None to ignore that run.
     """
     job = _with_output(request.job, root)
     earlier = _earlier(state_dir, job, request, last)
@@ -192,14 +192,14 @@ def _earlier(state_dir: StateDir, job: spec.Job, request: Submission, last: JobS
 
 
 def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bool:
-    """Whether the job requests more steps or epochs of a run that has succeeded here, and there is a checkpoint to resume
-    from."""
+    """Whether the job requests more steps or epochs of a run that has succeeded on this machine, and there is a checkpoint to
+    resume from."""
     resumed = resumption.find(Path(run.output), run.run, None, last)
     return bool(resumed.step or resumed.saved) and changes.longer(spec.load(state_dir.job), job, resumed.step)
 
 
 def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path, run: str) -> list[str]:
-    """Clear the output and state directories for a new run. Returns a message if that moved an unknown run's files."""
+    """Clear the output and state directories for a new run. Returns a message if files of an unknown run were moved."""
     source = spec.local(spec.pinned(job.spec.code)[0]) if job.spec.code else None
     output_dir.check_apart(output, request.source, *([source] if source else []))
     moved = output_dir.make_room(output, run)
@@ -241,7 +241,7 @@ def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
 
 
 def _write_pending(state_dir: StateDir, status: JobStatus, reason: str, replicas: int) -> None:
-    """Replace the status of the ended run. Its deadlines count from its next world."""
+    """Replace the status of the ended run. Deadlines count from the next world."""
     pending: dict[str, Any] = dict.fromkeys(("started", "finished", "exit_code", "rate", "snapshot", "launcher"))
     pending |= {"state": State.PENDING, "reason": reason, "waits": "", "end": contract.End.UNKNOWN, "replicas": replicas}
     files.replace(state_dir.status, status.model_copy(update=pending).model_dump_json(), durable=True)
@@ -268,6 +268,6 @@ def _with_output(job: spec.Job, root: Path) -> spec.Job:
 
 
 def _ignore_in_git(root: Path) -> None:
-    """Have git ignore the directory of all jobs, unless it contains anything else."""
+    """Make git ignore the directory of all jobs, unless it contains anything else."""
     if {entry.name for entry in root.iterdir()} <= {"jobs", "runs"}:
         (root / ".gitignore").write_text("*\n")

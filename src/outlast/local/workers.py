@@ -1,7 +1,7 @@
 """The worker processes of one job on this machine: starts, adopts, stops and kills them, and detects their end.
 
-The launcher decides their number; this module starts and recognises them. A worker has the environment of a pod, sees GPUs of its
-own, and outlives the launcher.
+The launcher decides the number of workers; this module starts and recognises them. A worker has the environment of a pod, sees
+only its own GPUs, and outlives the launcher.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outlast.rendezvous.transports import sockets
 from outlast.worker.launch import shim, sibling
 
 AGENT_SILENCE_S = 20.0
-"""Timeout of an agent, which touches its file every second. Dumping the stacks of a hang takes it longer."""
+"""Timeout of an agent, which touches its file every second but pauses while it dumps the stacks of a hang."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses before restarting a worker that joined no world since its last start."""
 
@@ -40,7 +40,7 @@ class Worker:
     child: subprocess.Popen[bytes] | None = None
     """None if an earlier launcher started it, or another worker forked it."""
     leaving: bool = False
-    """Whether we have requested its end."""
+    """Whether the worker has been asked to leave."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,18 +48,18 @@ class Ended:
     worker: Worker
     code: int
     message: str
-    """The last reason that its agent reported."""
+    """The last reason that the worker's agent reported."""
     displaced: bool = False
-    """Whether its run goes on elsewhere."""
+    """Whether the run continues on another machine."""
 
     @property
     def interrupted(self) -> bool:
-        """Whether it left on request."""
+        """Whether the worker left on request."""
         return self.code == contract.Exit.INTERRUPTED or self.worker.leaving
 
     @property
     def reason(self) -> str:
-        """The end as one sentence."""
+        """How the worker ended, as one sentence."""
         if contract.killed(self.code):
             return f"worker {self.worker.index} was killed by {signal.Signals(self.code - 128).name}"
         return f"worker {self.worker.index} exited with code {self.code}" + (f": {self.message}" if self.message else "")
@@ -78,28 +78,28 @@ class WorkerPool:
         self.present: dict[int, Worker] = {}
         self._attempts: collections.Counter[int] = collections.Counter()
         self._failed_starts: collections.Counter[int] = collections.Counter()
-        """Starts of each worker since its last world."""
+        """Number of starts of each worker since its last world."""
         self._not_before: dict[int, float] = {}
         self._clock = clock
         self._seen = Seen(clock)
 
     def staying(self) -> list[Worker]:
-        """Workers without a request to leave."""
+        """Workers that have not been asked to leave."""
         return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
-        """Take over the workers of an earlier launcher; `ended` finds those that have died since."""
+        """Take over the workers of an earlier launcher; `ended` finds the workers that have died since."""
         for record in records:
             worker = Worker(record["index"], record["pid"], record["attempt"])
             self._attempts[worker.index] = worker.attempt
             self.present[worker.index] = worker
 
     def records(self) -> list[dict[str, int]]:
-        """The input of `adopt`."""
+        """Records of the present workers, for `adopt`."""
         return [{"index": w.index, "pid": w.pid, "attempt": w.attempt} for w in self.present.values()]
 
     def missing(self, desired: int) -> list[int]:
-        """Indices of the workers to start now so that `desired` are present: the lowest free ones whose pause is over."""
+        """Indices of the workers to start now so that `desired` are present: the lowest free indices whose pause is over."""
         count = desired - len(self.staying())
         free = (index for index in range(desired + len(self.present)) if index not in self.present)
         now = self._clock()
@@ -147,7 +147,7 @@ class WorkerPool:
         return next((pid for pid in pids if pid is not None), None)
 
     def joined(self, index: int) -> None:
-        """Record that this worker is in a world: if it dies it is restarted at once."""
+        """Record that this worker is in a world: if it dies, it is restarted at once."""
         self._failed_starts[index] = 0
 
     def trained(self, index: int) -> bool:
@@ -172,7 +172,7 @@ class WorkerPool:
             yield Ended(worker, contract.exit_code(status), report.get("reason") or "", bool(report.get("displaced")))
 
     def report(self, worker: Worker) -> dict[str, Any]:
-        """Its agent's report (`contract.WORKER`); empty before the first one."""
+        """The report of a worker's agent (`contract.WORKER`); empty before the first report."""
         try:
             report = dict(json.loads((self._state_dir.worker(worker.index) / contract.WORKER).read_text()))
         except (OSError, ValueError):
@@ -180,7 +180,7 @@ class WorkerPool:
         return report if report.get("pid") == worker.pid else {}
 
     def silent(self) -> list[Worker]:
-        """Workers whose agent has no heartbeat: it is stopped or stuck."""
+        """Workers whose agent has no heartbeat because it is stopped or stuck."""
         silent = []
         for worker in self.present.values():
             with contextlib.suppress(OSError):
@@ -204,7 +204,7 @@ class WorkerPool:
                 print(f"worker {index} {why}; killed it", flush=True)
 
     def kill_elastic(self, index: int, pid: int, why: str) -> None:
-        """Kill only a worker's elastic agent: its agent, which has the newest snapshot, starts another."""
+        """Kill only a worker's elastic agent: the worker's agent, which has the newest snapshot, starts another one."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
@@ -223,7 +223,7 @@ class WorkerPool:
         return {**environ, **substitution.values(self._job.spec.env, environ)}
 
     def tracker_environ(self) -> dict[str, str]:
-        """The environment of a follower of the metrics without a worker."""
+        """The environment of a process that forwards metrics without a worker."""
         return {
             **self.uploader_environ(),
             contract.Env.JOB: self._job.metadata.name,
@@ -264,7 +264,7 @@ class WorkerPool:
 
 
 def gpus() -> dict[str, list[str]]:
-    """The accelerators that we see on this machine, by the variable that selects them (`CUDA_VISIBLE_DEVICES`)."""
+    """The accelerators that this process sees on this machine, by the variable that selects them (`CUDA_VISIBLE_DEVICES`)."""
     return {row.visible: _shown(row) for row in accelerators.TABLE if row.visible}
 
 
@@ -278,7 +278,8 @@ def _shown(row: accelerators.Accelerator) -> list[str]:
 def devices(shown: list[str], count: int, index: int) -> list[str]:
     """The GPUs of worker `index`, `count` of those `shown`; none for a job that requests none, or on a machine without GPUs.
 
-    As in a pod, a worker sees only its own, so its first process may call its device 0. Raises OutlastError if GPUs run out.
+    As in a pod, a worker sees only its own GPUs, so the device of its first process is device 0. Raises OutlastError if there
+    are too few GPUs.
     """
     if not shown or not count:
         return []

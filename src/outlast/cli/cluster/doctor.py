@@ -34,8 +34,8 @@ def doctor(
 ) -> None:
     """Check that training would work here, and in a cluster.
 
-    Nothing is changed. With --image one or two small pods are made, and deleted afterwards: they try the image, names (DNS), the
-    network between nodes with an all-reduce, and the store. Exit code 1: something would not work.
+    Nothing is changed. With --image, one or two small pods are created, and deleted afterwards: they try the image, names
+    (DNS), the network between nodes with an all-reduce, and the store. Exit code 1: something would not work.
 
     \b
     Examples:
@@ -73,7 +73,7 @@ def _asked(
     context: str | None,
     timeout: float,
 ) -> Iterator[tuple[str, Iterable[Finding]]]:
-    """The sections, each with its checks, which run as they are read."""
+    """The requested sections, each with its checks, which run as they are iterated."""
     from outlast.kubernetes import api
     from outlast.kubernetes.diagnosis import finding, inside, machine
 
@@ -105,7 +105,7 @@ def _of(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _reached(checks: Iterator[Finding]) -> Iterator[Finding]:
-    """The checks, the last of which says that the cluster did not let us go on, when it did not."""
+    """The checks. If the cluster does not allow further checks, the last finding says so."""
     from outlast.kubernetes.diagnosis import Finding
 
     try:

@@ -1,4 +1,4 @@
-"""`outlast install` and `outlast uninstall`: the API and the operator in a cluster; the node watcher if asked for."""
+"""`outlast install` and `outlast uninstall`: the API and the operator in a cluster, and the node watcher on request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def install(
     This applies the definition of ElasticJob, a namespace, the operator and its rights. Doing it again changes nothing. The same
     documents are in deploy/, for kustomize: kubectl apply -k deploy.
 
-    With --node-watch each node of AWS is watched for notices: see outlast node-watch --help. It runs in the namespace
+    With --node-watch, each AWS node is watched for notices: see outlast node-watch --help. The watcher runs in the namespace
     outlast-node-watch, with the host's network.
 
     \b
@@ -81,7 +81,8 @@ def install(
 
 
 def _wait(cluster: api.Cluster, workload: dict[str, Any], begun: float, timeout: float) -> None:
-    """Wait until the operator or the node watcher runs. Raises typer.Exit when it does not in time, once it is said why."""
+    """Wait until the operator or the node watcher runs. If it does not run in time, the reason is printed, and typer.Exit is
+    raised."""
     from outlast.kubernetes import diagnosis
     from outlast.kubernetes.jobs import installation
 

@@ -31,11 +31,10 @@ def operator(
 ) -> None:
     """Run the ElasticJobs of a cluster, in the operator's pod.
 
-    It creates, replaces and removes their pods, and runs in the cluster, where `outlast install` puts it. One of several
-    operators is active, holding the Lease outlast-operator in its namespace; another
-    takes over when it is gone. It serves /healthz, /readyz and /metrics on the
-    port in OUTLAST_PROBE_PORT (8080). On SIGTERM it finishes its present work and
-    exits. The exit code is 1 when another one has taken over.
+    The operator creates, replaces and removes their pods, and runs in the cluster, where `outlast install` puts it. If there
+    are several operators, the one that holds the Lease outlast-operator in its namespace is active; another one takes over when
+    it is gone. The operator serves /healthz, /readyz and /metrics on the port in OUTLAST_PROBE_PORT (8080). On SIGTERM it
+    finishes its current work and exits. The exit code is 1 if another operator has taken over.
 
     \b
     Examples:
@@ -68,14 +67,12 @@ def node_watch(
 ) -> None:
     """Watch an AWS machine for notices, in a pod on its node.
 
-    When one comes, its pods are moved while there is time.
-    It runs on each node, where `outlast install --node-watch` puts it. A notice is
-    an interruption of a spot machine, a rebalance recommendation, or scheduled
-    maintenance. Within a second the node is tainted (outlast.dev/leaving) and
-    cordoned, with the deadline as an annotation. The operator has its workers save
-    and leave. All other pods are evicted, those of DaemonSets excepted, with the
-    grace that is left; PodDisruptionBudgets are respected until a pod would be
-    lost with the machine. A notice that is withdrawn is taken back.
+    When a notice comes, the pods of the machine are moved while there is time. The watcher runs on each node, where `outlast
+    install --node-watch` puts it. A notice is an interruption of a spot machine, a rebalance recommendation, or scheduled
+    maintenance. Within a second the node is tainted (outlast.dev/leaving) and cordoned, with the deadline as an annotation. The
+    operator makes the node's workers save and leave. All other pods, except those of DaemonSets, are evicted with the grace
+    period that is left; PodDisruptionBudgets are respected until a pod would be lost with the machine. If AWS withdraws a
+    notice, these changes to the node are undone.
 
     \b
     Examples:

@@ -1,6 +1,6 @@
 """`outlast rdzv show`: the rendezvous of runs that coordinate through an etcd.
 
-Reads the keys of members and coordinators (`rendezvous.etcd.client.look`), and writes none.
+The command reads the keys of members and coordinators (`rendezvous.etcd.client.look`), and writes none.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def show(endpoint: EndpointOption, run: RunOption = None, output: OutputOption =
 
 
 def page(runs: Sequence[Run]) -> str:
-    """One line per run; a single run with all its members."""
+    """The runs as text: one line per run, or a single run with all its members."""
     if len(runs) == 1:
         return _whole(runs[0])
     rows = []
@@ -73,7 +73,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def why(run: Run) -> str:
-    """The coordinator's reason for the present state of a run."""
+    """The coordinator's reason for the current state of a run."""
     if run.closed:
         return f"over: {run.closed.reason} (exit code {run.closed.code})"
     if run.called:
@@ -158,7 +158,7 @@ def _world(run: Run) -> str:
 
 
 def _decides(run: Run) -> str:
-    """The coordinator, for people; empty when there is none."""
+    """The coordinator as shown to users; empty if there is none."""
     if run.coordinator is None:
         return ""
     who = "" if run.coordinator.id is None else f"member {run.coordinator.id}"

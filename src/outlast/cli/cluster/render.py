@@ -39,10 +39,10 @@ def render(
 ) -> None:
     """Print a job as Kubernetes documents.
 
-    elasticjob needs the operator, and grows, shrinks and recovers as on this machine. The others need no operator: job is one
-    pod, the rest are one pod per worker. Applying a file again changes nothing; applying a changed file starts a new run.
+    elasticjob needs the operator, and grows, shrinks and recovers as on this machine. The other topologies need no operator: job
+    is one pod, the rest are one pod per worker. Applying a file again changes nothing; applying a changed file starts a new run.
 
-    Code of this machine is included in a ConfigMap if it is small, otherwise uploaded to the store that the job writes to.
+    Code on this machine is included in a ConfigMap if it is small; otherwise it is uploaded to the store that the job writes to.
 
     \b
     Examples:
@@ -87,11 +87,11 @@ def rendered(
     fresh: bool = False,
     room: int | None = None,
 ) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
-    """The documents of a job, in the order in which they are to be applied, and its code, which has to be put where they say
-    (`Parcel.put`) before they are.
+    """The documents of a job, in the order in which to apply them, and its code, which has to be put where the documents say
+    (`Parcel.put`) before they are applied.
 
-    `run` and `fresh` are as for `manifests.render`, `room` is how much code may be in a ConfigMap (default: as much as it
-    holds). Raises InvalidJob with the name of the job's file.
+    `run` and `fresh` are as for `manifests.render`; `room` is the maximum size of code in a ConfigMap (default: as much as a
+    ConfigMap can hold). Raises InvalidJob with the name of the job's file.
     """
     from outlast.kubernetes import manifests
     from outlast.kubernetes.jobs.parcel import SMALL, pack
@@ -109,9 +109,9 @@ def rendered(
 
 
 def text(documents: Sequence[dict[str, Any]]) -> str:
-    """A YAML stream of documents: keys in their order, texts of several lines as they are.
+    """A YAML stream of documents, with keys in their order and multi-line texts as blocks.
 
-    What kubectl's YAML would read as a number or truth although ours does not (`5e-5`, `y`) is in quotes.
+    Texts that kubectl's YAML, unlike PyYAML, would read as numbers or booleans (`5e-5`, `y`) are quoted.
     """
     import yaml
 
@@ -128,7 +128,7 @@ def text(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def texts(paths: Sequence[str]) -> dict[str, str]:
-    """The texts of files that pods need."""
+    """The contents of files that pods need, by path."""
     contents = {}
     for path in paths:
         try:

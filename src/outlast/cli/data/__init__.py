@@ -1,1 +1,1 @@
-"""Commands for datasets, checkpoints and results, here and in stores."""
+"""Commands for datasets, checkpoints and results, on this machine and in stores."""

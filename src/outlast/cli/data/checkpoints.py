@@ -39,14 +39,14 @@ class Job:
 
     run: str
     directory: Path | None
-    """On this machine; None when it is not known here."""
+    """Directory on this machine; None if this machine does not know the job."""
     there: remote.Checkpoints | None
-    """In its store; None when it has none."""
+    """Checkpoints in the job's store; None if it has no store."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A checkpoint: here, in the store, or both."""
+    """A checkpoint on this machine, in the store, or in both."""
 
     step: int
     here: Checkpoint | None = None
@@ -59,24 +59,24 @@ class Saved:
 
     @property
     def generation(self) -> int:
-        """The generation that saved it."""
+        """The generation that saved the checkpoint."""
         readable = self.here if self.here and not self.here.problem else self.there or self.here
         return readable.generation if readable else 0
 
     @property
     def metric(self) -> Metric | None:
-        """Its metric, if it has been measured."""
+        """The checkpoint's metric, if it was measured."""
         return (self.here and self.here.metric) or (self.there and self.there.metric) or None
 
     @property
     def problem(self) -> str:
-        """The reason for which its COMMIT cannot be read; empty when it can."""
+        """Why the checkpoint's COMMIT cannot be read; empty if it can."""
         here = f"here: {self.here.problem}" if self.here and self.here.problem else ""
         there = f"in the store: {self.there.problem}" if self.there and self.there.problem else ""
         return "; ".join(filter(None, (here, there)))
 
     def facts(self) -> dict[str, Any]:
-        """The fields of its COMMIT; None each when neither can be read."""
+        """The fields of the checkpoint's COMMIT; each is None if neither copy can be read."""
         readable = self.here if self.here and not self.here.problem else self.there.commit if self.there else None
         facts = {name: getattr(readable, name, None) for name in ("run", "generation", "world_size", "time")}
         return {
@@ -85,14 +85,14 @@ class Saved:
         }
 
     def sizes(self) -> dict[str, int]:
-        """Its files."""
+        """Sizes of the checkpoint's files in bytes, by name."""
         if self.here:
             return {path.name: path.stat().st_size for path in sorted(self.here.path.iterdir())}
         files = self.there.commit.files if self.there and self.there.commit else {}
         return {name: file["size"] for name, file in sorted(files.items())}
 
     def plain(self, job: Job, ranks: Mapping[int, int]) -> dict[str, Any]:
-        """As data; `ranks` as `_ranks` makes them."""
+        """The checkpoint as plain data; `ranks` is the result of `_ranks`."""
         url = f"{job.there.store.url}/{contract.CHECKPOINTS}/{self.there.place.key}" if self.there and job.there else None
         path = str(self.here.path) if self.here else None
         good = {"metric": self.metric.value, "by": self.metric.by} if self.metric else {"metric": None, "by": None}
@@ -101,7 +101,7 @@ class Saved:
 
 
 def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str | None, context: str | None) -> Job:
-    """The job that a command means; raises NotFound. Asks the store only if this machine does not know the job."""
+    """The job that a command means; raises NotFound. The store is read only if this machine does not know the job."""
     from outlast.storage import runs, store
     from outlast.storage.checkpoints import remote
 
@@ -127,7 +127,7 @@ def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str |
 
 
 def _saved(job: Job) -> list[Saved]:
-    """All checkpoints of a job, lowest step first. If the store cannot be reached, those on this machine."""
+    """All checkpoints of a job, lowest step first. If the store cannot be reached, only those on this machine."""
     from outlast.storage import checkpoints
 
     here = checkpoints.list_(job.directory) if job.directory else []
@@ -150,7 +150,7 @@ def _saved(job: Job) -> list[Saved]:
 
 
 def _ranks(job: Job, found: Sequence[Saved]) -> dict[int, int]:
-    """Steps of the run's checkpoints that have a metric, and their place among them: 1 is the best."""
+    """The rank of each of the run's checkpoints that has a metric, by step: 1 is the best."""
     from outlast.storage import checkpoints
 
     ours = (saved for saved in found if not saved.here or saved.here.run in (job.run, ""))
@@ -158,7 +158,7 @@ def _ranks(job: Job, found: Sequence[Saved]) -> dict[int, int]:
 
 
 def _chosen(found: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
-    """All of these checkpoints, the best, or those of a step; raises NotFound."""
+    """All these checkpoints, only the best, or only those of a step; raises NotFound."""
     from outlast.storage import checkpoints
 
     if best and step is not None:
@@ -189,14 +189,13 @@ def list_(
     context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """List the checkpoints of a job, here and in its store.
+    """List the checkpoints of a job, on this machine and in its store.
 
-    These are the committed ones, the newest last. Where the training has measured them (checkpoint.by, run.save(metric=)), BEST
-    numbers them: 1 is the best.
+    Only committed checkpoints are listed, the newest last. If the training has measured them (checkpoint.by,
+    run.save(metric=)), BEST numbers them: 1 is the best.
 
-    NAME may be a job file, or the URL of a job's output in a store, so this works
-    when the machine that ran it is gone. For a job in a cluster these are the
-    checkpoints in its store. The same is true of the other checkpoints commands.
+    NAME may be a job file, or the URL of a job's output in a store, so this works even if the machine that ran it is gone. For
+    a job in a cluster, the checkpoints in its store are listed. The same is true of the other checkpoints commands.
 
     \b
     Examples:
@@ -239,7 +238,7 @@ def show_(
 ) -> None:
     """Show a checkpoint and its files.
 
-    This is the newest one, the best, or the one of --step.
+    Shows the newest checkpoint, the best, or the one of --step.
 
     \b
     Examples:
@@ -283,9 +282,9 @@ def verify(
 ) -> None:
     """Check that checkpoints are whole.
 
-    Reads all of them, or the one of --step, here and in the store, and compares
-    every file with its checksum. The exit code is 1 when one is damaged. One that
-    the training removes meanwhile, because of checkpoint.keep, does not count.
+    Reads all checkpoints, or the one of --step, on this machine and in the store, and compares every file with its checksum.
+    The exit code is 1 if a checkpoint is damaged. A checkpoint that the training removes meanwhile, because of checkpoint.keep,
+    does not count.
 
     \b
     Examples:
@@ -327,7 +326,7 @@ def verify(
 
 
 def _verified(path: Path) -> str | None:
-    """The damage of a checkpoint, which is protected from removal while we read it."""
+    """The damage of a checkpoint, which is protected from removal while it is read; None if it is whole."""
     from outlast.storage import checkpoints
 
     try:
@@ -353,8 +352,8 @@ def restore(
 ) -> None:
     """Download a checkpoint from the store.
 
-    This is the newest undamaged one, the best, or the one of --step. Every file is
-    verified. A valid checkpoint of the same step on this machine is kept.
+    Downloads the newest undamaged checkpoint, the best, or the one of --step. Every file is verified. A valid checkpoint of the
+    same step on this machine is kept.
 
     \b
     Examples:
@@ -411,10 +410,9 @@ def export(
 ) -> None:
     """Write the weights in a checkpoint to a file.
 
-    torch.load(FILE, weights_only=True) reads it, or safetensors. Takes the newest
-    checkpoint, the best, or the one of --step; if it is only in a store, it is
-    downloaded for that. --key is needed when the training has saved several modules.
-    Needs torch.
+    The file can be read with torch.load(FILE, weights_only=True) or with safetensors. The weights are those of the newest
+    checkpoint, the best, or the one of --step; if it is only in a store, it is downloaded first. --key is needed if the
+    training has saved several modules. Needs torch.
 
     \b
     Examples:
@@ -450,10 +448,10 @@ def prune(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Remove old checkpoints, here and in the store.
+    """Remove old checkpoints, on this machine and in the store.
 
-    Keeps the newest, the best where they have a metric, and those that are being
-    read. On a terminal it asks first.
+    The newest checkpoints are kept, the best if they have a metric, and any that are being read. On a terminal, the command
+    asks first.
 
     \b
     Examples:

@@ -23,7 +23,8 @@ def fetch(
 ) -> None:
     """Fetch the results of a job from its output in a store.
 
-    Checkpoints only where a PATTERN names them. git and the code of later jobs leave the directory out.
+    Checkpoints are fetched only if a PATTERN names them. The directory is ignored by git, and is not part of the code of later
+    jobs.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`outlast data`: get datasets, and list those that have a name."""
+"""`outlast data`: get datasets, and list the datasets that have a name."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def get(
 ) -> None:
     """Download, check and unpack a dataset.
 
-    It goes to a directory or a store. A dataset that is complete there stays as it is. If the command is interrupted or killed,
-    run it again to continue; a dataset is complete once its marker, .outlast-data.json, is written. Archives (.tar, .tar.gz,
-    .tar.bz2, .tar.xz, .tar.zst, .zip) and compressed files are unpacked; other files are kept as they are.
+    The dataset goes to a directory or a store. If it is already complete there, nothing changes. If the command is interrupted
+    or killed, run it again to continue; a dataset is complete once its marker, .outlast-data.json, is written. Archives (.tar,
+    .tar.gz, .tar.bz2, .tar.xz, .tar.zst, .zip) and compressed files are unpacked; other files are kept as they are.
 
     \b
     Examples:
@@ -112,7 +112,8 @@ def get(
 
 
 def _since_the_beginning(tell: transfers.Tell) -> Progress:
-    """Shows how much of what was missing has arrived: with what an earlier command has left, the rate would be too high."""
+    """Shows how many of the missing bytes have arrived. Bytes from an earlier command are not counted: the rate would be too
+    high."""
     first: list[int] = []
 
     def progress(done: int, total: int) -> None:
@@ -124,7 +125,7 @@ def _since_the_beginning(tell: transfers.Tell) -> Progress:
 
 
 def _dataset(name: str) -> Dataset:
-    """The dataset that a name or URL means. Raises OutlastError."""
+    """The dataset for a name or URL. Raises OutlastError."""
     from outlast.data import registry
 
     if registry.is_url(name):
@@ -145,7 +146,7 @@ def _in_pod(place: KubernetesBackend, wanted: Download, context: str | None) -> 
 
 
 def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
-    """Bring a dataset to a place in a store, by way of this machine's cache; its marker is written last there, too."""
+    """Bring a dataset to a place in a store, by way of this machine's cache. In the store, too, the marker is written last."""
     from outlast.data import get as getting
     from outlast.data import place
     from outlast.data.place import Marker

@@ -1,7 +1,7 @@
 """`outlast data prepare`: raw files become shards, in a directory or a store; `outlast data verify` reads every byte of them.
 
-The work is `data.prepare`'s. A dataset for a store is made in a work directory first, then its shards are uploaded, the manifest
-last.
+`data.prepare` does the work. A dataset for a store is made in a work directory first, then its shards are uploaded, the
+manifest last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from outlast.storage.store import Store
 
 _UPLOADED = ".uploaded.json"
-"""In the work directory: which objects have been sent, and their ETags."""
+"""File in the work directory that lists the uploaded objects and their ETags."""
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Make shards for training out of raw files.")
 
@@ -82,7 +82,7 @@ class How:
 
     @contextlib.contextmanager
     def engine_opened(self) -> Iterator[Engine | None]:
-        """The engine for the units of work; None if processes of this machine do the work. Raises OutlastError for options that
+        """The engine for the units of work; None if processes on this machine do the work. Raises OutlastError for options that
         do not fit."""
         if self.engine == "local":
             given = {"--master": self.master, "--partitions": self.partitions, "--conf": self.conf}
@@ -100,7 +100,7 @@ class How:
 
 
 def _kind(made: Callable[..., None]) -> None:
-    """Add the command of a kind; its own options are shown after --to, before the others that all kinds have."""
+    """Add the command for a kind of dataset; its own options are shown after --to, before the options that all kinds share."""
     source, to, *others = inspect.signature(How, eval_str=True).parameters.values()
     _, *own = inspect.signature(made, eval_str=True).parameters.values()
 
@@ -139,12 +139,12 @@ def text(
         str | None, typer.Option(metavar="SIZE", help="Bytes per shard: 64Mi. Default: one file per part, as nanoGPT.")
     ] = None,
 ) -> None:
-    """Tokenize text, into the files that nanoGPT reads.
+    """Tokenize text into the files that nanoGPT reads.
 
-    Writes train.bin, val.bin and meta.pkl, tokenizer.json, and a manifest. SOURCE has files of UTF-8, each a document, or
-    .jsonl files, each line a document. Files or directories named train and val are those parts; one file alone is divided as
-    nanoGPT does, its last 10 % are val; otherwise a hash of the name draws each document. The same source gives the same
-    bytes, whatever the number of processes. After a kill, the same command goes on.
+    Writes train.bin, val.bin and meta.pkl, tokenizer.json, and a manifest. SOURCE contains UTF-8 files, each a document, or
+    .jsonl files, each line a document. Files or directories named train and val become those parts; a single file is divided as
+    nanoGPT does, so its last 10 % are val; otherwise a hash of its name assigns each document to a part. The same source gives
+    the same bytes, whatever the number of processes. After a kill, the same command continues.
 
     \b
     Examples:
@@ -180,9 +180,9 @@ def jsonl(
 ) -> None:
     """Tokenize records for fine-tuning.
 
-    Writes input_ids and labels, where -100 takes no part in the loss. Each line of SOURCE's .jsonl files is {"prompt": ...,
-    "completion": ...}, {"text": ...}, or {"messages": [{"role": ..., "content": ...}]}. Learned are completions, texts, and
-    what the assistant says. Files named train and val are those parts; otherwise a hash of each record draws it.
+    Writes input_ids and labels; the label -100 takes no part in the loss. Each line of SOURCE's .jsonl files is {"prompt": ...,
+    "completion": ...}, {"text": ...}, or {"messages": [{"role": ..., "content": ...}]}. The model learns completions, texts,
+    and the assistant's messages. Files named train and val become those parts; otherwise a hash assigns each record to a part.
 
     \b
     Examples:
@@ -210,11 +210,12 @@ def images(
     val: ValOption = 0.1,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of samples per shard.")] = "64Mi",
 ) -> None:
-    """Decode images of classes.
+    """Decode images that are sorted into classes.
 
-    Writes columns image, uint8 of (height, width, 3), and label. SOURCE has a directory per class, or train/CLASS and
-    val/CLASS (ImageNet, tiny-imagenet-200), or CIFAR-10's batches. Without such parts a hash of the name draws each image.
-    Classes are numbered by name; the manifest lists them. Samples are mixed, so that each shard has some of every class.
+    Writes columns image, uint8 of (height, width, 3), and label. SOURCE has a directory per class, or train/CLASS and val/CLASS
+    (ImageNet, tiny-imagenet-200), or CIFAR-10's batches. Without such parts, a hash of its name assigns each image to a part.
+    Classes are numbered in the order of their names; the manifest lists them. Samples are shuffled, so that each shard has some
+    of every class.
 
     \b
     Examples:
@@ -243,9 +244,9 @@ def video(
 ) -> None:
     """Cut clips out of videos.
 
-    Writes columns video, uint8 of (16, 224, 224, 3), audio, int16 of (30720,), and label. A clip is 0.64 s: 16 frames at 25
-    per second, and their sound at 48 kHz in one channel, as Perceiver IO takes them. Labels are the directories' names
-    (CLASS/, train/CLASS/, val/CLASS/), or from a list.
+    Writes columns video, uint8 of (16, 224, 224, 3), audio, int16 of (30720,), and label. A clip is 0.64 s: 16 frames at 25 per
+    second, and their sound at 48 kHz in one channel, as Perceiver IO expects. Labels are the names of the directories (CLASS/,
+    train/CLASS/, val/CLASS/), or come from a list.
 
     \b
     Examples:
@@ -263,7 +264,7 @@ def verify(
 ) -> None:
     """Check a prepared dataset against its manifest.
 
-    Reads all of it, and compares sizes, checksums, counts and tokens. The exit code is 78 when something is wrong.
+    Reads the whole dataset, and compares sizes, checksums, counts and tokens. The exit code is 78 if something is wrong.
 
     \b
     Examples:
@@ -361,7 +362,7 @@ class _Stored:
         self.store = store
 
     def manifest(self) -> Manifest:
-        """Raises Missing."""
+        """The manifest of the dataset; raises Missing."""
         from outlast.data import shards
 
         return shards.parse(self.store.get(shards.MANIFEST), self.store.url)
@@ -380,7 +381,7 @@ class _Stored:
             yield bytes(self.store.range(name, begin, min(begin + shards.CHUNK, size)))
 
     def check(self, directory: Path, note: str | None = None) -> None:
-        """Raise OutlastError for a place that holds other files, or a part of another dataset than the one with this `note`."""
+        """Raise OutlastError for a place that contains other files, or parts of a dataset other than the one with this `note`."""
         from outlast.data import place
         from outlast.job import foreign
 
@@ -390,7 +391,8 @@ class _Stored:
         foreign.check_place(self.store.url, names, note or "" if begun else there, there or "" if note is None else note)
 
     def upload(self, directory: Path, made: Manifest) -> None:
-        """Send the shards, then the manifest, and remove the work directory. What an earlier run has sent is not sent again."""
+        """Send the shards, then the manifest, and remove the work directory. Shards that an earlier run has sent are not sent
+        again."""
         from outlast.base import files
         from outlast.data import place, shards
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outlast.storage.sync.sync import Report
 
 _LISTED = 20
-"""Most paths of a kind that are listed at the end."""
+"""Maximum number of paths of each kind that are listed at the end."""
 
 
 def sync(
@@ -37,12 +37,12 @@ def sync(
     ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Copy a directory to a store, or back, and only changes.
+    """Copy changes in a directory to a store, or back.
 
     Makes DST equal to SRC; one is a directory, the other a place in a store. Only changes are transferred; an unchanged tree
-    costs one request. Ctrl-C stops, and the same command continues from there. Changes that others make in the store are
-    noticed once a day, or with --check. The exit code is 1 when some files could not be transferred; they are listed. A place
-    with files that no sync has brought there stays as it is, unless --check is given.
+    costs one request. Ctrl-C stops, and the same command continues from there. Changes that other programs make in the store
+    are noticed once a day, or with --check. The exit code is 1 if some files could not be transferred; they are listed. A place
+    with files that no sync has copied there is left unchanged unless --check is given.
 
     \b
     Examples:
@@ -95,7 +95,7 @@ def _nothing(place: Store) -> NotFound:
 
 
 def sides(source: str, target: str) -> tuple[bool, Path, str]:
-    """True if the directory is the source; the directory; the URL of the other side, which may be a directory, too."""
+    """Whether the directory is the source; the directory; and the URL of the other side, which may be a directory, too."""
     here = [None if "://" in side and not side.startswith("file://") else _local(side) for side in (source, target)]
     if here[0] is None and here[1] is None:
         raise OutlastError(f"{source} and {target} are both in a store; sync the one to a directory, and that to the other")
@@ -108,7 +108,7 @@ def sides(source: str, target: str) -> tuple[bool, Path, str]:
 
 
 def _local(side: str) -> Path:
-    """The directory; raises StoreError for a URL with a slash too few."""
+    """The directory given as one side; raises StoreError for a URL that lacks a slash."""
     from outlast.storage.store import urls
 
     if re.match(rf"({'|'.join(urls.PLACES)}):", side) and not side.startswith("file://") and not os.path.exists(side):
@@ -117,7 +117,7 @@ def _local(side: str) -> Path:
 
 
 def _state(pushing: bool, directory: Path, url: str) -> Path:
-    """Path of the state that syncs of these two keep."""
+    """Path of the state file of syncs between this directory and this URL."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{'push' if pushing else 'pull'} {os.path.realpath(directory)} {url.rstrip('/')}"
     return cache / "outlast" / "sync" / hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
@@ -135,12 +135,12 @@ def summary(report: Report, verb: str, seconds: float, *, dry_run: bool) -> str:
 
 
 def shown(path: str) -> str:
-    """A path on one line, whatever is in it."""
+    """A path on one line, whatever characters it contains."""
     return path if path.isprintable() else repr(path)
 
 
 def _complain(report: Report) -> None:
-    """Name what is not as it should be, on standard error."""
+    """Report problems on standard error."""
     changing = [(path, "it changed all the time; the next sync sends it again") for path in report.changing]
     for word, found in (("ignored", report.ignored), ("warning", changing), ("failed", report.failed)):
         for path, reason in found[:_LISTED]:

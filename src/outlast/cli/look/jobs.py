@@ -1,4 +1,4 @@
-"""`outlast list | status | logs`: where jobs stand, and what they print."""
+"""`outlast list | status | logs`: the state of jobs, and their output."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def status(
 
 
 def _watch(place: Backend, name: str, output: Output) -> None:
-    """On a terminal a page that is refreshed; otherwise a line, or a document, for every change."""
+    """Show a page that is refreshed on a terminal; otherwise print a line, or a document, for every change."""
     if output is Output.TABLE and terminal.interactive(sys.stdout):
         from outlast.cli import live
 
@@ -118,8 +118,8 @@ def logs(
 ) -> None:
     """Print the logs of the workers.
 
-    Log lines on this machine have no times: existing lines come one worker after the other, new ones as they are written. In a
-    cluster -f waits for pods, says why they do not start, and follows restarts and new workers. NAME may be a job file, or the
+    Log lines on this machine have no times: existing lines come one worker after the other, new lines as they are written. In a
+    cluster, -f waits for pods, says why they do not start, and follows restarts and new workers. NAME may be a job file, or the
     URL of a job's output in a store, which has the logs of machines that are gone.
 
     \b

@@ -48,8 +48,8 @@ def report(
     when. The report of a job in a cluster needs its output in a store. NAME may be a job file, or the URL of a job's output in a
     store.
 
-    Two names or more are compared with the first: time from submission to the end, speed-up, efficiency (the speed-up divided by
-    how many times as many workers there were), speed, goodput and the last loss.
+    If several names are given, each job is compared with the first: time from submission to the end, speed-up, efficiency (the
+    speed-up divided by how many times as many workers there were), speed, goodput and the last loss.
 
     \b
     Examples:
@@ -106,14 +106,14 @@ class _Job:
     run: str
     events: Iterable[Event]
     active: bool
-    """True while a launcher or an operator drives it: then the time up to now counts."""
+    """Whether a launcher or an operator drives the job: then the time up to now counts."""
     metrics: Callable[[], Iterable[str | bytes]]
-    """The lines of its metrics.jsonl."""
+    """Reads the lines of the job's metrics.jsonl."""
     ended: str = ""
-    """The state in which it has ended, if that is known."""
+    """The state in which the job ended, if known."""
 
     def account(self) -> Goodput:
-        """Up to the end, or to now."""
+        """The account of the job's time up to its end, or to now."""
         from outlast.job.report import goodput
 
         now = time.time() if self.active or next(iter(self.events), None) is None else None
@@ -122,7 +122,7 @@ class _Job:
 
 
 def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> _Job:
-    """The job of a name, or of a URL."""
+    """The job with this name, or with its output at this URL."""
     if url := which.in_store(name):
         from outlast.storage.runs import output
 

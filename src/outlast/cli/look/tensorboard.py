@@ -1,7 +1,8 @@
 """`outlast tensorboard`: TensorBoard for any job, made of its metrics.
 
-Event files are made in a temporary directory from `metrics.jsonl`, whether or not the job writes some: of a job of this machine,
-of an output in a store, or of a job in a cluster, through the API server. They grow while the job runs.
+Event files are made in a temporary directory from `metrics.jsonl`, whether or not the job writes its own. The metrics come from
+a job on this machine, from an output in a store, or from a job in a cluster, through the API server. They grow while the job
+runs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from outlast.worker.tracking.forwarding import Forwarder
 
 PORT = 6006
-"""TensorBoard's own default; another one if it is taken."""
+"""TensorBoard's own default port; if it is taken, a free port is used."""
 REFRESH_S = 5.0
 """Interval at which we look for new metrics."""
 
@@ -54,9 +55,9 @@ def tensorboard(
 ) -> None:
     """Start TensorBoard on the metrics of jobs, until Ctrl-C.
 
-    It follows the jobs while they run. Works for every job that calls run.log, also without `tracking` in its job file: event
-    files are made here from metrics.jsonl, which is read from the directory of the output, from its store, or from a pod.
-    Files that a script itself writes into tensorboard/ are shown too, unless they are in a pod only. Several jobs are
+    TensorBoard follows the jobs while they run. This works for every job that calls run.log, even without `tracking` in its job
+    file: event files are made here from metrics.jsonl, which is read from the directory of the output, from its store, or from
+    a pod. Files that a script itself writes into tensorboard/ are shown too, unless they are only in a pod. Several jobs are
     compared.
 
     \b
@@ -91,17 +92,17 @@ def _follow(shows: Sequence[Show], process: subprocess.Popen[bytes]) -> None:
 
 
 class Source:
-    """An output directory of this machine, which may be that of a running job."""
+    """An output directory on this machine, which may belong to a running job."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
 
     def bring(self, into: Path) -> Path:
-        """The directory with `metrics.jsonl` and `parameters.json`; other sources copy them `into` this one."""
+        """The directory with `metrics.jsonl` and `parameters.json`; sources elsewhere copy these files to `into`."""
         return self.output
 
     def own(self, into: Path) -> None:
-        """Put the event files that the script has written itself `into` a directory."""
+        """Put the event files that the script itself has written into the directory `into`."""
         found = self.output / contract.TENSORBOARD
         for path in found.rglob("*tfevents*"):
             inside = path.relative_to(found)
@@ -154,7 +155,7 @@ class InPod(Source):
         return into
 
     def own(self, into: Path) -> None:
-        """Nothing: they may be large, and the API server is no place for that."""
+        """Do nothing: the files may be large, and should not pass through the API server."""
 
 
 class Show:
@@ -241,7 +242,7 @@ def _labelled(found: Iterator[tuple[str, Source]]) -> list[tuple[str, Source]]:
 
 @contextlib.contextmanager
 def _server(logs: Path, bind: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """TensorBoard on `logs`, once it answers."""
+    """Start TensorBoard on the directory `logs`; yields its process once it answers."""
     command = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", str(logs), "--host", bind, "--port", str(port)]
     ready = functools.partial(serving.answers, bind, port)
     with serving.child("TensorBoard", [*command, "--reload_interval", "5"], logs.parent / "log", ready) as process:

@@ -1,4 +1,4 @@
-"""`outlast top`: what the workers of a job, and their nodes, use of what they have."""
+"""`outlast top`: the resources that the workers of a job and their nodes have, and their usage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outlast.kubernetes.jobs.backend import KubernetesBackend
 
 _SAMPLE_S = 0.5
-"""Over which time the CPU of this machine's processes is measured."""
+"""Time over which the CPU usage of processes on this machine is measured."""
 
 
 def top(
@@ -34,8 +34,8 @@ def top(
 ) -> None:
     """Show the CPU, memory and accelerators that a job uses.
 
-    The rows are its workers and their nodes. In a cluster usage is what metrics-server knows; without it there are only the
-    requests.
+    The rows are the job's workers and their nodes. In a cluster, usage comes from metrics-server; without it, only requests are
+    shown.
 
     \b
     Examples:
@@ -92,7 +92,7 @@ def _on_this_machine(place: Backend, name: str) -> dict[str, Any]:
 
 
 def _measured(processes: Iterable[Any]) -> list[tuple[float, int]]:
-    """CPU in percent since the last look, and memory, of those that are still there."""
+    """CPU in percent since the last measurement, and memory in bytes, of the processes that still exist."""
     import psutil
 
     usage = []
@@ -146,7 +146,7 @@ def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
 
 
 def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str = "") -> Mapping[str, Mapping[str, float]]:
-    """CPU cores and bytes by name, as metrics-server has measured them last."""
+    """CPU cores and bytes of memory by name, as last measured by metrics-server."""
     try:
         items = place.cluster.list_(kind, labels=labels)
     except NotServed:
@@ -178,7 +178,7 @@ def _cell(value: object) -> object:
 
 
 def _shares(used: Mapping[str, float] | None, cpu: float, memory: float) -> dict[str, str | None]:
-    """The columns of what is used of what there is: `0.52/2`, `-/2`, or nothing."""
+    """The columns for used and available amounts: `0.52/2`, `-/2`, or nothing."""
     uses = (f"{used['cpu']:.2f}", units.human_bytes(used["memory"])) if used else (None, None)
     of = (f"{cpu:g}" if cpu else None, units.human_bytes(memory) if memory else None)
     columns = zip(("cpu", "memory"), uses, of, strict=True)

@@ -20,8 +20,8 @@ def why(
 ) -> None:
     """Say why a job does not train, and what to do about it.
 
-    Each cause comes with the evidence and a remedy, the most important one first. It looks at the job, its pods and their
-    logs, events, nodes, claims, quotas and queues. Exit code 0: something could be said.
+    Each cause comes with the evidence and a remedy, the most important one first. The command looks at the job, its pods and
+    their logs, events, nodes, claims, quotas and queues. The exit code is 0 if the job could be examined.
 
     \b
     Examples:

@@ -38,8 +38,8 @@ def chaos(
       term          SIGTERM a worker, as when its machine is taken away
       evict         evict a worker's pod, as draining its node does; here: term
 
-    In a cluster kill-worker deletes the worker's pod without grace, term deletes it with grace, and evict requests its eviction,
-    which a PodDisruptionBudget may refuse. The other actions run a program in the pod.
+    In a cluster, kill-worker deletes the worker's pod without a grace period, term deletes it with one, and evict requests its
+    eviction, which a PodDisruptionBudget may refuse. The other actions run a program in the pod.
 
     A schedule (FILE.yaml), as for outlast run --chaos, may take the place of the action.
 

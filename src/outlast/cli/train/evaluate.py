@@ -1,4 +1,4 @@
-"""`outlast evaluate`: how good the model of a job is."""
+"""`outlast evaluate`: evaluate the model of a job."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def evaluate(
 ) -> None:
     """Evaluate the model of a job.
 
-    Runs the module or script of the job with --evaluate in one process; in a cluster in a pod of its own, whose log is shown.
-    A script of your own must know --evaluate: one that ignores its arguments goes on training.
-    With --best or --step it gets --checkpoint=STEP as well, and the checkpoint is fetched if it is only in the store.
+    Runs the module or script of the job with --evaluate in one process; in a cluster, in a pod of its own, whose log is shown.
+    A script of your own must support --evaluate: a script that ignores its arguments goes on training. With --best or --step,
+    --checkpoint=STEP is passed as well, and the checkpoint is fetched if it is only in the store.
 
     \b
     Examples:

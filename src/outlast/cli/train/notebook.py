@@ -1,4 +1,4 @@
-"""`outlast notebook`: JupyterLab with Outlast in it, until Ctrl-C."""
+"""`outlast notebook`: run JupyterLab with Outlast until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HERE = "127.0.0.1"
 _START_S = 180.0
 """Timeout of the server's first answer: in a pod on a busy node, with cold disks, it takes a minute."""
 _GRACE_S = 20.0
-"""Grace of kernels before the server is killed; they end themselves then."""
+"""Grace period of kernels before the server is killed; they then end by themselves."""
 
 
 def notebook(
@@ -42,12 +42,12 @@ def notebook(
 ) -> None:
     """Start JupyterLab with a first notebook, until Ctrl-C.
 
-    The first notebook prepares text on Spark, trains a small GPT on it with two workers, kills one of them, and draws where
-    the time went. Its kernel is the Python of this Outlast. A notebook that is there already is not changed, and
-    jobs that were started go on when the server ends.
+    The first notebook prepares text on Spark, trains a small GPT on it with two workers, kills one of them, and draws where the
+    time went. Its kernel is the Python in which this Outlast is installed. An existing notebook is not changed, and jobs that
+    were started go on when the server ends.
 
-    Whoever has the token can run programs here: it is made anew at each start and printed as part of the URL. The
-    variable OUTLAST_NOTEBOOK_TOKEN, or --token-file, gives another one, which is not printed.
+    Anyone who has the token can run programs on this machine. A new token is generated at each start and printed as part of the
+    URL. The variable OUTLAST_NOTEBOOK_TOKEN, or --token-file, sets another token, which is not printed.
 
     \b
     Examples:
@@ -89,7 +89,8 @@ def notebook(
 
 
 def _serve(server: jupyter.Server, private: Path, environ: Mapping[str, str], token: str, *, made: bool) -> None:
-    """Serve until somebody shuts it down in the page. Raises NotFound when it does not start, OutlastError when it fails."""
+    """Serve until a user shuts the server down in the page. Raises NotFound if the server does not start, OutlastError if it
+    fails."""
     from outlast.local.notebooks import jupyter
 
     with serving.child(

@@ -1,4 +1,4 @@
-"""A job as the command line wants it: the job file or script, with `--set`, `--workers` and `--name` applied."""
+"""The job that a command line requests: the job file or script, with `--set`, `--workers` and `--name` applied."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load(
     set_: Iterable[str] = (),
     gpus: int = 0,
 ) -> Job:
-    """The job in a file, or of a script or module with its arguments, with the changes of the command line.
+    """The job in a file, or for a script or module with its arguments, with the changes requested on the command line.
 
     The workers of a script share `gpus`. Raises InvalidJob.
     """

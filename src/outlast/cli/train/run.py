@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from outlast.job.status import JobStatus
 
 _NOTICE_DELAY_S = 3.0
-"""A slow start is explained after this long."""
+"""Time after which a slow start is explained."""
 _CANCEL_TIMEOUT_S = 180.0
-"""Timeout of `--fresh` for the end of the old run: longer than a worker's grace."""
+"""How long `--fresh` waits for the old run to end: longer than a worker's grace period."""
 
 
 def run(
@@ -49,9 +49,9 @@ def run(
     Options for outlast come before a script, arguments of the script after it, as with python. A script runs as one worker with
     one process per GPU, and the job is named after it.
 
-    A run that was interrupted, failed or was cancelled continues from its newest checkpoint, with the current code and job file;
-    changes since then are listed. A run that has succeeded is resumed if only its
-    steps or epochs have been raised. Otherwise, and with --fresh, the next one starts from the beginning.
+    A run that was interrupted, failed or was cancelled continues from its newest checkpoint, with the current code and job
+    file; changes since then are listed. A run that has succeeded is resumed if only its steps or epochs have been raised.
+    Otherwise, and with --fresh, the next run starts from the beginning.
 
     Shows the run until it ends. Ctrl-C saves and stops (exit code 75), and the same command continues from there; a second Ctrl-C
     kills. Closing the terminal leaves the job running. The exit code is 0 when the job succeeded, otherwise that of its failure.
@@ -106,7 +106,7 @@ def run(
 
 @contextlib.contextmanager
 def _explained(job: Job) -> Iterator[None]:
-    """Explain a slow start: nearly always it waits for the store."""
+    """Explain a slow start, which nearly always waits for the store."""
     from outlast.job import spec
 
     there = job.spec.output if job.spec.output and spec.local(job.spec.output) is None else ""

@@ -1,7 +1,7 @@
-"""A script in place of a job file: `outlast run train.py --steps 100` and `outlast init train.py`.
+"""A script instead of a job file: `outlast run train.py --steps 100` and `outlast init train.py`.
 
 Both make the same job file. `run` reads it and never writes it; `init` writes it with its comments, for people to edit. As with
-python and torchrun, options before the script are ours, and every word after it is the script's.
+python and torchrun, options before the script are for `outlast`, and every word after it is for the script.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Command(TyperCommand):
 
 
 def named(file: str | Path, *, module: bool = False) -> bool:
-    """True for a script or module, False for a job file."""
+    """Whether this is a script or module rather than a job file."""
     return module or str(file).endswith(".py")
 
 
@@ -83,10 +83,10 @@ def init(
 
 
 def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path) -> str:
-    """The text of a script's job file in `directory`. Raises NotFound when there is no such script.
+    """The text of a script's job file in `directory`. Raises NotFound if there is no such script.
 
-    A script below the working directory must find everything it finds under python, so that whole directory is its code; the code
-    of one elsewhere is the script's own directory.
+    A script below the working directory must find every file that it finds when run with python, so the whole working directory
+    is its code. The code of a script elsewhere is the script's own directory.
     """
     here = Path.cwd()
     if module:
@@ -148,14 +148,14 @@ def _saving(source: str) -> Iterator[str]:
 
 
 def title(file: str, *, module: bool = False) -> str:
-    """A job's name from its script's or module's."""
+    """A job name derived from the name of a script or module."""
     stem = file.rpartition(".")[2] if module else Path(file).stem
     words = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     return (words if words[:1].isalpha() else f"job-{words}")[: contract.LONGEST_NAME].strip("-")
 
 
 def misplaced(ctx: typer.Context, file: str) -> Iterator[str]:
-    """Warnings about options of ours that follow a script in which they do not occur: the script gets them."""
+    """Warnings about options of `outlast` that follow a script whose text does not mention them: the script gets them."""
     source = _read(Path(file).expanduser()) if named(file) and ctx.args else ""
     ours = {option: each for each in ctx.command.params for option in each.opts if option.startswith("--")}
     for at, word in enumerate(ctx.args if source else ()):
@@ -176,7 +176,7 @@ def command(file: str, args: Sequence[str], *, module: bool, workers: int | None
 
 
 def gpus() -> int:
-    """Number of GPUs of this machine."""
+    """Number of GPUs on this machine."""
     from outlast.local import workers
 
     return max(map(len, workers.gpus().values()))

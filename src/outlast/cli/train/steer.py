@@ -67,7 +67,7 @@ def resume(
     """Continue a job that was stopped or has failed.
 
     A job that was suspended, interrupted or cancelled, or that failed, continues with the code and the job file it was
-    submitted with; `outlast run FILE` takes the current ones. It runs in the background.
+    submitted with; `outlast run FILE` uses the current ones. The job runs in the background.
 
     \b
     Examples:
@@ -83,7 +83,7 @@ def resume(
 def cancel(
     ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
 ) -> None:
-    """End a job. What is saved stays; `outlast run FILE`, or `outlast submit FILE` in a cluster, continues from there.
+    """End a job. Saved state stays; `outlast run FILE`, or `outlast submit FILE` in a cluster, continues from there.
 
     \b
     Examples:
@@ -129,10 +129,10 @@ def forget(
     """Remove jobs that have ended.
 
     This removes their state: they cannot go on, and outlast run starts them from the beginning. --output also removes their
-    checkpoints, logs, results and code on this machine, and those of earlier runs in previous/. What is in a store stays,
-    unless its URL is given instead of a name: then all of that is removed, and nothing else. In a
-    cluster it removes the job and the objects created for it; claims and output stay. A job that has not ended is refused: end it
-    with outlast cancel.
+    checkpoints, logs, results and code on this machine, and those of earlier runs in previous/. Output in a store stays, unless
+    its URL is given instead of a name: then the whole output at that URL is removed, and nothing else. In a cluster, the job
+    and the objects created for it are removed; claims and output stay. A job that has not ended is refused: end it with outlast
+    cancel.
 
     \b
     Examples:
@@ -180,7 +180,7 @@ def forget(
 
 
 def _remove(urls: Sequence[str], *, yes: bool) -> None:
-    """Remove the outputs of jobs in stores, with what earlier runs left there."""
+    """Remove the outputs of jobs in stores, including files of earlier runs."""
     from outlast.storage import runs
 
     for there, record in map(which.recorded, urls):
@@ -201,7 +201,7 @@ def ended(statuses: Sequence[JobStatus], now: float, age: timedelta) -> list[str
 
 
 def _kept(here: LocalBackend, name: str, output: bool) -> str:
-    """One line for a job of this machine: the paths that are removed, and those that stay."""
+    """One line for a job on this machine: the paths that are removed, and the paths that stay."""
     state, there, url = here.places(name)
     parts = [f"{name}: {state} ({units.human_bytes(_size(state))})"]
     if there.exists():

@@ -53,10 +53,10 @@ class Wish:
     """Options of a wait."""
 
     directory: Path | None = None
-    """For the outputs."""
+    """Directory for the outputs."""
     on_terminate: str = "cancel"
     keyed: bool = False
-    """True if the name of the job belongs to this step alone."""
+    """Whether the name of the job belongs to this step alone."""
 
     def write(self, found: Outcome) -> None:
         """Write the outputs. Raises OutlastError."""
@@ -83,7 +83,7 @@ class _Terminated(BaseException):
 
 
 class _Terminable:
-    """Raises _Terminated in its block at the first SIGTERM: at once, or at the end of what is `held`."""
+    """Raises _Terminated in its block at the first SIGTERM: at once, or at the end of a `held` block."""
 
     def __init__(self) -> None:
         self._held = self._came = False
@@ -116,7 +116,7 @@ class _Terminable:
 
 
 def named(job: Job, key: str | None, *content: object) -> Job:
-    """The job under the name that it has for this key; `content` is what it was made of. Without a key, the job."""
+    """The job, renamed for this key; `content` is everything the job was made from. Without a key, the job is unchanged."""
     if not key:
         return job
     from outlast.job import contract

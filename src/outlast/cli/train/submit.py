@@ -1,4 +1,4 @@
-"""`outlast submit`: apply a job to a cluster, or show what that would change."""
+"""`outlast submit`: apply a job to a cluster, or show what would change."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def submit(
     """Start or continue training in a cluster.
 
     This applies the job in a file, or a script. elasticjob needs the operator (outlast install); the other topologies need
-    nothing. Submitting the same file again changes nothing while the job runs, and continues a job that is suspended, has
-    failed or was cancelled. A job that has succeeded is not run again.
+    nothing installed. Submitting the same file again changes nothing while the job runs, and continues a job that is suspended,
+    has failed or was cancelled. A job that has succeeded is not run again.
 
     --wait is for steps of pipelines: nothing but the end of the job ends it, and the same command waits for the same job again.
 
@@ -120,7 +120,7 @@ def _check(wait: bool, *, follow: bool, dry_run: bool, fresh: bool, others: bool
 
 
 def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, context: str | None) -> KubernetesBackend:
-    """The cluster, and how jobs are made there."""
+    """The backend of the cluster, which creates jobs with this topology."""
     from outlast.kubernetes.jobs.backend import KubernetesBackend
 
     if isinstance(ctx.obj, KubernetesBackend):
@@ -169,7 +169,7 @@ def _diff(old: Document, new: Document) -> Iterator[str]:
 
 
 def follow_(place: KubernetesBackend, name: str, options: str) -> int:
-    """Show the logs until the job ends; the exit code that it means."""
+    """Show the logs until the job ends. Returns the exit code for its end."""
     from outlast.cli import show, view
 
     try:

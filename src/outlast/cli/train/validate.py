@@ -60,7 +60,7 @@ def validate(
 
 
 def _snapshots(job: spec.Job) -> Iterator[str]:
-    """Memory that snapshots take in a worker, in pods and on this machine, and the size that fits."""
+    """The memory for snapshots in a worker, in pods and on this machine, and the size of a snapshot that fits."""
     from outlast.job import contract
     from outlast.local import output_dir, state_dir
     from outlast.storage import checkpoints

@@ -30,18 +30,18 @@ class Run:
     workers: tuple[int, ...]
     """Sizes of its worlds in the order of time, consecutive repeats merged."""
     time_s: float
-    """From submission to the end, or to now."""
+    """Time from submission to the end, or to now."""
     training_s: float
-    """The part of it spent on steps that were kept."""
+    """The part of `time_s` that was spent on steps that were kept."""
     steps: int
     steps_per_s: float | None
-    """Rate while it trained, without the first step of each world."""
+    """Steps per second while the run trained, without the first step of each world."""
     goodput: float
-    """0 ... 1."""
+    """Share of the time spent on steps that were kept, 0 ... 1."""
     loss: float | None = None
-    """The last value logged under that name."""
+    """The last value that was logged as `loss`."""
     throughput: tuple[str, float] | None = None
-    """Median of a logged speed, with its name: `images_per_s`."""
+    """Name and median of a logged speed, such as `images_per_s`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Row:
 
     run: Run
     speedup: float | None
-    """Time of the first run divided by this one's."""
+    """Time of the first run divided by the time of this run."""
     efficiency: float | None
     """The speed-up divided by the ratio of workers, 0 ... 1."""
 
 
 def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[str | bytes]) -> Run:
-    """A run from its account, its ledger and the lines of its metrics.jsonl."""
+    """Summarise a run from its account, its ledger and the lines of its metrics.jsonl."""
     loss, throughput = _logged(metrics)
     return Run(
         name,
@@ -89,7 +89,7 @@ def sizes(events: Iterable[Event]) -> tuple[int, ...]:
 
 
 def _logged(lines: Iterable[str | bytes]) -> tuple[float | None, tuple[str, float] | None]:
-    """The last loss, and the median of the first speed, in the lines of metrics.jsonl; others are skipped."""
+    """The last loss, and the median of the first speed, in the lines of metrics.jsonl; other lines are skipped."""
     loss: float | None = None
     speeds: dict[str, list[float]] = {}
     for line in lines:
@@ -121,7 +121,7 @@ def compared(runs: Sequence[Run]) -> list[Row]:
 
 
 def cells(row: Row) -> list[object]:
-    """A row of the table, as wide as HEADINGS; None for unknown values."""
+    """The cells of a row of the table, one for each of HEADINGS; None for unknown values."""
     each = row.run
     name, value = each.throughput or ("", 0.0)
     return [

@@ -16,7 +16,7 @@ from outlast.job.report.steps import Bucket, Step
 from outlast.job.report.timeline import Snapshots, Timeline
 
 COUNTED = ("steps_kept", "worlds", "failures", "restarts", "interruptions", "hangs", "saves", "saves_failed")
-"""Counters of the account, by name."""
+"""Names of the account's counters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,18 +44,19 @@ class Goodput:
     steps_kept: int
     steps_replayed: int
     step_mean_s: float | None
-    """Mean, and below the median, of all executed steps except the first of each world, which includes the warm-up."""
+    """Mean duration of all executed steps except the first step of each world, which includes the warm-up. The median is that
+    of the same steps."""
     step_median_s: float | None
     worlds: int
     failures: int
-    """Failures that counted."""
+    """Number of failures that counted."""
     restarts: int
-    """Worlds formed after a failure or a hang."""
+    """Number of worlds formed after a failure or a hang."""
     interruptions: int
     """Number of times that training was asked to save and leave, including planned changes."""
     hangs: int
     saves: int
-    """Checkpoints that were committed."""
+    """Number of committed checkpoints."""
     saves_failed: int
     snapshots: Snapshots | None = None
     """The last reported interval of snapshots; None: never reported."""
@@ -120,7 +121,7 @@ _Stretch = tuple[int, int, Bucket]
 
 
 def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float | None) -> Iterator[_Stretch]:
-    """Spans with the final bucket of their owner.
+    """The spans, each with the final bucket of its owner.
 
     `ordinary` is the duration of a step in microseconds; the extra time of a first step is start-up. A step waits for its data
     first, then its state is copied, then it warms up, then it trains.

@@ -25,7 +25,8 @@ class Lost:
     again_us: int = 0
     """Time of the steps whose result was lost, and of the step that was cut short."""
     up_to: bool = False
-    """The moment of the fault is unknown: counted from the end of the last step in the ledger."""
+    """Whether the moment of the fault is unknown: the loss is then counted from the end of the last step in the ledger, and is
+    an upper bound."""
     source: str = ""
     """Source of the restored state: memory | peer | disk | store; empty: not reported."""
 
@@ -44,21 +45,22 @@ class Lost:
             self.reforming_us += us
 
     def ordinary(self, us: int) -> None:
-        """Training continued: subtract the ordinary time of the first step."""
+        """Subtract the ordinary time of the first step, now that training has continued."""
         self.reforming_us = max(0, self.reforming_us - us)
 
     def was_kept(self, us: int) -> None:
-        """Subtract steps that seemed lost but were kept: they ended, but are not in the ledger."""
+        """Subtract the time of steps that seemed lost but were kept: they had ended, although the ledger does not contain
+        them."""
         taken = min(us, self.detection_us)
         self.detection_us -= taken
         self.again_us = max(0, self.again_us - (us - taken))
 
 
 def stopped(*, progress: int | None, fault: int | None, noticed: int, at: int) -> Lost:
-    """The loss when a world ends `at`, all times in microseconds.
+    """The loss so far when a world ends at the time `at`. All times are in microseconds.
 
-    `progress` is the end of its last step, None if it made none; `fault` the moment of the fault if known; `noticed` the time of
-    the first report of it.
+    `progress` is the end of the world's last step, None if it made no step; `fault` is the moment of the fault, if known;
+    `noticed` is the time of the first report of the fault.
     """
     noticed = max(min(noticed, at), progress or 0)
     begun = noticed if progress is None else progress
@@ -79,20 +81,21 @@ class Incident:
     kind: str
     """failure | hang | unheard | interruption | change | launcher | save | damaged"""
     text: str
-    """One sentence, from the process that decided or saw it."""
+    """One sentence, from the process that made the change or noticed the problem."""
     worker: int | None = None
     generation: int = -1
-    """The world that it ended or happened in."""
+    """Generation of the world that the incident ended or happened in."""
     recovery_s: float | None = None
     """Time until the next step had ended, or until the next world for a script that reports no steps.
     None: not yet, or training never stopped."""
     replayed: int = 0
-    """Steps whose result it cost."""
+    """Number of steps whose result was lost."""
     attempt: int = 0
-    """The start of that world's processes that it ended; above 0 after its members had repaired it themselves."""
+    """Which start of that world's processes the incident ended; above 0 if the members had repaired the world by themselves
+    before."""
     lost: Lost | None = None
-    """The training that it cost, final once `recovery_s` is known.
-    None: training never stopped, or the script reports no steps."""
+    """The training that the incident cost, final once `recovery_s` is known. None: training never stopped, or the script
+    reports no steps."""
 
 
 SOURCES = ("memory", "peer", "disk", "store")
@@ -107,11 +110,11 @@ class Total:
     failures: int
     seconds: float
     last_s: float
-    """Cost of the last one."""
+    """Cost of the last incident, in seconds."""
     generation: int
-    """The world that the last one ended."""
+    """Generation of the world that the last incident ended."""
     up_to: bool
-    """The cost is an upper bound."""
+    """Whether the cost is an upper bound."""
 
 
 def total(incidents: Iterable[Incident], kinds: Iterable[str] = FAILURES) -> Total:

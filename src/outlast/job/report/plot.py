@@ -1,5 +1,5 @@
-"""A comparison of runs as a picture: the time of each, and the speed-up beside the ideal one. The only module that uses
-matplotlib.
+"""A comparison of runs as a picture: the time of each run, and the speed-up beside the ideal speed-up. The only module that
+imports matplotlib.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def check(path: Path) -> None:
 
 
 def figure(width: float, height: float) -> Any:
-    """An empty picture, in inches. Raises OutlastError when matplotlib is missing."""
+    """An empty picture of this size in inches. Raises OutlastError when matplotlib is missing."""
     return _figure()(figsize=(width, height), layout="constrained")
 
 
 def save(drawn: Any, path: Path) -> None:
-    """Write a picture to a file. Raises OutlastError if that cannot be written."""
+    """Write a picture to a file. Raises OutlastError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         drawn.savefig(path)
@@ -36,7 +36,8 @@ def save(drawn: Any, path: Path) -> None:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Draw a comparison to a file: bars of minutes or seconds, and speed-ups over workers where these are known.
+    """Draw a comparison to a file: bars of minutes or seconds, and speed-ups over the number of workers, as far as they are
+    known.
 
     Raises OutlastError when matplotlib is missing or the file cannot be written.
     """
@@ -50,7 +51,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _times(axes: Any, rows: Sequence[Row]) -> None:
-    """A bar per run."""
+    """Draw one bar per run."""
     minutes = max(row.run.time_s for row in rows) >= 180
     values = [row.run.time_s / 60 if minutes else row.run.time_s for row in rows]
     labels = [f"{row.run.name}\n{'→'.join(map(str, row.run.workers)) or '?'} workers" for row in rows]
@@ -62,7 +63,7 @@ def _times(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _speedups(axes: Any, points: Sequence[tuple[int, float]]) -> None:
-    """Speed-up over workers, and the ideal one."""
+    """Draw the speed-up over the number of workers, and the ideal speed-up."""
     workers = [count for count, _ in points]
     base = points[0][0] / points[0][1]
     axes.plot(workers, [count / base for count in workers], "--", color="#999999", label="ideal")
@@ -75,7 +76,7 @@ def _speedups(axes: Any, points: Sequence[tuple[int, float]]) -> None:
 
 
 def _figure() -> Any:
-    """The class Figure of matplotlib, which needs no screen. Raises OutlastError if it is not installed."""
+    """The class Figure of matplotlib, which needs no display. Raises OutlastError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

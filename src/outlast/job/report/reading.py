@@ -23,7 +23,7 @@ _NEEDED = {
     "unheard": ("workers", "reason"),
     "attempt": ("attempt", "reason"),
 }
-"""Required fields of each kind: an event without them was written by something else, or by another version."""
+"""Required fields of each kind of event: an event without them was written by another program, or by another version."""
 _NUMBERS = (
     *("attempt", "bytes", "code", "copied_s", "every", "generation", "rank", "replicas", "repaired"),
     *("silent_s", "step", "steps", "waited_s", "worker"),
@@ -33,7 +33,7 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("path", "source", "suspends"), str),
     "workers": list,
 }
-"""Types of fields, in every kind of event that has them."""
+"""Types of fields, which are the same in every kind of event that has them."""
 KINDS = frozenset(
     {
         *("submitted", "asked", "launcher", "worker", "failure", "resumed", "session", "restoring", "interrupted", "chaos"),
@@ -60,10 +60,10 @@ def usable(event: Mapping[str, Any]) -> bool:
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:
-    """The events for the account from `events` in the order of time, without duplicates: equal events at the same instant are
-    one.
+    """The events that the account is computed from, in the order of time and without duplicates: equal events at the same
+    instant count once.
 
-    Events after `finished`, by other machines' clocks, happened before it, unless the job was resumed.
+    Events that other machines' clocks date after `finished` happened before it, unless the job was resumed.
     """
     finished: Timed | None = None
     for t, event in _once(events):
@@ -99,12 +99,12 @@ def _once(events: Iterable[Event]) -> Iterator[Timed]:
 
 @dataclasses.dataclass
 class Survey:
-    """Facts about all events that the fold needs before it begins."""
+    """Facts about all events that the timeline needs before its own pass over them."""
 
     start: int | None = None
-    """Time of the first event, microseconds since the epoch; None when there is none."""
+    """Time of the first event, microseconds since the epoch; None if there is no event."""
     last_steps: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-    """End of the last step of each attempt of each generation: until then its world was not broken, whatever was reported."""
+    """End of the last step of each attempt of each generation: until then its world was intact, whatever was reported."""
     blind: bool = True
     """Whether the script reports no progress."""
 

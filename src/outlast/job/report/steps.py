@@ -13,13 +13,13 @@ class Bucket(enum.StrEnum):
     """The use of a span of time."""
 
     TRAINING = "training"
-    """Steps whose result was kept. Goodput is the share of this in the time in which the job was not suspended."""
+    """Steps whose result was kept. Goodput is the share of this time in all time in which the job was not suspended."""
     REPLAYED = "replayed"
     """Steps whose result was lost: taken back by a restore, or cut short by a failure."""
     DATA = "data stall"
-    """Waiting for data, by steps whose result was kept."""
+    """Waiting for data during steps whose result was kept."""
     SNAPSHOT = "snapshot stall"
-    """Copying the state into memory, by steps whose result was kept."""
+    """Copying the state into memory during steps whose result was kept."""
     CHECKPOINT = "checkpoint"
     """Training stood still for a save; a save in the background costs nothing here."""
     RENDEZVOUS = "rendezvous"
@@ -29,15 +29,16 @@ class Bucket(enum.StrEnum):
     STARTUP = "startup"
     """Starting processes, importing, building the model; the extra time of a first step; exiting at the end."""
     QUEUE = "queue"
-    """Submitted (or resumed), before pods were asked for or the first worker started; also held by a queue."""
+    """From submission (or resumption) until pods were requested or the first worker started; also the time that the job waited
+    in a queue."""
     PODS = "pod start"
-    """Pods were asked for, and none of them runs yet: scheduling, images, volumes."""
+    """Pods were requested, but none of them runs yet: scheduling, images, volumes."""
     HANG = "hang"
     """From the last step until a hang was noticed."""
     IDLE = "idle"
     """Interrupted, or without a launcher and workers."""
     SUSPENDED = "suspended"
-    """Suspended by the user. Goodput is a share of the other time."""
+    """Suspended by the user. Goodput does not count this time."""
 
 
 WAITING = (Bucket.IDLE, Bucket.SUSPENDED, Bucket.QUEUE, Bucket.PODS)
@@ -46,17 +47,17 @@ WAITING = (Bucket.IDLE, Bucket.SUSPENDED, Bucket.QUEUE, Bucket.PODS)
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """One execution of a step, finished or not, or of several that were reported together or joined since."""
+    """One execution of a step, finished or not, or of several steps that were reported together or have been joined since."""
 
     bucket: Bucket = Bucket.TRAINING
     first: bool = False
-    """It is the first step of its world: its extra time is start-up."""
+    """Whether this is the first step of its world: its extra time is start-up."""
     before: int = 0
-    """Number of the step before the first one."""
+    """Number of the step that precedes the first of these steps."""
     number: int = 0
     """Number of the last step whose result is kept."""
     count: int = 0
-    """Number of steps that are kept; 0 while it is under way."""
+    """Number of steps that are kept; 0 while the step is under way."""
     life: int = 0
     us: int = 0
     waited_us: int = 0
@@ -64,9 +65,9 @@ class Step:
     copied_us: int = 0
     """The part of `us` spent copying the state into memory."""
     kept_us: int = -1
-    """The part of `us` for the kept steps, if later ones were taken back; -1: all."""
+    """The part of `us` for the kept steps, if later steps were taken back; -1: all of it."""
     pieces: int = 0
-    """Spans that it owns."""
+    """Number of spans that the step owns."""
 
     def join(self, other: Step) -> bool:
         """Merge the following step into this one, if nothing distinguishes them."""
@@ -81,7 +82,7 @@ class Step:
 
 
 _DIGITS = 1 << 16
-"""Most distinct step durations; above, they are rounded to a thousandth."""
+"""Maximum number of distinct step durations; beyond it, durations are rounded to a thousandth."""
 
 
 class Durations:

@@ -32,7 +32,7 @@ _LOOK = {
     Bucket.IDLE: (" ", "bright_black", "idle"),
     Bucket.SUSPENDED: ("_", "bright_black", "suspended"),
 }
-"""For each bucket: its glyph in the timeline, which tells it apart without colours; its colour; its name."""
+"""For each bucket: its glyph in the timeline, which distinguishes it without colours; its colour; its name."""
 _FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_s", "replayed")
 """Fields of an incident that go into the JSON unchanged."""
 _TOTALS = {"failures": FAILURES, "interruptions": PLANNED}
@@ -41,7 +41,7 @@ PROGRESS = "from outlast.training import progress; progress(step, total)"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _BAR = 30
 _SHOWN = 20
-"""Incidents listed in the terminal, the latest ones."""
+"""Number of incidents listed in the terminal: the latest."""
 
 _Line = list[tuple[str, str]]
 """Fragments of text with their style."""
@@ -77,7 +77,7 @@ def _sum(total: Total) -> dict[str, Any]:
 
 
 def _lost(incident: Incident) -> dict[str, Any] | None:
-    """Seconds of training that an incident has cost; None while it goes on, or where training never stopped."""
+    """Seconds of training that an incident has cost; None while the incident goes on, or if training never stopped."""
     lost = incident.lost
     if lost is None or incident.recovery_s is None:
         return None
@@ -101,7 +101,7 @@ def _headline(goodput: Goodput, title: str) -> _Line:
 
 
 def _buckets(goodput: Goodput) -> list[_Line]:
-    """Every bucket that took time, the largest first; training on top."""
+    """A line for every bucket that took time: training first, then the others by size."""
     rows = sorted(Bucket, key=lambda bucket: (bucket is not Bucket.TRAINING, -goodput.microseconds[bucket]))
     lines: list[_Line] = []
     for bucket in rows:
@@ -115,7 +115,7 @@ def _buckets(goodput: Goodput) -> list[_Line]:
 
 
 def _seconds(seconds: float) -> str:
-    """Like `units.human_seconds`, but all stretches below a minute in the same unit."""
+    """Like `units.human_seconds`, but with the same unit for all durations below a minute."""
     return f"{seconds:.2f}s" if seconds < 59.995 else units.human_seconds(seconds)
 
 
@@ -183,7 +183,7 @@ def _snapshots(goodput: Goodput) -> str:
 
 
 def _total(goodput: Goodput) -> str:
-    """`3 failures cost 4.10s of training, 1.37s each`; empty before the first."""
+    """`3 failures cost 4.10s of training, 1.37s each`; empty before the first failure."""
     said = []
     for kind, kinds in _TOTALS.items():
         found = total(goodput.incidents, kinds)
@@ -195,8 +195,8 @@ def _total(goodput: Goodput) -> str:
 
 
 def _cost(incident: Incident, steps: bool) -> str:
-    """The cost of an incident: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`; only the time for a script without
-    steps."""
+    """The cost of an incident: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`; for a script without steps, only the
+    time."""
     if not incident.recovery_s:
         return f"{_many(incident.replayed, 'step')} again" if incident.replayed else ""
     lost = incident.lost

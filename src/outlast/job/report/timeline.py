@@ -1,8 +1,8 @@
 """The timeline of a job: the ledger's events folded, in order, into spans of time that each have an owner.
 
-Called by `report.goodput` only. Events come in the order of time, each once (`reading`), with the fields that `ledger` lists. One
-may be missing, since its writer was killed, or come from a replaced generation, or from a clock that is slightly off. In every
-case each instant between the first event and the end has one owner.
+Called by `report.goodput` only. Events come in the order of time, each once (`reading`), with the fields that `ledger` lists.
+An event may be missing because its writer was killed, and it may come from a replaced generation or a clock that is slightly
+off. In every case each instant between the first event and the end has one owner.
 
 A step owns the time from the end of the previous step to its own end. That time is training if the step is kept, except for time
 spent waiting for data, and replayed if a restore takes it back or a failure cuts it short. All other time has the bucket of the
@@ -22,17 +22,17 @@ from outlast.job.report.reading import Survey, microseconds
 from outlast.job.report.steps import WAITING, Bucket, Durations, Step
 
 _HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}
-"""The bucket of a stopped job, by its state: suspended by its user, or queued after its queue has taken the quota back."""
+"""The bucket of a stopped job, by its state: suspended by its user, or queued again after its queue has withdrawn the quota."""
 _SPANS = 1 << 16
 """Number of spans above which old ones are joined."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshots:
-    """The interval of snapshots."""
+    """Interval and size of snapshots, as last reported."""
 
     every: int
-    """Steps between two snapshots; 0: none are made."""
+    """Number of steps between two snapshots; 0: none are made."""
     bytes: int = 0
     """Bytes of the parts of all ranks together, as reported by rank 0."""
     replicas: int = 0
@@ -40,7 +40,7 @@ class Snapshots:
 
 
 class Timeline:
-    """Folds events, in order, into spans of time with an owner: a bucket, or the step whose fate decides."""
+    """Folds events, in order, into spans of time. The owner of a span is a bucket, or a step whose fate decides the bucket."""
 
     def __init__(self, start: int, known: Survey) -> None:
         self.spans: list[tuple[int, int, Bucket | Step]] = []
@@ -125,7 +125,7 @@ class Timeline:
         self._phase = phase
 
     def _drop(self, fate: Bucket, t: int) -> None:
-        """The current step will never end; its time belongs to `fate`."""
+        """Drop the current step, which will never end; its time belongs to `fate`."""
         self._cut(t)
         if self._step is not None:
             self._step.bucket = fate
@@ -133,11 +133,11 @@ class Timeline:
             self._step = None
 
     def _goes_on(self, t: int) -> bool:
-        """Whether the current world has yet to make its last step: then it was not broken, whatever was reported."""
+        """Whether the current world has yet to make its last step: then it is intact, whatever was reported."""
         return t < self._last_steps.get((self._generation, self._begun), t)
 
     def _end_world(self, fate: Bucket, t: int) -> None:
-        """Training stops, at once or after the world's last step."""
+        """End training in the current world, at once or after its last step."""
         if self._goes_on(t):
             self._broken = True
         elif self._phase not in WAITING:
@@ -145,7 +145,7 @@ class Timeline:
             self._phase = self._next
 
     def _stop(self, fate: Bucket, t: int) -> None:
-        """Training stops making progress, and loses time from now on."""
+        """Record that training makes no progress and loses time from now on."""
         if self._lost is not None or self._blind:
             self._drop(fate, t)
             return
@@ -170,7 +170,7 @@ class Timeline:
             self._recovered(t)
 
     def _starts(self) -> None:
-        """The processes of a world start."""
+        """Record that the processes of a world start."""
         self._broken, self._why, self._next = False, "", Bucket.RENDEZVOUS
         self._progress = self._fault = self._noticed = None
         self._life += 1
@@ -218,12 +218,13 @@ class Timeline:
         self.steps_kept += step.count
 
     def _ordinary(self, step: Step) -> int:
-        """The time of steps without the extra time of a first one."""
+        """The time of these steps, without the extra time of a world's first step."""
         usual = self.durations.median() if step.first else None
         return step.us if usual is None else min(step.us, step.waited_us + step.copied_us + round(usual * max(1, step.count)))
 
     def _kept_unsaid(self, step: int) -> None:
-        """The restored state is newer than the last step in the ledger: the interrupted span included completed steps."""
+        """Keep completed steps that the ledger lacks: if the restored state is newer than its last step, the interrupted span
+        included them."""
         done, last = self._cut_short, self.kept[-1].number if self.kept else 0
         if done is None or self._lost is None or step <= last:
             return
@@ -234,7 +235,7 @@ class Timeline:
         (next((i.lost for i in self._open if i.lost is not None), None) or self._lost).was_kept(done.kept_us)
 
     def _recovered(self, t: int) -> None:
-        """Training continues in a newer world: incidents of older ones are over."""
+        """End the incidents of older worlds, since training continues in a newer one."""
         for incident in self._open:
             if (incident.generation, incident.attempt) < (self._generation, self._begun):
                 incident.recovery_s = t / 1e6 - incident.time
@@ -254,12 +255,13 @@ class Timeline:
         self._open.append(incident)
 
     def _cause(self) -> Incident | None:
-        """The incident that ended the current world, if known: later reports are consequences."""
+        """The incident that ended the current world, if known; later reports are its consequences."""
         present = self._generation, self._announced
         return next((incident for incident in self._open if (incident.generation, incident.attempt) == present >= (0, 0)), None)
 
     def _rests(self) -> None:
-        """Training is not expected to go on: the time after a planned stop is no recovery."""
+        """Close incidents other than failures: after a planned stop training is not expected to go on, so the time is not
+        recovery."""
         self._open = [incident for incident in self._open if incident.kind in incidents.FAILURES]
         if all(incident.lost is not self._lost for incident in self._open):
             self._lost = None
@@ -280,7 +282,8 @@ class Timeline:
             self._taken_up(t, event)
 
     def _taken_up(self, t: int, event: Event) -> None:
-        """The job has a launcher again. If it had not ended, its processes were gone since the last event."""
+        """Record that the job has a launcher again. If the job had not ended, its processes have been gone since the last
+        event."""
         if self._phase not in WAITING and not self._goes_on(t):
             self._incident(self.seen, "launcher", "the launcher and its workers were gone", event, stops=True)
             self._stop(Bucket.REPLAYED, self.seen)
@@ -350,7 +353,7 @@ class Timeline:
         return next(found, None)
 
     def _known(self, cause: Incident | None, reason: str, event: Event) -> bool:
-        """Whether an unheard peer ended a world; then turn the incident into a failure with its reason."""
+        """Whether an unreachable peer ended a world; if so, turn the incident into a failure with the peer's reason."""
         if cause is None or cause.kind != "unheard":
             return False
         cause.kind, cause.text = "failure", reason
@@ -487,7 +490,7 @@ class Timeline:
             self._on_world(t, early)
 
     def _goes_on_training(self, step: Step, t: int) -> None:
-        """A step has ended: no more time is lost, and unheard peers are back."""
+        """Record that a step has ended: no more time is lost, and unreachable peers are back."""
         if self._lost is not None:
             self._lost.ordinary(self._ordinary(step))
             self._lost = None

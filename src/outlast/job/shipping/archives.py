@@ -22,7 +22,7 @@ def extract(archive: Path, into: Path, *, name: str) -> None:
 
 
 def check(archive: Path, name: str, sha256: str, runs: str) -> None:
-    """Raise OutlastError if an archive of this machine cannot be unpacked, or lacks the script or module to run."""
+    """Raise OutlastError if a local archive cannot be unpacked, or lacks the script or module to run."""
     if sha256:
         check_checksum(archive, name, sha256)
     with tempfile.TemporaryDirectory() as directory:

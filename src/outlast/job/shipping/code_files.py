@@ -3,9 +3,9 @@
     entries = listed(root)
     pack(root, entries, Path("code.tar.gz"))
 
-Files excluded by `.gitignore` and `.outlastignore` (the latter takes precedence, and its `!` includes again), and files that are
-never code, are left out. The archive depends only on names, contents, links and the executable bit: not on times, owners or the
-order on disk. Empty directories are not in it, as in git.
+Files excluded by `.gitignore` and `.outlastignore` (the latter takes precedence, and its `!` includes again), and files that
+are never code, are left out. The archive depends only on names, contents, links and the executable bit: not on times, owners or
+the order on disk. As in git, empty directories are left out.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ credentials.json
 service-account*.json
 service_account*.json
 """
-"""Rules for files that usually hold credentials. The code is readable for everyone with access to ConfigMaps of the namespace,
-so only an `.outlastignore` can include these."""
+"""Rules for files that usually hold credentials. Everyone with access to ConfigMaps in the namespace can read the code, so only
+an `.outlastignore` can include these files."""
 _TRIES = 3
 """Attempts at packing while files change."""
 _CHUNK = 1 << 20
@@ -115,9 +115,9 @@ def listed(
 ) -> list[Entry]:
     """The files and links of a directory of code, sorted by name: the same for a run on this machine and for pods.
 
-    `but`: paths below it that are not code. `withheld` is called with names left out as probable credentials, `ignored` with
-    those left out by an ignore file. A link that leads outside is an error, since pods would not have its target; with `outside`,
-    which is called with its name, it becomes a link to the absolute path.
+    `but` lists paths below `root` that are not code. `withheld` is called with names left out as probable credentials,
+    `ignored` with those left out by an ignore file. A link that leads outside is an error, since pods would not have its
+    target; with `outside`, which is called with its name, it becomes a link to the absolute path.
 
     Raises OutlastError for such a link, for unreadable files, and if there is too much for code.
     """
@@ -140,7 +140,7 @@ def listed(
 def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[Path]:
     """Paths in a directory of code that are not code: `but`, the job's data, models and output, and the log of this command.
 
-    The script is code even if `but` names it, in place of a job file."""
+    The script is code even if `but` names it because it was given instead of a job file."""
     but = [place for place in but if place.absolute() != root / (fields.script or "")]
     return [*but, *_redirected(), *(place for place in _named(fields) if place != root and place not in root.parents)]
 
@@ -203,8 +203,8 @@ def pack(
 ) -> list[Entry]:
     """Pack a directory of code into a new `.tar.gz`; returns its entries.
 
-    `reading` is called with the name of each file before it is read; `withheld` as in `listed`. Raises OutlastError as that does,
-    or for a file that keeps changing, and TooLarge if the archive exceeds `room`.
+    `reading` is called with the name of each file before it is read; `withheld` as in `listed`. Raises OutlastError as `listed`
+    does, or for a file that keeps changing, and TooLarge if the archive exceeds `room`.
     """
     for left in reversed(range(_TRIES)):
         entries = listed(root, but, withheld=withheld)

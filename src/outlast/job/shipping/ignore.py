@@ -31,15 +31,15 @@ _NEVER = "(?!)"
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One rule, a line of the file."""
+    """One rule: a line of the file."""
 
     pattern: re.Pattern[str]
     path: bool
-    """It is matched against the path below the file's directory; otherwise against the name alone."""
+    """Whether the rule is matched against the path below the file's directory, rather than against the name alone."""
     directories: bool
-    """It applies to directories only."""
+    """Whether the rule applies to directories only."""
     back: bool
-    """It includes matching entries again (`!`)."""
+    """Whether the rule includes matching entries again (`!`)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,11 +17,11 @@ _LENGTH = re.compile(r"-*(?:.*\.)?(?:(?:max|n|num|total|train|training)[-_])*(?:
 _ELSEWHERE = ("args", "code", "environment", "output", "suspend", "workers")
 """Fields for the place and size of a job, and its arguments."""
 _LONGEST = 60
-"""Most characters of a value in a sentence."""
+"""Maximum number of characters of a value in a sentence."""
 
 
 def between(old: Job, new: Job, but: Collection[str] = ()) -> Iterator[str]:
-    """A sentence for each changed field of `spec`, except fields that begin with one of `but`.
+    """A sentence for each changed field of `spec`, except fields whose names begin with an entry of `but`.
 
     Values of `env` are not shown, since they may be secret.
     """
@@ -38,7 +38,7 @@ def between(old: Job, new: Job, but: Collection[str] = ()) -> Iterator[str]:
 
 def longer(old: Job, new: Job, step: int) -> bool:
     """Whether a job differs from its previous version only by asking for more steps or epochs. `step` is the step of its newest
-    checkpoint: a new option, such as `--max-iters 5000`, asks for more if it is above that."""
+    checkpoint: a new option, such as `--max-iters 5000`, asks for more if its value is above that step."""
     if [*between(old, new, but=_ELSEWHERE)]:
         return False
     was, now = (_options(job.spec.args) for job in (old, new))
@@ -79,7 +79,7 @@ def _changed(was: Any, now: Any) -> str:
 
 
 def _named(words: Sequence[Any], start: int, end: int) -> Sequence[Any]:
-    """These arguments, preceded by an option if the first is its value."""
+    """The words from `start` to `end`, preceded by an option if the first word is that option's value."""
     value = 0 < start < end and not str(words[start]).startswith("-") and str(words[start - 1]).startswith("-")
     return words[start - value : end]
 

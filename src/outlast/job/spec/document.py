@@ -1,8 +1,9 @@
 """A YAML document as plain data with the line of every value.
 
-`spec` reads job files with it, so that each mistake can be reported with its line. Stricter than `yaml.safe_load` where that
-hides a mistake (two equal keys, two documents in a file), and more lenient where YAML is a trap: keys are always text, and below
-`verbatim` places scalars are the written text: `3e-3` and `yes`, not `0.003` and true. Imports only PyYAML.
+`spec` reads job files with it, so that each mistake can be reported with its line. The reader is stricter than `yaml.safe_load`
+where that function hides a mistake (two equal keys, two documents in a file), and more lenient where YAML is a trap: keys are
+always text, and below `verbatim` places scalars are the written text: `3e-3` and `yes`, not `0.003` and true. This module
+imports only PyYAML.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from outlast.base.errors import InvalidJob
 _NULL = "tag:yaml.org,2002:null"
 _MERGE = "tag:yaml.org,2002:merge"
 _REPEATS = 10_000
-"""Most values that aliases may repeat. Aliases of aliases multiply: nine lines of them are 10^9 values."""
+"""Maximum number of values that aliases may repeat. Aliases of aliases multiply: nine lines of them are 10^9 values."""
 
 Place = tuple[str | int, ...]
 """Path of a value: keys and list indices from the top, `("spec", "args", 0)`."""
@@ -32,7 +33,7 @@ class Document:
     lines: dict[Place, int]
     """The line (from 1) of each value, or of its key in a mapping."""
     problems: list[tuple[int, str]] = field(default_factory=list)
-    """Line and sentence of mistakes in a readable document: keys that are given twice."""
+    """Line and sentence of each mistake in a readable document: a key that is given twice."""
 
     def line(self, place: Place) -> int | None:
         """The line of a value, or of the nearest enclosing one if it is not in the document."""
@@ -52,7 +53,7 @@ def read(
 ) -> Document:
     """The only document in `text`; raises InvalidJob if there is none, or several, or it is not YAML.
 
-    `kind` names the content of such a file, and `start` its beginning, for the sentences of errors.
+    For error messages, `kind` names the content of such a file, and `start` is its beginning.
     """
 
     def wrong(line: int | None, sentence: str) -> InvalidJob:

@@ -1,4 +1,4 @@
-"""The types of a job file's fields: accepted values, the sentence for others, and the pattern for schemas."""
+"""The types of a job file's fields: accepted values, the error message for other values, and the pattern for schemas."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def label(longest: int) -> Pattern:
 
 
 def object_name(longest: int) -> Pattern:
-    """The name of a Kubernetes object (an RFC 1123 subdomain), or nothing."""
+    """The name of a Kubernetes object (an RFC 1123 subdomain), or an empty text."""
     part = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
     sentence = f"must be a name in the cluster: lower-case letters, digits, dashes and dots, at most {longest} characters"
     return Pattern(rf"{part}(\.{part})*|", sentence, longest)

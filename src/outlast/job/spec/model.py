@@ -115,7 +115,7 @@ class Workers(Checked):
 
 
 class Resources(Checked):
-    """What each worker gets. On this machine all workers share CPU and memory."""
+    """Resources of each worker. On this machine all workers share CPU and memory."""
 
     cpu: fields.Cores | None = None
     """CPU cores: `4`, `500m`. With `kubectl apply`, write a fraction as text, `500m` or `"0.5"`: API servers accept no other."""
@@ -180,7 +180,7 @@ class Checkpoint(Checked):
 
     @property
     def reserved(self) -> int:
-        """Bytes that the memory of a worker's pod grows by."""
+        """Number of bytes by which the memory of a worker's pod grows."""
         return self.memory if isinstance(self.memory, int) else 0
 
     def variables(self) -> dict[str, str]:
@@ -213,7 +213,7 @@ class Restarts(Checked):
 
 
 class Interruption(Checked):
-    """What happens when a worker is asked to leave."""
+    """How much time a worker has when it is asked to leave."""
 
     grace: fields.Duration = timedelta(seconds=75)
     """Time to save and exit before training is killed. Pods get 30 s more for the last upload, so the default fits into the 120 s
@@ -233,16 +233,16 @@ class Scheduling(Checked):
     spot: Literal["prefer", "require", "avoid", "any"] = "prefer"
     """Whether to run on spot machines."""
     worker0: Literal["any", "on-demand"] = "any"
-    """`on-demand`: worker 0 runs on no spot machine, whatever the others do. Not for Indexed Jobs and StatefulSets,
-    whose pods are all alike."""
+    """`on-demand`: worker 0 does not run on a spot machine, whatever `spot` says about the other workers. Not for Indexed Jobs
+    and StatefulSets, whose pods are all alike."""
 
 
 class Environment(Checked):
     """Packages to install before training starts, once per machine for all workers and jobs. Give one of the two."""
 
     requirements: fields.Text | None = None
-    """Requirements file for pip. Its packages are added to the Python that Outlast runs in; what that has already, above all
-    PyTorch, is not installed again. With `code` from an archive or a store this may be a file in the code."""
+    """Requirements file for pip. Its packages are added to the Python that Outlast runs in; packages that this Python already
+    has, above all PyTorch, are not installed again. With `code` from an archive or a store this may be a file in the code."""
     conda: fields.Text | None = None
     """Environment file for micromamba, mamba or conda, one of which must be installed. The environment must include Python 3.11
     or newer and PyTorch."""
@@ -261,9 +261,9 @@ class Compile(Checked):
     training and uploads new ones with its output. The programs are run as they are: share an output only with people whose code
     you would run."""
     warm_up: tuple[str, ...] = ()
-    """Command that a worker runs before training, once in a run, to fill the cache, such as two steps of the training
-    itself. It runs in the directory of the code with the job's environment and data; what it writes to `OUTLAST_OUTPUT` is
-    thrown away. Needs `cache`."""
+    """Command that a worker runs before training, once in a run, to fill the cache, such as two steps of the training itself.
+    It runs in the directory of the code with the job's environment and data; anything it writes to `OUTLAST_OUTPUT` is thrown
+    away. Needs `cache`."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
         if self.warm_up and not self.cache:
@@ -276,8 +276,8 @@ class Hang(Checked):
     """When a process counts as hung. Its stacks are written to `logs/`, and training restarts."""
 
     limit: fields.Duration = timedelta(minutes=10)
-    """A process hangs when it does nothing for this long: no step, no movement of its main thread, no CPU time and, for a plain
-    script, no output. Before the first step of a session the limit is at least 10 minutes."""
+    """A process counts as hung when it does nothing for this long: no step, no movement of its main thread, no CPU time and,
+    for a plain script, no output. Before the first step of a session the limit is at least 10 minutes."""
 
 
 class Volume(Checked):
@@ -293,8 +293,8 @@ class Volume(Checked):
     storage_class: Annotated[str, fields.object_name(253)] = ""
     """With `size`: the StorageClass. Default: the cluster's."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"] | None = None
-    """With `size`: what may mount the claim at the same time: the pods of one node, all pods, or one pod. Disks do not support
-    `ReadWriteMany`, shared file systems do. Default: `ReadWriteOnce` for a job of one pod (topology job), otherwise
+    """With `size`: which pods may mount the claim at the same time: the pods of one node, all pods, or one pod. Disks do not
+    support `ReadWriteMany`, shared file systems do. Default: `ReadWriteOnce` for a job of one pod (topology job), otherwise
     `ReadWriteMany`."""
     sub_path: str = ""
     """Directory in the volume to mount. Default: the whole volume."""
@@ -339,11 +339,11 @@ class Tracking(Checked):
     Biases needs no field: it is on when `WANDB_API_KEY` or `WANDB_MODE` is set, in `env` or by `secrets`."""
 
     tensorboard: fields.Flag = False
-    """Whether to write TensorBoard's event files into `tensorboard/` in the output. `outlast tensorboard` needs none: it makes
-    them of any job's metrics."""
+    """Whether to write TensorBoard's event files into `tensorboard/` in the output. `outlast tensorboard` does not need them:
+    it makes such files from any job's metrics."""
     mlflow: Annotated[str, fields.Pattern(MLFLOW, "must be a URI, such as http://mlflow:5000, or an absolute path")] | None = None
     """URI of an MLflow server, `http://mlflow:5000`, or an absolute path that all workers see. Default: the variable
-    `MLFLOW_TRACKING_URI`, if it is set. `none`: no MLflow even then. Credentials are MLflow's own variables."""
+    `MLFLOW_TRACKING_URI`, if it is set. `none`: no MLflow even then. Credentials come from MLflow's own variables."""
     experiment: fields.Text | None = None
     """Name of the experiment in MLflow, and of the project in Weights & Biases. Default: their variables
     `MLFLOW_EXPERIMENT_NAME` and `WANDB_PROJECT`, else the name of the job."""
@@ -357,7 +357,7 @@ class Tracking(Checked):
             )
 
     def variables(self) -> dict[str, str]:
-        """The same as environment variables of the workers, see `tracking.sinks.settings`."""
+        """The fields as environment variables of the workers, see `tracking.sinks.settings`."""
         return {
             **({contract.Env.TENSORBOARD: "1"} if self.tensorboard else {}),
             **({contract.Env.MLFLOW: self.mlflow} if self.mlflow else {}),
@@ -366,7 +366,7 @@ class Tracking(Checked):
 
 
 class Spec(Checked):
-    """What to run, on what, and how to keep it alive. Give `module` or `script`."""
+    """The code to run, its resources, and how to keep the job alive. Give `module` or `script`."""
 
     instead: ClassVar = {
         "pip": "environment: {requirements: requirements.txt}, with the packages in that file",
@@ -389,7 +389,8 @@ class Spec(Checked):
     names an archive or a prefix with everything below it. `#sha256=<64 digits>` after an archive is verified before unpacking.
     Default: with `script` the directory of the job file, with `module` none."""
     data: tuple[Data, ...] = ()
-    """Datasets. `OUTLAST_DATA` is the path of the dataset; with several, of the directory that holds them all."""
+    """Datasets. `OUTLAST_DATA` is the path of the dataset; if there are several, the path of the directory that contains them
+    all."""
     models: tuple[Weights, ...] = ()
     """Weights to start from, below `OUTLAST_MODELS`. With them, Hugging Face's libraries run offline (`HF_HUB_OFFLINE=1`,
     `TRANSFORMERS_OFFLINE=1`) unless `env` overrides that."""
@@ -400,7 +401,7 @@ class Spec(Checked):
     processes_per_worker: Annotated[int | Literal["auto"], BeforeValidator(fields.auto_or_count)] = "auto"
     """Training processes of a worker. `auto`: one per GPU, else one."""
     resources: Resources = Resources()
-    """What each worker gets."""
+    """Resources of each worker."""
     rendezvous: Rendezvous = Rendezvous()
     """How workers find each other. `outlast run` ignores it: its launcher coordinates."""
     checkpoint: Checkpoint = Checkpoint()
@@ -448,7 +449,7 @@ class Spec(Checked):
     tracking: Tracking = Tracking()
     """Where metrics go, besides `metrics.jsonl`."""
     template: dict[str, Any] = Field({})
-    """Merged over the generated pods: any field of a PodTemplateSpec. Kubernetes only."""
+    """Fields of a PodTemplateSpec, which are merged over those of the generated pods. Kubernetes only."""
 
     @classmethod
     def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
@@ -458,7 +459,7 @@ class Spec(Checked):
             yield (), "there is nothing to run; give script (a file in code) or module"
 
     def processes(self) -> int:
-        """Training processes of each worker: with `auto` one for each accelerator, else one."""
+        """Number of training processes of each worker: with `auto` one for each accelerator, else one."""
         count = self.processes_per_worker
         return max(1, self.resources.gpu) if count == "auto" else int(count)
 
@@ -517,4 +518,4 @@ class Job(Checked):
     metadata: Metadata
     """Name, namespace, labels and annotations."""
     spec: Spec
-    """What to run, on what, and how to keep it alive."""
+    """The code to run, its resources, and how to keep the job alive."""

@@ -1,7 +1,7 @@
 """`$(NAME)` in a job's `args` and `env`: references to environment variables, as in the containers of a pod. Pure.
 
-A variable of `env` may refer to others of `env`, in any order, since API servers do not preserve one. `$$(NAME)` stands for
-`$(NAME)` itself, and a reference to an undefined variable is left unchanged.
+A variable of `env` may refer to other variables of `env`, in any order, since API servers do not preserve the order. `$$(NAME)`
+stands for `$(NAME)` itself, and a reference to an undefined variable is left unchanged.
 https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/
 """
 

@@ -36,7 +36,7 @@ PODS = (
     "tolerations",
     "template",
 )
-"""Fields that are not read on this machine, without a difference for training."""
+"""Fields that are not read on this machine and make no difference to training."""
 
 
 def anywhere(job: Job) -> Iterator[str]:
@@ -60,7 +60,7 @@ def here(job: Job) -> Iterator[str]:
 
 
 def pods(job: Job) -> Iterator[str]:
-    """Fields for pods that have no effect on this machine and that training does not notice there."""
+    """Fields for pods that have no effect on this machine and make no difference to training."""
     given = [path for path in PODS if _given(job if path.startswith("metadata.") else job.spec, path)]
     if given:
         named = ", ".join(".".join(map(to_camel, path.split("."))) for path in given)
@@ -68,7 +68,7 @@ def pods(job: Job) -> Iterator[str]:
 
 
 def _given(part: BaseModel, path: str) -> bool:
-    """Whether the field at `path` has another value than its default."""
+    """Whether the field at `path` has a value other than its default."""
     first, _, rest = path.partition(".")
     value = getattr(part, first)
     if rest:

@@ -1,7 +1,7 @@
 """Validation of a document: every mistake at once, each a sentence with its line, its value and the remedy.
 
 Unknown fields are checked first and, if the intended name is clear, read as that field, so that one misspelt name does not hide
-further mistakes. Then pydantic validates the rest, and its errors become our sentences.
+further mistakes. Then pydantic validates the rest, and its errors are rewritten as sentences for users.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ _SENTENCES = {
     "tuple_type": "must be a list; put it in brackets: [ ... ]",
     **dict.fromkeys(("model_type", "dict_type"), "must be a mapping of names to values"),
 }
-"""Sentences by pydantic's kind of error."""
+"""Sentences by pydantic's type of error."""
 
 
 def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallback: str) -> str:

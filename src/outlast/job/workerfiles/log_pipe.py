@@ -1,5 +1,5 @@
-"""The output of a worker, which goes to its log through a pipe of the agent. So a full disk costs log lines and not the training:
-a process that writes to the log itself would die of ENOSPC in a print.
+"""The output of a worker, which goes to its log through a pipe of the agent. A full disk therefore costs log lines but not the
+training: a process that wrote to the log directly would die of ENOSPC in a print.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 
 _RECENT = 4096
 _EARLY = 1 << 20
-"""Most bytes that are retained for `keep`."""
+"""Maximum number of bytes retained for `keep`."""
 TAIL_LINES = 20
 TAIL_BYTES = 2048
-"""Limit of a tail, which travels in reports. Equal to Kubernetes' limit of a termination message from a log."""
+"""Maximum size of a tail, which is sent in reports. Equal to Kubernetes' limit for a termination message taken from a log."""
 _TAIL_WITHIN = 1 << 18
-"""Bytes before the end that are searched for a tail. Arbitrary: other ranks write after the first that failed."""
+"""Number of bytes at the end of a log that are searched for a tail. Arbitrary: other ranks write after the first rank that
+failed."""
 _TAIL_S = 0.5
 """Timeout for a line to reach the log. Arbitrary: it takes a millisecond, and on a full disk it never arrives."""
 
@@ -29,14 +30,15 @@ _TAIL_S = 0.5
 class Output:
     """Copies the output of this process and its children to its log, the current standard output.
 
-    In pods that is the container's log, and the log in the job's output is a copy: `keep` sets its path once that is known.
+    In pods, standard output is the container's log, and the log in the job's output is a copy: `keep` sets the path of this
+    copy once it is known.
     """
 
     def __init__(self) -> None:
         self._early: bytearray | None = bytearray()
         """Output before `keep`."""
         self.written = 0
-        """Bytes so far."""
+        """Number of bytes written so far."""
         self.recent = b""
         """The end of the output so far, see `saves.last_step`."""
         self._copy_to: int | None = None
@@ -95,7 +97,7 @@ class Output:
 
 
 def size(log: Path) -> int:
-    """Bytes of a log; 0 if there is none."""
+    """Size of a log in bytes; 0 if there is none."""
     try:
         return log.stat().st_size
     except OSError:
@@ -106,7 +108,8 @@ def tail(log: Path, line: str, *, since: int = 0, prefix: str = "") -> str:
     """The last lines of a log from byte `since` to `line`, which has just been written to standard error: at most TAIL_LINES and
     TAIL_BYTES, and only those that begin with `prefix`. Empty when the log cannot be read.
 
-    Waits for the line, since it passes through the pipe after everything before it; without it, the tail ends with the log.
+    Waits for the line, which passes through the pipe after everything before it; if the line does not arrive, the tail ends
+    with the log.
     """
     deadline = time.monotonic() + _TAIL_S
     while True:

@@ -24,7 +24,7 @@ def write(path: Path, kind: str, reason: str, deadline: float, *, generation: in
 
 
 def left_s(path: Path) -> float:
-    """Seconds until the deadline, by the monotonic clock that all processes of a machine share; infinity without one."""
+    """Seconds until the deadline, by the monotonic clock that all processes of a machine share; infinity without a deadline."""
     notice = read(path)
     if "until" in notice:
         return max(0.0, float(notice["until"]) - time.monotonic())

@@ -26,7 +26,7 @@ _WORD = re.compile(
 _ELSEWHERE = (contract.CHECKPOINTS, contract.LOGS, contract.LEDGER, "previous", "__pycache__")
 """Directories in the output whose files are not the script's own."""
 _MOST = 20_000
-"""Limit of entries in one search."""
+"""Maximum number of entries visited in one search."""
 _DEPTH = 4
 
 
@@ -93,7 +93,7 @@ class Logged(NamedTuple):
 
     step: int
     steps: int | None = None
-    """Total steps in the line."""
+    """Total number of steps, if the line gives it."""
     epoch: int | None = None
     """The epoch whose steps are counted, UNNAMED if the line does not name it; None: steps of the run are counted."""
 
@@ -103,8 +103,8 @@ UNNAMED = -1
 
 def begun_anew(before: SavedStatus | None, reached: Logged, now: Logged, first: Logged | None) -> str:
     """A warning that a restarted script trains from the beginning: `now`, the first step of its new process, is near the first
-    step of the run, although it had `reached` a later one. Empty if it does not, or if that is uncertain. `before` is the
-    checkpoint that it had saved."""
+    step of the run, although it had `reached` a later one. Empty if the script goes on, or if that is uncertain. `before` is
+    the checkpoint that the script had saved."""
     begin = first or Logged(0, None, None if now.epoch is None else 0)
     epochs = [each.epoch for each in (begin, now, reached)]
     if UNNAMED in epochs or len({epoch is None for epoch in epochs}) > 1:
@@ -150,11 +150,11 @@ _EMPTY = re.compile(r"\b0%\||[━╸╺]\s*0/")
 _LINES = re.compile(r"[\r\n]+")
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _LINE = 400
-"""Most characters of a line that are searched; steps are near its beginning."""
+"""Maximum number of characters of a line that are searched; steps are near its beginning."""
 
 
 def step_in(line: str) -> Logged | None:
-    """The step in a line of a log, with the total if it is there, and the epoch if one is named before it."""
+    """The step in a line of a log, with the total if the line gives it, and the epoch if the line names one before the step."""
     plain = _COLOR.sub("", line[:_LINE])
     for pattern in _PATTERNS:
         if match := pattern.search(plain):
@@ -166,8 +166,8 @@ def step_in(line: str) -> Logged | None:
 
 
 def last_step(text: str, before: Logged | None) -> Logged | None:
-    """The step in the last line of a log that has one; `before` if none has. A progress bar with a smaller total than before is
-    another one, such as an evaluation's; a counter that falls begins again with each epoch."""
+    """The step in the last line of a log that has one; `before` if no line has one. A progress bar with a smaller total than
+    before is a different bar, such as an evaluation's; a counter that falls begins again with each epoch."""
     for line in reversed(_LINES.split(text)):
         logged = step_in(line)
         if logged is None or (before and before.steps and logged.steps and logged.steps < before.steps):
@@ -180,5 +180,6 @@ def last_step(text: str, before: Logged | None) -> Logged | None:
 
 
 def first_step(text: str) -> Logged | None:
-    """The step in the first line of a log that has one. Empty progress bars do not count: a resumed one begins empty, too."""
+    """The step in the first line of a log that has one. Empty progress bars do not count: the bar of a resumed run begins
+    empty, too."""
     return next((logged for line in _LINES.split(text) if not _EMPTY.search(line) and (logged := step_in(line))), None)

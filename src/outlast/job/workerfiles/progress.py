@@ -1,7 +1,7 @@
-"""The progress of one training process: a small file that it rewrites at each step and that its agent reads.
+"""The progress of one training process: a small file that the process rewrites at each step and its agent reads.
 
-Hangs are detected from it, `outlast status` shows its step, and its committed step refunds restarts. Each write is one positioned
-write of a fixed size, so a kill between two lines leaves either the old or the new record.
+The agent detects hangs from it, `outlast status` shows the step, and the committed step refunds restarts. Each write is one
+positioned write of a fixed size, so a kill between two lines leaves either the old or the new record.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Progress:
     committed: int = 0
     """Step of the newest committed checkpoint that this process knows of."""
     bytes: int = 0
-    """Its size, if known."""
+    """Size of that checkpoint, if known."""
     snapshot: int = 0
     """Step of the newest complete snapshot in memory; 0: none."""
     every: int = 0
-    """Steps between snapshots; 0: unknown."""
+    """Number of steps between snapshots; 0: unknown."""
     warning: str = ""
     """A problem that training survives, e.g. a failed save."""
     pid: int = 0
     started: int = 0
     """Start time of the process in clock ticks since the boot (proc(5)), since pids are reused. 0: unknown."""
     attempt: int = 0
-    """Its `contract.Env.ATTEMPT`."""
+    """The process's `contract.Env.ATTEMPT`."""
     time: float = 0.0
     """Time of the write, seconds since the epoch. For people only; silence is measured by the agent's clock."""
 
@@ -58,7 +58,7 @@ class Writer:
         self._process = {"pid": os.getpid(), "started": kernel(os.getpid())[1], "attempt": attempt}
 
     def write(self, record: Progress) -> None:
-        """Replace the record; stamps process and time."""
+        """Replace the record, and fill in the process and the time."""
         fields = {**dataclasses.asdict(record), **self._process, "time": time.time()}
         while len(line := json.dumps(fields).encode()) > _SIZE:
             fields["warning"] = fields["warning"][:-8]
@@ -109,7 +109,7 @@ def _stat(pid: int) -> list[bytes]:
         return []
 
 
-# Whether it moves
+# Heartbeats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,16 +119,16 @@ class Pulse:
     pid: int
     started: int
     fd: int
-    """Its descriptor for this file; a program started by execv in its place does not have it."""
+    """The process's descriptor for this file; a program that replaces the process by execv does not have it."""
     looks: int
     """Number of heartbeats. While it does not grow, the process cannot run Python."""
     moves: int
-    """Heartbeats at which the main thread had moved, or waited for a rank that did."""
+    """Number of heartbeats at which the main thread had moved, or waited for a rank that had moved."""
     where: str = ""
-    """Its position in the code, or that of all ranks if none moves: `rank 0 is in run.save(20) (train.py:20), rank 1 is in ...`.
-    Empty while it moves."""
+    """The main thread's position in the code, or the positions of all ranks if none moves: `rank 0 is in run.save(20)
+    (train.py:20), rank 1 is in ...`. Empty while the main thread moves."""
     alone: int = 0
-    """Number of processes of its world as long as it has not joined a process group with them; else 0."""
+    """Number of processes in the world while this process has not joined a process group with them; else 0."""
 
 
 class Beat:

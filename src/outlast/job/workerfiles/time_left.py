@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 END_S = 2.0
-"""Most time for the end of the processes and the upload of the log."""
+"""Maximum time for the end of the processes and the upload of the log."""
 UPLOAD_S = 30.0
 """Assumed duration of the last upload while none has been measured; as `contract.Pod.LAST_PUSH_S`."""
 MARGIN = 1.5
@@ -48,8 +48,8 @@ def divided(left_s: float, *, stored: bool, upload_s: float | None = None) -> st
 def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0) -> str:
     """Why another save does not fit into `left_s`; empty if it may fit.
 
-    `save_s` is the minimum duration of the last one; None if none was measured: then it is tried. `running_s` is the remaining
-    time of a save in progress, which has to end first.
+    `save_s` is the minimum duration of the last save; None if no save was measured, in which case another one is tried.
+    `running_s` is the remaining time of a save in progress, which has to end first.
     """
     if save_s is None or running_s + save_s <= left_s:
         return ""
@@ -58,7 +58,7 @@ def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0
 
 
 def too_late_to_upload(left_s: float, upload_s: float | None) -> str:
-    """Why the last upload will not be complete after `left_s`; empty if it may be."""
+    """Why the last upload cannot be complete within `left_s`; empty if it may be."""
     if upload_s is None or upload_s <= left_s:
         return ""
     return f"the last upload of a checkpoint took {upload_s:.0f} s, and {left_s:.0f} s are left: this one may not be complete"

@@ -1,12 +1,11 @@
-"""Jobs in a notebook: follow one while it trains, and show its report.
+"""Jobs in a notebook: follow a job while it trains, and show its report.
 
     from outlast import notebooks
 
-    notebooks.follow("gpt")     # a panel that changes until the job has ended
-    notebooks.draw("gpt")       # its loss, and where its time went
-    notebooks.report("gpt")     # the same as a dict
+    notebooks.follow("gpt")     # a panel that changes until the job has ended notebooks.draw("gpt")       # the job's loss, and
+    where its time went notebooks.report("gpt")     # the same as a dict
 
-Jobs are those of the notebook's directory, as for `outlast status`. In a terminal, the panel is a line of text.
+As for `outlast status`, only jobs of the notebook's directory can be shown. In a terminal, the panel is a line of text.
 `notebooks.jupyter` starts JupyterLab for `outlast notebook`, and `first.ipynb` is the notebook to begin with.
 """
 
@@ -32,7 +31,7 @@ def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None
     """Show a job, and refresh it until it has reached step `until`, or ended.
 
     `metric` is the metric to draw: a name that the training passes to `run.log`. The Stop button ends this call, not the job.
-    Raises OutlastError if the job has failed or was cancelled, so that later cells do not run on something else.
+    Raises OutlastError if the job has failed or was cancelled, so that later cells do not run without its result.
     """
     from IPython import display
 
@@ -50,14 +49,14 @@ def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None
 
 
 def report(name: str) -> dict[str, Any]:
-    """The job's time by cause and the cost of its failures, as `outlast report -o json` prints them."""
+    """The job's time by cause, and the cost of its failures, as `outlast report -o json` prints them."""
     from outlast.job.report import text
 
     return text.as_json(_account(_here(), name))
 
 
 def draw(name: str) -> None:
-    """Draw the loss of a job over its steps, and its time from the start to now. Needs matplotlib."""
+    """Draw the loss of a job over its steps, and where its time from the start to now went. Needs matplotlib."""
     from IPython import display
 
     from outlast.local.notebooks import charts

@@ -1,6 +1,6 @@
 """JupyterLab for `outlast notebook`: its command, environment and token, and the detection of a running one (decision 0052).
 
-The only module that knows Jupyter. `cli.notebook` runs the command; pods run the same one.
+This is the only module that knows Jupyter. `cli.notebook` runs the command; pods run the same command.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from urllib.parse import urlsplit
 from outlast.base.errors import OutlastError
 
 PORT = 8888
-"""Jupyter's own default."""
+"""Jupyter's own default port."""
 FIRST = "first.ipynb"
-"""The first notebook, in this package and in the user's directory."""
+"""File name of the first notebook, in this package and in the user's directory."""
 TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
 """Environment variable: the user's token."""
 PREFIX = "NB_PREFIX"
 """Environment variable of Kubeflow: the URL path at which its gateway serves the notebook."""
 _DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
-"""Default settings of the page; the user's own override them."""
+"""Default settings of the page; the user's own settings override them."""
 _BITS = 256
 _SHORTEST = 16
 """Minimum length of the user's token; arbitrary."""
@@ -44,9 +44,10 @@ class Server:
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
-    """Whether to open a browser. Jupyter has it open a private file, so that the token is not in the browser's arguments."""
+    """Whether to open a browser. Jupyter makes the browser open a private file, so that the token is not in the browser's
+    arguments."""
     base: str = "/"
-    """The path of all its URLs, for a proxy in front of it; begins and ends with a slash."""
+    """The path of all URLs of the server, for a proxy in front of it; begins and ends with a slash."""
 
     @property
     def host(self) -> str:
@@ -61,7 +62,7 @@ def check() -> None:
 
 
 def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
-    """The token from the file, or from the variable, or else 256 random bits; and whether it is random.
+    """The token from the file or the variable, else 256 random bits; and whether the token is random.
 
     Raises OutlastError if the file cannot be read, or contains no usable token.
     """
@@ -104,9 +105,10 @@ def command(server: Server, *, root: bool) -> list[str]:
 
 
 def environment(environ: Mapping[str, str], directory: Path, private: Path, *, home: bool) -> dict[str, str]:
-    """The variables of a server and its kernels, after `prepare` has made the files in `private`.
+    """The environment variables of a server and its kernels, once `prepare` has written the files in `private`.
 
-    `home`: the home directory is writable; otherwise, as in a pod with a read-only root, settings go to the work directory.
+    `home` is whether the home directory is writable; otherwise, as in a pod with a read-only root, settings go to the work
+    directory.
     """
     where = Path(environ["HOME"]) if home else directory / ".home"
     return {
@@ -145,8 +147,8 @@ def forget(private: Path) -> None:
 
 
 def place(directory: Path) -> bool:
-    """Make the work directory, and copy the first notebook there unless it exists. Returns whether it was copied. Raises
-    OutlastError if the directory cannot be written."""
+    """Make the work directory, and copy the first notebook into it unless it exists. Returns whether the notebook was copied.
+    Raises OutlastError if the directory cannot be written."""
     text = resources.files("outlast.local.notebooks").joinpath(FIRST).read_bytes()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -163,7 +165,7 @@ def place(directory: Path) -> bool:
 
 
 def url(server: Server, host: str, token: str) -> str:
-    """The URL for a browser; without a token the page prompts for it."""
+    """The URL for a browser; if the token is empty, the page prompts for one."""
     return f"http://{host}:{server.port}{server.base}lab/tree/{FIRST}{f'?token={token}' if token else ''}"
 
 
@@ -180,7 +182,7 @@ def ready(server: Server, token: str) -> bool:
 
 
 def running(directory: Path, environ: Mapping[str, str]) -> str | None:
-    """The URL, including the token, of this user's server that serves a directory already; None if there is none."""
+    """The URL, including the token, of a server of this user that already serves the directory; None if there is none."""
     from jupyter_server import serverapp
 
     for each in serverapp.list_running_servers(environ["JUPYTER_RUNTIME_DIR"]):
@@ -197,7 +199,7 @@ def writable(home: str | None) -> bool:
 
 
 def _status(host: str, port: int, base: str, token: str) -> int:
-    """The HTTP status of the API; 0 if nobody answers."""
+    """The HTTP status of the API; 0 if no server answers."""
     with contextlib.closing(http.client.HTTPConnection(host, port, timeout=_ANSWER_S)) as connection:  # uses no proxy
         try:
             connection.request("GET", f"{base}api/status", headers={"Authorization": f"token {token}"} if token else {})

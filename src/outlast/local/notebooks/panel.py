@@ -1,6 +1,7 @@
 """Renders a job as a panel in a page: its state, progress, workers and loss, as HTML and SVG without widgets. Pure.
 
-Colours of text and lines are JupyterLab's variables, so that dark themes look right; elsewhere the fallback values apply.
+Colours of text and lines are JupyterLab's variables, so that dark themes look right; outside JupyterLab the fallback values
+apply.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Point:
 
 
 def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
-    """The values of a metric in the lines of `metrics.jsonl`. Skips lines without it, such as an unfinished one."""
+    """The values of a metric in the lines of `metrics.jsonl`. Skips lines without the metric, such as an unfinished line."""
     found = []
     for line in lines:
         try:
