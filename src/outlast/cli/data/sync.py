@@ -37,7 +37,7 @@ def sync(
     ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Copy changes in a directory to a store, or back.
+    """Copy changes between a directory and a store.
 
     Makes DST equal to SRC; one is a directory, the other a place in a store. Only changes are transferred; an unchanged tree
     costs one request. Ctrl-C stops, and the same command continues from there. Changes that other programs make in the store
