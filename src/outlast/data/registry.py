@@ -37,7 +37,7 @@ class Dataset:
     """A one-line description for `outlast data get`."""
     made: Made | None = None
     remotes: tuple[Remote, ...] = ()
-    """The files to download. Archives are unpacked, other files stay as they are."""
+    """The files to download. Archives are unpacked; other files are kept as they are."""
 
     @property
     def directory(self) -> str:

@@ -84,7 +84,7 @@ class Manifest:
     """The content of `manifest.json`."""
 
     kind: str
-    """One of KINDS."""
+    """Kind of the dataset, one of KINDS."""
     parts: Mapping[str, Part]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of `prepare`."""

@@ -1,4 +1,4 @@
-"""GPT-2 and mixtures of experts in nanoGPT's manner: trains, measures and samples. Copy it and change it.
+"""GPT-2 and mixtures of experts, in the style of nanoGPT: trains, measures and samples. Copy it and change it.
 
     outlast data get python-stdlib                                   # text; or any of yours
     outlast data prepare text data/python-stdlib --to data/python    # train.bin, val.bin, tokenizer.json; or nanoGPT's directory

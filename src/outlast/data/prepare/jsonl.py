@@ -48,7 +48,7 @@ class Settings:
     val: float = 0.1
     separator: str | None = None
     max_length: int | None = None
-    """Maximum number of tokens in a sample, from which longer samples are cut off; None: no limit."""
+    """Maximum number of tokens in a sample; longer samples are cut off at the end. None: no limit."""
     patterns: tuple[str, ...] = ("*.jsonl",)
     shard_size: int = SHARD
     skip_damaged: bool = False

@@ -26,7 +26,7 @@ class Batch(Generic[T]):
     number: int
     part: str
     shard: int
-    """Number of the shard within its part."""
+    """Index of the shard within its part."""
     items: tuple[T, ...]
     bytes: int
     """Total size of the items' files in bytes."""

@@ -167,7 +167,7 @@ def _survey(unit: Unit, *, reader: Reader) -> work.Note:
 
 
 def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: float) -> int:
-    """The byte at which the last `val` of a file's characters begin."""
+    """The byte at which the last share `val` of a file's characters begins."""
     left = int(sum(lengths) * (1 - val))
     for unit, length in zip(units, lengths, strict=True):
         if left < length:

@@ -25,7 +25,7 @@ from outlast.data.prepare import ascii_words, plan
 SEPARATOR = "<|endoftext|>"
 """GPT-2's token between documents."""
 SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
-"""Names of that token in various tokenizers."""
+"""Names of the token between documents in various tokenizers."""
 GPT2_VOCABULARY = 50_257
 PIECE = 1 << 18
 """Number of characters encoded at a time, which bounds the memory of the encoder."""

@@ -145,7 +145,7 @@ class Request:
     uploaded: shards.Manifest | None = None
     """The dataset that already is in the store to which `to` will be uploaded."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Ends the run soon after it is set; the next run continues."""
+    """Event that ends the run soon after it is set; the next run continues."""
     unit: int = plan.UNIT
     """Size in bytes of the text in a unit; tests make it small."""
     engine: Engine | None = None

@@ -1,10 +1,10 @@
-"""The agent: first process of a worker on this machine, the second in a pod (`agent.pid1`). It imports no torch and outlives
-everything it starts.
+"""The agent: the first process of a worker on this machine, and the second in a pod (`agent.pid1`). It does not import torch, and
+outlives everything that it starts.
 
-Configured by the environment, see `contract.Env`, and begun by `agent.start`, it carries out what `agent.lifecycle` decides:
-prepares code and data, starts the warm process and from it the elastic agent, asks training to leave, kills hung processes,
-answers probes, and exits with a code of `contract.Exit`, however training ends.
-Its own state on disk (`worker.json`) is replaced as a whole, so it may be killed between any two lines.
+The agent is configured by the environment (`contract.Env`) and started by `agent.start`. It carries out the decisions of
+`agent.lifecycle`: it prepares code and data, starts the warm process and from it the elastic agent, asks training to leave, kills
+hung processes, answers probes, and exits with a code of `contract.Exit`, however training ends. Its own state on disk
+(`worker.json`) is replaced as a whole, so the agent may be killed between any two lines.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class Coordination:
 
     @functools.cached_property
     def _ledger(self) -> Ledger:
-        """The coordinator's ledger. It is opened only if a coordinator runs here."""
+        """The coordinator's ledger, which is opened only if a coordinator runs here."""
         return Ledger(self.output / contract.LEDGER, "decider" if self.mode is Mode.WORKER_0 else f"decider-{self.index}")
 
     def say(self, text: str) -> None:

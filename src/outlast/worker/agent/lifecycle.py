@@ -4,9 +4,9 @@
                           (an interruption at any time: finish early, save if there is something to save, exit 75;
                            an elastic agent that is killed, or fails itself: launched again, the snapshots stay)
 
-This file decides what a worker does next, `hangs.rule` when its processes hang, `rendezvous.transport` who coordinates the run.
-`agent.agent` carries out the effects and reports the events. This file uses no clock, file or process: times are read from the
-agent's own clock and arrive with the events.
+This file decides what a worker does next, `hangs.rule` decides when its processes hang, and `rendezvous.transport` decides who
+coordinates the run. `agent.agent` carries out the effects and reports the events. This file uses no clock, file or process: times
+are read from the agent's own clock and arrive with the events.
 """
 
 from __future__ import annotations

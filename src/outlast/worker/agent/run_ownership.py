@@ -6,7 +6,7 @@ owner of a run, and is the id of a run that the pods begin. Every pod decides by
     no record, or another owner's run that has succeeded            begin a run
     a run that has not succeeded                                    continue it: a changed file is still the same training
     the same, and another namespace or cluster trains it now        it stays there; we end with an error
-    the same, and we were submitted with --fresh                    begin a run; files of the old one go to `previous/`
+    the same, and we were submitted with --fresh                    begin a run; files of the old run go to `previous/`
     a run that has not ended, and a later file has taken it from us we are zombies
     our run, and it has ended                                       nothing is left to do
 
@@ -50,7 +50,7 @@ _CODES = {"Succeeded": contract.Exit.DONE, "Failed": contract.Exit.GIVEN_UP, "Ca
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a run, which a worker that starts later shares."""
+    """The end of a run. A worker that starts afterwards ends in the same way."""
 
     run: str
     reason: str

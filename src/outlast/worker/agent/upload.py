@@ -153,7 +153,7 @@ class Uploader:
                 self.upload_checkpoints(stop)
             except Superseded:
                 # Another owner's machine makes this raise Superseded. Otherwise a worker of our world has a later generation:
-                # rank 0 has moved to a disk of its own, and ours is behind until a session writes here again.
+                # rank 0 has moved to a disk of its own, and the disk here is behind until a session writes to it again.
                 runs.check(self._place, self._run, self._owner)
                 self._left_behind = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         self._upload_output(stop, last=last)

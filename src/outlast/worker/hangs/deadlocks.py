@@ -155,7 +155,7 @@ class Watch:
         self._rank, self._ranks, self._group = 0, 1, 0
         """Rank, size and identity of the process group that the store belongs to."""
         self._published = False
-        """Whether the other ranks count this one among those that do not move."""
+        """Whether the other ranks count this rank as not moving."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._looks = 0

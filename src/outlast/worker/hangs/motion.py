@@ -6,7 +6,7 @@ whole core and do nothing. In such a wait CPU time counts only if the main threa
 the GPU count as well. A polling loop shows the same few places again and again, with hardly any CPU time, and counts as not
 moving.
 
-`stall.Watch` takes the samples, `hangs.rule` decides. Docs: docs/decisions/0022-what-is-a-hang.md.
+`deadlocks.Watch` takes the samples, `hangs.rule` decides. Docs: docs/decisions/0022-what-is-a-hang.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Work:
     """Work that child processes and GPUs do for this process. It is more expensive to measure than a `Sample`."""
 
     children_s: float = 0.0
-    """CPU seconds of its child processes."""
+    """CPU seconds that child processes have used."""
     allocated: tuple[int, ...] = ()
     """Number of allocations on each GPU so far: operations on tensors allocate, whereas waiting does not."""
 
@@ -84,7 +84,7 @@ class Motion:
 
 
 def place(frame: FrameType | None) -> Hashable:
-    """The stack of a thread, comparable with later ones."""
+    """The stack of a thread, in a form that can be compared with later stacks."""
     frames = []
     while frame is not None:
         frames.append((frame.f_code, frame.f_lasti))

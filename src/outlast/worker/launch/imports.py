@@ -229,7 +229,7 @@ class Preloader:
             os.close(fd)
 
     def read(self, fd: int) -> None:
-        """Read from a descriptor if it is one of ours. Does not return in a fork."""
+        """Read from a descriptor if it belongs to this object. Does not return in a fork."""
         if fd not in self._reading:
             return
         data = os.read(fd, 1 << 16)

@@ -39,7 +39,7 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, or minus the signal; None while it runs."""
+        """The exit code, or the negative signal number; None while the child runs."""
         return self._reap(os.WNOHANG)
 
     def wait(self) -> int:

@@ -111,7 +111,7 @@ class Server:
         """A pipe that is closed once the `modules` of `run` are imported."""
 
     def run(self, modules: Sequence[str]) -> Request:
-        """Serve requests. Returns only in forked children, with the request of each. `modules` are those that ranks need."""
+        """Serve requests. Returns only in a forked child, with the request for it. `modules` are the modules that ranks need."""
         self._ready_pipe = os.pipe() if modules else None
         for module in modules:
             # Our first child, the elastic agent, joins the rendezvous meanwhile. Ranks, which need these modules anyway, start

@@ -148,7 +148,7 @@ class Source:
         return None
 
     def _begin(self, listing: Listing) -> Path:
-        """Make the directory for a version, with hard links to the files that this version shares with others."""
+        """Make the directory for a version, with hard links to the files that it shares with other versions."""
         directory = self._home / listing.version
         tree = directory / "tree"
         tree.mkdir(parents=True, exist_ok=True)

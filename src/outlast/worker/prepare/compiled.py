@@ -51,8 +51,8 @@ VARIABLES = {
 SETTLED_S = 30.0
 """A file that has not changed for this long counts as complete. Arbitrary."""
 KILLED_S = 2.0
-"""The same for the time after the end of training or of the warm-up: a file that a killed compiler was writing is younger.
-Arbitrary."""
+"""How long a file must not have changed once training or the warm-up has ended: a file that a killed compiler was writing has
+changed more recently. Arbitrary."""
 _SHARE = 0.5
 """Share of the free disk that the cache may fill: the rest is for data and checkpoints. Arbitrary."""
 _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
