@@ -1,4 +1,4 @@
-"""The imports of a training script: exact resume, asynchronous checkpoints and a fixed global batch, with torch.
+"""The API for training scripts with torch: exact resume, asynchronous checkpoints and a fixed global batch.
 
     from outlast.training import Stream, session
 

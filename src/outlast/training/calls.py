@@ -108,7 +108,7 @@ class Calls:
         self._group = self._store = None
 
     def _who_left(self, call: str) -> str:
-        """The error message if ranks have left the session while this one is in a call; empty if none has."""
+        """The error message if ranks have left the session while this rank is in a call; empty if no rank has."""
         try:
             if self._store is None:
                 return ""

@@ -43,7 +43,7 @@ class Device:
         return getattr(torch, self.type, None)
 
     def available(self) -> bool:
-        """Whether this machine has a device of the type that torch can use."""
+        """Whether this machine has a device of this type that torch can use."""
         return self._module is not None and bool(self._module.is_available())
 
     def bind(self, index: int) -> torch.device:

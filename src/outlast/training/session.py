@@ -77,7 +77,7 @@ def open(seed: int = 0, *, quiet: bool = False) -> Session:
 
 
 class Session:
-    """One rank of the world, as `session.open` returns it; `run` below."""
+    """One rank of the world, as returned by `session.open`; called `run` below."""
 
     rank: int
     """Number of this process in the world, 0 ... world_size - 1."""

@@ -5,7 +5,7 @@ The training library writes them, the command line lists them, agents copy them 
 
     step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
     step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
-    step-00001300.fetching/     being fetched from a store or another disk, locked meanwhile; or left behind
+    step-00001300.fetching/     being fetched from a store or another disk, and locked; or left behind
     step-00001300.replaced-0/   damaged or of an earlier generation, and saved again since: removed with the checkpoints before
                                 it; stays if it is another run's
     FENCE                       the {run, generation} that may commit, and whether the disk is `first`, rank 0's; read and

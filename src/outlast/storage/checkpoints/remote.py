@@ -103,8 +103,8 @@ class Checkpoints:
         """Fence off earlier generations: only `generation` may commit now. The result's `.step` is the newest step, 0 if there is
         none.
 
-        Call this before a push, and before choosing a checkpoint to resume from, so that none is committed after the choice.
-        Raises Superseded if a later generation has begun or another run owns the place, and StoreError.
+        Call this before a push, and before choosing a checkpoint to resume from, so that no checkpoint is committed after the
+        choice. Raises Superseded if a later generation has begun or another run owns the place, and StoreError.
         """
         latest = self._register.acquire(generation)
         self._generation = generation
@@ -188,7 +188,7 @@ class Checkpoints:
         return Outcome("expired", reason) if reason else _present(place)
 
     def _fenced(self) -> Latest | None:
-        """The content of the register; raises Superseded."""
+        """The content of the register; raises Superseded if this generation may no longer commit."""
         latest = register.read(self.store, self.run)
         if reason := rules.superseded(latest, self.run, self._generation or 0):
             raise Superseded(reason)

@@ -1,8 +1,8 @@
 """Retention of committed checkpoints: one rule for disks and stores. Pure.
 
-The `keep` newest checkpoints stay, and the `best` best ones by their metric. If a later generation resumed from before a
-checkpoint, that checkpoint was skipped as damaged, and counts neither as one of the newest nor as one of the best. Resuming takes
-the newest checkpoint, never the best. Docs: docs/decisions/0029-best-checkpoints.md.
+The `keep` newest checkpoints stay, and so do the `best` checkpoints with the best metrics. If a later generation resumed from
+before a checkpoint, that checkpoint was skipped as damaged, and counts neither as one of the newest nor as one of the best.
+Resuming takes the newest checkpoint, never the best. Docs: docs/decisions/0029-best-checkpoints.md.
 """
 
 from __future__ import annotations

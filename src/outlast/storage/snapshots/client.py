@@ -400,7 +400,7 @@ class _Local:
 
 
 class _Peer:
-    """Reads from the agent of another worker; a second thread verifies checksums meanwhile."""
+    """Reads from the agent of another worker, while a second thread verifies checksums."""
 
     def __init__(self, address: str, key: bytes, part: Part) -> None:
         self._connection, self._part = wire.connect(address, key), part

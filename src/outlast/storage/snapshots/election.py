@@ -1,9 +1,9 @@
 """The snapshot that a world resumes from: the newest whose parts can all be reached. Pure.
 
-Each worker reports the parts in its memory, its own and replicas of other workers' (`Held`). A snapshot counts if it has the
-unique part of every rank of its world, and the shared parts of all ranks of one worker. The snapshot must belong to this run, and
-to this generation or an earlier one. Parts of two snapshots are never combined, whatever their steps: the result would be a state
-that training never had.
+Each worker reports the parts in its memory, its own and replicas of other workers' parts (`Held`). A snapshot counts if it has
+the unique part of every rank of its world, and the shared parts of all ranks of one worker. The snapshot must belong to this run,
+and to this generation or an earlier one. Parts of two snapshots are never combined, whatever their steps: the result would be a
+state that training never had.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def _whole(by_local_rank: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
 
 
 def _same(held: Sequence[Held]) -> Holders:
-    """The holders of the right copy. If copies differ, that of the worker that wrote the part is right; without it, none is."""
+    """The holders of the right copy. If copies differ, the copy of the worker that wrote the part is right; without that worker,
+    none counts."""
     originals = {each.part.digest for each in held if not each.part.replica}
     digests = originals or {each.part.digest for each in held}
     if len(digests) != 1:

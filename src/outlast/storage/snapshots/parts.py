@@ -49,7 +49,7 @@ class OutOfReach(OutlastError):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One rank's share of the snapshot of one step boundary. Its field names are JSON keys that other agents read, too."""
+    """One rank's share of the snapshot at one step boundary. Its field names are JSON keys that other agents read, too."""
 
     run: str
     generation: int

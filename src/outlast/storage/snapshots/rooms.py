@@ -53,7 +53,7 @@ def free(room: View, at: At, complete: At) -> bool:
 
 
 def surplus(rooms: Sequence[View], previous: At) -> list[int]:
-    """Rooms that have not been used since the `previous` complete snapshot: parts have another size now."""
+    """Rooms that have not been used since the `previous` complete snapshot, since parts now have another size."""
     return [room.id for room in rooms if not room.busy and room.at is not None and room.at < previous]
 
 
@@ -114,7 +114,7 @@ class Room:
     at: At
     replica: bool
     file: memory.File = dataclasses.field(init=False)
-    """Set once its memory is allocated."""
+    """Set once the room's memory is allocated."""
     users: int = 1
     """Number of users: readers, writers, and the rank that the room is lent to."""
     part: Part | None = None
@@ -234,7 +234,7 @@ class Rooms:
             room.part, room.at, room.users = None, at, room.users + 1
 
     def hold(self, room: Room, part: Part, index: Sequence[Item], tail: bytes) -> None:
-        """Write tail and header, so that the part can be opened. Raises Refused if the room has been given up meanwhile."""
+        """Write tail and header, so that the part can be opened. Raises Refused if the room has been given up since."""
         if not room.stale:
             room.file.finish(part, tail)
         with self._lock:

@@ -13,7 +13,7 @@ that dies in between leaves no part, and one that dies afterwards leaves a whole
                     {"catalog": true}                               -> {"parts": [...]}
                     {"open": part}                                  -> {"open": id} with a descriptor;   {"close": id}
                     {"forget": [generation, step] or null}          -> {}
-                    {"look": true}                                  no answer: the store is asked for its newest checkpoint
+                    {"look": true}                                  no answer: the store is queried for its newest checkpoint
                     {"newest": true}                                -> {"newest": at or null}, or {"problem", "retry"}
                     {"restore": true}                               -> {} when it is on the disk, or {"problem", "retry"}
     on any problem                                                  -> {"problem": sentence}
@@ -45,7 +45,7 @@ from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 Query = Callable[[], object]
 """A query of the store. Raises StoreError, OSError."""
 _LOOK_S = 3.0
-"""Timeout of a rank's `newest`: the query began earlier (`look`), and memory may have a state to resume from."""
+"""Timeout for a rank's request `newest`: the query began earlier (`look`), and memory may have a state to resume from."""
 _FINISHERS = 8
 """Maximum number of threads that compute checksums; there is one for every four cores."""
 _SMALL = parts.BLOCK

@@ -23,7 +23,7 @@ from outlast.base import tcp
 from outlast.job import seal
 
 LINE = 64 << 10
-"""Maximum bytes of a line from anybody."""
+"""Maximum bytes of a line from any peer."""
 INDEX = 256 << 20
 """Maximum bytes of a line from a rank to its own agent, which may hold an index."""
 TIMEOUT_S = 10.0
@@ -43,7 +43,7 @@ class Connection:
         self._sending = threading.Lock()
 
     def greet(self, key: bytes, side: seal.Side) -> None:
-        """Agree on a seal. Raises OSError, ValueError."""
+        """Agree with the peer on a seal. Raises OSError, ValueError."""
         own = seal.nonce()
         self.sock.sendall(seal.greeting(own))
         peer = seal.greeted(self._line(seal.LONGEST_NONCE))

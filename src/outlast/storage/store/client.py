@@ -65,7 +65,7 @@ class _Root:
 
 
 class Store:
-    """A place in a store. Make one with `open_`."""
+    """A place in a store, as returned by `open_`."""
 
     def __init__(self, url: str, root: _Root, prefix: str) -> None:
         self.url = url
@@ -231,7 +231,8 @@ class Store:
         `journal` is a file that makes uploads to S3 resumable: when called again with the same journal after a kill, `upload`
         sends only the missing parts; if the file has changed since, the old upload is aborted. `progress` is called with the
         number of bytes sent since its last call, and once with all bytes that an earlier attempt sent. Raises StoreError; Changed
-        if the file changes meanwhile; and Stopped soon after `stop` is set (parts already sent are kept for the next call).
+        if the file changes during the upload; and Stopped soon after `stop` is set (parts already sent are kept for the next
+        call).
         """
         stop = stop or threading.Event()
         root = self._root

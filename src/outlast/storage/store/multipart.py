@@ -93,8 +93,8 @@ class Upload:
     stop: threading.Event
 
     def send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:
-        """Send a file, or its missing parts; returns the object's etag. Raises StoreError, Changed if the file changes meanwhile,
-        Stopped, and OSError if the file cannot be read."""
+        """Send a file, or its missing parts; returns the object's etag. Raises StoreError, Changed if the file changes during the
+        upload, Stopped, and OSError if the file cannot be read."""
         reported = 0
         for again in (False, True):
             arrived = 0

@@ -192,7 +192,7 @@ class Sender:
         return Part(key, number, start, len(data), crc), data
 
     def _behind(self, file: int, size: int, path: str) -> int:
-        """The offset from which the store lacks the file: the end of the last part that matches it."""
+        """The offset after which the store lacks bytes of the file: the end of the last part that matches the file."""
         recent = self._parts[path]
         at = self._matching(file, size, recent)
         if at is None and len(recent) == _REMEMBERED:

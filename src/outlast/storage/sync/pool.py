@@ -18,7 +18,7 @@ from outlast.base.errors import Stopped
 T = TypeVar("T")
 
 MEMORY = 64 << 20
-"""Bytes of file contents held at a time."""
+"""Maximum bytes of file contents in memory at a time."""
 FEW, MANY = 8, 128
 """Initial and maximum number of threads."""
 _WINDOW_S = 0.5

@@ -244,7 +244,7 @@ class _Run:
         return todo
 
     def nameable(self, paths: list[str]) -> list[str]:
-        """The paths that are valid object names; reports the others."""
+        """The paths that are valid object names; all other paths are reported."""
         wrong = {path: reason for path in paths if (reason := self._store.impossible(path))}
         self.report.failed += [
             (path, f"it cannot be the name of an object: {reason}; rename it") for path, reason in wrong.items()
@@ -252,7 +252,7 @@ class _Run:
         return [path for path in paths if path not in wrong]
 
     def possible(self, paths: list[str]) -> list[str]:
-        """The paths that can be written here; reports the others."""
+        """The paths that can be written here; all other paths are reported."""
         directories, inside = index.directories(self._state.objects), tree.Inside(self._root)
         possible = []
         for path in paths:
@@ -302,7 +302,7 @@ class _Run:
         meter.tick(last=True)
 
     def receive(self, paths: list[str]) -> None:
-        """Download objects and record them. Objects that are replaced meanwhile are looked up and tried once more."""
+        """Download objects and record them. Objects that are replaced during the download are looked up and tried once more."""
         self._done, objects = "written", self._state.objects
         meter = _Meter(self._progress, len(paths), sum(objects[path].size for path in paths))
         replaced = self._receive(paths, meter)

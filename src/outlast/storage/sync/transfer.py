@@ -88,7 +88,7 @@ def send(
 
     Uploads of large files resume after a kill, from their journals in the directory `journals`. `progress` is called from many
     threads with the number of bytes sent since the last call. Raises the first StoreError or OSError, Changed if a file changes
-    meanwhile, and Stopped soon after `stop` is set.
+    during the upload, and Stopped soon after `stop` is set.
     """
     done = {}
     for (path, key), uploaded in _results(uploads(store, files, journals=journals, progress=progress, stop=stop)):

@@ -25,7 +25,7 @@ _PIECE = 64 << 10
 """Bytes written at a time. For more, Linux allocates larger blocks for its page cache; a virtual machine that returns free blocks
 to its host (free page reporting) must then get the blocks back, which takes three times as long as everything else."""
 ATTEMPTS = 3
-"""Number of attempts to read a file that changes meanwhile."""
+"""Number of attempts to read a file that keeps changing."""
 
 
 @dataclass
@@ -145,7 +145,7 @@ def version(stat: Stat) -> tuple[int, int]:
 def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
     """A file's content, its stat before the read, and whether the stat stayed the same; None if it has more than `limit` bytes.
 
-    A file that changes meanwhile is read again, a few times. Raises OSError.
+    A file that changes during the read is read again, a few times. Raises OSError.
     """
     with open(path, "rb", buffering=0) as file:
         for _ in range(ATTEMPTS):
@@ -168,7 +168,7 @@ def write(file: int, data: bytes | memoryview, start: int) -> None:
 
 
 def checksum(path: str) -> Seen:
-    """A file's checksum and stat; the checksum is -1 if the file changes meanwhile. Raises OSError."""
+    """A file's checksum and stat; the checksum is -1 if the file changes during the read. Raises OSError."""
     began = time.time_ns()
     with open(path, "rb", buffering=0) as file:
         stat = _stat(os.fstat(file.fileno()))

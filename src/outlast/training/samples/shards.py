@@ -29,7 +29,7 @@ from outlast.training.order import Indices, Windows
 WINDOW = 8
 """Number of shards in a store that are shuffled together by default; arbitrary."""
 AHEAD = 3
-"""Number of announced windows: the current one, and two to fetch meanwhile."""
+"""Number of announced windows: the current one, and two that are fetched in the meantime."""
 _MAPPED = 1024
 """Maximum number of local shards that are mapped at a time; Linux allows a process 65,530 mappings."""
 _LARGE = 4096

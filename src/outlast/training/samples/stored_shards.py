@@ -161,7 +161,7 @@ class Fetched:
             threading.Thread(target=_read_ahead, args=(weakref.ref(self),), name="outlast-shards", daemon=True).start()
 
     def fetch_ahead(self) -> float | None:
-        """Fetch an announced shard; returns the pause before the next one, in seconds, or None if none is left."""
+        """Fetch an announced shard; returns the pause before the next one, in seconds, or None if no shard is left."""
         with self._lock:
             if not (ahead := self.ahead):
                 self._threads -= 1

@@ -94,7 +94,7 @@ class Batch:
 
 @contextlib.contextmanager
 def _exchanging(net: Any, last: bool) -> Iterator[None]:
-    """Exchange gradients in this backward pass if it is the `last` micro-batch."""
+    """Exchange gradients in this backward pass if this is the `last` micro-batch."""
     if not last and hasattr(net, "no_sync"):  # DDP
         with net.no_sync():
             yield

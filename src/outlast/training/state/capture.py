@@ -69,7 +69,7 @@ class Layout:
     """The parts of a state on one rank."""
 
     def __init__(self, state: State, collected: Collected, rank: int, local: tuple[int, int]) -> None:
-        """`local`: local rank and number of ranks of this worker."""
+        """`local` is the local rank and the number of ranks of this worker."""
         whole = {key: value for key, value in collected.everybody.items() if not isinstance(value, DTensor)}
         assigned = checkpoint.assigned_keys(whole, *local)
         shards = {key: value for key, value in collected.everybody.items() if key not in whole}

@@ -124,7 +124,7 @@ def collected(state: State, rank: int) -> Collected:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """A tensor's place in memory, which tells parameters in a state dict from buffers; -1 for distributed tensors."""
+    """A tensor's place in memory, which distinguishes parameters from buffers in a state dict; -1 for distributed tensors."""
     return -1 if isinstance(tensor, DTensor) else device.of(tensor.device).place(tensor)
 
 
@@ -346,7 +346,7 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
 
 
 def targets_of(metadata: Metadata, state: State, rank: int | None) -> Flat:
-    """The targets of `rank`'s read of a checkpoint to restore `state`: tensors to read into, and b"" for bytes."""
+    """The targets into which `rank` reads a checkpoint to restore `state`: tensors, and b"" in place of bytes."""
     check(state)
     saved = metadata.state_dict_metadata
     targets: Flat = {}

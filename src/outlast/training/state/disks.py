@@ -48,11 +48,11 @@ class Disks:
     by_rank: Sequence[int]
     rank: int
     group: dist.ProcessGroup | None
-    """All ranks."""
+    """The group of all ranks."""
     leaders: dist.ProcessGroup | None = None
-    """The leaders, for the thread that trains; None with one disk."""
+    """The group of the leaders, for the thread that trains; None with one disk."""
     savers: dist.ProcessGroup | None = None
-    """The leaders, for the thread that saves."""
+    """The group of the leaders, for the thread that saves; None with one disk."""
     certain: bool = True
     """Whether all ranks could write; otherwise two of these disks may be the same."""
 

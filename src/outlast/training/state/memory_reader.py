@@ -258,7 +258,7 @@ class Reader(StorageReader):
 def tails(candidate: Candidate, client: Client, share: tuple[int, int]) -> dict[int, bytes]:
     """The compressed tails of the unique parts whose first holder is this worker; its ranks divide them by `share`.
 
-    Unreadable parts are left out: then each rank reads the index itself.
+    Unreadable parts are left out; each rank then reads their index itself.
     """
     compressed = {}
     for number, holders in enumerate(candidate.unique):

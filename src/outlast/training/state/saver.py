@@ -127,7 +127,7 @@ class Saver:
         self._disks = disks or Disks([0] * self._ranks, self._rank, None)
         self.copy = copy or metrics.Copy(directory.parent / contract.METRICS)
         self.fenced = True
-        """Whether this disk is fenced; otherwise it must be before a commit."""
+        """Whether this disk is fenced; if not, it must be fenced before a commit."""
         self._initial_owner = ""
         """The run that owned this disk at first; a delayed fence must not take the disk from a later run."""
         with contextlib.suppress(OSError):  # each save reports it

@@ -197,7 +197,7 @@ class Saves:
             log.warning("outlast: no checkpoint is kept as one of the best: %s, or call run.save(step, metric=...)", named)
 
     def finish(self, call: str) -> None:
-        """Wait for the save in progress, and agree on its outcome if a rank lost contact with the others meanwhile. A
+        """Wait for the save in progress, and agree on its outcome if a rank has lost contact with the others. A
         collective."""
         self.settle(self._saver.wait())
         if self._pending:

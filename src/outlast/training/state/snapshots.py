@@ -232,7 +232,7 @@ class Snapshots:
         self._errand.start()
 
     def boundary(self, step: int) -> None:
-        """Take a snapshot after `step` if all ranks have agreed to."""
+        """Take a snapshot after `step` if all ranks have agreed to do so."""
         now = time.monotonic()
         if self._last is not None:
             self._measure(now - self._last)

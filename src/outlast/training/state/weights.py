@@ -115,7 +115,8 @@ def write(path: Path, weights: Weights) -> None:
 
 
 def _write_safe(path: Path, weights: Weights) -> None:
-    """Like safetensors' `save_model`: the first of tied tensors is written, and the metadata names the others."""
+    """Write weights as safetensors' `save_model` does: of tied tensors only the first is written, and the metadata names the
+    others."""
     from safetensors.torch import save_file
 
     first: dict[int, str] = {}
