@@ -53,7 +53,7 @@ def data(value: Any, output: Output) -> None:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Columns as wide as they need to be; None is shown as `-`."""
+    """A table with columns as wide as needed; None is shown as `-`."""
     lines = [list(headings), *(["-" if cell is None else terminal.one_line(str(cell)) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -75,7 +75,7 @@ TABLE = (
 
 NAMED = tuple(row for row in TABLE if row.name)
 RESOURCES = {row.name: row.resource for row in NAMED}
-"""Resource by short name."""
+"""Kubernetes resources by short name."""
 DEVICES = {row.device: row for row in TABLE if row.device}
 """One row for each device type of torch."""
 LIBRARIES = tuple(row.backend for row in DEVICES.values() if row.backend != row.device)

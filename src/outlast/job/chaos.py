@@ -122,7 +122,7 @@ def _fault(entry: object) -> Fault:
 
 
 def every(text: str) -> timedelta:
-    """A duration from `--every` or `at`: `15s`, `2m`. Raises OutlastError."""
+    """Parse a duration given to `--every` or `at`: `15s`, `2m`. Raises OutlastError."""
     try:
         return units.duration(text)
     except ValueError as error:

@@ -18,7 +18,7 @@ GROUP = "outlast.dev"
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of a worker (and of a training process that knows Outlast)."""
+    """Exit codes of a worker (and of a training process that uses Outlast)."""
 
     DONE = 0
     FAILED = 1

@@ -8,25 +8,26 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     launcher     pid, adopted                            launcher: started, or restarted over live workers
     worker       worker, pid, attempt                    launcher: a worker was started; operator: the first one runs
     exited       worker, code, reason, interrupted       launcher: a worker ended
-    called       generation, reason, planned, suspends?  launcher: form up for this generation; suspends: Suspended | Queued,
-                                                         the state that follows instead
+    called       generation, reason, planned, suspends?  launcher: workers are to form this generation; suspends: Suspended |
+                                                         Queued, the state that follows instead of a new world
     world        generation, workers | size, reason      launcher: this generation's world, in rank order
-    failure      generation, worker, rank, code, reason, cause, step, counted, repaired?   launcher; repaired: which attempt
-                                                         failed, if the members have repaired it and it is counted afterwards
-    attempt      generation, attempt, worker, rank, reason    agent: the members start the processes of this world once more
-    unheard      generation, workers, by, reason         agent: peers that are silent or refuse
+    failure      generation, worker, rank, code, reason, cause, step, counted, repaired?   launcher; repaired: the failed
+                                                         attempt, if the members repaired the world before this was counted
+    attempt      generation, attempt, worker, rank, reason    agent: the members restart the processes of this world
+    unheard      generation, workers, by, reason         agent: peers that are silent or refuse connections
     scaled       replicas                                launcher, on the user's request
     resumed                                              command line: an unfinished run goes on
     finished     state, reason, step, code               launcher
     session      generation, rank, world_size            training: process group is up
     restoring    generation                              training, rank 0
     restored     generation, step, path, source?, bytes?, seconds?, warning?    training, rank 0 (step 0, path null: from the
-                                                         beginning); source: memory | peer | disk | store; warning: a later
-                                                         step that the run has had is lost
-    step         generation, step, steps?, waited_s?, copied_s?    training, rank 0: this step has ended; of several, the last of
-                                                         `steps`; of their time, seconds in which they waited for data, and in
-                                                         which their state was copied into memory
-    snapshots    generation, every, step, copied_s, bytes, replicas, reason    training, rank 0: from now on every so many steps
+                                                         beginning); source: memory | peer | disk | store; warning: the
+                                                         run had already reached a later step, which is lost
+    step         generation, step, steps?, waited_s?, copied_s?    training, rank 0: this step has ended, or it is the last of
+                                                         `steps` steps that have; waited_s, copied_s: the seconds of their time
+                                                         spent waiting for data, and copying the state into memory
+    snapshots    generation, every, step, copied_s, bytes, replicas, reason    training, rank 0: from now on, a snapshot is made
+                                                         every `every` steps
     saving       step                                    training, rank 0: a save begins, training stalls
     staged       step, stall_s                           training, rank 0: training goes on
     committed    step, path, bytes, seconds              training, rank 0: the checkpoint exists

@@ -24,12 +24,13 @@ _SIGNATURE = re.compile(
 
 
 def hidden(text: str) -> str:
-    """A text without the logins in its URLs, and without their queries that hold a signature."""
+    """The text with logins, and queries that contain a signature, removed from its URLs."""
     return _SIGNATURE.sub("", _LOGIN.sub("", text))
 
 
 def exposed(url: str, where: str) -> str:
-    """The problem with a URL that holds a secret; empty if it holds none. `where` is a clause on who can read it."""
+    """The problem with a URL that contains a secret; empty if it contains none. `where` is a clause that says who can read the
+    URL."""
     if _LOGIN.search(url):
         return (
             f"holds a login, and {where}; leave it out here and put it into ~/.netrc, or the content of such a file into "

@@ -97,7 +97,7 @@ class Launcher(Coordinator):
         )
         self.live = LiveStatus(state_dir, record, self.pool, self.status, self.clock)
         self._started = 0, 0
-        """`newest_start` of the previous launcher."""
+        """The `newest_start` that the previous launcher recorded."""
         self.relaunching: dict[int, tuple[Worker, float]] = {}
         """Workers whose silent elastic agent was killed, with the deadline for the agent's replacement."""
         self.output_lock: int | None = None
@@ -110,7 +110,7 @@ class Launcher(Coordinator):
     # The loop
 
     async def run(self) -> int:
-        """Decide until the job is over."""
+        """Make decisions until the job is over."""
         self._recover()
         await self.server.start(self.state_dir.socket)
         self.ledger.write("launcher", pid=os.getpid(), adopted=len(self.pool.present))
@@ -149,7 +149,7 @@ class Launcher(Coordinator):
     # Recovery
 
     def _recover(self) -> None:
-        """Take over from a launcher that died: its counts and its live workers."""
+        """Take over the counts and the live workers of a launcher that died."""
         self.live.start()
         try:
             memory = json.loads(self.state_dir.recovery.read_text())

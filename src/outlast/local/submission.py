@@ -175,7 +175,7 @@ def resume(state_dir: StateDir, name: str, status: JobStatus) -> list[str]:
 
 
 def _earlier(state_dir: StateDir, job: spec.Job, request: Submission, last: JobStatus | None) -> _Earlier:
-    """Find the earlier run, here and in the store. Raises AlreadyRunning if another machine trains it."""
+    """Find the earlier run, on this machine and in the store. Raises AlreadyRunning if another machine trains it."""
     ended = Run.read(state_dir) if last and last.state is State.SUCCEEDED else None  # maybe not recorded in its store yet
     unfinished = last if not (last and ended) or _longer(state_dir, job, ended, last) else None
     here = Run.read(state_dir) if unfinished else None

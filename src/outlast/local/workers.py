@@ -38,7 +38,7 @@ class Worker:
     pid: int
     attempt: int
     child: subprocess.Popen[bytes] | None = None
-    """None if an earlier launcher started it, or another worker forked it."""
+    """The worker's process; None if an earlier launcher started the worker, or another worker forked it."""
     leaving: bool = False
     """Whether the worker has been asked to leave."""
 

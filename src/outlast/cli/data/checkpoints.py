@@ -35,7 +35,7 @@ StoreOption = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The places of a job's checkpoints."""
+    """The places where a job's checkpoints are."""
 
     run: str
     directory: Path | None

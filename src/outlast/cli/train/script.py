@@ -133,7 +133,7 @@ def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name
 
 
 def _from(directory: Path, place: Path) -> str:
-    """A path relative to `directory`, if it is below it."""
+    """The path `place`, relative to `directory` if it lies below that directory."""
     return f"./{place.relative_to(directory)}" if directory in (place, *place.parents) else str(place)
 
 
@@ -194,7 +194,7 @@ def _read(path: Path) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Text as YAML that reads as the same text."""
+    """The text as a YAML scalar that parses to the same text."""
     import yaml
 
     plain = re.fullmatch(r"(--)?[A-Za-z_][\w./=,+-]*", text, re.ASCII) and yaml.safe_load(text) == text

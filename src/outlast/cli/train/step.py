@@ -50,7 +50,7 @@ INTERRUPTED = 130
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
-    """Options of a wait."""
+    """Options for waiting for a job."""
 
     directory: Path | None = None
     """Directory for the outputs."""

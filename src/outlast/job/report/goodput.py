@@ -21,7 +21,7 @@ COUNTED = ("steps_kept", "worlds", "failures", "restarts", "interruptions", "han
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of time, in seconds since the epoch. Segments touch, and neighbours differ in their bucket."""
+    """A stretch of time, in seconds since the epoch. Consecutive segments touch, and differ in their bucket."""
 
     start: float
     end: float

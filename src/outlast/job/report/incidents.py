@@ -17,7 +17,7 @@ class Lost:
     """Training that an incident cost, in whole microseconds, without suspended and queued time."""
 
     detection_us: int = 0
-    """From the fault until some process noticed it."""
+    """Time from the fault until a process noticed it."""
     reforming_us: int = 0
     """Rendezvous, starting processes, importing, building the model, and the extra time of the first step."""
     restoring_us: int = 0

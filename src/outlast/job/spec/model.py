@@ -166,14 +166,14 @@ class Checkpoint(Checked):
     best: fields.Whole = 0
     """How many of the best checkpoints to keep, besides the newest."""
     by: Annotated[str, fields.Pattern(r"\S.*\S|\S?", "must be the name of a value that the script logs", 200)] = ""
-    """The metric by which checkpoints are compared: a value that the script logs, such as `val_loss`. The last one logged before
-    the save counts, unless the script passes one to `run.save(step, metric=...)`."""
+    """The metric by which checkpoints are compared: a value that the script logs, such as `val_loss`. The last value logged
+    before the save counts, unless the script passes one to `run.save(step, metric=...)`."""
     mode: Literal["min", "max"] = "min"
     """Whether the lowest or the highest value is best."""
     memory: fields.SnapshotMemory = "auto"
-    """Memory of a worker for snapshots of the training: `auto`, `off` or a quantity, `8Gi`. With a quantity, the memory of its
-    pod grows by it. `auto` uses up to a quarter of what a worker may use, and leaves a tenth free. With `kubectl apply`, quote
-    `"off"`."""
+    """Memory of a worker for snapshots of the training: `auto`, `off` or a quantity, `8Gi`. With a quantity, the memory of the
+    worker's pod grows by that quantity. `auto` uses up to a quarter of the memory that a worker may use, and leaves a tenth
+    free. With `kubectl apply`, quote `"off"`."""
     replicas: Annotated[int, Field(strict=True, ge=0, le=MOST_REPLICAS)] = 1
     """Number of other workers that hold a replica of state that only one rank has, such as shards of FSDP: that many workers may
     be lost at once without reading a checkpoint. 0 to 3. State that every rank has, as with DDP, needs no memory for replicas."""
@@ -284,7 +284,7 @@ class Volume(Checked):
     """A volume for the pods. Kubernetes only."""
 
     claim: Annotated[fields.Text, fields.object_name(253)]
-    """Name of the PersistentVolumeClaim. An existing one is used unchanged."""
+    """Name of the PersistentVolumeClaim. An existing claim is used unchanged."""
     to: fields.Mount
     """Mount point in a pod. Where `data` names a directory of this machine (`{from: ./cifar, to: /data}`), pods use a volume
     mounted at the same place instead."""

@@ -90,7 +90,7 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
 
 
 class _Names:
-    """Checks the names in a document: unknown ones, their probable meaning, and ones that exclude each other."""
+    """Checks the names in a document: unknown names, their probable meaning, and names that exclude each other."""
 
     def __init__(self, model: type[Checked], document: Document, problems: list[tuple[int | None, str]]) -> None:
         self.document = document

@@ -74,7 +74,7 @@ class Writer:
 
 
 def _opened(path: Path) -> int:
-    """A descriptor for writing; of /dev/null if the disk takes no file."""
+    """A descriptor for writing to the file, or to /dev/null if the disk cannot take the file."""
     with contextlib.suppress(OSError):
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     return os.open(os.devnull, os.O_RDWR)

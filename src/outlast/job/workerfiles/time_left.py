@@ -24,7 +24,7 @@ class Share(TypedDict):
 
 
 def for_training(left_s: float, *, stored: bool, upload_s: float | None = None) -> float:
-    """Seconds that training may use for its step and its save, of `left_s` until the machine is gone.
+    """Seconds that training may use for its current step and its save, out of the `left_s` seconds until the machine is gone.
 
     If the output is `stored` elsewhere, the rest is for the last upload: the duration of the previous one, `upload_s`, and a
     margin, but never more than half, since unsaved state cannot be uploaded.

@@ -142,7 +142,7 @@ def prepare(private: Path, token: str) -> None:
 
 
 def forget(private: Path) -> None:
-    """Delete the token once the server has read it: after SIGKILL or a power loss nobody removes the directory."""
+    """Delete the token once the server has read it: after SIGKILL or a power loss, the directory is never removed."""
     (private / "token").unlink()
 
 
