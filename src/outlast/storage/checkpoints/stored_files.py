@@ -135,7 +135,7 @@ class Parts:
         return tuple(name for name in absent if name not in local)
 
     def receive(self, into: Path, commit: disk.Commit, *, progress: Progress, stop: threading.Event | None) -> None:
-        """Fetch the files that a directory lacks, durably, and remove all others from it.
+        """Fetch the checkpoint's files that a directory lacks, durably, and remove all extra files from it.
 
         Raises Damaged if a file in the store differs from COMMIT.
         """

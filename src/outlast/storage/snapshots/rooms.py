@@ -123,7 +123,7 @@ class Room:
     """Bytes of the part's tail."""
     index: Sequence[Item] = ()
     stale: bool = False
-    """Whether the room was given up while in use; its memory is freed once its users are gone."""
+    """Whether the room was given up while in use; it becomes free once its users are gone."""
 
     @property
     def view(self) -> View:

@@ -25,7 +25,7 @@ from outlast.base.errors import Changed, Missing, Stopped, StoreError
 from outlast.storage.store.s3 import Access
 
 SMALL = 8 << 20
-"""Size in bytes below which a file is sent in one request."""
+"""Size in bytes up to which a file is sent in one request."""
 PART = 16 << 20
 """Bytes per part, unless the file would then have more than MAX_PARTS parts."""
 MAX_PARTS = 9_500  # S3 allows 10,000

@@ -5,8 +5,8 @@ when it starts, and again before each save until all ranks can write. The lowest
 sweeps and receives.
 
 Invariants: with one disk nothing is sent, and there are no additional collectives. With several, a disk that fails (full, broken)
-takes part to the end and only then reports the failure, so that no other disk waits for it.
-Docs: docs/decisions/0010-workers-without-a-common-disk.md.
+takes part to the end and only then reports the failure, so that no other disk waits for it. Docs:
+docs/decisions/0010-workers-without-a-common-disk.md.
 """
 
 from __future__ import annotations
