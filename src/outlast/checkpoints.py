@@ -1,4 +1,4 @@
-"""Checkpoints of a run, for reading: `list_` those in its output, take the `latest`."""
+"""Public API for reading a run's checkpoints: `list_` returns those in a directory, `latest` the newest of a run."""
 
 from outlast.storage.checkpoints import Checkpoint, Metric, Retention, latest, list_, named, ranked
 

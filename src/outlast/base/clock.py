@@ -37,8 +37,8 @@ class Clock:
         """The steady time at which the wall clock last stepped or the machine last slept; count silence from then on."""
 
     def __call__(self) -> float:
-        """The steady time now. Updates `broken_at` if the wall clock has stepped, or the machine has slept, since the last
-        reading."""
+        """Returns the current steady time. Sets `broken_at` to it if the wall clock has stepped, or the machine has slept, since
+        the last call."""
         with self._lock:
             monotonic = self._monotonic()
             now, apart = self._started + monotonic, self._wall() - monotonic

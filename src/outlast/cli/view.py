@@ -148,7 +148,8 @@ def exit_code(status: JobStatus) -> int:
 
 
 def summary(status: JobStatus, now: float) -> Iterator[str]:
-    """Sentences on the end of a run, and on the next command."""
+    """Yields what to print when a run has ended or stopped: its duration and output, why it failed, the command that resumes it,
+    and warnings."""
     took = units.human_seconds(show.lasted(status, now))
     did = [
         f"{show.steps(status)}{' steps' if status.epoch is None else ''} in {took}" if status.step else took,

@@ -115,7 +115,8 @@ class Place:
             shutil.rmtree(self.coming / "tree")
 
     def leave(self) -> None:
-        """Keep only what the next call can use. If nothing has been downloaded, remove the whole directory."""
+        """Remove empty download directories. If only the lock and the dataset's name remain, also remove the staging directory,
+        and the dataset's directory too if this call created it and it is empty. After `finish`, do nothing."""
         if self._finished or not self.coming.is_dir():  # any existing files are another process's
             return
         for directory in self.coming.glob("[0-9]*"):

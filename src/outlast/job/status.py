@@ -29,7 +29,7 @@ class State(enum.StrEnum):
     """A failure: the world is formed again from the newest checkpoint."""
     SUSPENDED = "Suspended"
     INTERRUPTED = "Interrupted"
-    """Training saved and stopped (Ctrl-C, machine going away): `outlast run` goes on from here."""
+    """Training was stopped before its end (Ctrl-C, a machine that goes away, a lost launcher); `outlast run` resumes it."""
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
     CANCELLED = "Cancelled"

@@ -55,7 +55,7 @@ class LiveStatus:
         self._pid = 0
         """The pid of the plain script's rank 0."""
         self._previous: plain_scripts.Logged | None = None
-        """The last step of the process before `_pid`."""
+        """The last step of the process that `_pid` replaced, until it is compared with the first step of `_pid`; else None."""
         self._first_of_run: plain_scripts.Logged | None = None
         self._next_scan = 0.0
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)

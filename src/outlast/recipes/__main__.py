@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def programs() -> list[str]:
-    """Names of the modules that are programs."""
+    """Names of the recipe modules that run as scripts (those with a `__main__` block)."""
     files = sorted(Path(__file__).parent.glob("[!_]*.py"))
     return [file.stem for file in files if '\nif __name__ == "__main__":' in file.read_text(encoding="utf-8")]
 

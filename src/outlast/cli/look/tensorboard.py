@@ -92,7 +92,7 @@ def _follow(shows: Sequence[Show], process: subprocess.Popen[bytes]) -> None:
 
 
 class Source:
-    """An output directory on this machine, which may belong to a running job."""
+    """Reads a job's metrics and event files from its output directory on this machine; the job may still be running."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
@@ -112,7 +112,7 @@ class Source:
 
 
 class InStore(Source):
-    """An output in a store."""
+    """Reads a job's metrics and event files from its output in a store."""
 
     def __init__(self, place: Store) -> None:
         self._place = place
@@ -140,7 +140,7 @@ class InStore(Source):
 
 
 class InPod(Source):
-    """An output in the pods of a job."""
+    """Reads a job's metrics, but not its event files, from its output in its pods."""
 
     def __init__(self, place: KubernetesBackend, name: str) -> None:
         self._place, self._name = place, name

@@ -440,7 +440,8 @@ def _run(
 
 
 def _of_machine(error: Exception) -> bool:
-    """Whether another machine may succeed: the error is an unreadable file or too little memory, not a mistake of the user."""
+    """Whether the error may be due to this machine, so that another may succeed. An OutlastError is a mistake of the user, unless
+    an OSError caused it and it is no BadSource; all other exceptions, such as MemoryError, may be due to the machine."""
     if isinstance(error, OutlastError):
         return isinstance(error.__cause__, OSError) and not isinstance(error, plan.BadSource)
     return True

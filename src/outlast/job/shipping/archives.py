@@ -22,7 +22,8 @@ def extract(archive: Path, into: Path, *, name: str) -> None:
 
 
 def check(archive: Path, name: str, sha256: str, runs: str) -> None:
-    """Raise OutlastError if a local archive cannot be unpacked, or lacks the script or module to run."""
+    """Raise OutlastError if a local archive does not have the checksum `sha256` (unless that is empty), cannot be unpacked, or
+    lacks the script `runs`. If `runs` is a module, it is not looked for."""
     if sha256:
         check_checksum(archive, name, sha256)
     with tempfile.TemporaryDirectory() as directory:

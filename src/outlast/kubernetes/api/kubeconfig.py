@@ -91,7 +91,7 @@ def chosen(whole: Mapping[str, Any], context: str | None) -> str:
 
 
 def impersonated(whole: Mapping[str, Any], context: str) -> list[tuple[str, str]]:
-    """The headers by which the user of a context impersonates another user.
+    """The HTTP headers with which the user of a context impersonates another user; empty if the context does not ask for that.
 
     https://kubernetes.io/docs/reference/access-authn-authz/user-impersonation/
     """

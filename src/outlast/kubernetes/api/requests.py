@@ -1,6 +1,6 @@
-"""Requests to an API server: how they are sent, retried and read, and answers as a stream of lines or a websocket.
+"""Sends requests to an API server, retries them and reads the answers: whole, as a stream of lines, or through a websocket.
 
-Every error is a `ClusterError` of `error_mapping`. All functions here may be called from several threads.
+All errors are `ClusterError`s, except `Gone`. All functions here may be called from several threads.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Finding:
     remedy: str = ""
     """The remedy; empty if there is nothing to do."""
     evidence: tuple[str, ...] = ()
-    """Unchanged messages of the API server, the scheduler or the kubelet, or lines of the log."""
+    """Verbatim messages from the API server, the scheduler or the kubelet, or lines from the log."""
     outcome: Outcome = "fail"
     """`fail`: the finding keeps jobs from training; `warn`: it may keep them, or has a cost; `pass`: there is no problem."""
 

@@ -226,7 +226,8 @@ def _unmade(snapshot: Snapshot) -> str:
 
 
 def _stayed_up(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> State | None:
-    """The state in which the workers of a StatefulSet have ended (their pods stay up); None until all have ended."""
+    """The final state of a StatefulSet, whose pods stay after their workers end: Failed if any worker failed, else Succeeded;
+    None until all have ended."""
     if snapshot.workload.get("kind") != "StatefulSet" or len(newest) < desired or not newest:
         return None
     reported = [snapshot.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]

@@ -22,7 +22,7 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import pods
 
 _QUEUE = 10_000
-"""Maximum number of lines in the queue to the reader."""
+"""Maximum number of items (log lines, changes of pods, messages) that wait to be handled."""
 _POLL_S = 1.0
 """Interval at which we check whether the job is over."""
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")

@@ -243,7 +243,7 @@ class Submission:
 
 
 def _trained(elastic_job: Document) -> Document:
-    """The specification of an ElasticJob without the number of workers, which may have been changed by scaling."""
+    """An ElasticJob's spec without `replicas`, which scaling changes, to tell whether two jobs are the same."""
     spec = api.without_server_fields(elastic_job)["spec"]
     return {**spec, "workers": {**spec.get("workers", {}), "replicas": None}}
 

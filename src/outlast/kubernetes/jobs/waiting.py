@@ -203,7 +203,7 @@ class Waiter:
 
 
 def _recorded(status: JobStatus) -> JobStatus | None:
-    """The status according to the store, if the run has ended there as Succeeded or Failed."""
+    """`status`, updated from the run's record in the store; None unless that record says that the run succeeded or failed."""
     if status.store is None or not status.run:
         return None
     from outlast.storage import runs, store

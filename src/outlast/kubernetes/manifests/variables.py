@@ -35,8 +35,8 @@ def several(request: Request, rendezvous: str) -> bool:
 
 
 def container(request: Request, *, index: Source, rendezvous: str, stay: bool) -> list[Document]:
-    """The container's `env`. The job's own values are literal: the agent substitutes references to variables that are unknown
-    here, from its environment."""
+    """The container's `env`. References to variables whose values are known are replaced here; all others are escaped, so that
+    the agent, not Kubernetes, replaces them."""
     ours = {**_contract(request, index=index, rendezvous=rendezvous, stay=stay), **_process(request)}
     known = {name: str(source["value"]) for name, source in ours.items() if "value" in source}
     found = {**ours, **own(request.spec, known)}

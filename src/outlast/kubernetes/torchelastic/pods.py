@@ -95,7 +95,8 @@ def restart_policy(job: Document) -> str:
 
 
 def selector(name: str) -> dict[str, str]:
-    """Label selector for a job's pods, including those that the archived controller created."""
+    """The labels that select the pods of the job called `name`, including pods created by the archived torchelastic
+    controller."""
     return {"group-name": LEGACY_JOB.group, "job-name": names.fit(name)}
 
 

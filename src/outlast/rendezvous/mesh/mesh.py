@@ -130,7 +130,8 @@ class Mesh:
             done.wait(TICK_S)
 
     def learn(self, generation: int, addresses: Mapping[int, str]) -> None:
-        """Add addresses of members of the world of `generation`; ignored in any other world, whose processes may be gone."""
+        """Set the addresses of members of the world of `generation`. Ignored if this member is in another world by then, since
+        the addresses may be outdated."""
         self._do(functools.partial(self._learn, generation, dict(addresses)))
 
     def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:

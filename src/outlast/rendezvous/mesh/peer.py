@@ -58,7 +58,8 @@ class Peer:
         """Time of the peer's next turn; right after any event. Among a thousand peers, only those with an event take a turn."""
 
     def meet(self, address: str, now: float) -> None:
-        """Set the address of the peer; a new address means another process, whose state is unknown yet."""
+        """Set the address of the peer. If it differs from the current one, close the connection and reset the peer's state, since
+        it is another process. Raises ValueError for an invalid address."""
         if address == self.address:
             return
         if address:

@@ -1,5 +1,5 @@
-"""The rendezvous transport in which workers connect directly to the coordinator: the launcher's Unix socket on one machine
-(`unix:///path`), a port of worker 0 in pods that have neither an operator nor an etcd (`c10d://host:port`).
+"""The rendezvous transport that connects workers directly to the coordinator: through the launcher's Unix socket on one machine
+(`unix:///path`), or through a port of worker 0 in pods that have neither an operator nor an etcd (`c10d://host:port`).
 
 Workers report, one process coordinates (`rendezvous.coordinator`). Every message is complete: a report holds the whole state of a
 member, so a report that is late, duplicated or sent to a coordinator that has just been restarted does no harm. A member is lost

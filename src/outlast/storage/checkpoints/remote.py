@@ -239,8 +239,8 @@ class Checkpoints:
         """Fetch a checkpoint to the local `directory`, verified and durable, unless the directory has a valid checkpoint of that
         step and of the same generation or a later one.
 
-        Raises Damaged if the checkpoint in the store differs from its COMMIT or has been removed; after Stopped, OSError and
-        StoreError a later call resumes.
+        Raises Damaged if the checkpoint in the store differs from its COMMIT or has been removed. After Stopped, OSError
+        or StoreError, the fetched files stay, and the next call fetches only the others.
         """
         parts = self._parts(checkpoint.place)
         if here := _valid_here(directory, checkpoint, self.run):

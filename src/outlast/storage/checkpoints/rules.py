@@ -1,4 +1,4 @@
-"""Rules about plain values: which checkpoints in a store count, may be added and may be removed.
+"""Pure rules about a run's register: which checkpoints in a store count, which may be added, and which may be removed.
 
 `Latest` is the content of a run's register (`register`): the generation that owns the run, and the committed checkpoints. Their
 files lie in directories named after their content, so no two writers ever write different things to one name; these rules only

@@ -35,7 +35,8 @@ class DamagedHere(OutlastError):
 
 @dataclass(frozen=True)
 class Parts:
-    """The files of the checkpoint at a place."""
+    """The objects of one checkpoint in the store, identified by its `place` (step, generation and directory): sends, fetches,
+    verifies, commits and deletes them."""
 
     store: Store
     run: str

@@ -188,8 +188,9 @@ class Client:
             self._states[part.kind, part.step] = f"{part} cannot be kept: the agent is gone ({error})"
 
     def poll(self) -> Mapping[tuple[str, int], str]:
-        """States of the last publications, by kind and step: "" while the agent works on the part, `held`, `replicated`, `held; `
-        and why there is no replica, or a sentence that says why the part is not held. Does not wait."""
+        """Returns the states of the last publications by (kind, step), without waiting. A state is "" while the agent works on
+        the part, `held`, `replicated`, `held; ` followed by the reason why there is no replica, or the reason why the part is not
+        held."""
         if self._using.acquire(blocking=False):
             try:
                 while self._connection.waiting():

@@ -28,7 +28,7 @@ NAMES: dict[type, str] = {
 
 
 def keep_names() -> None:
-    """Register these classes to be pickled, and read, under the names above."""
+    """Make the classes in `NAMES` pickle and unpickle under the names given there."""
     for kind, name in NAMES.items():
         module, _, attribute = name.rpartition(".")
         kind.__module__, kind.__qualname__ = module, attribute

@@ -232,7 +232,8 @@ class Snapshots:
         self._errand.start()
 
     def boundary(self, step: int) -> None:
-        """Take a snapshot after `step` if all ranks have agreed to do so."""
+        """Take a snapshot after `step` if all ranks have agreed to do so. While `_sizes` is empty, only determine the sizes and
+        request memory."""
         now = time.monotonic()
         if self._last is not None:
             self._measure(now - self._last)

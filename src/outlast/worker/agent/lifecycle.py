@@ -43,7 +43,7 @@ class Worker:
 
     phase: Phase = Phase.STARTING
     leaving: str = ""
-    """Why the worker is interrupted; empty if it is not."""
+    """The reason for which the worker is being interrupted; empty if it is not."""
     leave_by: float | None = None
     """Deadline of an interrupted worker's training, after which it is killed: the earliest of all interruptions."""
     late: bool = False
@@ -84,14 +84,14 @@ class Started:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A preparing phase is done."""
+    """A preparation phase is done."""
 
     phase: Phase
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparationFailed:
-    """A preparing phase has failed. `retry`: whether a restart of the worker could help."""
+    """A preparation phase failed. `retry`: whether restarting the worker could help."""
 
     phase: Phase
     reason: str
@@ -155,7 +155,7 @@ Event: TypeAlias = Started | Prepared | PreparationFailed | Trained | Interrupte
 
 @dataclasses.dataclass(frozen=True)
 class Prepare:
-    """Carry out a preparing phase."""
+    """Carry out a preparation phase."""
 
     phase: Phase
 

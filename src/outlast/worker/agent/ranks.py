@@ -25,7 +25,8 @@ that uses CPU time meanwhile does not count as silent."""
 
 
 class Ranks:
-    """Reads the records that `count` processes write into `state`, ten times a second."""
+    """Finds the live processes among the `count` training processes of a worker, by the records that they write into `state`, and
+    kills those that hang. The agent calls `look` ten times a second."""
 
     def __init__(self, state: Path, count: int, clock: Callable[[], float]) -> None:
         self._state, self._count = state, count

@@ -9,7 +9,8 @@ collective that A has not begun, neither can ever continue: this is a mistake in
 a rank, the network or a disk is merely slow, the operation that one rank waits for has been begun by the others. Everything else
 is a hang after `hang.limit` (`hangs.rule`).
 
-This works with sessions and with plain scripts. While all ranks move, nothing is sent.
+This works with sessions and with plain scripts. While all ranks move, nothing is sent. Ranks that are in different calls of a
+session are detected by `training.calls`, without this thread.
 """
 
 from __future__ import annotations

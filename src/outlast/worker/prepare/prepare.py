@@ -1,7 +1,7 @@
 """Prepares a worker for training: code, environment, data, models. Files of this machine are linked; `code`, `cache` and
 `python_env` fetch from stores and archives, each file only once.
 
-Each method of a `Preparation` carries out one preparing phase of `agent.lifecycle`, and raises OutlastError if that fails.
+Each method of a `Preparation` carries out one preparation phase of `agent.lifecycle`, and raises OutlastError if that fails.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _runs(job: spec.Job) -> str:
 
 
 def place_code(job: spec.Job, into: Path, shared: Path, *, say: Say, stop: threading.Event) -> None:
-    """Fetch a job's code from an archive or a store, see `code.place`."""
+    """Fetch a job's code from an archive or a store; see `code.place`."""
     from outlast.worker.prepare import code
 
     code.place(str(job.spec.code), into, shared, runs=_runs(job), say=say, stop=stop)

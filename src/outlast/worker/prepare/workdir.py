@@ -220,7 +220,8 @@ def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
 
 
 def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.Event) -> None:
-    """Copy the code to `work/` in the output of this pod, and have the script run there. Raises OSError, Stopped."""
+    """Copy the code to `work/` in the output of this pod, and set `environ` so that the script runs there. Code that is too large
+    is not copied and runs in place. Raises OSError, Stopped."""
     code, directory = Path(environ[Env.CODE]), Path(environ[Env.OUTPUT]) / contract.WORK
     sources = _sources(code)
     if sources is None:

@@ -49,8 +49,8 @@ class Follower:
         return self._problem if self._problem != last else None
 
     def finish(self, status: Status | None, *, goes_on: bool = False) -> str:
-        """Have the follower send the rest, and wait for a bounded time. Returns a sentence about metrics that have not arrived,
-        or an empty string."""
+        """Tell the follower to send the remaining metrics, and wait for a bounded time. Returns a sentence about metrics that
+        have not arrived, or an empty string."""
         within = LEAVE_S if goes_on else FLUSH_S
         at_most = LEAVE_S + 1.0 if goes_on else FLUSH_S + IMPORTS_S
         assert self._process.stdin is not None
@@ -98,7 +98,8 @@ class Trackers:
         return {"warning": problem}
 
     def end(self, error: BaseException | None, *, leaving: bool) -> dict[str, str]:
-        """Have the rest of the metrics sent, within a bounded time. Returns a warning about metrics that have not arrived."""
+        """Wait for a bounded time until the follower has sent the remaining metrics. If the run has ended and some have not
+        arrived, returns a warning about them (`{"warning": ...}`), else an empty dict."""
         if self._follower is None:
             return {}
         status, goes_on = outcome(error, leaving=leaving, restarted=Env.JOB in os.environ)
@@ -107,7 +108,7 @@ class Trackers:
 
 
 def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> tuple[Status | None, bool]:
-    """The status of a run for its trackers, and whether it goes on. `error` is the exception that ended its session, if any.
+    """The status of a run for its trackers, and whether it continues. `error` is the exception that ended its session, if any.
 
     `restarted`: whether Outlast, rather than this process, decides if a failed run has ended.
     """
@@ -149,7 +150,7 @@ def end(output: Path, environ: Mapping[str, str], state: str) -> str:
     """Report the job's final state to the trackers, after its training processes are gone. Returns a sentence if that fails,
     otherwise an empty string.
 
-    Does nothing if the job goes on, if no follower has run, or if the last follower has reported the same state. Waits for a
+    Does nothing if the job continues, if no follower has run, or if the last follower has reported the same state. Waits for a
     bounded time.
     """
     directory, status = output / contract.TRACKING, _STATUS.get(state)
