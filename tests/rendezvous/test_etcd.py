@@ -148,6 +148,7 @@ def test_one_that_does_not_answer_is_left_for_another(own_etcd: Server, shared_e
         client._answer_s = 1  # only now: a busy machine is no reason to leave the first
         client._hang_up()
         os.kill(own_etcd.process.pid, signal.SIGSTOP)
+        os.waitpid(own_etcd.process.pid, os.WUNTRACED)  # its threads stop one after another, and may answer until then
         client.range("x")
         client.range("x")
         with pytest.raises(EtcdAway, match="ended a watch"):
