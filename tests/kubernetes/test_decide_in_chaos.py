@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from outlast.kubernetes.api import kinds
-from simulated import Cluster, Killed, trains
+from simulated import Cluster, trains
 
 MOST = 4
 WORKER = st.integers(0, MOST - 1)
@@ -46,12 +46,7 @@ class Chaos(RuleBasedStateMachine):
 
     @rule(writes=st.integers(0, 6), times=st.integers(1, 5))
     def the_operator_dies(self, writes: int, times: int) -> None:
-        for _ in range(times):
-            self.cluster.pass_()
-            try:
-                self.cluster.look(dies_after=writes)
-            except Killed:
-                self.cluster.since = self.cluster.now
+        self.cluster.operator_dies(writes, times)
 
     @rule()
     def looking_alone_comes_to_an_end(self) -> None:

@@ -360,12 +360,7 @@ class Quota(RuleBasedStateMachine):
 
     @rule(writes=st.integers(0, 6), times=st.integers(1, 4))
     def the_operator_dies(self, writes: int, times: int) -> None:
-        for _ in range(times):
-            self.cluster.pass_()
-            try:
-                self.cluster.look(dies_after=writes)
-            except Killed:
-                self.cluster.since = self.cluster.now
+        self.cluster.operator_dies(writes, times)
 
     @rule(quota=st.integers(0, 5))
     def there_is_another_quota(self, quota: int) -> None:

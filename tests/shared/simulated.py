@@ -401,6 +401,15 @@ class Cluster:
 
     # time
 
+    def operator_dies(self, writes: int, times: int) -> None:
+        """Time passes so many times, and each time the operator dies after so many writes, unless it has none left."""
+        for _ in range(times):
+            self.pass_()
+            try:
+                self.look(dies_after=writes)
+            except Killed:
+                self.since = self.now
+
     def pass_(self, seconds: float = STEP_S) -> None:
         """Let time pass: kubelets start pods, agents live."""
         self.now += seconds

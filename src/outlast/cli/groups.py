@@ -1,7 +1,7 @@
 """The help of a command with subcommands: in groups, and without truncated lines.
 
 Click truncates texts that do not fit into a line. Here a first sentence is shown in full, so it has to be short:
-`tests/test_cli.py` enforces 80 columns.
+`tests/cli/test_cli.py` enforces 80 columns.
 """
 
 from __future__ import annotations

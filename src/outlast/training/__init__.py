@@ -26,14 +26,14 @@ _MODULES = {
     "Shards": "samples.shards",
     "Stateful": "state.stateful",
     "Stream": "samples.stream",
+    "checkpoint": "state.checkpoint",
+    "session": "session",
 }
-"""The module of each name, imported when the name is first used: `progress` needs no torch."""
-_MODULES_THEMSELVES = {"checkpoint": "state.checkpoint", "session": "session"}
+"""The module of each name, or the module that it is, imported when the name is first used: `progress` needs no torch."""
 
 
 def __getattr__(name: str) -> Any:
-    if place := _MODULES_THEMSELVES.get(name):
-        return importlib.import_module(f"{__name__}.{place}")
-    if place := _MODULES.get(name):
-        return getattr(importlib.import_module(f"{__name__}.{place}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    return module if module.__name__.endswith(f".{name}") else getattr(module, name)

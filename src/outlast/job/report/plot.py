@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outlast.base.errors import OutlastError
+from outlast.base.errors import OutlastError, importing
 from outlast.job.report.comparison import Row
 
 KINDS = (".svg", ".png", ".pdf")
@@ -77,8 +77,6 @@ def _speedups(axes: Any, points: Sequence[tuple[int, float]]) -> None:
 
 def _figure() -> Any:
     """The class Figure of matplotlib, which needs no display. Raises OutlastError if matplotlib is not installed."""
-    try:
+    with importing("drawing", "plots"):
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise OutlastError("drawing needs the library matplotlib; run: pip install 'outlast[plots]'") from error
     return Figure
