@@ -260,7 +260,8 @@ def half_pushed(ours: remote.Checkpoints, local: checkpoints.Checkpoint, journal
 
 def test_an_upload_that_was_stopped_goes_on_under_the_next_generation(moto: Bucket, tmp_path: Path):
     place = store.open_(f"{moto.url}/job")
-    local = written(tmp_path / "here", 10, files={"large": bytes(PARTS * multipart.PART)})
+    parts_in_all = 3 * multipart.AT_ONCE  # each of two stopped pushes completes those on their way, and leaves more than that
+    local = written(tmp_path / "here", 10, files={"large": bytes(parts_in_all * multipart.PART)})
     ours = remote.Checkpoints(place, RUN)
     arrived = 0
     for generation in (1, 2):
