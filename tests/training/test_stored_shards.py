@@ -119,7 +119,7 @@ def first(tokens: torch.Tensor) -> int:
 
 def test_shards_are_fetched_ahead_and_no_further(home: Path, tmp_path: Path):
     shards = Shards(f"file://{a_text(tmp_path / 'data', 4000, shard=100)}", block=10, window=4)
-    stream = Stream(shards, 16)
+    stream = Stream(shards, 16, prefetch=0)  # a window has 40 samples, and three batches ahead would begin the next
     next(iter(stream))
     until(lambda: len(shards._place._ahead_held) == 12)  # type: ignore[attr-defined]
     here = {path.name for path in home.glob("shards/*") if not file_locks.free(path)}
