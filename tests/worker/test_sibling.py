@@ -83,9 +83,10 @@ from outlast.worker.launch import system, sibling, warm
 from outlast.base import unix_sockets
 
 request = warm.Server(unix_sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
+parent = os.getpid()  # which may be dead before the child runs
 child = os.fork()
 if child == 0:
-    system.die_with(os.getppid())
+    system.die_with(parent)
     time.sleep(60)
 print(json.dumps({"pid": os.getpid(), "group": os.getpgrp(), "child": child, "here": os.getcwd(), **os.environ}), flush=True)
 time.sleep(60)
