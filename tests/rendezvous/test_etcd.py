@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,9 +140,10 @@ def test_another_endpoint_is_asked(shared_etcd: Server) -> None:
         assert next(iter(client.watch("/x", 0))) == []
 
 
-def test_one_that_does_not_answer_is_left_for_another(own_etcd: Server, shared_etcd: Server) -> None:
-    both = f"etcd://127.0.0.1:{own_etcd.port},127.0.0.1:{shared_etcd.port}"
-    with contextlib.closing(gateway.Etcd(gateway.address(both, environ={}), answer_s=60)) as client:
+@pytest.mark.parametrize("down", [False, True], ids=["at once", "which is away at first"])
+def test_one_that_does_not_answer_is_left_for_another(own_etcd: Server, shared_etcd: Server, down: bool) -> None:
+    both = gateway.address(f"etcd://127.0.0.1:{own_etcd.port},127.0.0.1:{shared_etcd.port}", environ={})
+    with contextlib.closing(gateway.Etcd(both, answer_s=60)) as client:
         watch = client.watch("x", client.range("x").revision)
         assert next(watch) == []
         assert (client._at, own_etcd.process is not None) == (0, True)
@@ -149,6 +151,11 @@ def test_one_that_does_not_answer_is_left_for_another(own_etcd: Server, shared_e
         client._hang_up()
         os.kill(own_etcd.process.pid, signal.SIGSTOP)
         os.waitpid(own_etcd.process.pid, os.WUNTRACED)  # its threads stop one after another, and may answer until then
+        if down:
+            client.address = replace(both, hosts=(both.hosts[0], gateway.Host("127.0.0.1", ports.free())))
+            with pytest.raises(EtcdAway, match="does not answer within 1 s; .* cannot be reached"):
+                client.range("x")
+            client.address = both
         client.range("x")
         client.range("x")
         with pytest.raises(EtcdAway, match="ended a watch"):

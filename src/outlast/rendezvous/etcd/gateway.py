@@ -181,7 +181,8 @@ class Etcd:
         self._tls: ssl.SSLContext | None = None
         self._answered = False
         """Whether there has been an answer, which shows that the address is right."""
-        self._watching: set[socket.socket] = set()
+        self._watching: dict[socket.socket, int] = {}
+        """Connections of watches, and the indices of their hosts."""
         self._closed = False
 
     # Calls
@@ -234,7 +235,7 @@ class Etcd:
             self._open()
             connection, where = self._connect(self._at), self.address.hosts[self._at]
             token, sock = self._token, connection.sock
-            self._watching.add(sock)
+            self._watching[sock] = self._at
         if self._closed:
             self.interrupt()
         try:
@@ -255,12 +256,15 @@ class Etcd:
         except (OSError, ValueError, http.client.HTTPException) as problem:
             raise EtcdAway(f"etcd at {where} ended a watch: {_why(problem)}") from problem
         finally:
-            self._watching.discard(sock)
+            self._watching.pop(sock, None)
             connection.close()
 
     def interrupt(self) -> None:
         """End all watches: their endpoint may be dead."""
-        for sock in list(self._watching):
+        self._end(list(self._watching))
+
+    def _end(self, watches: Sequence[socket.socket]) -> None:
+        for sock in watches:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
@@ -300,8 +304,8 @@ class Etcd:
                 self._hang_up()
                 problems.append(problem)
                 continue
-            if n:
-                self.interrupt()  # watches of an unhealthy endpoint may stay silent for ever
+            # watches of an unhealthy endpoint may stay silent for ever
+            self._end([sock for sock, at in list(self._watching.items()) if at != self._at])
             return answer
         self._at = (first + 1) % len(self.address.hosts)
         if len(problems) == 1:
