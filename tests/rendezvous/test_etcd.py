@@ -153,7 +153,7 @@ def test_one_that_does_not_answer_is_left_for_another(own_etcd: Server, shared_e
         os.waitpid(own_etcd.process.pid, os.WUNTRACED)  # its threads stop one after another, and may answer until then
         if down:
             client.address = replace(both, hosts=(both.hosts[0], gateway.Host("127.0.0.1", ports.free())))
-            with pytest.raises(EtcdAway, match="does not answer within 1 s; .* cannot be reached"):
+            with pytest.raises(EtcdAway, match=r"does not answer within 1 s; .* cannot be reached"):
                 client.range("x")
             client.address = both
         client.range("x")
