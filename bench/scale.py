@@ -146,7 +146,7 @@ class Simulated:
 
     def __init__(self, jobs: int, workers: int, *, watched: bool) -> None:
         """`watched`: the workers of a job watch one another."""
-        self.every_s = board.every_s(workers, rarely=watched)
+        self.every_s = board.renewal_interval_s(workers, mesh=watched)
         """Interval at which each Lease is renewed."""
         self.versions = itertools.count(1000)
         self.changes: dict[Kind, queue.SimpleQueue[bytes]] = {kind: queue.SimpleQueue() for kind in WATCHED}
@@ -212,11 +212,11 @@ class Simulated:
     # what the operator asks for
 
     def watch(self, kind: Kind, *, pace: api.Pace, **_: Any) -> Iterator[api.Change]:
-        known = watch._Known()
+        reported = watch._Reported()
 
         def change(line: bytes) -> api.Change:
             found = api.Change("modified", json.loads(line))
-            known.note(found)
+            reported.note(found)
             return found
 
         yield from (change(line) for line in self.first[kind])
@@ -257,7 +257,7 @@ def trains(jobs: int, workers: int, seconds: float, *, watched: bool) -> list[st
     """What jobs that train cost; `watched`: their workers watch one another."""
     process = psutil.Process()
     cluster = Simulated(jobs, workers, watched=watched)
-    every_s, other_s = cluster.every_s, board.every_s(workers, rarely=not watched)
+    every_s, other_s = cluster.every_s, board.renewal_interval_s(workers, mesh=not watched)
     gc.collect()
     before = process.memory_info().rss
     operator = Operator(

@@ -410,7 +410,7 @@ def test_words_that_make_no_sense_are_said_and_passed_over(operator: Operator, m
     client.report("waiting")
     until(operator.lease)
     assert client.closed is None
-    assert "what the operator says makes no sense: Closed.__init__() missing" in capfd.readouterr().out
+    assert "the state from the operator is not valid: Closed.__init__() missing" in capfd.readouterr().out
     operator.say(closed={"reason": "done", "code": 0})
     until(lambda: client.closed)
 
@@ -568,8 +568,8 @@ def test_members_of_a_large_world_renew_less_often_and_say_how_long_that_lasts(
 ) -> None:
     environ = {contract.Env.MEMBER: "uid", contract.Env.NAMESPACE: "team"}
     member = board.Client("train", transport.Member("r", 0, tmp_path, 0, environ))
-    member._hear({"metadata": {"name": "train", "uid": "u"}, "spec": {"workers": {"replicas": workers}}})
-    assert (member._every_s(), member._lease()["spec"]["leaseDurationSeconds"]) == (every_s, lasts_s)
+    member._receive({"metadata": {"name": "train", "uid": "u"}, "spec": {"workers": {"replicas": workers}}})
+    assert (member._interval_s(), member._lease()["spec"]["leaseDurationSeconds"]) == (every_s, lasts_s)
 
 
 def test_the_deadline_that_the_operator_publishes_for_a_pod_is_noted_for_its_agent(tmp_path: Path) -> None:
@@ -579,7 +579,7 @@ def test_the_deadline_that_the_operator_publishes_for_a_pod_is_noted_for_its_age
 
     def hear(leaving: object) -> None:
         status = {"rendezvous": {"run": "r", "leaving": leaving}}
-        member._hear({"metadata": {"name": "train", "uid": "u"}, "spec": {}, "status": status})
+        member._receive({"metadata": {"name": "train", "uid": "u"}, "spec": {}, "status": status})
 
     for others in (None, "soon", [7], [{"uid": "another", "deadline": 9.0}], [{"uid": "uid", "deadline": "soon"}]):
         hear(others)
@@ -599,14 +599,14 @@ def test_the_worker_of_rank_0_renews_soon_and_copies_what_the_operator_notes_int
         said = {"run": "r", "world": a_world(4, 1, 0)}
         for until_now in (noted[:1], entries):
             document = {"metadata": {"name": "train", "uid": "u"}, "spec": {}, "status": {"ledger": until_now}}
-            client._hear(document)  # of no world yet
-            client._hear({**document, "status": {"ledger": until_now, "rendezvous": said}})
+            client._receive(document)  # of no world yet
+            client._receive({**document, "status": {"ledger": until_now, "rendezvous": said}})
             said = {"run": "r", "world": a_world(5, 1, 0)}
         return client
 
-    assert hear(0, noted)._every_s() == 10
+    assert hear(0, noted)._interval_s() == 10
     assert list(ledger.read(tmp_path / contract.LEDGER)) == []
-    assert hear(1, noted)._every_s() == 3
+    assert hear(1, noted)._interval_s() == 3
     assert list(ledger.read(tmp_path / contract.LEDGER)) == noted
 
 
@@ -620,7 +620,7 @@ def test_the_goodput_of_a_run_is_told_while_it_trains_and_whole_after_its_end(op
         return dict(json.loads(operator.lease()["metadata"]["annotations"][contract.Annotation.PROGRESS]))
 
     assert (told()["goodput"], told()["bytes"]) == (0.5, 700)
-    board.tell_goodput("train", 0, {contract.Env.MEMBER: "uid-of-another", contract.Env.NAMESPACE: "default"}, 0.7)
+    board.report_goodput("train", 0, {contract.Env.MEMBER: "uid-of-another", contract.Env.NAMESPACE: "default"}, 0.7)
     assert told()["goodput"] == 0.5
-    board.tell_goodput("train", 0, {contract.Env.MEMBER: "uid-of-the-pod", contract.Env.NAMESPACE: "default"}, 0.7)
+    board.report_goodput("train", 0, {contract.Env.MEMBER: "uid-of-the-pod", contract.Env.NAMESPACE: "default"}, 0.7)
     assert (told()["step"], told()["goodput"], told()["whole"]) == (5, 0.7, True)

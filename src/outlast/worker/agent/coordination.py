@@ -172,7 +172,9 @@ class Coordination:
         from outlast.base.errors import ClusterError
 
         try:
-            cast(Any, transport.of(contract.KUBERNETES)).tell_goodput(self._job.metadata.name, self.index, self._environ, goodput)
+            cast(Any, transport.of(contract.KUBERNETES)).report_goodput(
+                self._job.metadata.name, self.index, self._environ, goodput
+            )
         except ClusterError as problem:
             _say(f"the goodput of the run could not be told: {problem}")
 
