@@ -37,7 +37,7 @@ _OPTIONS = {
 
 
 def command(words: Sequence[str], environ: Mapping[str, str], *, spark: Path, java_home: Path) -> list[str]:
-    """The command line of a container. `spark`: directory of Spark (SPARK_HOME), with `bin` and `jars`.
+    """Return the command line of a container. `spark`: directory of Spark (SPARK_HOME), with `bin` and `jars`.
 
     Raises OutlastError when a variable is missing.
     """
@@ -51,7 +51,7 @@ def command(words: Sequence[str], environ: Mapping[str, str], *, spark: Path, ja
 
 
 def environment(environ: Mapping[str, str], *, spark: Path, java_home: Path) -> dict[str, str]:
-    """The variables of the command. PYSPARK_PYTHON defaults to our Python."""
+    """Return the variables of the command. PYSPARK_PYTHON defaults to our Python."""
     variables = {"PYSPARK_PYTHON": sys.executable, **environ, "SPARK_HOME": str(spark), "JAVA_HOME": str(java_home)}
     if libraries := environ.get("SPARK_EXECUTOR_LIBRARY_PATH"):  # Spark 4: spark.executor.extraLibraryPath
         variables["LD_LIBRARY_PATH"] = _joined(libraries, environ.get("LD_LIBRARY_PATH"))
@@ -68,7 +68,7 @@ def _executor(environ: Mapping[str, str], spark: Path, program: Path) -> list[st
 
 
 def _classpath(environ: Mapping[str, str], spark: Path) -> str:
-    """Configuration first, then spark.executor.extraClassPath, Spark itself, and the additions of the image."""
+    """Return the configuration first, then spark.executor.extraClassPath, Spark itself, and the additions of the image."""
     configured = (environ.get("SPARK_CONF_DIR") or str(spark / "conf"), environ.get("HADOOP_CONF_DIR"))
     added = (environ.get("SPARK_EXTRA_CLASSPATH"), environ.get("SPARK_DIST_CLASSPATH"))
     return _joined(*configured, environ.get("SPARK_CLASSPATH"), str(spark / "jars" / "*"), *added)
@@ -85,7 +85,7 @@ def _given(environ: Mapping[str, str], name: str, word: str) -> str:
 
 
 def spark_home() -> Path:
-    """The directory of the installed PySpark, located without importing it. Raises OutlastError when there is none."""
+    """Return the directory of the installed PySpark, located without importing it. Raises OutlastError when there is none."""
     package = importlib.util.find_spec("pyspark")
     if package is None or package.origin is None:
         raise OutlastError("PySpark is not installed in this image; add outlast[spark], or use Outlast's variant spark")

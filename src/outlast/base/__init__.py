@@ -1,1 +1,1 @@
-"""Utilities that know nothing about jobs: errors, units, files, locks, sockets, clocks, pauses, checksums, archives."""
+"""Utilities without any dependency on jobs: errors, units, files, locks, sockets, clocks, backoff, checksums, archives."""

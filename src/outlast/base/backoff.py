@@ -1,8 +1,7 @@
-"""Retry pauses, and requests that are repeated until they succeed or time out.
-
-All retries take their pauses from this module: `exponential` lengthens a pause with each failure, and `jittered` spreads clients
-that failed at the same moment. obstore and botocore retry by themselves, for up to half of the timeout; `retried` covers the
-remaining cases: writes whose answer was lost, bodies that end early, conflicts.
+"""Backoff between retries, and requests that are retried until they succeed or time out. All retries take their pauses from this
+module: `exponential` lengthens a pause with each failure, and `jittered` spreads clients that failed at the same moment. obstore
+and botocore retry by themselves, for up to half of the timeout; `retried` covers the remaining cases: writes whose answer was
+lost, bodies that end early, conflicts.
 
 tenacity and stamina would replace some 25 lines. They cannot be interrupted by a signal while a library waits, and they draw
 jitter from Python's shared generator, whose state belongs to the training script: a script that seeds it would train with other
@@ -27,23 +26,23 @@ from outlast.base.errors import ClusterError, Stopped, StoreError, Unanswered, U
 T = TypeVar("T")
 
 RANDOM = random.SystemRandom()
-"""The system's random generator: forks share no state of it, and training scripts do not seed it."""
+"""The system's random generator. Forks do not share its state, and training scripts do not seed it."""
 DEFAULT_S = 60.0
-"""Default timeout of requests to a store."""
+"""Default retry timeout of store requests, in seconds."""
 
 
 def exponential(attempt: int, first_s: float, longest_s: float) -> float:
-    """Seconds to wait after `attempt` (0 is the first) failed: doubled each time, at most `longest_s`."""
+    """Return the seconds to wait after a failed attempt (0 is the first): doubled each time, at most `longest_s`."""
     return min(longest_s, first_s * 2.0 ** min(attempt, 10))
 
 
 def jittered(pause_s: float) -> float:
-    """A random time between half of `pause_s` and all of it."""
+    """Return a random time between half of `pause_s` and all of it."""
     return pause_s * RANDOM.uniform(0.5, 1)
 
 
 def timeout_from_environment() -> float:
-    """Seconds for which failed requests to a store are repeated: OUTLAST_STORE_TIMEOUT. Raises StoreError."""
+    """Return the retry timeout of store requests in seconds, from OUTLAST_STORE_TIMEOUT. Raises StoreError."""
     text = os.environ.get("OUTLAST_STORE_TIMEOUT") or str(DEFAULT_S)
     try:
         seconds = float(text)
@@ -55,8 +54,8 @@ def timeout_from_environment() -> float:
 
 
 def retried(attempt: Callable[[], T], mapped: Callable[[Exception], StoreError], timeout_s: float) -> T:
-    """The result of `attempt`, repeated while `mapped` turns its exception into Unreachable. No attempt begins later than
-    `timeout_s` after the first; the last one may end later."""
+    """Return the result of `attempt`, which is retried while `mapped` maps its exception to Unreachable. No attempt begins later
+    than `timeout_s` after the first; the last one may end later."""
     begun = time.monotonic()
     for n in count():
         try:
@@ -79,8 +78,8 @@ def until_answered(
     sleep: Callable[[float], None] = time.sleep,
     hopeless: Callable[[ClusterError], bool] = lambda error: not isinstance(error, Unanswered),
 ) -> T:
-    """The answer to a request to a cluster, repeated while it raises Unanswered or another error that is not `hopeless`. Calls
-    `say` once when the cluster is unreachable, and once when it is back."""
+    """Return the answer to a request to a cluster, which is retried until it succeeds or raises a `hopeless` error. By default,
+    every error but Unanswered is hopeless. Calls `say` once when the cluster becomes unreachable, and once when it is back."""
     away = False
     while True:
         try:
@@ -99,7 +98,7 @@ def until_answered(
 
 
 def interruptibly(attempt: Callable[[], T]) -> T:
-    """The result of `attempt`. If called from the main thread, `attempt` runs in another thread, since native code would delay
+    """Return the result of `attempt`. A call from the main thread runs `attempt` in another thread, since native code would delay
     signals."""
     if threading.current_thread() is not threading.main_thread():
         return attempt()
@@ -121,11 +120,11 @@ def interruptibly(attempt: Callable[[], T]) -> T:
 
 
 _waiting = False
-"""Whether the main thread waits for an attempt or for the pause before the next one."""
+"""True while the main thread waits for an attempt or for the pause before the next one."""
 
 
 def interrupt(why: str) -> None:
-    """For signal handlers: raise Stopped if the main thread waits for a store."""
+    """Raise Stopped if the main thread waits for a store. For signal handlers."""
     if _waiting:
         raise Stopped(why)
 
@@ -141,21 +140,21 @@ class Line:
         self._problem: type[Exception] | None = None
 
     def broken(self, problem: Exception) -> None:
-        """Note that the connection is broken."""
+        """Report a broken connection."""
         if type(problem) is not self._problem:
             _say(f"{self._sentences[0]}; it goes on as it was and tries again: {problem}")
         self._problem = type(problem)
 
     def well(self) -> None:
-        """Note that the connection works."""
+        """Report a working connection."""
         if self._problem:
             _say(self._sentences[1])
         self._problem = None
 
 
 def pause(failures: int, longest_s: float) -> float:
-    """Seconds until the next attempt: longer after each failure, and jittered, since all workers lose a server at the same
-    moment."""
+    """Return the seconds until the next attempt. They grow with each failure, and are jittered, since all workers lose a server
+    at the same moment."""
     return jittered(exponential(failures, FIRST_PAUSE_S, longest_s))
 
 

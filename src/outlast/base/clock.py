@@ -1,4 +1,4 @@
-"""Clocks that never step, for timing silence, turns of a loop and hangs, and for detecting steps of the machine's wall clock.
+"""Clocks that never step, for measuring silence, loops and hangs, and for detecting steps of the machine's wall clock.
 
     clock = Clock()
     clock()          seconds since the epoch, monotonic from the creation of the clock on
@@ -22,8 +22,8 @@ from collections.abc import Callable, Hashable
 log = logging.getLogger(__name__)
 
 BREAK_S = 2.0
-"""Difference between the two clocks that counts as a step. NTP slews smaller differences by at most 0.5 ms per second, which
-never adds up to this much between two readings of a running process."""
+"""Smallest difference between the two clocks that counts as a step, in seconds. NTP slews smaller differences by at most 0.5 ms
+per second, which never adds up to this much between two readings of a running process."""
 
 
 class Clock:
@@ -37,8 +37,8 @@ class Clock:
         """The steady time at which the wall clock last stepped or the machine last slept; count silence from then on."""
 
     def __call__(self) -> float:
-        """Returns the current steady time. Sets `broken_at` to it if the wall clock has stepped, or the machine has slept, since
-        the last call."""
+        """Return the current steady time. If the wall clock has stepped or the machine has slept since the last call, also set
+        `broken_at` to this time."""
         with self._lock:
             monotonic = self._monotonic()
             now, apart = self._started + monotonic, self._wall() - monotonic
@@ -51,17 +51,17 @@ class Clock:
 
 
 STEP_S = 1.0
-"""Maximum advance of `Awake` between two readings; loops read it ten times a second."""
+"""Maximum advance of `Awake` between two readings, in seconds. Loops read it ten times a second."""
 STOOD_S = 10.0
-"""Pauses of a loop that are longer than this are logged."""
+"""Pauses of a loop longer than this many seconds are logged."""
 
 
 class Awake:
     """A clock that begins at the current time and advances only while its loop runs.
 
-    A suspended machine stops the monotonic clock; a paused virtual machine, a frozen container and a stopped process do not. By
-    this clock, no member becomes silent and no deadline passes during such a pause. It must be read at least every `STEP_S`. Safe
-    to call from any thread.
+    A suspended machine stops the monotonic clock; a paused virtual machine, a frozen container and a stopped process do not. On
+    this clock, no member becomes silent and no deadline passes during these pauses. Loops must read it at least every `STEP_S`.
+    Safe to call from any thread.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -85,7 +85,7 @@ class Awake:
 class Seen:
     """Measures how long each of several values has stayed the same.
 
-    For times written by other processes, whose clocks differ from ours: any change of the value is a sign of life.
+    Meant for times written by other processes, whose clocks differ from ours: any change of the value is a sign of life.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -93,7 +93,7 @@ class Seen:
         self._seen: dict[Hashable, tuple[object, float]] = {}
 
     def age(self, key: Hashable, value: object) -> float:
-        """Seconds since `key` was first seen with this value; 0 if this is the first time."""
+        """Return the seconds since `key` was first seen with this value; 0 if this is the first time."""
         now = self._clock()
         last = self._seen.get(key)
         if last is None or last[0] != value:
@@ -102,15 +102,15 @@ class Seen:
         return now - last[1]
 
     def forget(self, key: Hashable) -> None:
-        """Forget a key; a later value of the same key is new."""
+        """Drop a key; its next value counts as new."""
         self._seen.pop(key, None)
 
 
 def until(at: float, timeout: float, now: float) -> float | None:
-    """The end of a timeout that began at `at`; None if it is over.
+    """Return the end of a timeout that began at `at`; None if it is over.
 
-    If `at` is in the future, the clock was set back. If it is ahead by less than the timeout, no time counts as passed yet. If it
-    is ahead by more, nobody knows how much time has passed, and the timeout is over. So no wait is longer than twice its timeout,
+    If `at` is in the future, the clock was set back. If `at` is ahead by less than the timeout, no time counts as passed yet. If
+    `at` is ahead by more, the elapsed time is unknown, and the timeout is over. A wait therefore never exceeds twice its timeout,
     however the clock jumps.
     """
     end = at + timeout

@@ -1,11 +1,9 @@
-"""The crc32 of memory and files, and of a file from the checksums of its parts.
-
-All data that is saved, kept in memory or sent is checksummed, mostly while training runs. ISA-L is five times as fast as zlib,
-with the same result; zlib is used if ISA-L is not installed. Both release the GIL.
-
-With `combine`, a file that arrives in pieces, in any order, need not be read again. A crc32 is a polynomial over GF(2) modulo P;
-appending n bytes multiplies it by x^(8n). Powers are computed by squaring, so a combination takes 0.2 ms for any length. The
-method is that of `crc32_combine` in zlib 1.2.12 (crc32.c), which Python does not expose.
+"""CRC-32 checksums of memory and files, and of a file from the checksums of its parts. All data that is saved, kept in memory or
+sent is checksummed, mostly while training runs. ISA-L is five times as fast as zlib, with the same result; zlib is the fallback
+if ISA-L is not installed. Both release the GIL. With `combine`, a file that arrives in pieces, in any order, need not be read
+again. A CRC-32 is a polynomial over GF(2) modulo P; appending n bytes multiplies it by x^(8n). Powers are computed by squaring,
+so a combination takes 0.2 ms for any length. The method is that of `crc32_combine` in zlib 1.2.12 (crc32.c), which Python does
+not expose.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _BLOCK = 256 << 10  # fits a cache
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """The crc32 of two consecutive pieces, from the crc32 of each; `length` is the length of the second piece in bytes."""
+    """Return the CRC-32 of two consecutive pieces from their checksums; `length` is the length of the second piece in bytes."""
     shift, power = _ONE, 3  # x^(2^3): a byte
     while length:
         if length & 1:
@@ -38,7 +36,7 @@ def combine(first: int, second: int, length: int) -> int:
 
 
 def of(file: int, length: int, start: int = 0, *, stop: threading.Event | None = None) -> int:
-    """The crc32 of `length` bytes of an open file, or up to its end; meaningless once `stop` is set."""
+    """Return the CRC-32 of `length` bytes of an open file, or up to its end. The result is meaningless once `stop` is set."""
     crc = 0
     buffer = memoryview(bytearray(min(_BLOCK, max(1, length))))
     while length and not (stop and stop.is_set()) and (count := os.preadv(file, [buffer[:length]], start)):
@@ -50,7 +48,7 @@ def of(file: int, length: int, start: int = 0, *, stop: threading.Event | None =
 
 @cache
 def _square(power: int) -> int:
-    """x^(2^power) modulo P."""
+    """Return x^(2^power) modulo P."""
     if power == 0:
         return _ONE >> 1
     root = _square(power - 1)
@@ -58,7 +56,7 @@ def _square(power: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """a times b modulo P."""
+    """Return a times b modulo P."""
     product, bit = 0, _ONE
     while True:
         if a & bit:

@@ -17,7 +17,7 @@ class OutlastError(Exception):
     exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
-        """The text that IPython shows instead of a traceback, as in a notebook."""
+        """Return the text that IPython shows instead of a traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -65,13 +65,13 @@ class ClusterError(OutlastError):
 
 
 class NoCluster(ClusterError):
-    """There is no kubeconfig, or it has no such context."""
+    """The kubeconfig does not exist, or lacks the requested context."""
 
     exit_code = 2
 
 
 class Absent(ClusterError, NotFound):
-    """The cluster has no such object, or no such namespace."""
+    """The object, or its namespace, does not exist in the cluster."""
 
     exit_code = 2
 
@@ -87,7 +87,7 @@ class Conflict(ClusterError):
 
 
 class Forbidden(ClusterError):
-    """The user is not allowed to do this."""
+    """The user lacks a permission."""
 
 
 class Unauthorized(ClusterError):
@@ -99,7 +99,7 @@ class Refused(ClusterError):
 
 
 class NotServed(ClusterError):
-    """The cluster does not serve this kind of object: something has to be installed."""
+    """The cluster does not serve this kind of object: an API has to be installed."""
 
 
 class Unanswered(ClusterError):
@@ -123,7 +123,7 @@ class EtcdRefused(EtcdError):
 
 
 class StoreError(OutlastError):
-    """A store did not do what was requested. `retry` says whether a retry can help."""
+    """A store did not do what was requested. `retry` is true if a retry can help."""
 
     def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
@@ -131,11 +131,11 @@ class StoreError(OutlastError):
 
 
 class Missing(StoreError):
-    """There is no such object."""
+    """The object does not exist in the store."""
 
 
 class NoBucket(StoreError):
-    """There is no such bucket or container. Not a subclass of Missing, since writing there fails as well."""
+    """The bucket or container does not exist. Not a subclass of Missing, since writing there fails as well."""
 
 
 class Exists(StoreError):
@@ -147,7 +147,7 @@ class Changed(StoreError):
 
 
 class Denied(StoreError):
-    """The credentials are wrong, or do not permit this."""
+    """The credentials are wrong, or lack a permission."""
 
 
 class Stopped(StoreError):
@@ -165,7 +165,7 @@ class Unreachable(StoreError):
 
 @contextlib.contextmanager
 def importing(purpose: str, extra: str) -> Iterator[None]:
-    """A context in which to import libraries of an extra. Raises OutlastError if one of them is not installed."""
+    """Wrap imports of an extra's libraries. Raises OutlastError if one of them is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -174,7 +174,8 @@ def importing(purpose: str, extra: str) -> Iterator[None]:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception and its chain of causes, each once: after `raise error from error` an exception is its own cause."""
+    """Yield an exception and its chain of causes, each once, since after `raise error from error` an exception is its own
+    cause."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

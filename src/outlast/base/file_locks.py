@@ -1,6 +1,6 @@
 """File locks (flock): exclusive and shared, on files that stay where they are.
 
-The kernel releases a lock when its last holder dies, so nothing stays locked by accident. A lock belongs to an open file: a child
+The kernel releases a lock when its last holder dies, so no file stays locked by accident. A lock belongs to an open file: a child
 process that inherits the descriptor (`pass_fds`) keeps the lock if we die first. This is the only module that calls flock.
 """
 
@@ -19,8 +19,8 @@ _POLL_S = 0.1
 
 
 def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
-    """Lock an open file or directory until it is closed; returns False if it is locked already. With `wait`, blocks until the
-    lock is free."""
+    """Lock an open file or directory until it is closed; return False if it is locked already. With `wait`, block until the lock
+    is free."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -30,7 +30,7 @@ def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
 
 @contextlib.contextmanager
 def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event) -> Iterator[int]:
-    """Hold the exclusive lock of a file; yields the descriptor. If the lock is taken, calls `waiting` once and waits.
+    """Hold the exclusive lock of a file; yields the descriptor. If the lock is taken, call `waiting` once and wait.
 
     Raises Stopped soon after `stop` is set while we wait.
     """
@@ -55,7 +55,7 @@ def release(fd: int) -> None:
 
 @contextlib.contextmanager
 def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold the exclusive lock of a file or directory; yields False if the lock is taken. With `wait`, blocks until it is free.
+    """Hold the exclusive lock of a file or directory; yields False if the lock is taken. With `wait`, block until it is free.
 
     The file is created if it does not exist.
     """
@@ -67,7 +67,7 @@ def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def shared(path: Path) -> int | None:
-    """Hold the shared lock of a file until the returned descriptor is closed; None if the file is locked exclusively."""
+    """Take the shared lock of a file until the returned descriptor is closed. Returns None if the file is locked exclusively."""
     fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     if acquire(fd, share=True):
         return fd
@@ -76,7 +76,7 @@ def shared(path: Path) -> int | None:
 
 
 def free(path: Path) -> bool:
-    """Whether the lock of a file is free at this moment."""
+    """Return whether the lock of a file is free at this moment."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def beside(path: Path) -> Path:
-    """A unique temporary name beside `path`, for a file that is renamed to `path` once it is complete."""
+    """Return a unique temporary name beside `path`, for a file that is renamed to `path` once it is complete."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
 
 

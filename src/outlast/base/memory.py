@@ -1,4 +1,4 @@
-"""Free memory of the machine, within the limits of its cgroups (such as those of containers)."""
+"""Free memory of the machine, within the limits of its cgroups (for example, of containers)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 from pathlib import Path
 
 _RESERVE = 10
-"""Divisor for the share of memory that stays free, a tenth."""
+"""Divisor for the share of memory that stays free: 10 reserves a tenth."""
 _UNLIMITED = 1 << 60
 """Limit in bytes from which a cgroup counts as unlimited: cgroup v1 reports nearly 2^63 if there is no limit."""
 
 
 class Machine:
-    """The kernel's counters of memory. The directories are parameters for tests."""
+    """The kernel's memory counters. The directories are parameters for tests."""
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._cgroups = proc, cgroups
@@ -27,7 +27,7 @@ class Machine:
         return max(0, min(free))
 
     def machine(self) -> dict[str, int]:
-        """/proc/meminfo, in bytes; empty if there is none."""
+        """Return /proc/meminfo in bytes; empty if it does not exist."""
         try:
             lines = (line.split() for line in (self._proc / "meminfo").read_text().splitlines())
             return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) > 1}
@@ -35,7 +35,7 @@ class Machine:
             return {}
 
     def groups(self) -> list[tuple[int, int]]:
-        """(limit, used) in bytes of our cgroup and its parents that have a limit. Cached files count as free, even those in
+        """Return (limit, used) in bytes for each limited cgroup among ours and its parents. Cached files count as free, even in
         active use: the kernel reclaims them before it kills a process (MemAvailable counts them as well)."""
         groups = []
         for directory, limit, used, *cached in self._places():
@@ -50,7 +50,7 @@ class Machine:
         return groups
 
     def oom_kills(self) -> int:
-        """Number of processes of our cgroup that the kernel's OOM killer has killed; 0 if unknown."""
+        """Return the number of processes in our cgroup that the kernel's OOM killer has killed; 0 if unknown."""
         for directory, *_ in self._places():
             for name in ("memory.events", "memory.oom_control"):  # of cgroup v2 and v1
                 with contextlib.suppress(OSError, ValueError, StopIteration):
@@ -59,7 +59,7 @@ class Machine:
         return 0
 
     def _places(self) -> list[tuple[Path, str, str, str, str]]:
-        """Directories and file names of cgroup v2 and v1. In a container the path is often `/`, or one that does not exist."""
+        """Return the directories and file names of cgroup v2 and v1. In a container, the path is often `/`, or does not exist."""
         try:
             lines = (self._proc / "self/cgroup").read_text().splitlines()
         except OSError:

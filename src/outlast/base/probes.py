@@ -22,7 +22,7 @@ from outlast.base.errors import OutlastError
 
 @dataclass(frozen=True)
 class Health:
-    """The state that the probes report; the agent replaces it in each turn of its loop."""
+    """State that the probes report; the agent replaces it in each iteration of its loop."""
 
     healthy: bool = True
     ready: bool = False
@@ -30,15 +30,15 @@ class Health:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metric values by name, without the prefix of the name."""
     text: str = ""
-    """Metrics in Prometheus' text format, used instead of `metrics`."""
+    """Metrics in Prometheus' text format, which replace `metrics`."""
     end: str = ""
-    """The end of the run, reported while the worker stays up; see `ownership.Ended`."""
+    """How the run ended, reported while the worker stays up; see `ownership.Ended`."""
 
 
 MOST = 32
-"""Maximum number of connections, and so of threads; beyond that the oldest connection is closed."""
+"""Maximum number of connections, and so of threads. One more closes the oldest connection."""
 IDLE_S = 5.0
-"""Time after which a silent connection is closed."""
+"""Seconds after which a silent connection is closed."""
 LONGEST_BODY = 4096
 """Maximum number of bytes in a request's body."""
 _DIGITS = 6
@@ -64,7 +64,7 @@ HELP = {
 
 
 def exposition(health: Health, labels: Mapping[str, str]) -> str:
-    """The metrics in Prometheus' text format."""
+    """Return the metrics in Prometheus' text format."""
     where = ",".join(f'{name}="{value.translate(_ESCAPED)}"' for name, value in labels.items())
     lines = []
     for name, value in health.metrics.items():
@@ -81,13 +81,13 @@ _ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def _exact(value: float) -> str:
-    """A number with all its digits: step counts of long runs have more than six."""
+    """Format a number with all its digits: step counts of long runs have more than six."""
     return str(int(value)) if float(value).is_integer() else repr(float(value))
 
 
 Order = Callable[[Mapping[str, str], bytes], tuple[int, str]]
-"""A handler of POST requests: takes the headers (`Content-Type`) and the body; returns the status and a sentence. Called from
-several threads."""
+"""A handler of POST requests, called from several threads. It takes the headers (`Content-Type`) and the body, and returns the
+status and a sentence."""
 
 
 def serve(
@@ -98,7 +98,7 @@ def serve(
     port: int = 0,
     orders: Mapping[str, Order] | None = None,
 ) -> str:
-    """Answer probes in a background thread; returns the address `host:port`. Port 0 picks a free port; host "" listens on all
+    """Answer probes in a background thread, and return the address `host:port`. Port 0 picks a free port; host "" listens on all
     addresses of the machine. `orders` are the handlers of POST requests, by path.
 
     Raises OutlastError if the port is taken.
@@ -153,8 +153,8 @@ def serve(
 
 
 class _Bounded(ThreadingHTTPServer):
-    """A server with at most `MOST` open connections. If there are more, the oldest is closed: a complete request is answered in
-    milliseconds, so the oldest connection is not sending a request."""
+    """A server with at most `MOST` open connections. One more closes the oldest: since complete requests are answered in
+    milliseconds, the oldest connection is not sending a request."""
 
     request_queue_size = BACKLOG
 

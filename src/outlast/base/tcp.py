@@ -9,15 +9,15 @@ import socket
 
 
 def host_port(address: str) -> tuple[str, int]:
-    """Host and port of `host:port`, `[2001:db8::1]:port`. Raises ValueError."""
+    """Split `host:port` or `[2001:db8::1]:port` into host and port. Raises ValueError."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def ends_when_lost(sock: socket.socket, lost_s: float, *, idle_s: int = 0, probe_s: int = 1) -> None:
-    """Send without delay, and break the connection when data has not been acknowledged for `lost_s`. With `idle_s`, a connection
-    that has been idle for that long is probed every `probe_s`, and broken by the first probe at which nothing has been
-    acknowledged for `lost_s` (tcp(7): TCP_USER_TIMEOUT overrides the number of probes)."""
+    """Disable Nagle's delay, and break the connection when data has not been acknowledged for `lost_s` seconds. With `idle_s`,
+    the kernel probes a connection that has been idle for that long every `probe_s` seconds. The first probe after `lost_s`
+    without any acknowledgement breaks it (tcp(7): TCP_USER_TIMEOUT overrides the number of probes)."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * lost_s))
     if idle_s:

@@ -1,12 +1,11 @@
-"""Durations, quantities and intervals: parsed from a job file, formatted so that they can be parsed back, and formatted for
-people.
+"""Durations, quantities and intervals: parsed from a job file, formatted for parsing, and formatted for people.
 
     "1h30m", 90, "0.5s"  <->  timedelta          duration, duration_text
     "16Gi", "2G", 1024   <->  bytes (int)        memory, memory_text
     "500m", "2", 0.5     <->  cores (float)      cores, cores_text
     "5m", "200 steps"    <->  Every              Every.parse, str()
 
-`x` parses the text that `x_text` returns to the same value. Quantities are those of Kubernetes
+`x` parses the text returned by `x_text` to the same value. Quantities are those of Kubernetes
 (https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Parsers raise ValueError with the rest of a
 sentence that begins with the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*. This module imports only the
 standard library.
@@ -35,7 +34,7 @@ _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei"
 
 
 def duration(value: str | int | float | timedelta) -> timedelta:
-    """A duration from `90s`, `5m`, `1h30m`, `2d`, or a bare number of seconds. Not negative; exact to the microsecond."""
+    """Parse `90s`, `5m`, `1h30m`, `2d`, or a bare number of seconds. The result is not negative, and exact to the microsecond."""
     if isinstance(value, timedelta):
         return value
     text = _plain(value).replace(" ", "")
@@ -50,7 +49,7 @@ def duration(value: str | int | float | timedelta) -> timedelta:
 
 
 def duration_text(value: timedelta) -> str:
-    """The shortest text that `duration` parses to this value: `1h30m`, `2d`, `0.5s`, `0s`."""
+    """Return the shortest text that `duration` parses to this value: `1h30m`, `2d`, `0.5s`, `0s`."""
     left = value // timedelta(microseconds=1)
     text = ""
     for unit in "dhm":
@@ -60,7 +59,7 @@ def duration_text(value: timedelta) -> str:
 
 
 def quantity(value: str | int | float) -> float:
-    """A quantity from the API server: as in a job file, but also negative or with a small unit such as `12345678n`."""
+    """Parse a quantity from the API server: as in a job file, but also negative or with a small unit such as `12345678n`."""
     text = str(value).strip()
     sign, text = (-1, text[1:]) if text.startswith("-") else (1, text)
     small = {"n": Decimal("1e-9"), "u": Decimal("1e-6")}.get(text[-1:])
@@ -68,12 +67,12 @@ def quantity(value: str | int | float) -> float:
 
 
 def memory(value: str | int | float) -> int:
-    """Bytes from `16Gi`, `2G` or a bare number; fractions are rounded up, as Kubernetes does."""
+    """Parse `16Gi`, `2G` or a bare number to bytes, rounded up as in Kubernetes."""
     return math.ceil(_quantity(value, "16Gi"))
 
 
 def memory_text(value: int) -> str:
-    """The shortest exact text with a binary suffix: `16Gi`; a bare number if none fits."""
+    """Return the shortest exact text with a binary suffix: `16Gi`; a bare number if none fits."""
     for suffix, size in reversed(_BINARY.items()):
         if value and value % size == 0:
             return f"{value // size}{suffix}"
@@ -81,26 +80,26 @@ def memory_text(value: int) -> str:
 
 
 def cores(value: str | int | float) -> float:
-    """Cores from `2`, `0.5` or `500m`, rounded up to a thousandth, as Kubernetes does."""
+    """Parse `2`, `0.5` or `500m` to cores, rounded up to a thousandth as in Kubernetes."""
     return math.ceil(_quantity(value, "500m or 2") * 1000) / 1000
 
 
 def cores_text(value: float) -> str:
-    """`2` for whole cores, otherwise thousandths: `500m`."""
+    """Format whole cores as `2`, and fractions as thousandths: `500m`."""
     thousandths = round(value * 1000)
     return f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
 
 
 @dataclass(frozen=True)
 class Every:
-    """An interval in time or in steps; exactly one of the two is set."""
+    """An interval in time or in steps; exactly one of the fields is set."""
 
     duration: timedelta | None = None
     steps: int | None = None
 
     @classmethod
     def parse(cls, value: str | int | float | Every) -> Every:
-        """An interval from `5m`, `200 steps`, or a bare number of seconds. It must be positive."""
+        """Parse `5m`, `200 steps`, or a bare number of seconds. Raises ValueError unless the interval is positive."""
         if isinstance(value, Every):
             return value
         if match := re.fullmatch(r"([0-9]{1,18}) ?steps?", _plain(value)):
@@ -115,14 +114,14 @@ class Every:
         return every
 
     def __str__(self) -> str:
-        """`300s` or `200 steps`, which `parse` reads back."""
+        """Return `300s` or `200 steps`, which `parse` reads back."""
         if self.duration is not None:
             return f"{_seconds(self.duration // timedelta(microseconds=1))}s"
         return f"{self.steps} step" if self.steps == 1 else f"{self.steps} steps"
 
 
 def human_bytes(value: float) -> str:
-    """A size for people to read, not for parsing: `512 B`, `1.5 KiB`, `139 GiB`."""
+    """Format a size for people: `512 B`, `1.5 KiB`, `139 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1023.5:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 9.95 else f"{value:.1f} {unit}"
@@ -131,12 +130,12 @@ def human_bytes(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """`94.1 %`: a share with one decimal; never 100.0 % for something incomplete."""
+    """Format a share with one decimal: `94.1 %`. A share below 1 never becomes 100.0 %."""
     return f"{100 * share if share >= 1 else min(99.9, 100 * share):.1f} %"
 
 
 def human_seconds(value: float) -> str:
-    """A time for people to read, not for parsing: `7ms`, `3.2s`, `42s`, `1m05s`, `2h03m`, `4d01h`."""
+    """Format seconds for people: `7ms`, `3.2s`, `42s`, `1m05s`, `2h03m`, `4d01h`."""
     if value < 0.9995:
         return f"{max(value, 0) * 1000:.0f}ms"
     if value < 9.95:
@@ -149,7 +148,7 @@ def human_seconds(value: float) -> str:
 
 
 def _quantity(value: str | int | float, example: str) -> Decimal:
-    """A quantity of Kubernetes as an exact number; not negative."""
+    """Parse a non-negative quantity of Kubernetes exactly."""
     text = _plain(value)
     match = re.fullmatch(rf"({_NUMBER})([A-Za-z]{{0,2}}|[eE][+-]?[0-9]{{1,2}})", text)
     if match:
@@ -164,7 +163,8 @@ def _quantity(value: str | int | float, example: str) -> Decimal:
 
 
 def _plain(value: object) -> str:
-    """A text or number as text without an exponent; anything else (a list, true, infinity) as a text that no parser accepts."""
+    """Convert a text or number to text without an exponent; anything else (a list, true, infinity) to `?`, which no parser
+    accepts."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
@@ -173,6 +173,6 @@ def _plain(value: object) -> str:
 
 
 def _seconds(microseconds: int) -> str:
-    """Microseconds as seconds without a trailing zero: `300`, `0.5`."""
+    """Format microseconds as seconds without trailing zeros: `300`, `0.5`."""
     whole, part = divmod(microseconds, 1_000_000)
     return f"{whole}.{part:06d}".rstrip("0") if part else str(whole)

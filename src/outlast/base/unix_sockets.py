@@ -1,4 +1,4 @@
-"""Unix sockets at paths of any length: Linux allows 107 bytes in an address, so we go through the directory's descriptor."""
+"""Unix sockets at paths of any length. Linux allows 107 bytes in an address, so we go through the directory's descriptor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def connect(path: str | Path, timeout_s: float = 5.0) -> socket.socket:
 
 
 def listening(path: Path) -> socket.socket:
-    """A socket listening at `path`, replacing any existing file; only this user may connect."""
+    """Return a socket that listens at `path`, in place of any existing file. Only this user may connect."""
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     here = os.getcwd()
@@ -40,7 +40,7 @@ def listening(path: Path) -> socket.socket:
 
 
 def process_of(sock: socket.socket) -> int:
-    """Pid of the process at the other end of a Unix socket; 0 if unknown."""
+    """Return the pid of a Unix socket's peer; 0 if unknown."""
     try:
         pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
     except OSError:  # a closed socket, or one of another kind

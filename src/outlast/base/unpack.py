@@ -3,8 +3,8 @@
     extract(path, directory, name="code (s3://bucket/code.tar.gz)", limits=...)      tar and zip, compressed or not
     decompress(path, file, ...)                                                      one compressed file
 
-An archive may hold files, directories and links that stay inside it; an archive that holds anything else is refused as a whole.
-Nothing is written through a link: links are created last. Owners and special bits are dropped; times and the executable bit are
+An archive may hold files, directories and links that stay inside it; anything else makes us reject the whole archive. Links are
+created last, so that nothing is written through a link. Owners and special bits are dropped; times and the executable bit are
 kept. The caller passes a new directory and removes it if unpacking fails.
 
 Compression is recognised by a file's first bytes, not by its name: gzip, bzip2, xz, Zstandard.
@@ -37,12 +37,11 @@ from outlast.base.errors import OutlastError, Stopped
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _HEADER_BYTES = 1 << 20
-"""Maximum length of a header in a tar archive, in bytes: tarfile reads a header into memory as a whole, whatever length it
-declares."""
+"""Maximum length of a tar header in bytes: tarfile reads a whole header into memory, whatever length it declares."""
 _CHUNK = 1 << 20
 _LINK_BYTES = 4096
 _HELD = 1_000_000
-"""Maximum number of directories and symbolic links, whose names stay in memory until the end, some hundred bytes each."""
+"""Maximum number of directories and symbolic links. Their names stay in memory until the end, some hundred bytes each."""
 _DAMAGED = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -62,24 +61,24 @@ class Limits:
     """Limits for unpacking an archive, and words for error messages about it."""
 
     what: str
-    """The archive's content: `code`, `data`."""
+    """Content of the archive: `code`, `data`."""
     entries: int
     size: int
-    """Maximum number of bytes that any archive may unpack to."""
+    """Maximum number of unpacked bytes of any archive, however small."""
     ratio: int = 0
-    """Maximum number of unpacked bytes per byte of the archive, if that allows more than `size`."""
+    """Maximum number of unpacked bytes per byte of the archive, if this allows more than `size`."""
     instead: str = "keep data elsewhere"
     """Remedy for an archive that is too large."""
     again: str = "make it again"
     """Remedy for a damaged archive."""
 
     def bytes(self, packed: int) -> int:
-        """Maximum number of bytes that an archive of `packed` bytes may unpack to."""
+        """Return the maximum number of bytes that an archive of `packed` bytes may unpack to."""
         return max(self.size, self.ratio * packed)
 
 
 def kind(name: str) -> str:
-    """The kind of a file by its name: `zip`, `tar`, `compressed`, or empty for anything else."""
+    """Return the kind of a file by its name: `zip`, `tar`, `compressed`, or empty for anything else."""
     lower = name.lower()
     if lower.endswith(".zip"):
         return "zip"
@@ -87,7 +86,7 @@ def kind(name: str) -> str:
 
 
 def checksum(path: Path, algorithm: str = "sha256") -> str:
-    """The checksum of a file (SHA-256, or MD5) in hexadecimal digits, as sha256sum or md5sum prints it."""
+    """Return the checksum of a file (SHA-256, or MD5) in hexadecimal digits, as printed by sha256sum or md5sum."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
 
@@ -152,7 +151,7 @@ class _Budget:
         self._bytes = self._entries = self._held = 0
 
     def bytes(self, count: int) -> None:
-        """Count bytes. Raises OutlastError if there are too many."""
+        """Count unpacked bytes. Raises OutlastError beyond the limit."""
         self._bytes += count
         if self._stop.is_set():
             raise Stopped(f"unpacking {self.name} was stopped")
@@ -163,13 +162,13 @@ class _Budget:
             )
 
     def held(self) -> None:
-        """Count a directory or symbolic link, whose name is kept in memory. Raises OutlastError if there are too many."""
+        """Count a directory or symbolic link, whose name stays in memory. Raises OutlastError beyond the limit."""
         self._held += 1
         if self._held > _HELD:
             raise OutlastError(f"{self.name} holds more than {_HELD:,} directories and links; {self.limits.instead}")
 
     def entry(self) -> None:
-        """Count a file, directory or link. Raises OutlastError if there are too many."""
+        """Count a file, directory or link. Raises OutlastError beyond the limit."""
         self._entries += 1
         if self._entries > self.limits.entries:
             raise OutlastError(
@@ -212,7 +211,7 @@ class _Tree:
             os.link(source, self._new(member))
 
     def link(self, member: str, target: str) -> None:
-        """Note a symbolic link, which `finish` creates."""
+        """Record a symbolic link, which `finish` creates."""
         path = self._new(member)
         lexical = os.path.normpath(os.path.join(path.parent.relative_to(self._root), target))
         if os.path.isabs(target) or lexical.split("/")[0] == "..":
@@ -247,7 +246,7 @@ class _Tree:
         return self._root / path
 
     def _new(self, member: str) -> Path:
-        """The path of a new file or link; any earlier file or link of that name is removed."""
+        """Return the path of a new file or link; any earlier file or link of that name is removed."""
         path = self._place(member)
         if path == self._root:
             self.refuse(member, "a file without a name")
@@ -323,7 +322,7 @@ def _untar(file: IO[bytes], tree: _Tree) -> None:
 
 
 def _decompressed(file: IO[bytes]) -> IO[bytes]:
-    """A stream that decompresses a file; the file itself if it is not compressed."""
+    """Return a stream that decompresses a file, or the file itself if it is not compressed."""
     first = file.read(6)
     file.seek(0)
     if first.startswith(b"\x1f\x8b"):

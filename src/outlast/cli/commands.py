@@ -130,5 +130,5 @@ app.command(hidden=True)(evaluation)
 
 @functools.cache
 def command() -> Any:
-    """The whole command line. Building it takes longer than most commands run."""
+    """Return the whole command line. Building it takes longer than most commands run."""
     return typer.main.get_command(app)

@@ -22,37 +22,37 @@ _TIMEOUT_S = 1.0
 
 
 def jobs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of jobs: those of the cluster that preceding options name, else those of this directory, else those of the current
-    cluster."""
+    """Return the names of jobs: those of the cluster that preceding options name, else those of this directory, else those of the
+    current cluster."""
     return _offered(lambda: _jobs(ctx), incomplete)
 
 
 def actions_and_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The actions of `outlast chaos`, then names of jobs."""
+    """Return the actions of `outlast chaos`, then names of jobs."""
     from outlast.job import chaos
 
     return [*_matching(chaos.ACTIONS, incomplete), *jobs(ctx, incomplete)]
 
 
 def namespaces(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Namespaces: those that contexts of the kubeconfig name, and those of the cluster if the user may list them."""
+    """Return the namespaces: those that contexts of the kubeconfig name, and those of the cluster if the user may list them."""
     return _offered(lambda: _namespaces(ctx), incomplete)
 
 
 def contexts(incomplete: str) -> list[str]:
-    """Names of the contexts in the kubeconfig."""
+    """Return the names of the contexts in the kubeconfig."""
     return _offered(lambda: (entry["name"] for entry in _kubeconfig()), incomplete)
 
 
 def topologies(incomplete: str) -> list[str]:
-    """Topologies that a job can have in a cluster."""
+    """Return the topologies that a job can have in a cluster."""
     from outlast.kubernetes.manifests import TOPOLOGIES
 
     return _matching(TOPOLOGIES, incomplete)
 
 
 def datasets(incomplete: str) -> list[str]:
-    """Datasets that `outlast data get` knows by name."""
+    """Return the datasets that `outlast data get` knows by name."""
     from outlast.data import registry
 
     return _matching(registry.NAMES, incomplete)
@@ -83,7 +83,7 @@ def _namespaces(ctx: typer.Context) -> Iterator[str]:
 
 
 def _kubeconfig() -> list[dict[str, Any]]:
-    """The context entries of the kubeconfig. Raises NoCluster."""
+    """Return the context entries of the kubeconfig. Raises NoCluster."""
     from outlast.kubernetes.api import kubeconfig
 
     entries: list[dict[str, Any]] = kubeconfig.read(kubeconfig.files(os.environ))["contexts"]
@@ -91,7 +91,7 @@ def _kubeconfig() -> list[dict[str, Any]]:
 
 
 def _answered(ctx: typer.Context, names: Callable[[Cluster], Iterable[str]]) -> list[str]:
-    """The names that a cluster returns within the timeout."""
+    """Return the names that a cluster returns within the timeout."""
     from outlast.kubernetes import api
 
     api.load()
@@ -111,7 +111,7 @@ def _answered(ctx: typer.Context, names: Callable[[Cluster], Iterable[str]]) -> 
 
 
 def _offered(names: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
-    """The names that begin with `incomplete`, without duplicates. After an error, only the names before it."""
+    """Return the names that begin with `incomplete`, without duplicates. After an error, only the names before it."""
     offered: dict[str, None] = {}
     with _quiet(), contextlib.suppress(Exception):  # a damaged file: whoever presses TAB does not want to read of it
         for name in names():

@@ -56,7 +56,7 @@ GONE: dict[str, str] = {
 
 
 def sentence(args: Sequence[str]) -> str | None:
-    """The sentence on the replacement if the arguments contain a removed command or option; else None."""
+    """Return the sentence on the replacement if the arguments contain a removed command or option; else None."""
     words = [word.partition("=")[0] for word in args]
     for gone in sorted(GONE, key=len, reverse=True):  # "cluster create" before "cluster"
         verbs = [word for word in gone.split() if not word.startswith("-")]

@@ -22,7 +22,7 @@ class Commands(TyperGroup):
     """Names of commands by heading; if empty, all are below `Commands`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names in the order of the groups, then the hidden commands."""
+        """Return the names in the order of the groups, then the hidden commands."""
         ordered = [name for names in self.groups.values() for name in names]
         return [*ordered, *(name for name in self.commands if name not in ordered)]
 

@@ -73,7 +73,7 @@ def _line(line: LogLine) -> Text:
 
 
 def panel(status: JobStatus, now: float) -> Panel:
-    """The state of a job in a few lines."""
+    """Return the state of a job in a few lines."""
     colour = _STATES[status.state]
     rows: list[RenderableType] = [Text(status.reason or "…", "dim", no_wrap=True, overflow="ellipsis")]
     done: list[RenderableType] = [Text(f"step {show.steps(status)}", "bold")]

@@ -21,8 +21,8 @@ _START_S = 60.0
 
 
 def port(wanted: int | None, bind: str, default: int) -> int:
-    """The port to use: `wanted`, else `default`, else a free port if the default is taken. Raises OutlastError if the `wanted`
-    port is taken, or if the address is not one of this machine's."""
+    """Return the port to use: `wanted`, else `default`, else a free port if the default is taken. Raises OutlastError if the
+    `wanted` port is taken, or if the address is not one of this machine's."""
     if not bind:
         raise OutlastError("--bind is empty; name an address, or 0.0.0.0 for all")
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
@@ -41,7 +41,7 @@ def port(wanted: int | None, bind: str, default: int) -> int:
 
 
 def shown(bind: str) -> str:
-    """The host of the URL at which a browser on this machine reaches a server that listens at `bind`."""
+    """Return the host of the URL at which a browser on this machine reaches a server that listens at `bind`."""
     return "localhost" if bind in ("127.0.0.1", "0.0.0.0", "::1", "::") else f"[{bind}]" if ":" in bind else bind
 
 
@@ -99,7 +99,7 @@ def child(
 
 
 def answers(bind: str, number: int) -> bool:
-    """Whether a server accepts connections at this port."""
+    """Return whether a server accepts connections at this port."""
     with contextlib.suppress(OSError), socket.create_connection((bind, number), 1):
         return True
     return False

@@ -53,53 +53,53 @@ def data(value: Any, output: Output) -> None:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table with columns as wide as needed; None is shown as `-`."""
+    """Return a table with columns as wide as needed; None is shown as `-`."""
     lines = [list(headings), *(["-" if cell is None else terminal.one_line(str(cell)) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def fields(pairs: Mapping[str, object]) -> str:
-    """Names and values, one per line, without values that are None or empty."""
+    """Return the names and values, one per line, without values that are None or empty."""
     width = max(map(len, pairs), default=0)
     given = ((name, value) for name, value in pairs.items() if value not in (None, ""))
     return "\n".join(f"{name.ljust(width)}  {terminal.one_line(str(value))}" for name, value in given)
 
 
 def percent(share: float | None) -> str | None:
-    """`94.1 %`."""
+    """Return `94.1 %`."""
     return None if share is None else units.percent(share)
 
 
 def goodput(status: JobStatus) -> str | None:
-    """`94.1 %`; `at most 94.1 %` for a script that reports no steps, since repeated steps cannot be recognised."""
+    """Return `94.1 %`; `at most 94.1 %` for a script that reports no steps, since repeated steps cannot be recognised."""
     exact = status.told not in ("", "log") or status.checkpoint is not None or (not status.told and status.step)
     return percent(status.goodput) if exact or not status.goodput else f"at most {percent(status.goodput)}"
 
 
 def count(number: int, noun: str) -> str:
-    """`1 restart`, `2 restarts`."""
+    """Return `1 restart`, `2 restarts`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def moment(when: float) -> str:
-    """Local date and time."""
+    """Return the local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
 
 
 def lasted(status: JobStatus, now: float) -> float:
-    """Seconds from the submission of a run to its end, or to now."""
+    """Return the seconds from the submission of a run to its end, or to now."""
     return max(0.0, (status.finished or now) - status.submitted)
 
 
 def world(status: JobStatus) -> str:
-    """`2/2 (1-4)`: workers in the world, requested, allowed."""
+    """Return `2/2 (1-4)`: workers in the world, requested, allowed."""
     allowed = str(status.min) if status.min == status.max else f"{status.min}–{status.max}"
     return f"{len(status.world)}/{status.replicas} ({allowed})"
 
 
 def steps(status: JobStatus) -> str:
-    """`812/1560`, or `812` while the total is unknown; `epoch 3, 20/32` if the log counts steps per epoch."""
+    """Return `812/1560`, or `812` while the total is unknown; `epoch 3, 20/32` if the log counts steps per epoch."""
     of = status.steps if status.epoch is None else status.epoch_steps
     count = str(status.step) if of is None else f"{status.step}/{of}"
     return count if status.epoch is None else f"{f'epoch {status.epoch}' if status.epoch >= 0 else 'in an epoch'}, {count}"
@@ -110,30 +110,30 @@ _UNTOLD = "none reported; a line such as `step 120/2000` on rank 0 is read, outl
 
 
 def _steps_known(status: JobStatus) -> bool:
-    """Whether there is a step to show; a run that has just started is at step 0."""
+    """Return whether there is a step to show; a run that has just started is at step 0."""
     return bool(
         status.step or status.told or not status.started or (not status.finished and time.time() - status.started < _FIRST_STEP_S)
     )
 
 
 def session(status: JobStatus) -> bool:
-    """Whether the training has a session: it reports its steps through a session, or has committed a checkpoint."""
+    """Return whether the training has a session: it reports its steps through a session, or has committed a checkpoint."""
     return status.told == "session" or status.checkpoint is not None
 
 
 def no_checkpoint(status: JobStatus) -> str:
-    """The word after `none`: `yet` with a session, which would report a checkpoint; otherwise `seen`."""
+    """Return the word after `none`: `yet` with a session, which would report a checkpoint; otherwise `seen`."""
     return "yet" if session(status) or not status.started else "seen"
 
 
 def metrics(status: JobStatus) -> str | None:
-    """`loss 0.3162, accuracy 0.91 (step 40)`: the values that the training logged last."""
+    """Return `loss 0.3162, accuracy 0.91 (step 40)`: the values that the training logged last."""
     values = ", ".join(f"{terminal.one_line(name)} {value:.4g}" for name, value in status.metrics.items() if name != "step")
     return f"{values} (step {status.metrics['step']:.0f})" if values and "step" in status.metrics else None
 
 
 def state(status: JobStatus) -> str:
-    """`Running: world of 2: everybody is here`."""
+    """Return `Running: world of 2: everybody is here`."""
     reason = f", but {status.unsaved}" if status.unsaved else f": {status.reason}" if status.reason else ""
     return terminal.one_line(f"{status.state}{reason}")
 
@@ -161,7 +161,7 @@ def newest_snapshot(status: JobStatus) -> str | None:
 
 
 def in_store(there: StoreStatus, now: float) -> str:
-    """`s3://bucket/runs/digits: step 800, all uploaded 12s ago`, or since when uploads fail and why."""
+    """Return `s3://bucket/runs/digits: step 800, all uploaded 12s ago`, or since when uploads fail and why."""
     parts = [f"step {there.step}"] if there.step else []
     uploaded = "uploaded" if there.backlog else "all uploaded"
     if there.pushed or not parts:
@@ -174,7 +174,7 @@ def in_store(there: StoreStatus, now: float) -> str:
 
 
 def lost(total: LostStatus) -> str:
-    """`4.1s of training by 3 failures, 1.4s each`."""
+    """Return `4.1s of training by 3 failures, 1.4s each`."""
     each = f", {units.human_seconds(total.seconds / total.failures)} each" if total.failures > 1 else ""
     return f"{_most(total)}{units.human_seconds(total.seconds)} of training by {count(total.failures, 'failure')}{each}"
 
@@ -184,7 +184,7 @@ def _most(total: LostStatus) -> str:
 
 
 def failure(failed: Failure) -> str:
-    """The first failing rank, how it ended, and the end of its traceback or, if there is none, of its log."""
+    """Return the first failing rank, how it ended, and the end of its traceback or, if there is none, of its log."""
     where = [f"generation {failed.generation}"] if failed.generation else []
     where += [f"step {failed.step}"] if failed.step is not None else []
     where += [f"exit code {failed.code}"] if failed.code >= 0 and "exit code" not in failed.reason else []
@@ -207,7 +207,7 @@ def _training(status: JobStatus, now: float) -> dict[str, str | None]:
 
 
 def page(status: JobStatus, now: float) -> str:
-    """Everything known about a job, as text for users."""
+    """Return everything known about a job, as text for users."""
     running = units.human_seconds(lasted(status, now))
     parts = [
         f"{status.name}: {state(status)}",
@@ -245,13 +245,13 @@ def page(status: JobStatus, now: float) -> str:
 
 
 def _told(there: StoreStatus, status: JobStatus) -> bool:
-    """Whether there is more to show than the URL of the store: in a cluster, the URL is already shown as the output, and only
-    agents know more."""
+    """Return whether there is more to show than the URL of the store: in a cluster, the URL is already shown as the output, and
+    only agents know more."""
     return there.url != status.output or bool(there.step or there.pushed or there.since)
 
 
 def jobs(statuses: Sequence[JobStatus], now: float) -> str:
-    """One line per job."""
+    """Return one line per job."""
     rows = [
         (
             s.name,
@@ -273,7 +273,7 @@ def _rank(rank: RankStatus) -> str:
 
 
 def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
-    """The changes since the status `old`, one sentence per line."""
+    """Return the changes since the status `old`, one sentence per line."""
     same = old is not None and old.state == new.state and (new.waits or new.reason) in ("", old.waits or old.reason)
     sentences = [] if same else [state(new)]
     known = old.warnings if old is not None else []

@@ -108,8 +108,8 @@ def say(sentence: str) -> None:
 
 
 def colours(stream: TextIO | None) -> bool:
-    """Whether to write colours to this stream: never with NO_COLOR, always with FORCE_COLOR, else on a terminal that supports
-    them.
+    """Return whether to write colours to this stream: never with NO_COLOR, always with FORCE_COLOR, else on a terminal that
+    supports them.
 
     A variable counts if it is set to a non-empty text: https://no-color.org and https://force-color.org.
     """
@@ -119,7 +119,7 @@ def colours(stream: TextIO | None) -> bool:
 
 
 def interactive(stream: TextIO | None) -> bool:
-    """Whether the stream is a terminal that can redraw its lines, and at which a user can type.
+    """Return whether the stream is a terminal that can redraw its lines, and at which a user can type.
 
     A command in a notebook's cell has a pseudo-terminal, but the page shows all its lines, and nobody can type there.
     """
@@ -127,7 +127,7 @@ def interactive(stream: TextIO | None) -> bool:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console on standard output or standard error. Rich reads NO_COLOR and FORCE_COLOR itself."""
+    """Yield a rich console on standard output or standard error. Rich reads NO_COLOR and FORCE_COLOR itself."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -178,7 +178,7 @@ class Folded:
         self._below: dict[int, LogLine] = {}
 
     def take(self, lines: Iterable[LogLine]) -> Iterator[LogLine]:
-        """The lines without these echoes. The first echo of each worker is retained until the next line from Outlast."""
+        """Yield the lines without these echoes. The first echo of each worker is retained until the next line from Outlast."""
         for line in lines:
             if contract.ECHO in line.text:
                 self._below.setdefault(line.worker, line)
@@ -187,14 +187,14 @@ class Folded:
                 yield from self.rest() if "outlast | " in line.text else ()
 
     def rest(self) -> list[LogLine]:
-        """The lines that are still retained."""
+        """Return the lines that are still retained."""
         below, self._below = [*self._below.values()], {}
         return below
 
 
 def drawn(text: str, *, terminal: bool) -> Iterator[str]:
-    """The visible parts of a line that overwrites itself with carriage returns, as progress bars do. On a terminal this is the
-    last drawing; elsewhere each drawing is a line, but only the last drawing of each bar is included."""
+    """Yield the visible parts of a line that overwrites itself with carriage returns, as progress bars do. On a terminal this is
+    the last drawing; elsewhere each drawing is a line, but only the last drawing of each bar is included."""
     parts = [part for part in _BACK.sub("", text).split("\r") if part.strip()] or [""]
     if terminal:
         yield parts[-1]
@@ -206,7 +206,7 @@ def drawn(text: str, *, terminal: bool) -> Iterator[str]:
 
 
 def logged(text: str, *, colour: bool = True) -> str:
-    """A worker's line with its colours, which end with the line, and without any other control sequence."""
+    """Return a worker's line with its colours, which end with the line, and without any other control sequence."""
     if "\x1b" not in text:
         return safe(text)
     pieces = _SGR.split(text)  # text, sequence, text, ...

@@ -106,7 +106,7 @@ def shown(verb: str, *, quiet: bool = False) -> Iterator[Tell]:
 
 
 def line(done: int, total: int, verb: str, seconds: float, files: str = "") -> str:
-    """`412/1,000 files, 412 MiB of 1.0 GiB sent, 103 MiB/s, 6.0s left`."""
+    """Return `412/1,000 files, 412 MiB of 1.0 GiB sent, 103 MiB/s, 6.0s left`."""
     rate = done / seconds if seconds else 0.0
     left = f", {units.human_seconds((total - done) / rate)} left" if rate else ""
     counted = f"{files}, " if files else ""

@@ -168,7 +168,7 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
 
 
 def leaving(status: JobStatus) -> str:
-    """A phrase for how the training responds to a request to stop."""
+    """Return a phrase for how the training responds to a request to stop."""
     if show.session(status):
         return "saving and stopping"
     return "the script gets SIGTERM and interruption.grace to save and exit" if status.told else "the training is asked to stop"
@@ -192,7 +192,7 @@ class _Logs:
         self._queue.put(end)
 
     def take(self, wait_s: float) -> list[LogLine]:
-        """The lines that arrive within `wait_s`; raises the reader's exception, if any."""
+        """Return the lines that arrive within `wait_s`; raises the reader's exception, if any."""
         deadline = time.monotonic() + wait_s
         lines: list[LogLine] = []
         while len(lines) < _BATCH:
@@ -210,7 +210,7 @@ class _Logs:
         return lines
 
     def rest(self) -> Iterator[list[LogLine]]:
-        """The remaining lines."""
+        """Yield the remaining lines."""
         quiet_since = time.monotonic()
         while not self._over and time.monotonic() - quiet_since < _DRAIN_TIMEOUT_S:
             if lines := self.take(_POLL_S):

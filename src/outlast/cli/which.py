@@ -62,7 +62,7 @@ YesOption = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
 
 
 def this_machine() -> Backend:
-    """The backend that runs jobs on this machine."""
+    """Return the backend that runs jobs on this machine."""
     from outlast.local import state_dir
     from outlast.local.backend import LocalBackend
 
@@ -70,13 +70,13 @@ def this_machine() -> Backend:
 
 
 def backend(ctx: typer.Context) -> Backend:
-    """The backend given to `main`, or the backend of this machine."""
+    """Return the backend given to `main`, or the backend of this machine."""
     given: Backend | None = ctx.obj
     return given if given is not None else this_machine()
 
 
 def place(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Backend:
-    """The backend of the job of this name, or of the only job."""
+    """Return the backend of the job of this name, or of the only job."""
     if ctx.obj is not None or namespace or context:
         return backend(ctx) if ctx.obj is not None else cluster(ctx, namespace, context)
     here = this_machine()
@@ -89,7 +89,7 @@ def place(ctx: typer.Context, name: str | None, namespace: str | None, context: 
 
 
 def cluster(ctx: typer.Context, namespace: str | None = None, context: str | None = None) -> KubernetesBackend:
-    """The backend of a cluster; its connections are closed when the command ends. Raises NoCluster."""
+    """Return the backend of a cluster; its connections are closed when the command ends. Raises NoCluster."""
     from outlast.kubernetes import api
     from outlast.kubernetes.jobs import backend as kubernetes
 
@@ -99,14 +99,14 @@ def cluster(ctx: typer.Context, namespace: str | None = None, context: str | Non
 
 
 def checked(namespace: str | None) -> str | None:
-    """The namespace; raises OutlastError if it is not a valid name."""
+    """Return the namespace; raises OutlastError if it is not a valid name."""
     if namespace is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
         raise OutlastError(f"--namespace {namespace}: must be at most 63 lower-case letters, digits and dashes")
     return namespace
 
 
 def in_cluster(where: Backend) -> KubernetesBackend | None:
-    """The backend if it is a cluster, else None."""
+    """Return the backend if it is a cluster, else None."""
     from outlast.local import backend as local
 
     if isinstance(where, local.LocalBackend):
@@ -117,7 +117,7 @@ def in_cluster(where: Backend) -> KubernetesBackend | None:
 
 
 def suffix(namespace: str | None, context: str | None) -> str:
-    """The options that were given, to append to a suggested command."""
+    """Return the options that were given, to append to a suggested command."""
     return "".join([f" -n {namespace}" if namespace else "", f" --context {context}" if context else ""])
 
 
@@ -132,7 +132,7 @@ NameArgument = Annotated[
 
 
 def job(place: Backend, name: str | None) -> str:
-    """The name of the job that a command refers to; raises NotFound with the existing names."""
+    """Return the name of the job that a command refers to; raises NotFound with the existing names."""
     there = in_cluster(place)
     if there is not None and name is not None:
         return name  # the cluster checks it
@@ -144,7 +144,7 @@ def job(place: Backend, name: str | None) -> str:
 
 
 def no_job(place: Backend) -> str:
-    """A sentence that there is no job, and how to start one. Raises OutlastError if even the namespace does not exist."""
+    """Return a sentence that there is no job, and how to start one. Raises OutlastError if even the namespace does not exist."""
     if (there := in_cluster(place)) is None:
         return "no job has been run here; start one with `outlast run FILE`, in this directory"
     if not there.cluster.has_namespace():
@@ -153,7 +153,7 @@ def no_job(place: Backend) -> str:
 
 
 def found(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[Backend, str]:
-    """The backend and the name of the job that a command refers to."""
+    """Return the backend and the name of the job that a command refers to."""
     where = place(ctx, name, namespace, context)
     return where, job(where, name)
 
@@ -171,7 +171,7 @@ def meant(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
 
 
 def in_store(given: str | None) -> str | None:
-    """The URL of a job's output in a store, if that URL or a job file is given instead of a name.
+    """Return the URL of a job's output in a store, if that URL or a job file is given instead of a name.
 
     This lets commands work on machines other than the one that runs the job.
     """
@@ -188,7 +188,7 @@ def in_store(given: str | None) -> str | None:
 
 
 def recorded(url: str) -> tuple[Store, runs.Run]:
-    """The output of a job in a store, and the record of its run there; raises NotFound."""
+    """Return the output of a job in a store, and the record of its run there; raises NotFound."""
     from outlast.storage import runs, store
 
     there = store.open_(url)
@@ -198,7 +198,7 @@ def recorded(url: str) -> tuple[Store, runs.Run]:
 
 
 def duration(option: str, text: str) -> timedelta:
-    """The value of an option that is a duration: `10m`. Raises BadParameter."""
+    """Return the value of an option that is a duration: `10m`. Raises BadParameter."""
     try:
         return units.duration(text)
     except ValueError as error:
@@ -206,7 +206,7 @@ def duration(option: str, text: str) -> timedelta:
 
 
 def takes(words: str) -> type[TyperCommand]:
-    """A command class with these words in its usage, such as `[NAME] N`: an optional word before a required word."""
+    """Return a command class with these words in its usage, such as `[NAME] N`: an optional word before a required word."""
 
     class Command(TyperCommand):
         def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -216,12 +216,12 @@ def takes(words: str) -> type[TyperCommand]:
 
 
 def first(words: Sequence[str]) -> str | None:
-    """The name in `[NAME] WORD`, if it is given."""
+    """Return the name in `[NAME] WORD`, if it is given."""
     return words[0] if len(words) > 1 else None
 
 
 def and_last(place: Backend, words: Sequence[str], what: str) -> tuple[str, str]:
-    """The job and the last word of `[NAME] WORD`."""
+    """Return the job and the last word of `[NAME] WORD`."""
     match words:
         case [word]:
             return job(place, None), word

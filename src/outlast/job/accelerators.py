@@ -86,22 +86,22 @@ SHARED = tuple(each for row in TABLE if row.shared for each in (row.name, *row.s
 
 
 def resource(name: str) -> str:
-    """The Kubernetes resource for a value of `resources.accelerator`."""
+    """Return the Kubernetes resource for a value of `resources.accelerator`."""
     return RESOURCES.get(name, name)
 
 
 def described() -> str:
-    """The short names, as listed in the reference of the job file."""
+    """Return the short names, as listed in the reference of the job file."""
     return ", ".join(f"`{row.name}`{f' ({row.about})' if row.about else ''}" for row in NAMED)
 
 
 def known(resource: str) -> bool:
-    """Whether a resource of a node or a pod is an accelerator or part of one."""
+    """Return whether a resource of a node or a pod is an accelerator or part of one."""
     return any(fnmatch.fnmatchcase(resource, pattern) for row in TABLE for pattern in (row.resource, *row.others))
 
 
 def taints(resource: str) -> list[str]:
-    """Taints of nodes that are reserved for a resource. Parts of a device have the taint of the whole device."""
+    """Return the taints of nodes that are reserved for a resource. Parts of a device have the taint of the whole device."""
     domain = f"{resource.partition('/')[0]}/"
     wholes = (row.resource for row in NAMED if row.resource.startswith(domain))
     return list(dict.fromkeys([resource, *wholes]))
@@ -118,5 +118,5 @@ the makers' data sheets."""
 
 
 def peak_flops(name: str) -> float | None:
-    """The peak throughput of a GPU in FLOP/s, from the first row whose words are in the GPU's name; None if unknown."""
+    """Return the peak throughput of a GPU in FLOP/s, from the first row whose words are in the GPU's name; None if unknown."""
     return next((peak * 1e12 for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)

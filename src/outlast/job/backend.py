@@ -61,10 +61,10 @@ class Backend(Protocol):
         controllers drive the job, and nothing is done."""
 
     def list(self) -> Sequence[JobStatus]:
-        """All jobs, the newest last."""
+        """Return all jobs, the newest last."""
 
     def status(self, name: str) -> JobStatus:
-        """The current status of a job."""
+        """Return the current status of a job."""
 
     def scale(self, name: str, replicas: int) -> None:
         """Change the number of workers; training saves, and a new world forms."""
@@ -87,7 +87,7 @@ class Backend(Protocol):
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """The log lines of one worker, or of all workers, merged.
+        """Return the log lines of one worker, or of all workers, merged.
 
         `tail` is the number of lines of each worker to begin with, counted from the end: with 0, only lines written from now
         on. `since_s` leaves out lines older than this many seconds, if lines have times. `follow` waits for a job that has not
@@ -98,11 +98,11 @@ class Backend(Protocol):
         """Inject one of `chaos.ACTIONS` into a worker (None: one that `rng` picks); returns a sentence about it."""
 
     def output(self, name: str) -> Path | str:
-        """The place of the job's output (checkpoints, logs, ledger): a directory on this machine, or a description of another
-        place, such as the URL of a store."""
+        """Return the place of the job's output (checkpoints, logs, ledger): a directory on this machine, or a description of
+        another place, such as the URL of a store."""
 
     def events(self, name: str) -> Iterable[Event]:
-        """The ledger of the job's run in order of time; may be iterated more than once."""
+        """Return the ledger of the job's run in order of time; may be iterated more than once."""
 
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         """Run the job's module with `--evaluate` and `args` in one process, in the foreground; returns its exit code."""

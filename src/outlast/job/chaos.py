@@ -55,19 +55,19 @@ class Fault:
     step: int | None = None
 
     def due(self, elapsed: timedelta, step: int) -> bool:
-        """Whether to inject the fault now."""
+        """Return whether to inject the fault now."""
         return (self.at is None or elapsed >= self.at) and (self.step is None or step >= self.step)
 
 
 def check(action: str) -> str:
-    """The action, if it exists; raises OutlastError otherwise."""
+    """Return the action, if it exists; raises OutlastError otherwise."""
     if action not in ACTIONS:
         raise OutlastError(f"no fault {action!r}; choose one of {', '.join(ACTIONS)}")
     return action
 
 
 def load(path: Path) -> tuple[Fault, ...]:
-    """The schedule in a file; raises OutlastError with every mistake in it."""
+    """Return the schedule in a file; raises OutlastError with every mistake in it."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -78,7 +78,7 @@ def load(path: Path) -> tuple[Fault, ...]:
 
 
 def parse(text: str, *, source: str = "chaos.yaml") -> tuple[Fault, ...]:
-    """The schedule in a YAML text; raises OutlastError with every mistake in it."""
+    """Return the schedule in a YAML text; raises OutlastError with every mistake in it."""
     import yaml
 
     try:
@@ -134,8 +134,8 @@ def _is_count(value: object) -> bool:
 
 
 def seed(faults: Sequence[Fault]) -> random.Random:
-    """A random generator for a schedule; equal schedules get equal generators. The seed is a fixed text and not a repr, so that
-    renaming a class does not change the sequence."""
+    """Return a random generator for a schedule; equal schedules get equal generators. The seed is a fixed text and not a repr, so
+    that renaming a class does not change the sequence."""
     texts = [f"Strike(do={fault.do!r}, worker={fault.worker!r}, at={fault.at!r}, step={fault.step!r})" for fault in faults]
     return random.Random(f"({', '.join(texts)}{',' if len(texts) == 1 else ''})")
 
@@ -194,7 +194,8 @@ def _pause_s(backend: Backend) -> float:
 
 
 def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -> JobStatus | None:
-    """The status of the run; None once the run has stopped, or another run, which must not be harmed, has taken its name."""
+    """Return the status of the run; None once the run has stopped, or another run, which must not be harmed, has taken its
+    name."""
     try:
         status = backoff.until_answered(lambda: backend.status(name), say, every_s=_pause_s(backend))
     except NotFound:

@@ -31,17 +31,17 @@ class Exit(enum.IntEnum):
 
 
 def exit_code(status: int) -> int:
-    """The exit code of a process as a shell reports it: `-9`, Python's code for signal 9, becomes 137."""
+    """Return the exit code of a process as a shell reports it: `-9`, Python's code for signal 9, becomes 137."""
     return 128 - status if status < 0 else status
 
 
 def killed(code: int) -> bool:
-    """Whether an exit code means that the process was killed: by SIGHUP, SIGINT, SIGKILL, SIGUSR1 (138) or SIGTERM."""
+    """Return whether an exit code means that the process was killed: by SIGHUP, SIGINT, SIGKILL, SIGUSR1 (138) or SIGTERM."""
     return code in (129, 130, 137, 138, 143)
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal; `signal 40` for a signal without a name, such as most real-time signals."""
+    """Return the name of a signal; `signal 40` for a signal without a name, such as most real-time signals."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -324,7 +324,7 @@ MOST_WORKERS = 10_000
 
 
 def worker_name(job: str, index: int) -> str:
-    """The name of a worker's pod, and of its Lease."""
+    """Return the name of a worker's pod, and of its Lease."""
     return f"{job}-worker-{index}"
 
 
@@ -385,12 +385,12 @@ SNAPSHOTS = "snapshots.sock"
 
 
 def worker_log(index: int) -> str:
-    """File name of a worker's log."""
+    """Return the file name of a worker's log."""
     return f"worker-{index}.log"
 
 
 def checkpoint_name(step: int) -> str:
-    """Directory name of the checkpoint of `step`; sorts by step."""
+    """Return the directory name of the checkpoint of `step`; sorts by step."""
     return f"step-{step:08d}"
 
 
@@ -404,7 +404,7 @@ ECHO = "outlast echo | "
 
 
 def end_line(worker: int | str, reason: str, code: int | None) -> str:
-    """The line in a worker's log about its end."""
+    """Return the line in a worker's log about its end."""
     return f"outlast | worker {worker}: {reason} (exit {code})"
 
 

@@ -36,9 +36,9 @@ class Failure:
     node: str = ""
     """The node of the worker's pod, on Kubernetes."""
     hung: bool = field(default=False, metadata=_INTERNAL)
-    """Whether the process was killed because it hung by itself rather than being stopped from outside."""
+    """True if the process was killed because it hung by itself rather than being stopped from outside."""
     left: bool = field(default=False, metadata=_INTERNAL)
-    """Whether the worker's processes exited with 0, as if done, before other workers failed: this exit is the cause if all
+    """True if the worker's processes exited with 0, as if done, before other workers failed: this exit is the cause if all
     other failures are only its consequences."""
     early: str = field(default="", metadata=_INTERNAL)
     """Type of an error that the worker's processes raised before their first step, and that a restart would raise again."""
@@ -52,7 +52,7 @@ class Failure:
         return self.generation, self.attempt
 
     def document(self, *, but: Collection[str] = ()) -> dict[str, Any]:
-        """The failure as a document for a status: the fields that have a value, except internal fields and those named in
+        """Return the failure as a document for a status: the fields that have a value, except internal fields and those named in
         `but`."""
         names = (each.name for each in dataclasses.fields(self) if each.metadata is not _INTERNAL and each.name not in but)
         return {name: value for name in names if (value := getattr(self, name)) is not None}

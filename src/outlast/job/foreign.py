@@ -17,7 +17,7 @@ _OURS = ("app.kubernetes.io/part-of", "app.kubernetes.io/managed-by")
 
 
 def ours(document: Mapping[str, Any], labels: Mapping[str, str] = {}) -> bool:
-    """Whether Outlast has created an object, with these labels."""
+    """Return whether Outlast has created an object, with these labels."""
     existing = document["metadata"].get("labels") or {}
     return any(existing.get(name) == "outlast" for name in _OURS) and labels.items() <= existing.items()
 

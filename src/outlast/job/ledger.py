@@ -150,7 +150,7 @@ class Events:
         self._sources = tuple(sources)
 
     def and_(self, entries: Iterable[Event]) -> Events:
-        """These events together with entries from elsewhere."""
+        """Return these events together with entries from elsewhere."""
         text = [json.dumps(entry).encode() + b"\n" for entry in entries]
         return Events((*self._sources, lambda: text))
 
@@ -160,7 +160,7 @@ class Events:
 
 
 def read(*directories: Path) -> Events:
-    """All events that have been written so far to the ledgers in these directories."""
+    """Yield all events that have been written so far to the ledgers in these directories."""
 
     def source(path: Path, size: int) -> Source:
         def pieces() -> Iterator[bytes]:
@@ -180,7 +180,7 @@ def read(*directories: Path) -> Events:
 
 
 def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a text that arrives in pieces, without their newlines."""
+    """Yield the lines of a text that arrives in pieces, without their newlines."""
     begun: list[bytes] = []
     for piece in pieces:
         first, *others = piece.split(b"\n")
@@ -204,8 +204,8 @@ def _events(source: Source) -> Iterator[Event]:
 
 
 def _sorted(events: Iterable[Event], number: int) -> Iterator[tuple[float, int, int, Event]]:
-    """Events of source `number` in the order of time, each with its sort key. An event that is out of order by more than
-    `_UNSORTED` events, because a clock was set back, gets the time of the event before it."""
+    """Yield the events of source `number` in the order of time, each with its sort key. An event that is out of order by more
+    than `_UNSORTED` events, because a clock was set back, gets the time of the event before it."""
     waiting: list[tuple[float, int, int, Event]] = []
     last = float("-inf")
 

@@ -35,7 +35,7 @@ class Forged(ValueError):
 
 
 def key(environ: Mapping[str, str]) -> bytes:
-    """The key of a run: from a Secret or the launcher, else derived from the job. Empty for a plain torchrun.
+    """Return the key of a run: from a Secret or the launcher, else derived from the job. Empty for a plain torchrun.
 
     Pods that meet at worker 0 share one job file, so it is the secret. Other jobs may be changed while they run: their key comes
     from the name of the run.
@@ -49,8 +49,8 @@ def key(environ: Mapping[str, str]) -> bytes:
 
 
 def derived(key: bytes, purpose: str) -> bytes:
-    """A key derived from the run's key for a purpose other than the coordinator's lines: lines sealed with one key are invalid
-    under the other."""
+    """Return a key derived from the run's key for a purpose other than the coordinator's lines: lines sealed with one key are
+    invalid under the other."""
     return hmac.digest(key, purpose.encode(), "sha256")
 
 
@@ -95,12 +95,12 @@ def nonce() -> str:
 
 
 def greeting(nonce: str) -> bytes:
-    """The line that sends a nonce."""
+    """Return the line that sends a nonce."""
     return json.dumps({"nonce": nonce}).encode() + b"\n"
 
 
 def greeted(line: bytes) -> str:
-    """The nonce in the line from the other side. Raises Forged."""
+    """Return the nonce in the line from the other side. Raises Forged."""
     try:
         message = json.loads(line) if len(line) <= LONGEST_NONCE else None
     except (ValueError, RecursionError):

@@ -36,17 +36,17 @@ class State(enum.StrEnum):
 
     @property
     def final(self) -> bool:
-        """Whether the job has ended. Unless it has succeeded, it continues when it is run again."""
+        """True if the job has ended. Unless it has succeeded, it continues when it is run again."""
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
 
     @property
     def active(self) -> bool:
-        """Whether a process drives the job: it has not ended, and is neither suspended nor interrupted."""
+        """True if a process drives the job: it has not ended, and is neither suspended nor interrupted."""
         return not self.final and self not in (State.SUSPENDED, State.INTERRUPTED)
 
     @property
     def trains(self) -> bool:
-        """Whether steps are being done, so that there is a rate."""
+        """True if steps are being done, so that there is a rate."""
         return self in (State.RUNNING, State.RESIZING)
 
 
@@ -153,7 +153,7 @@ class LostStatus(_Model):
     generation: int = -1
     """Generation of the world that the last failure ended."""
     up_to: bool = False
-    """Whether the costs are upper bounds: the moment of a fault is not always known."""
+    """True if the costs are upper bounds: the moment of a fault is not always known."""
 
 
 class JobStatus(_Model):

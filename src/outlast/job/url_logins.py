@@ -24,13 +24,13 @@ _SIGNATURE = re.compile(
 
 
 def hidden(text: str) -> str:
-    """The text with logins, and queries that contain a signature, removed from its URLs."""
+    """Return the text with logins, and queries that contain a signature, removed from its URLs."""
     return _SIGNATURE.sub("", _LOGIN.sub("", text))
 
 
 def exposed(url: str, where: str) -> str:
-    """The problem with a URL that contains a secret; empty if it contains none. `where` is a clause that says who can read the
-    URL."""
+    """Return the problem with a URL that contains a secret; empty if it contains none. `where` is a clause that says who can read
+    the URL."""
     if _LOGIN.search(url):
         return (
             f"holds a login, and {where}; leave it out here and put it into ~/.netrc, or the content of such a file into "
@@ -42,7 +42,8 @@ def exposed(url: str, where: str) -> str:
 
 
 def of(host: str) -> tuple[str, str] | None:
-    """User and password for a host from `OUTLAST_NETRC`, else from ~/.netrc. Raises OutlastError if that cannot be read."""
+    """Return the user and password for a host from `OUTLAST_NETRC`, else from ~/.netrc. Raises OutlastError if that cannot be
+    read."""
     text, where = os.environ.get(Env.NETRC), Env.NETRC
     try:
         if text:

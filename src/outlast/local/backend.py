@@ -115,7 +115,7 @@ class LocalBackend:
     # Reading
 
     def list(self) -> Sequence[JobStatus]:
-        """All jobs in this state directory, the newest last. If a job's files are damaged, its `reason` is the error."""
+        """Return all jobs in this state directory, the newest last. If a job's files are damaged, its `reason` is the error."""
         jobs = []
         for path in (self._root / "jobs").glob("*/run.json"):
             name = path.parent.name
@@ -159,7 +159,7 @@ class LocalBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """The workers' log lines, see `job.backend.Backend.logs`. These lines have no times: existing lines come one worker
+        """Yield the workers' log lines, see `job.backend.Backend.logs`. These lines have no times: existing lines come one worker
         after the other, and `since_s` raises OutlastError."""
         if since_s is not None:
             raise OutlastError(f"{name} runs on this machine, where log lines have no times; use --tail N instead of --since")
@@ -278,7 +278,7 @@ class LocalBackend:
             raise OutlastError(f"{problem.filename} cannot be removed: {problem.strerror}; remove it yourself") from problem
 
     def places(self, name: str) -> tuple[Path, Path, str]:
-        """The directories of a job's state and output, and the URL of its output in a store, or an empty string."""
+        """Return the directories of a job's state and output, and the URL of its output in a store, or an empty string."""
         state_dir = self._existing(name)
         run = Run.read(state_dir)
         return state_dir.path, Path(run.output), run.store
@@ -331,7 +331,8 @@ class LocalBackend:
         return state_dir
 
     def _read(self, state_dir: StateDir) -> JobStatus:
-        """The status that the launcher wrote last. If it cannot be read, the run can still be resumed from its checkpoints."""
+        """Return the status that the launcher wrote last. If it cannot be read, the run can still be resumed from its
+        checkpoints."""
         run = Run.read(state_dir)
         try:
             file = run.file if Path(run.file).exists() else ""
@@ -350,5 +351,5 @@ class LocalBackend:
 
 
 def _is_starting(state_dir: StateDir) -> bool:
-    """Whether the run was submitted or resumed so recently that its launcher may not hold its lock yet."""
+    """Return whether the run was submitted or resumed so recently that its launcher may not hold its lock yet."""
     return abs(time.time() - state_dir.started_at()) < _START_TIMEOUT_S

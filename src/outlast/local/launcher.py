@@ -75,7 +75,7 @@ class Launcher(Coordinator):
         """The end that was decided: state, reason, exit code."""
         self.close_by = self.closed_at = 0.0
         self.displaced = False
-        """Whether another machine has taken the run over."""
+        """True if another machine has taken the run over."""
         self.submitted = self.clock() - max(0.0, time.time() - state_dir.started_at())
         """When the run was submitted or resumed, by this launcher's clock."""
         self.started: float | None = None
@@ -272,8 +272,8 @@ class Launcher(Coordinator):
         super().add_failure(failure, echo=echo)
 
     def newest_start(self) -> tuple[int, int]:
-        """The newest start of processes, including one that only the previous launcher knew of: the worker that reported it may
-        have died since."""
+        """Return the newest start of processes, including one that only the previous launcher knew of: the worker that reported
+        it may have died since."""
         return max(super().newest_start(), self._started)
 
     # Decisions
@@ -396,7 +396,7 @@ class Launcher(Coordinator):
         self.wake()
 
     def _all_exited(self) -> bool:
-        """Whether all workers are gone. Kills workers that take too long."""
+        """Return whether all workers are gone. Kills workers that take too long."""
         assert self.closing is not None
         flushing = [w for w in self.pool.present.values() if self.pool.report(w).get("state") == Phase.FLUSHING]
         if self.store and flushing and self.clock() - self.closed_at > WAIT_NOTICE_S:

@@ -46,7 +46,7 @@ class LiveStatus:
         self._state_dir, self._run, self._pool, self._clock = state_dir, run, pool, clock
         self._output = Path(run.output)
         self.has_session = False
-        """Whether training in the current world reports its steps through a session, as a plain script does not."""
+        """True if training in the current world reports its steps through a session, as a plain script does not."""
         self.warning = ""
         """A problem that the training reports, e.g. a full disk."""
         self.begun_anew = self.alone = ""
@@ -195,7 +195,7 @@ class LiveStatus:
             self._next_scan = time.monotonic() + max(SCAN_INTERVAL_S, (time.monotonic() - began) / MAX_SHARE)
 
     def _store(self, last: StoreStatus) -> StoreStatus:
-        """The newest report of an uploader, which may run on any worker."""
+        """Return the newest report of an uploader, which may run on any worker."""
         reports = (self._pool.report(worker).get("pushed") for worker in self._pool.present.values())
         newest = max(filter(None, reports), key=lambda record: record["pushed"] or 0.0, default=None)
         if newest is None:

@@ -11,7 +11,7 @@ _CHUNK = 1 << 20
 
 
 def logs(directory: Path) -> dict[int, Path]:
-    """The workers' logs in a directory, by worker; other files are ignored."""
+    """Return the workers' logs in a directory, by worker; other files are ignored."""
     matches = (re.fullmatch(r"worker-(\d+)\.log", path.name) for path in directory.glob("worker-*.log"))
     return {int(match[1]): directory / match[0] for match in matches if match}
 
@@ -27,7 +27,7 @@ class Tail:
             self._file.seek(self._offset_of(last))
 
     def lines(self, *, rest: bool) -> Iterator[str]:
-        """The new complete lines; with `rest` also an unfinished last one."""
+        """Yield the new complete lines; with `rest` also an unfinished last one."""
         while piece := self._file.read(_CHUNK):
             first, *others = piece.split(b"\n")
             self._begun.append(first)

@@ -20,13 +20,13 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def store_url(job: spec.Job) -> str:
-    """The URL of the job's output in a store; empty if the output is a directory on this machine."""
+    """Return the URL of the job's output in a store; empty if the output is a directory on this machine."""
     place = str(job.spec.output)
     return f"{place.rstrip('/')}/{job.metadata.name}" if spec.local(place) is None else ""
 
 
 def directory(job: spec.Job, state: Path) -> Path:
-    """The job's output directory on this machine."""
+    """Return the job's output directory on this machine."""
     return (spec.local(str(job.spec.output)) or state / "runs") / job.metadata.name
 
 
@@ -44,14 +44,14 @@ def check_unused(output: Path) -> None:
 
 
 def resumable(run: Run, state_dir: StateDir) -> bool:
-    """Whether a run can be resumed: it must satisfy `stored.owned`, and no job with another state directory may have used its
-    output since."""
+    """Return whether a run can be resumed: it must satisfy `stored.owned`, and no job with another state directory may have used
+    its output since."""
     return stored.owned(run) and not last_owner(Path(run.output), state_dir)
 
 
 def last_owner(output: Path, state_dir: StateDir) -> str:
-    """The state directory of another job that was the last to use an output; empty if the last user was this job, or if there
-    was none. A directory that no longer exists may be this job's own before it was moved."""
+    """Return the state directory of another job that was the last to use an output; empty if the last user was this job, or if
+    there was none. A directory that no longer exists may be this job's own before it was moved."""
     try:
         owner = (output / contract.OWNER).read_text()
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def make_room(output: Path, run: str) -> Path | None:
 
 
 def without_secrets(job: spec.Job) -> spec.Job:
-    """The job without values of `env` that look like secrets, for readers of the output."""
+    """Return the job without values of `env` that look like secrets, for readers of the output."""
     env = {name: "(not kept)" if _SECRET.search(name) else value for name, value in job.spec.env.items()}
     return job.model_copy(update={"spec": job.spec.model_copy(update={"env": env})})
 

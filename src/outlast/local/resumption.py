@@ -81,7 +81,8 @@ class Resumption:
 
 
 def find(output: Path, run: str, place: Store | None, status: JobStatus | None, elsewhere: Run | None = None) -> Resumption:
-    """How a run ended, on this machine (`status`) or `elsewhere`, and its newest checkpoint, on this machine or in the store."""
+    """Return how a run ended, on this machine (`status`) or `elsewhere`, and its newest checkpoint, on this machine or in the
+    store."""
     here = checkpoints.latest(checkpoints.list_(output / contract.CHECKPOINTS), run)
     remote = register.read(place, run) if place else None
     step = max(here.step if here else 0, remote.step if remote else 0)
@@ -95,7 +96,7 @@ def find(output: Path, run: str, place: Store | None, status: JobStatus | None, 
 
 
 def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: str) -> Iterator[str]:
-    """The changes of a job since its run was last submitted with the job file `old`.
+    """Yield the changes of a job since its run was last submitted with the job file `old`.
 
     `files` are the changed files of the code. The output stays in the directory `current` even if the job now names another
     `output`; `current` is empty if the run was on another machine, with other directories.
@@ -109,14 +110,14 @@ def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: 
 
 
 def marks(environ: Mapping[str, str], run: str) -> dict[str, str]:
-    """16 bits of a hash of each variable of a shell: enough to notice a changed value, too few to reveal a secret."""
+    """Return 16 bits of a hash of each variable of a shell: enough to notice a changed value, too few to reveal a secret."""
     names = (name for name in environ if not _OF_A_SHELL.match(name))
     return {name: hashlib.sha256(f"{run} {name}={environ[name]}".encode(errors="replace")).hexdigest()[:4] for name in names}
 
 
 def shell(was: Mapping[str, str], now: Mapping[str, str], env: Collection[str]) -> Iterator[str]:
-    """The changed variables that the training inherits from its shell, by the `marks` of both shells; `env` are the job's own
-    variables, which do not count."""
+    """Yield the changed variables that the training inherits from its shell, by the `marks` of both shells; `env` are the job's
+    own variables, which do not count."""
     gone = sorted(name for name in was if name not in now and name not in env)
     other = sorted(name for name in was if name in now and now[name] != was[name] and name not in env)
     parts = [f"no longer has {code_files.some(gone)}"] if gone else []

@@ -29,7 +29,7 @@ VARIABLE = "OUTLAST_STATE_DIR"
 
 
 def root() -> Path:
-    """The directory of all jobs' state directories on this machine."""
+    """Return the directory of all jobs' state directories on this machine."""
     return Path(os.environ.get(VARIABLE) or ".outlast").absolute()
 
 
@@ -68,7 +68,7 @@ class StateDir:
             return False
 
     def secret(self) -> str:
-        """The run's key; the launcher generates it if there is none. Raises OSError."""
+        """Return the run's key; the launcher generates it if there is none. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             return self.key.read_text()
         partial = self.key.with_name(f".{self.key.name}.{os.getpid()}")
@@ -83,7 +83,7 @@ class StateDir:
         return self.run.stat().st_mtime
 
     def owns(self, index: int, pid: int) -> bool:
-        """Whether a process belongs to a worker: its agent, or one of its training processes. Pids are reused."""
+        """Return whether a process belongs to a worker: its agent, or one of its training processes. Pids are reused."""
         try:
             process = psutil.Process(pid)
             for _ in range(20):
@@ -119,7 +119,7 @@ class Run:
 
     @classmethod
     def read(cls, state_dir: StateDir) -> Run:
-        """The job's run; raises OutlastError."""
+        """Return the job's run; raises OutlastError."""
         return _read(cls, state_dir.run, "remove it and `outlast run` starts anew; what was saved is kept in `previous/`")
 
     def write(self, state_dir: StateDir) -> None:
@@ -137,7 +137,7 @@ class Request:
 
     @classmethod
     def read(cls, state_dir: StateDir) -> Request:
-        """The newest request; raises OutlastError."""
+        """Return the newest request; raises OutlastError."""
         return _read(cls, state_dir.request, "`outlast run` with the job file writes it anew")
 
     def write(self, state_dir: StateDir) -> None:
@@ -164,7 +164,7 @@ class Ending:
     reason: str
     code: int
     at_once: bool = False
-    """Whether workers are killed without time to save."""
+    """True if workers are killed without time to save."""
 
 
 ENDINGS = {

@@ -45,8 +45,8 @@ def unfinished(
     take_over: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> runs.Run | None:
-    """The run that owns the place and has not succeeded; None if there is none, or if it is the run `ended`, which has ended on
-    this machine.
+    """Return the run that owns the place and has not succeeded; None if there is none, or if it is the run `ended`, which has
+    ended on this machine.
 
     Raises OutlastError if `own`, the unfinished run of this machine, no longer owns the place, and AlreadyRunning if a machine
     other than `home` trains it, unless `take_over`. While it is unclear whether another machine trains it, the function waits
@@ -68,8 +68,8 @@ def unfinished(
 
 
 def owned(run: Run) -> bool:
-    """Whether a run that has ended on this machine can be resumed: it must still own its output, and must not have succeeded
-    elsewhere."""
+    """Return whether a run that has ended on this machine can be resumed: it must still own its output, and must not have
+    succeeded elsewhere."""
     record = runs.read(store.open_(run.store)) if run.store else None
     if record is None:
         return Path(run.output).is_dir()
@@ -77,8 +77,8 @@ def owned(run: Run) -> bool:
 
 
 def home(state: Path) -> str:
-    """The identity of this machine and state directory, see `runs.alive`. Machines may share a host name such as `localhost`,
-    so the identity includes a random id, which is stored beside the jobs."""
+    """Return the identity of this machine and state directory, see `runs.alive`. Machines may share a host name such as
+    `localhost`, so the identity includes a random id, which is stored beside the jobs."""
     id_file = state.parent / ".id"
     if not id_file.exists():
         state.parent.mkdir(parents=True, exist_ok=True)

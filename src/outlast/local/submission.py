@@ -55,7 +55,7 @@ class _Earlier:
     place: Store | None = None
     """The output's place in its store."""
     replace: bool = False
-    """Whether a run that owns the place in the store may be replaced."""
+    """True if a run that owns the place in the store may be replaced."""
 
     @property
     def run(self) -> Run | runs.Run | None:
@@ -192,8 +192,8 @@ def _earlier(state_dir: StateDir, job: spec.Job, request: Submission, last: JobS
 
 
 def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bool:
-    """Whether the job requests more steps or epochs of a run that has succeeded on this machine, and there is a checkpoint to
-    resume from."""
+    """Return whether the job requests more steps or epochs of a run that has succeeded on this machine, and there is a checkpoint
+    to resume from."""
     resumed = resumption.find(Path(run.output), run.run, None, last)
     return bool(resumed.step or resumed.saved) and changes.longer(spec.load(state_dir.job), job, resumed.step)
 
@@ -212,7 +212,7 @@ def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path
 
 
 def _changes(root: Path, state_dir: StateDir, job: spec.Job, earlier: _Earlier, copy: _Copy, output: Path) -> list[str]:
-    """The job's changes since the run was last submitted."""
+    """Return the job's changes since the run was last submitted."""
     old = state_dir.job if earlier.here else output / "job.yaml"
     current = (earlier.here.store or earlier.here.output) if earlier.here else ""
     new = output_dir.store_url(job) or str(output_dir.directory(job, root))
@@ -231,7 +231,7 @@ def _record(output: Path, new: spec.Job | None, run: str) -> None:
 
 
 def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
-    """The newest generation of a resumed run. If it had ended, forget its failures, restarts and end."""
+    """Return the newest generation of a resumed run. If it had ended, forget its failures, restarts and end."""
     generations = [run.generation, checkpoints.generation(Path(run.output) / contract.CHECKPOINTS, run.run)]
     if status.state.final:
         with contextlib.suppress(OSError, ValueError, KeyError):

@@ -40,7 +40,7 @@ class Worker:
     child: subprocess.Popen[bytes] | None = None
     """The worker's process; None if an earlier launcher started the worker, or another worker forked it."""
     leaving: bool = False
-    """Whether the worker has been asked to leave."""
+    """True if the worker has been asked to leave."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Ended:
     message: str
     """The last reason that the worker's agent reported."""
     displaced: bool = False
-    """Whether the run continues on another machine."""
+    """True if the run continues on another machine."""
 
     @property
     def interrupted(self) -> bool:
-        """Whether the worker left on request."""
+        """True if the worker left on request."""
         return self.code == contract.Exit.INTERRUPTED or self.worker.leaving
 
     @property
@@ -84,7 +84,7 @@ class WorkerPool:
         self._seen = Seen(clock)
 
     def staying(self) -> list[Worker]:
-        """Workers that have not been asked to leave."""
+        """Return the workers that have not been asked to leave."""
         return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
@@ -99,7 +99,8 @@ class WorkerPool:
         return [{"index": w.index, "pid": w.pid, "attempt": w.attempt} for w in self.present.values()]
 
     def missing(self, desired: int) -> list[int]:
-        """Indices of the workers to start now so that `desired` are present: the lowest free indices whose pause is over."""
+        """Return the indices of the workers to start now so that `desired` are present: the lowest free indices whose pause is
+        over."""
         count = desired - len(self.staying())
         free = (index for index in range(desired + len(self.present)) if index not in self.present)
         now = self._clock()
@@ -151,7 +152,7 @@ class WorkerPool:
         self._failed_starts[index] = 0
 
     def trained(self, index: int) -> bool:
-        """Whether this worker has been in a world since its last start."""
+        """Return whether this worker has been in a world since its last start."""
         return not self._failed_starts[index]
 
     def pause(self, index: int) -> None:
@@ -159,7 +160,7 @@ class WorkerPool:
         self._not_before[index] = self._clock() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
 
     def ended(self) -> Iterator[Ended]:
-        """Workers that have ended since the last call; they are no longer present."""
+        """Yield the workers that have ended since the last call; they are no longer present."""
         for index, worker in list(self.present.items()):
             status = worker.child.poll() if worker.child else None if self._state_dir.owns(index, worker.pid) else -signal.SIGKILL
             if status is None:
@@ -172,7 +173,7 @@ class WorkerPool:
             yield Ended(worker, contract.exit_code(status), report.get("reason") or "", bool(report.get("displaced")))
 
     def report(self, worker: Worker) -> dict[str, Any]:
-        """The report of a worker's agent (`contract.WORKER`); empty before the first report."""
+        """Return the report of a worker's agent (`contract.WORKER`); empty before the first report."""
         try:
             report = dict(json.loads((self._state_dir.worker(worker.index) / contract.WORKER).read_text()))
         except (OSError, ValueError):
@@ -180,7 +181,7 @@ class WorkerPool:
         return report if report.get("pid") == worker.pid else {}
 
     def silent(self) -> list[Worker]:
-        """Workers whose agent has no heartbeat because it is stopped or stuck."""
+        """Return the workers whose agent has no heartbeat because it is stopped or stuck."""
         silent = []
         for worker in self.present.values():
             with contextlib.suppress(OSError):
@@ -211,7 +212,7 @@ class WorkerPool:
             print(f"the elastic agent of worker {index} {why}; killed it", flush=True)
 
     def uploader_environ(self) -> dict[str, str]:
-        """The environment of an uploader without a worker."""
+        """Return the environment of an uploader without a worker."""
         environ = {
             **os.environ,
             contract.Env.RUN: self._run,
@@ -223,7 +224,7 @@ class WorkerPool:
         return {**environ, **substitution.values(self._job.spec.env, environ)}
 
     def tracker_environ(self) -> dict[str, str]:
-        """The environment of a process that forwards metrics without a worker."""
+        """Return the environment of a process that forwards metrics without a worker."""
         return {
             **self.uploader_environ(),
             contract.Env.JOB: self._job.metadata.name,
@@ -264,7 +265,8 @@ class WorkerPool:
 
 
 def gpus() -> dict[str, list[str]]:
-    """The accelerators that this process sees on this machine, by the variable that selects them (`CUDA_VISIBLE_DEVICES`)."""
+    """Return the accelerators that this process sees on this machine, by the variable that selects them
+    (`CUDA_VISIBLE_DEVICES`)."""
     return {row.visible: _shown(row) for row in accelerators.TABLE if row.visible}
 
 
@@ -276,7 +278,8 @@ def _shown(row: accelerators.Accelerator) -> list[str]:
 
 
 def devices(shown: list[str], count: int, index: int) -> list[str]:
-    """The GPUs of worker `index`, `count` of those `shown`; none for a job that requests none, or on a machine without GPUs.
+    """Return the GPUs of worker `index`, `count` of those `shown`; none for a job that requests none, or on a machine without
+    GPUs.
 
     As in a pod, a worker sees only its own GPUs, so the device of its first process is device 0. Raises OutlastError if there
     are too few GPUs.

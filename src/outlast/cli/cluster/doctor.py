@@ -73,7 +73,7 @@ def _asked(
     context: str | None,
     timeout: float,
 ) -> Iterator[tuple[str, Iterable[Finding]]]:
-    """The requested sections, each with its checks, which run as they are iterated."""
+    """Yield the requested sections, each with its checks, which run as they are iterated."""
     from outlast.kubernetes import api
     from outlast.kubernetes.diagnosis import finding, inside, machine
 
@@ -105,7 +105,7 @@ def _of(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _reached(checks: Iterator[Finding]) -> Iterator[Finding]:
-    """The checks. If the cluster does not allow further checks, the last finding says so."""
+    """Yield the checks. If the cluster does not allow further checks, the last finding says so."""
     from outlast.kubernetes.diagnosis import Finding
 
     try:

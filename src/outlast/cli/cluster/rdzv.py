@@ -62,7 +62,7 @@ def show(endpoint: EndpointOption, run: RunOption = None, output: OutputOption =
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The runs as text: one line per run, or a single run with all its members."""
+    """Return the runs as text: one line per run, or a single run with all its members."""
     if len(runs) == 1:
         return _whole(runs[0])
     rows = []
@@ -73,7 +73,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def why(run: Run) -> str:
-    """The coordinator's reason for the current state of a run."""
+    """Return the coordinator's reason for the current state of a run."""
     if run.closed:
         return f"over: {run.closed.reason} (exit code {run.closed.code})"
     if run.called:
@@ -82,7 +82,7 @@ def why(run: Run) -> str:
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """A run as plain data."""
+    """Return a run as plain data."""
     return {
         "run": run.name,
         "nnodes": run.nnodes or None,
@@ -114,7 +114,7 @@ def facts(run: Run) -> dict[str, Any]:
 
 
 def _look(client: Etcd, run: str | None) -> list[Run]:
-    """All runs, or one. Raises NotFound, EtcdError."""
+    """Return all runs, or one. Raises NotFound, EtcdError."""
     from outlast.rendezvous.etcd import client as etcd
 
     runs = etcd.look(client, run)
@@ -158,7 +158,7 @@ def _world(run: Run) -> str:
 
 
 def _decides(run: Run) -> str:
-    """The coordinator as shown to users; empty if there is none."""
+    """Return the coordinator as shown to users; empty if there is none."""
     if run.coordinator is None:
         return ""
     who = "" if run.coordinator.id is None else f"member {run.coordinator.id}"

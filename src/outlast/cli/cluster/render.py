@@ -109,7 +109,7 @@ def rendered(
 
 
 def text(documents: Sequence[dict[str, Any]]) -> str:
-    """A YAML stream of documents, with keys in their order and multi-line texts as blocks.
+    """Return a YAML stream of documents, with keys in their order and multi-line texts as blocks.
 
     Texts that kubectl's YAML, unlike PyYAML, would read as numbers or booleans (`5e-5`, `y`) are quoted.
     """
@@ -128,7 +128,7 @@ def text(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def texts(paths: Sequence[str]) -> dict[str, str]:
-    """The contents of files that pods need, by path."""
+    """Return the contents of files that pods need, by path."""
     contents = {}
     for path in paths:
         try:

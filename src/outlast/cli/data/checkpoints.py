@@ -76,7 +76,7 @@ class Saved:
         return "; ".join(filter(None, (here, there)))
 
     def facts(self) -> dict[str, Any]:
-        """The fields of the checkpoint's COMMIT; each is None if neither copy can be read."""
+        """Return the fields of the checkpoint's COMMIT; each is None if neither copy can be read."""
         readable = self.here if self.here and not self.here.problem else self.there.commit if self.there else None
         facts = {name: getattr(readable, name, None) for name in ("run", "generation", "world_size", "time")}
         return {
@@ -85,14 +85,14 @@ class Saved:
         }
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of the checkpoint's files in bytes, by name."""
+        """Return the sizes of the checkpoint's files in bytes, by name."""
         if self.here:
             return {path.name: path.stat().st_size for path in sorted(self.here.path.iterdir())}
         files = self.there.commit.files if self.there and self.there.commit else {}
         return {name: file["size"] for name, file in sorted(files.items())}
 
     def plain(self, job: Job, ranks: Mapping[int, int]) -> dict[str, Any]:
-        """The checkpoint as plain data; `ranks` is the result of `_ranks`."""
+        """Return the checkpoint as plain data; `ranks` is the result of `_ranks`."""
         url = f"{job.there.store.url}/{contract.CHECKPOINTS}/{self.there.place.key}" if self.there and job.there else None
         path = str(self.here.path) if self.here else None
         good = {"metric": self.metric.value, "by": self.metric.by} if self.metric else {"metric": None, "by": None}
@@ -101,7 +101,7 @@ class Saved:
 
 
 def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str | None, context: str | None) -> Job:
-    """The job that a command means; raises NotFound. The store is read only if this machine does not know the job."""
+    """Return the job that a command means; raises NotFound. The store is read only if this machine does not know the job."""
     from outlast.storage import runs, store
     from outlast.storage.checkpoints import remote
 
@@ -127,7 +127,7 @@ def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str |
 
 
 def _saved(job: Job) -> list[Saved]:
-    """All checkpoints of a job, lowest step first. If the store cannot be reached, only those on this machine."""
+    """Return all checkpoints of a job, lowest step first. If the store cannot be reached, only those on this machine."""
     from outlast.storage import checkpoints
 
     here = checkpoints.list_(job.directory) if job.directory else []
@@ -150,7 +150,7 @@ def _saved(job: Job) -> list[Saved]:
 
 
 def _ranks(job: Job, found: Sequence[Saved]) -> dict[int, int]:
-    """The rank of each of the run's checkpoints that has a metric, by step: 1 is the best."""
+    """Return the rank of each of the run's checkpoints that has a metric, by step: 1 is the best."""
     from outlast.storage import checkpoints
 
     ours = (saved for saved in found if not saved.here or saved.here.run in (job.run, ""))
@@ -158,7 +158,7 @@ def _ranks(job: Job, found: Sequence[Saved]) -> dict[int, int]:
 
 
 def _chosen(found: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
-    """All these checkpoints, only the best, or only those of a step; raises NotFound."""
+    """Return all these checkpoints, only the best, or only those of a step; raises NotFound."""
     from outlast.storage import checkpoints
 
     if best and step is not None:
@@ -326,7 +326,7 @@ def verify(
 
 
 def _verified(path: Path) -> str | None:
-    """The damage of a checkpoint, which is protected from removal while it is read; None if it is whole."""
+    """Return the damage of a checkpoint, which is protected from removal while it is read; None if it is whole."""
     from outlast.storage import checkpoints
 
     try:

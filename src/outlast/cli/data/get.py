@@ -125,7 +125,7 @@ def _since_the_beginning(tell: transfers.Tell) -> Progress:
 
 
 def _dataset(name: str) -> Dataset:
-    """The dataset for a name or URL. Raises OutlastError."""
+    """Return the dataset for a name or URL. Raises OutlastError."""
     from outlast.data import registry
 
     if registry.is_url(name):

@@ -362,7 +362,7 @@ class _Stored:
         self.store = store
 
     def manifest(self) -> Manifest:
-        """The manifest of the dataset; raises Missing."""
+        """Return the manifest of the dataset; raises Missing."""
         from outlast.data import shards
 
         return shards.parse(self.store.get(shards.MANIFEST), self.store.url)

@@ -84,7 +84,7 @@ def sync(
 
 
 def _nothing(place: Store) -> NotFound:
-    """The error for a place from which nothing was received."""
+    """Return the error for a place from which nothing was received."""
     from outlast.storage import store
 
     above, _, name = place.url.rpartition("/")
@@ -95,7 +95,7 @@ def _nothing(place: Store) -> NotFound:
 
 
 def sides(source: str, target: str) -> tuple[bool, Path, str]:
-    """Whether the directory is the source; the directory; and the URL of the other side, which may be a directory, too."""
+    """Return whether the directory is the source; the directory; and the URL of the other side, which may be a directory, too."""
     here = [None if "://" in side and not side.startswith("file://") else _local(side) for side in (source, target)]
     if here[0] is None and here[1] is None:
         raise OutlastError(f"{source} and {target} are both in a store; sync the one to a directory, and that to the other")
@@ -108,7 +108,7 @@ def sides(source: str, target: str) -> tuple[bool, Path, str]:
 
 
 def _local(side: str) -> Path:
-    """The directory given as one side; raises StoreError for a URL that lacks a slash."""
+    """Return the directory given as one side; raises StoreError for a URL that lacks a slash."""
     from outlast.storage.store import urls
 
     if re.match(rf"({'|'.join(urls.PLACES)}):", side) and not side.startswith("file://") and not os.path.exists(side):
@@ -117,14 +117,14 @@ def _local(side: str) -> Path:
 
 
 def _state(pushing: bool, directory: Path, url: str) -> Path:
-    """Path of the state file of syncs between this directory and this URL."""
+    """Return the path of the state file of syncs between this directory and this URL."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{'push' if pushing else 'pull'} {os.path.realpath(directory)} {url.rstrip('/')}"
     return cache / "outlast" / "sync" / hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
 
 
 def summary(report: Report, verb: str, seconds: float, *, dry_run: bool) -> str:
-    """`1,000 files, 1.0 GiB sent in 4.2s (250 MiB/s), 3 unchanged, 0 deleted`."""
+    """Return `1,000 files, 1.0 GiB sent in 4.2s (250 MiB/s), 3 unchanged, 0 deleted`."""
     files, size = f"{report.transferred:,} file{'' if report.transferred == 1 else 's'}", units.human_bytes(report.bytes)
     rest = f"{report.unchanged:,} unchanged, {report.deleted:,} {'would be ' if dry_run and report.deleted else ''}deleted"
     failed = f", {len(report.failed):,} failed" if report.failed else ""
@@ -135,7 +135,7 @@ def summary(report: Report, verb: str, seconds: float, *, dry_run: bool) -> str:
 
 
 def shown(path: str) -> str:
-    """A path on one line, whatever characters it contains."""
+    """Return a path on one line, whatever characters it contains."""
     return path if path.isprintable() else repr(path)
 
 

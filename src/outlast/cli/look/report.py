@@ -106,14 +106,14 @@ class _Job:
     run: str
     events: Iterable[Event]
     active: bool
-    """Whether a launcher or an operator drives the job: then the time up to now counts."""
+    """True if a launcher or an operator drives the job: then the time up to now counts."""
     metrics: Callable[[], Iterable[str | bytes]]
     """Reads the lines of the job's metrics.jsonl."""
     ended: str = ""
     """The state in which the job ended, if known."""
 
     def account(self) -> Goodput:
-        """The account of the job's time up to its end, or to now."""
+        """Return the account of the job's time up to its end, or to now."""
         from outlast.job.report import goodput
 
         now = time.time() if self.active or next(iter(self.events), None) is None else None
@@ -122,7 +122,7 @@ class _Job:
 
 
 def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> _Job:
-    """The job with this name, or with its output at this URL."""
+    """Return the job with this name, or with its output at this URL."""
     if url := which.in_store(name):
         from outlast.storage.runs import output
 
@@ -141,7 +141,7 @@ def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: s
 
 
 def _metrics(output: Path | str) -> Iterable[str | bytes]:
-    """The lines of metrics.jsonl in the output of a job: a directory, or a URL."""
+    """Return the lines of metrics.jsonl in the output of a job: a directory, or a URL."""
     if isinstance(output, str):
         from outlast.storage import store
         from outlast.storage.runs import output as stored

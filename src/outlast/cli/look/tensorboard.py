@@ -98,7 +98,7 @@ class Source:
         self.output = output
 
     def bring(self, into: Path) -> Path:
-        """The directory with `metrics.jsonl` and `parameters.json`; sources elsewhere copy these files to `into`."""
+        """Return the directory with `metrics.jsonl` and `parameters.json`; sources elsewhere copy these files to `into`."""
         return self.output
 
     def own(self, into: Path) -> None:
@@ -205,7 +205,7 @@ def _first_line(path: Path) -> bytes:
 def _sources(
     ctx: typer.Context, names: Sequence[str] | None, namespace: str | None, context: str | None
 ) -> Iterator[tuple[str, Source]]:
-    """A label and a source for each job. Raises NotFound."""
+    """Yield a label and a source for each job. Raises NotFound."""
     for name in names or (None,):
         if name and (Path(name) / contract.METRICS).is_file() and not namespace and not context:
             yield Path(name).resolve().name, Source(Path(name))
@@ -227,7 +227,7 @@ def _of_job(ctx: typer.Context, name: str | None, namespace: str | None, context
 
 
 def _labelled(found: Iterator[tuple[str, Source]]) -> list[tuple[str, Source]]:
-    """The sources, each with a unique label."""
+    """Return the sources, each with a unique label."""
     labelled: dict[str, Source] = {}
     for label, source in found:
         number = 1

@@ -60,7 +60,7 @@ def top(
 
 
 def _on_this_machine(place: Backend, name: str) -> dict[str, Any]:
-    """Usage of a job's processes on this machine."""
+    """Return usage of a job's processes on this machine."""
     import psutil
 
     trees: dict[int, list[psutil.Process]] = {}
@@ -92,7 +92,7 @@ def _on_this_machine(place: Backend, name: str) -> dict[str, Any]:
 
 
 def _measured(processes: Iterable[Any]) -> list[tuple[float, int]]:
-    """CPU in percent since the last measurement, and memory in bytes, of the processes that still exist."""
+    """Return CPU in percent since the last measurement, and memory in bytes, of the processes that still exist."""
     import psutil
 
     usage = []
@@ -105,7 +105,7 @@ def _measured(processes: Iterable[Any]) -> list[tuple[float, int]]:
 
 
 def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
-    """Usage of a job's pods and of their nodes."""
+    """Return usage of a job's pods and of their nodes."""
     from outlast.kubernetes import api
     from outlast.kubernetes.api import pods
 
@@ -146,7 +146,7 @@ def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
 
 
 def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str = "") -> Mapping[str, Mapping[str, float]]:
-    """CPU cores and bytes of memory by name, as last measured by metrics-server."""
+    """Return CPU cores and bytes of memory by name, as last measured by metrics-server."""
     try:
         items = place.cluster.list_(kind, labels=labels)
     except NotServed:
@@ -165,7 +165,7 @@ def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str
 
 
 def _devices(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Number of accelerators of each kind in lists of resources."""
+    """Return the number of accelerators of each kind in lists of resources."""
     counts: Counter[str] = Counter()
     for has in found:
         counts.update({name: round(units.quantity(amount)) for name, amount in has.items() if accelerators.known(name)})
@@ -178,7 +178,7 @@ def _cell(value: object) -> object:
 
 
 def _shares(used: Mapping[str, float] | None, cpu: float, memory: float) -> dict[str, str | None]:
-    """The columns for used and available amounts: `0.52/2`, `-/2`, or nothing."""
+    """Return the columns for used and available amounts: `0.52/2`, `-/2`, or nothing."""
     uses = (f"{used['cpu']:.2f}", units.human_bytes(used["memory"])) if used else (None, None)
     of = (f"{cpu:g}" if cpu else None, units.human_bytes(memory) if memory else None)
     columns = zip(("cpu", "memory"), uses, of, strict=True)

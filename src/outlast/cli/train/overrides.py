@@ -23,7 +23,7 @@ def load(
     set_: Iterable[str] = (),
     gpus: int = 0,
 ) -> Job:
-    """The job in a file, or for a script or module with its arguments, with the changes requested on the command line.
+    """Return the job in a file, or for a script or module with its arguments, with the changes requested on the command line.
 
     The workers of a script share `gpus`. Raises InvalidJob.
     """

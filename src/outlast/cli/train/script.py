@@ -41,7 +41,7 @@ class Command(TyperCommand):
 
 
 def named(file: str | Path, *, module: bool = False) -> bool:
-    """Whether this is a script or module rather than a job file."""
+    """Return whether this is a script or module rather than a job file."""
     return module or str(file).endswith(".py")
 
 
@@ -83,7 +83,7 @@ def init(
 
 
 def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path) -> str:
-    """The text of a script's job file in `directory`. Raises NotFound if there is no such script.
+    """Return the text of a script's job file in `directory`. Raises NotFound if there is no such script.
 
     A script below the working directory must find every file that it finds when run with python, so the whole working directory
     is its code. The code of a script elsewhere is the script's own directory.
@@ -133,12 +133,12 @@ def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name
 
 
 def _from(directory: Path, place: Path) -> str:
-    """The path `place`, relative to `directory` if it lies below that directory."""
+    """Return the path `place`, relative to `directory` if it lies below that directory."""
     return f"./{place.relative_to(directory)}" if directory in (place, *place.parents) else str(place)
 
 
 def _saving(source: str) -> Iterator[str]:
-    """A comment on how a script of this kind continues after a failure."""
+    """Yield a comment on how a script of this kind continues after a failure."""
     if re.search(r"^\s*(from|import)\s+outlast\.training\b|^\s*from outlast import .*\btraining\b", source, re.M):
         yield "It uses outlast.training, which saves, and continues exactly where it was."
     elif re.search(r"^\s*(from|import)\s+(transformers|accelerate|lightning|pytorch_lightning)\b", source, re.M):
@@ -148,14 +148,14 @@ def _saving(source: str) -> Iterator[str]:
 
 
 def title(file: str, *, module: bool = False) -> str:
-    """A job name derived from the name of a script or module."""
+    """Return a job name derived from the name of a script or module."""
     stem = file.rpartition(".")[2] if module else Path(file).stem
     words = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     return (words if words[:1].isalpha() else f"job-{words}")[: contract.LONGEST_NAME].strip("-")
 
 
 def misplaced(ctx: typer.Context, file: str) -> Iterator[str]:
-    """Warnings about options of `outlast` that follow a script whose text does not mention them: the script gets them."""
+    """Yield warnings about options of `outlast` that follow a script whose text does not mention them: the script gets them."""
     source = _read(Path(file).expanduser()) if named(file) and ctx.args else ""
     ours = {option: each for each in ctx.command.params for option in each.opts if option.startswith("--")}
     for at, word in enumerate(ctx.args if source else ()):
@@ -167,7 +167,7 @@ def misplaced(ctx: typer.Context, file: str) -> Iterator[str]:
 
 
 def command(file: str, args: Sequence[str], *, module: bool, workers: int | None, name: str | None, set_: Iterable[str]) -> str:
-    """The command that continues a script's run; empty for a job file."""
+    """Return the command that continues a script's run; empty for a job file."""
     if not named(file, module=module):
         return ""
     chosen = [*(["--workers", str(workers)] if workers else []), *(["--name", name] if name else [])]
@@ -176,7 +176,7 @@ def command(file: str, args: Sequence[str], *, module: bool, workers: int | None
 
 
 def gpus() -> int:
-    """Number of GPUs on this machine."""
+    """Return the number of GPUs on this machine."""
     from outlast.local import workers
 
     return max(map(len, workers.gpus().values()))
@@ -194,7 +194,7 @@ def _read(path: Path) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text as a YAML scalar that parses to the same text."""
+    """Return the text as a YAML scalar that parses to the same text."""
     import yaml
 
     plain = re.fullmatch(r"(--)?[A-Za-z_][\w./=,+-]*", text, re.ASCII) and yaml.safe_load(text) == text

@@ -196,12 +196,12 @@ def _remove(urls: Sequence[str], *, yes: bool) -> None:
 
 
 def ended(statuses: Sequence[JobStatus], now: float, age: timedelta) -> list[str]:
-    """Names of the jobs that ended at least `age` ago."""
+    """Return the names of the jobs that ended at least `age` ago."""
     return [s.name for s in statuses if s.state.final and now - (s.finished or s.submitted) >= age.total_seconds()]
 
 
 def _kept(here: LocalBackend, name: str, output: bool) -> str:
-    """One line for a job on this machine: the paths that are removed, and the paths that stay."""
+    """Return one line for a job on this machine: the paths that are removed, and the paths that stay."""
     state, there, url = here.places(name)
     parts = [f"{name}: {state} ({units.human_bytes(_size(state))})"]
     if there.exists():

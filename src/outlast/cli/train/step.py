@@ -56,7 +56,7 @@ class Wish:
     """Directory for the outputs."""
     on_terminate: str = "cancel"
     keyed: bool = False
-    """Whether the name of the job belongs to this step alone."""
+    """True if the name of the job belongs to this step alone."""
 
     def write(self, found: Outcome) -> None:
         """Write the outputs. Raises OutlastError."""
@@ -116,7 +116,8 @@ class _Terminable:
 
 
 def named(job: Job, key: str | None, *content: object) -> Job:
-    """The job, renamed for this key; `content` is everything the job was made from. Without a key, the job is unchanged."""
+    """Return the job, renamed for this key; `content` is everything the job was made from. Without a key, the job is
+    unchanged."""
     if not key:
         return job
     from outlast.job import contract

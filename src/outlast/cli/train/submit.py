@@ -120,7 +120,7 @@ def _check(wait: bool, *, follow: bool, dry_run: bool, fresh: bool, others: bool
 
 
 def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, context: str | None) -> KubernetesBackend:
-    """The backend of the cluster, which creates jobs with this topology."""
+    """Return the backend of the cluster, which creates jobs with this topology."""
     from outlast.kubernetes.jobs.backend import KubernetesBackend
 
     if isinstance(ctx.obj, KubernetesBackend):

@@ -60,7 +60,7 @@ def validate(
 
 
 def _snapshots(job: spec.Job) -> Iterator[str]:
-    """The memory for snapshots in a worker, in pods and on this machine, and the size of a snapshot that fits."""
+    """Yield the memory for snapshots in a worker, in pods and on this machine, and the size of a snapshot that fits."""
     from outlast.job import contract
     from outlast.local import output_dir, state_dir
     from outlast.storage import checkpoints
@@ -81,7 +81,7 @@ def _snapshots(job: spec.Job) -> Iterator[str]:
 
 
 def _size(workers: spec.Workers) -> str:
-    """Number of workers and its range: `2 workers, 1–4`."""
+    """Return the number of workers and its range: `2 workers, 1–4`."""
     count = f"{workers.replicas} worker{'' if workers.replicas == 1 else 's'}"
     allowed = workers.allowed()
     if len(allowed) == 1:

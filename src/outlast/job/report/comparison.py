@@ -73,7 +73,7 @@ def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[
 
 
 def sizes(events: Iterable[Event]) -> tuple[int, ...]:
-    """World sizes in order, consecutive repeats merged (in workers; in ranks under plain torchrun)."""
+    """Return world sizes in order, consecutive repeats merged (in workers; in ranks under plain torchrun)."""
     worlds: list[int] = []
     ranks: list[int] = []
     for event in events:
@@ -89,7 +89,7 @@ def sizes(events: Iterable[Event]) -> tuple[int, ...]:
 
 
 def _logged(lines: Iterable[str | bytes]) -> tuple[float | None, tuple[str, float] | None]:
-    """The last loss, and the median of the first speed, in the lines of metrics.jsonl; other lines are skipped."""
+    """Return the last loss, and the median of the first speed, in the lines of metrics.jsonl; other lines are skipped."""
     loss: float | None = None
     speeds: dict[str, list[float]] = {}
     for line in lines:
@@ -121,7 +121,7 @@ def compared(runs: Sequence[Run]) -> list[Row]:
 
 
 def cells(row: Row) -> list[object]:
-    """The cells of a row of the table, one for each of HEADINGS; None for unknown values."""
+    """Return the cells of a row of the table, one for each of HEADINGS; None for unknown values."""
     each = row.run
     name, value = each.throughput or ("", 0.0)
     return [
@@ -140,7 +140,7 @@ def cells(row: Row) -> list[object]:
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """A row as plain values."""
+    """Return a row as plain values."""
     plain = dataclasses.asdict(row.run)
     throughput = {name: value for name, value in [row.run.throughput or ("", 0.0)] if name}
     return {

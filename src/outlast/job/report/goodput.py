@@ -78,12 +78,13 @@ class Goodput:
         return us[Bucket.TRAINING] / max(1, sum(us.values()) - us[Bucket.SUSPENDED])
 
     def share(self, bucket: Bucket) -> float:
-        """Share of a bucket in the wall time, 0 ... 1."""
+        """Return the share of a bucket in the wall time, 0 ... 1."""
         return self.microseconds[bucket] / max(1, sum(self.microseconds.values()))
 
 
 def buckets(events: Iterable[Event], now: float | None) -> Goodput:
-    """Account for the time from the first event to the end of the job, or to `now` (seconds since the epoch) if it has not ended.
+    """Return the account for the time from the first event to the end of the job, or to `now` (seconds since the epoch) if it has
+    not ended.
 
     A sequence of events may have any order. Any other iterable, such as `ledger.Events`, must be ordered by time and allow two
     passes, which bounds memory. For a job without a launcher `now` is None: its account ends with its last event.
@@ -121,7 +122,7 @@ _Stretch = tuple[int, int, Bucket]
 
 
 def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float | None) -> Iterator[_Stretch]:
-    """The spans, each with the final bucket of its owner.
+    """Yield the spans, each with the final bucket of its owner.
 
     `ordinary` is the duration of a step in microseconds; the extra time of a first step is start-up. A step waits for its data
     first, then its state is copied, then it warms up, then it trains.
@@ -162,7 +163,7 @@ def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float |
 
 
 def _joined(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
-    """Spans with neighbours of the same bucket merged."""
+    """Yield the spans with neighbours of the same bucket merged."""
     for bucket, same in itertools.groupby(stretches, key=lambda stretch: stretch[2]):
         together = list(same)
         yield together[0][0], together[-1][1], bucket

@@ -25,7 +25,7 @@ class Lost:
     again_us: int = 0
     """Time of the steps whose result was lost, and of the step that was cut short."""
     up_to: bool = False
-    """Whether the moment of the fault is unknown: the loss is then counted from the end of the last step in the ledger, and is
+    """True if the moment of the fault is unknown: the loss is then counted from the end of the last step in the ledger, and is
     an upper bound."""
     source: str = ""
     """Source of the restored state: memory | peer | disk | store; empty: not reported."""
@@ -57,7 +57,7 @@ class Lost:
 
 
 def stopped(*, progress: int | None, fault: int | None, noticed: int, at: int) -> Lost:
-    """The loss so far when a world ends at the time `at`. All times are in microseconds.
+    """Return the loss so far when a world ends at the time `at`. All times are in microseconds.
 
     `progress` is the end of the world's last step, None if it made no step; `fault` is the moment of the fault, if known;
     `noticed` is the time of the first report of the fault.
@@ -114,7 +114,7 @@ class Total:
     generation: int
     """Generation of the world that the last incident ended."""
     up_to: bool
-    """Whether the cost is an upper bound."""
+    """True if the cost is an upper bound."""
 
 
 def total(incidents: Iterable[Incident], kinds: Iterable[str] = FAILURES) -> Total:

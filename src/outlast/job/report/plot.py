@@ -22,7 +22,7 @@ def check(path: Path) -> None:
 
 
 def figure(width: float, height: float) -> Any:
-    """An empty picture of this size in inches. Raises OutlastError when matplotlib is missing."""
+    """Return an empty picture of this size in inches. Raises OutlastError when matplotlib is missing."""
     return _figure()(figsize=(width, height), layout="constrained")
 
 
@@ -76,7 +76,7 @@ def _speedups(axes: Any, points: Sequence[tuple[int, float]]) -> None:
 
 
 def _figure() -> Any:
-    """The class Figure of matplotlib, which needs no display. Raises OutlastError if matplotlib is not installed."""
+    """Return the class Figure of matplotlib, which needs no display. Raises OutlastError if matplotlib is not installed."""
     with importing("drawing", "plots"):
         from matplotlib.figure import Figure
     return Figure

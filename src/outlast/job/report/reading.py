@@ -47,12 +47,12 @@ Timed = tuple[int, Event]
 
 
 def microseconds(t: float) -> int:
-    """Seconds as a whole number of microseconds, the resolution of the ledger."""
+    """Return the seconds as a whole number of microseconds, the resolution of the ledger."""
     return round(t * 1e6)
 
 
 def usable(event: Mapping[str, Any]) -> bool:
-    """Whether an event has a time, a known kind, and the required fields with the right types."""
+    """Return whether an event has a time, a known kind, and the required fields with the right types."""
     kind = event.get("kind")
     known = isinstance(event.get("t"), (int, float)) and isinstance(kind, str) and kind in KINDS
     typed = all(value is None or isinstance(value, _TYPES.get(field, object)) for field, value in event.items())
@@ -60,7 +60,7 @@ def usable(event: Mapping[str, Any]) -> bool:
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:
-    """The events that the account is computed from, in the order of time and without duplicates: equal events at the same
+    """Yield the events that the account is computed from, in the order of time and without duplicates: equal events at the same
     instant count once.
 
     Events that other machines' clocks date after `finished` happened before it, unless the job was resumed.
@@ -106,11 +106,11 @@ class Survey:
     last_steps: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     """End of the last step of each attempt of each generation: until then its world was intact, whatever was reported."""
     blind: bool = True
-    """Whether the script reports no progress."""
+    """True if the script reports no progress."""
 
 
 def survey(ordered: Iterable[Timed]) -> Survey:
-    """A first pass over all events."""
+    """Return a first pass over all events."""
     found, newest, announced, begun = Survey(), -1, 0, 0
     for t, event in ordered:
         found.start = t if found.start is None else found.start

@@ -51,7 +51,7 @@ class Step:
 
     bucket: Bucket = Bucket.TRAINING
     first: bool = False
-    """Whether this is the first step of its world: its extra time is start-up."""
+    """True if this is the first step of its world: its extra time is start-up."""
     before: int = 0
     """Number of the step that precedes the first of these steps."""
     number: int = 0
@@ -104,11 +104,11 @@ class Durations:
             self._counts = rounded
 
     def mean(self) -> float | None:
-        """Microseconds; None before the first step."""
+        """Return microseconds; None before the first step."""
         return self._total / self._number if self._number else None
 
     def median(self) -> float | None:
-        """Microseconds; None before the first step."""
+        """Return microseconds; None before the first step."""
         if not self._number:
             return None
         ordered = sorted(self._counts)

@@ -48,19 +48,19 @@ _Line = list[tuple[str, str]]
 
 
 def plain(goodput: Goodput, title: str = "", width: int = 100) -> str:
-    """The report without colours, at most `width` columns wide, ending with a newline."""
+    """Return the report without colours, at most `width` columns wide, ending with a newline."""
     return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in _lines(goodput, title, width))
 
 
 def rich(goodput: Goodput, title: str = "", width: int = 100) -> Text:
-    """The report for `rich.console.Console.print`."""
+    """Return the report for `rich.console.Console.print`."""
     from rich.text import Text
 
     return Text("\n", no_wrap=True, overflow="fold").join(Text.assemble(*line) for line in _lines(goodput, title, width))
 
 
 def as_json(goodput: Goodput) -> dict[str, Any]:
-    """The account as plain values for JSON; times are seconds, instants seconds since the epoch."""
+    """Return the account as plain values for JSON; times are seconds, instants seconds since the epoch."""
     fields = ("start", "end", "state", "wall_s", "goodput", "steps_replayed", "step_mean_s", "step_median_s", *COUNTED)
     return {
         **{field: getattr(goodput, field) for field in fields},
@@ -77,7 +77,7 @@ def _sum(total: Total) -> dict[str, Any]:
 
 
 def _lost(incident: Incident) -> dict[str, Any] | None:
-    """Seconds of training that an incident has cost; None while the incident goes on, or if training never stopped."""
+    """Return the seconds of training that an incident has cost; None while the incident goes on, or if training never stopped."""
     lost = incident.lost
     if lost is None or incident.recovery_s is None:
         return None
@@ -101,7 +101,7 @@ def _headline(goodput: Goodput, title: str) -> _Line:
 
 
 def _buckets(goodput: Goodput) -> list[_Line]:
-    """A line for every bucket that took time: training first, then the others by size."""
+    """Return a line for every bucket that took time: training first, then the others by size."""
     rows = sorted(Bucket, key=lambda bucket: (bucket is not Bucket.TRAINING, -goodput.microseconds[bucket]))
     lines: list[_Line] = []
     for bucket in rows:
@@ -120,13 +120,13 @@ def _seconds(seconds: float) -> str:
 
 
 def _bar(share: float) -> str:
-    """A bar of up to `_BAR` columns, in eighths of a column; at least one eighth for a share above 0."""
+    """Return a bar of up to `_BAR` columns, in eighths of a column; at least one eighth for a share above 0."""
     eighths = max(1, round(share * _BAR * 8)) if share > 0 else 0
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
 def _strip(goodput: Goodput, width: int) -> list[_Line]:
-    """The run from left to right; a column shows its largest bucket, but every bucket is shown at least once."""
+    """Return the run from left to right; a column shows its largest bucket, but every bucket is shown at least once."""
     columns = max(20, width - 4)
     total = goodput.end - goodput.start
     if total <= 0:
@@ -171,7 +171,7 @@ def _counts(goodput: Goodput) -> list[_Line]:
 
 
 def _snapshots(goodput: Goodput) -> str:
-    """`every 3 steps, 1.2 GiB, 1 replica`; empty if none were reported."""
+    """Return `every 3 steps, 1.2 GiB, 1 replica`; empty if none were reported."""
     known = goodput.snapshots
     if known is None:
         return ""
@@ -183,7 +183,7 @@ def _snapshots(goodput: Goodput) -> str:
 
 
 def _total(goodput: Goodput) -> str:
-    """`3 failures cost 4.10s of training, 1.37s each`; empty before the first failure."""
+    """Return `3 failures cost 4.10s of training, 1.37s each`; empty before the first failure."""
     said = []
     for kind, kinds in _TOTALS.items():
         found = total(goodput.incidents, kinds)
@@ -195,8 +195,8 @@ def _total(goodput: Goodput) -> str:
 
 
 def _cost(incident: Incident, steps: bool) -> str:
-    """The cost of an incident: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`; for a script without steps, only the
-    time."""
+    """Return the cost of an incident: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`; for a script without steps, only
+    the time."""
     if not incident.recovery_s:
         return f"{_many(incident.replayed, 'step')} again" if incident.replayed else ""
     lost = incident.lost
@@ -238,7 +238,7 @@ def _incidents(goodput: Goodput, width: int) -> list[_Line]:
 
 
 def _at(seconds: float) -> str:
-    """A moment of the run: `0:42`, `1:02:03`, `50:00:00`."""
+    """Return a moment of the run: `0:42`, `1:02:03`, `50:00:00`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

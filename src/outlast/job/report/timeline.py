@@ -133,7 +133,7 @@ class Timeline:
             self._step = None
 
     def _goes_on(self, t: int) -> bool:
-        """Whether the current world has yet to make its last step: then it is intact, whatever was reported."""
+        """Return whether the current world has yet to make its last step: then it is intact, whatever was reported."""
         return t < self._last_steps.get((self._generation, self._begun), t)
 
     def _end_world(self, fate: Bucket, t: int) -> None:
@@ -177,14 +177,14 @@ class Timeline:
         self._phase = Bucket.STARTUP
 
     def _current(self, event: Event, t: int) -> bool:
-        """Whether a training event is of the current world; an event of a newer world proves that it was formed."""
+        """Return whether a training event is of the current world; an event of a newer world proves that it was formed."""
         generation = event.get("generation", max(0, self._generation))
         if generation > self._generation:
             self._form(generation, t)
         return bool(generation == self._generation)
 
     def _concerns(self, event: Event) -> bool:
-        """Whether an event of the launcher or an agent is, or may be, about a member of the current world."""
+        """Return whether an event of the launcher or an agent is, or may be, about a member of the current world."""
         generation, worker = event.get("generation"), event.get("worker")
         late = generation is not None and generation < self._generation
         return not late and (self._members is None or worker is None or worker in self._members)
@@ -218,7 +218,7 @@ class Timeline:
         self.steps_kept += step.count
 
     def _ordinary(self, step: Step) -> int:
-        """The time of these steps, without the extra time of a world's first step."""
+        """Return the time of these steps, without the extra time of a world's first step."""
         usual = self.durations.median() if step.first else None
         return step.us if usual is None else min(step.us, step.waited_us + step.copied_us + round(usual * max(1, step.count)))
 
@@ -255,7 +255,7 @@ class Timeline:
         self._open.append(incident)
 
     def _cause(self) -> Incident | None:
-        """The incident that ended the current world, if known; later reports are its consequences."""
+        """Return the incident that ended the current world, if known; later reports are its consequences."""
         present = self._generation, self._announced
         return next((incident for incident in self._open if (incident.generation, incident.attempt) == present >= (0, 0)), None)
 
@@ -353,7 +353,7 @@ class Timeline:
         return next(found, None)
 
     def _known(self, cause: Incident | None, reason: str, event: Event) -> bool:
-        """Whether an unreachable peer ended a world; if so, turn the incident into a failure with the peer's reason."""
+        """Return whether an unreachable peer ended a world; if so, turn the incident into a failure with the peer's reason."""
         if cause is None or cause.kind != "unheard":
             return False
         cause.kind, cause.text = "failure", reason

@@ -39,7 +39,7 @@ def check_checksum(archive: Path, name: str, sha256: str) -> None:
 
 
 def root(tree: Path, runs: str) -> Path:
-    """The root of the code in an unpacked archive: its only directory if that contains `runs`, a script or module."""
+    """Return the root of the code in an unpacked archive: its only directory if that contains `runs`, a script or module."""
     entries = [entry for entry in tree.iterdir() if entry.name not in ("__MACOSX", ".DS_Store")]
     if len(entries) == 1 and entries[0].is_dir() and not entries[0].is_symlink():
         (only,) = entries

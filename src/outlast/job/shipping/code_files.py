@@ -113,7 +113,7 @@ def listed(
     ignored: NameCallback = _nothing,
     outside: NameCallback | None = None,
 ) -> list[Entry]:
-    """The files and links of a directory of code, sorted by name: the same for a run on this machine and for pods.
+    """Return the files and links of a directory of code, sorted by name: the same for a run on this machine and for pods.
 
     `but` lists paths below `root` that are not code. `withheld` is called with names left out as probable credentials,
     `ignored` with those left out by an ignore file. A link that leads outside is an error, since pods would not have its
@@ -138,7 +138,8 @@ def listed(
 
 
 def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[Path]:
-    """Paths in a directory of code that are not code: `but`, the job's data, models and output, and the log of this command.
+    """Return the paths in a directory of code that are not code: `but`, the job's data, models and output, and the log of this
+    command.
 
     The script is code even if `but` names it because it was given instead of a job file."""
     but = [place for place in but if place.absolute() != root / (fields.script or "")]
@@ -146,7 +147,7 @@ def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[
 
 
 def _redirected() -> Iterator[Path]:
-    """The files that this command's output goes to: `outlast run train.py > run.log`."""
+    """Yield the files that this command's output goes to: `outlast run train.py > run.log`."""
     for number in (1, 2):
         with contextlib.suppress(OSError):
             yield Path(f"/proc/self/fd/{number}").resolve(strict=True)
@@ -160,7 +161,7 @@ def check_script(fields: spec.Spec, root: Path, names: Collection[str]) -> None:
 
 
 def _named(fields: spec.Spec) -> Iterator[Path]:
-    """Local paths of the job's data, models and output."""
+    """Yield the local paths of the job's data, models and output."""
     given = [*(each.from_ for each in fields.data), *(each.from_ for each in fields.models), fields.output or ""]
     for place in given:
         if place and (path := spec.local(place)):
@@ -168,18 +169,18 @@ def _named(fields: spec.Spec) -> Iterator[Path]:
 
 
 def some(names: Collection[str]) -> str:
-    """The first few names, for a sentence."""
+    """Return the first few names, for a sentence."""
     found = sorted(names)
     return ", ".join([*found[:5], *(["..."] if found[5:] else [])])
 
 
 def without_credentials(withheld: Collection[str]) -> str:
-    """The sentence about files that look like credentials."""
+    """Return the sentence about files that look like credentials."""
     return f"without {some(withheld)}, which may hold credentials ({bring_back(withheld)})"
 
 
 def bring_back(names: Collection[str]) -> str:
-    """The remedy for a file that was left out."""
+    """Return the remedy for a file that was left out."""
     return f"!{min(names).rpartition('/')[2]} in .outlastignore brings it back"
 
 
@@ -187,7 +188,7 @@ REMEDY = "name what is no code in .outlastignore, or keep it elsewhere"
 
 
 def biggest(entries: Sequence[Entry]) -> str:
-    """The biggest files, for a sentence."""
+    """Return the biggest files, for a sentence."""
     most = sorted(entries, key=lambda entry: -entry.size)[:3]
     return "the biggest: " + ", ".join(f"{entry.name} {units.human_bytes(entry.size)}" for entry in most)
 
@@ -306,7 +307,7 @@ class _Walk:
                 yield Entry(name, "file", each.stat(follow_symlinks=False).st_size)
 
     def _target(self, name: str) -> str:
-        """The target of a link. Raises OutlastError if it leads outside and that is not allowed."""
+        """Return the target of a link. Raises OutlastError if it leads outside and that is not allowed."""
         link = self.top / name
         target = os.readlink(link)
         root = os.path.realpath(self.top)
@@ -324,7 +325,8 @@ class _Walk:
 
 
 def _above(top: Path) -> list[ignore.Layer]:
-    """The rules of the git work tree above a directory; none if they ignore the directory itself, which the user has named."""
+    """Return the rules of the git work tree above a directory; none if they ignore the directory itself, which the user has
+    named."""
     work_tree = next((each for each in top.parents if (each / ".git").exists()), None) if not (top / ".git").exists() else None
     if work_tree is None:
         return []

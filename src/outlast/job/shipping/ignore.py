@@ -35,11 +35,11 @@ class Rule:
 
     pattern: re.Pattern[str]
     path: bool
-    """Whether the rule is matched against the path below the file's directory, rather than against the name alone."""
+    """True if the rule is matched against the path below the file's directory, rather than against the name alone."""
     directories: bool
-    """Whether the rule applies to directories only."""
+    """True if the rule applies to directories only."""
     back: bool
-    """Whether the rule includes matching entries again (`!`)."""
+    """True if the rule includes matching entries again (`!`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Layer:
 
 
 def left_out(path: str, directory: bool, layers: Sequence[Layer]) -> bool:
-    """Whether an entry is ignored. `layers` are the rules of the directories above it, the outermost first."""
+    """Return whether an entry is ignored. `layers` are the rules of the directories above it, the outermost first."""
     name = path.rpartition("/")[2]
     for layer in reversed(layers):
         below = path[len(layer.directory) + 1 :]
@@ -63,7 +63,7 @@ def left_out(path: str, directory: bool, layers: Sequence[Layer]) -> bool:
 
 
 def rules(text: str) -> tuple[Rule, ...]:
-    """The rules in the text of a file."""
+    """Return the rules in the text of a file."""
     lines = text.removeprefix("\ufeff").split("\n")
     return tuple(rule for line in lines if (rule := _rule(line.removesuffix("\r"))))
 
@@ -91,7 +91,7 @@ def _without_trailing_spaces(line: str) -> str:
 
 
 def _expression(text: str, *, path: bool) -> str:
-    """A pattern of git's wildmatch as a regular expression. An invalid pattern matches nothing, as in git."""
+    """Return a pattern of git's wildmatch as a regular expression. An invalid pattern matches nothing, as in git."""
     regex, at = "", 0
     while at < len(text):
         letter = text[at]
@@ -119,7 +119,7 @@ def _expression(text: str, *, path: bool) -> str:
 
 
 def _class(text: str, at: int) -> tuple[str, int]:
-    """The class `[...]` at `at`, and its end."""
+    """Return the class `[...]` at `at`, and its end."""
     at += 1
     negated = text[at : at + 1] in ("!", "^")
     at += negated
@@ -146,7 +146,7 @@ def _class(text: str, at: int) -> tuple[str, int]:
 
 
 def _letter(text: str, at: int) -> tuple[str, int]:
-    """A letter in a class, which may follow a backslash."""
+    """Return a letter in a class, which may follow a backslash."""
     if text[at] == "\\" and at + 1 < len(text):
         at += 1
     return text[at], at + 1

@@ -21,7 +21,7 @@ _LONGEST = 60
 
 
 def between(old: Job, new: Job, but: Collection[str] = ()) -> Iterator[str]:
-    """A sentence for each changed field of `spec`, except fields whose names begin with an entry of `but`.
+    """Yield a sentence for each changed field of `spec`, except fields whose names begin with an entry of `but`.
 
     Values of `env` are not shown, since they may be secret.
     """
@@ -37,8 +37,8 @@ def between(old: Job, new: Job, but: Collection[str] = ()) -> Iterator[str]:
 
 
 def longer(old: Job, new: Job, step: int) -> bool:
-    """Whether a job differs from its previous version only by asking for more steps or epochs. `step` is the step of its newest
-    checkpoint: a new option, such as `--max-iters 5000`, asks for more if its value is above that step."""
+    """Return whether a job differs from its previous version only by asking for more steps or epochs. `step` is the step of its
+    newest checkpoint: a new option, such as `--max-iters 5000`, asks for more if its value is above that step."""
     if [*between(old, new, but=_ELSEWHERE)]:
         return False
     was, now = (_options(job.spec.args) for job in (old, new))
@@ -49,7 +49,7 @@ def longer(old: Job, new: Job, step: int) -> bool:
 
 
 def _options(args: Sequence[Any]) -> dict[str, str]:
-    """Values by the names of their options, or by position for positional arguments."""
+    """Return the values by the names of their options, or by position for positional arguments."""
     found, name = {}, ""
     for n, word in enumerate(map(str, args)):
         if word.startswith("-"):
@@ -79,7 +79,7 @@ def _changed(was: Any, now: Any) -> str:
 
 
 def _named(words: Sequence[Any], start: int, end: int) -> Sequence[Any]:
-    """The words from `start` to `end`, preceded by an option if the first word is that option's value."""
+    """Return the words from `start` to `end`, preceded by an option if the first word is that option's value."""
     value = 0 < start < end and not str(words[start]).startswith("-") and str(words[start - 1]).startswith("-")
     return words[start - value : end]
 

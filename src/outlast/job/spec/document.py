@@ -36,7 +36,7 @@ class Document:
     """Line and sentence of each mistake in a readable document: a key that is given twice."""
 
     def line(self, place: Place) -> int | None:
-        """The line of a value, or of the nearest enclosing one if it is not in the document."""
+        """Return the line of a value, or of the nearest enclosing one if it is not in the document."""
         for end in range(len(place), -1, -1):
             if place[:end] in self.lines:
                 return self.lines[place[:end]]
@@ -51,7 +51,7 @@ def read(
     kind: str = "job",
     start: str = "apiVersion: outlast.dev/v1alpha1",
 ) -> Document:
-    """The only document in `text`; raises InvalidJob if there is none, or several, or it is not YAML.
+    """Return the only document in `text`; raises InvalidJob if there is none, or several, or it is not YAML.
 
     For error messages, `kind` names the content of such a file, and `start` is its beginning.
     """

@@ -42,7 +42,7 @@ def _enough_memory(value: Any) -> int:
 
 
 def _snapshot_memory(value: Any) -> int | str:
-    """`auto`, `off` or bytes. YAML reads `off` as false."""
+    """Return `auto`, `off` or bytes. YAML reads `off` as false."""
     if value is False or value in ("auto", "off"):
         return value or "off"
     try:
@@ -76,13 +76,13 @@ class Pattern:
 
 
 def label(longest: int) -> Pattern:
-    """A DNS label that begins with a letter."""
+    """Return a DNS label that begins with a letter."""
     sentence = f"must be lower-case letters, digits and dashes, from a letter on, at most {longest} characters"
     return Pattern(r"[a-z]([-a-z0-9]*[a-z0-9])?", sentence, longest)
 
 
 def object_name(longest: int) -> Pattern:
-    """The name of a Kubernetes object (an RFC 1123 subdomain), or an empty text."""
+    """Return the name of a Kubernetes object (an RFC 1123 subdomain), or an empty text."""
     part = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
     sentence = f"must be a name in the cluster: lower-case letters, digits, dashes and dots, at most {longest} characters"
     return Pattern(rf"{part}(\.{part})*|", sentence, longest)
@@ -156,14 +156,14 @@ def _inside(value: str) -> str:
 
 
 def auto_or_count(value: Any) -> Any:
-    """`auto` or a positive number."""
+    """Return `auto` or a positive number."""
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
     raise ValueError("must be auto or a number from 1 on")
 
 
 def unreserved(value: dict[str, str]) -> dict[str, str]:
-    """Environment variables with valid names, none of which Outlast sets itself."""
+    """Return environment variables with valid names, none of which Outlast sets itself."""
     broken: list[tuple[Place, str]] = []
     for name in value:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):

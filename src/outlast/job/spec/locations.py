@@ -14,22 +14,22 @@ OTHER_ARCHIVES = (".tbz", ".tbz2", ".txz", ".bz2", ".xz", ".zst", ".gz", ".rar",
 
 
 def pinned(code: str) -> tuple[str, str]:
-    """A place without its checksum, and the checksum (empty: none)."""
+    """Return a place without its checksum, and the checksum (empty: none)."""
     place, _, checksum = code.partition("#sha256=")
     return place, checksum.lower()
 
 
 def archive(place: str) -> bool:
-    """Whether a place has the name of an archive."""
+    """Return whether a place has the name of an archive."""
     return place.lower().endswith(ARCHIVES)
 
 
 def web(place: str) -> bool:
-    """Whether a place is a file on a web server."""
+    """Return whether a place is a file on a web server."""
     return place.partition("://")[0] in WEB and "://" in place
 
 
 def local(place: str) -> Path | None:
-    """The path of a place on this machine (`data/`, `~/data`, `file:///data`); None if it is in a store."""
+    """Return the path of a place on this machine (`data/`, `~/data`, `file:///data`); None if it is in a store."""
     path = place.removeprefix("file://")
     return None if "://" in path else Path(path).expanduser()

@@ -63,7 +63,8 @@ class Weights(Checked):
 
 
 def _sizes(given: dict[str, Any]) -> list[int]:
-    """The numbers of workers given. Before pydantic 2.12 this also runs for invalid values, which are missing from `given`."""
+    """Return the numbers of workers given. Before pydantic 2.12 this also runs for invalid values, which are missing from
+    `given`."""
     return list(given.get("sizes") or [given.get("replicas", 1) or 1])
 
 
@@ -84,7 +85,7 @@ class Workers(Checked):
     """Largest number of workers to train with. Default: the largest of `sizes`, else `replicas`."""
 
     def allowed(self) -> tuple[int, ...]:
-        """The numbers of workers that a world may have, ascending."""
+        """Return the numbers of workers that a world may have, ascending."""
         return tuple(
             size for size in sorted(set(self.sizes or range(self.min, self.max + 1, self.step))) if self.min <= size <= self.max
         )
@@ -169,7 +170,7 @@ class Checkpoint(Checked):
     """The metric by which checkpoints are compared: a value that the script logs, such as `val_loss`. The last value logged
     before the save counts, unless the script passes one to `run.save(step, metric=...)`."""
     mode: Literal["min", "max"] = "min"
-    """Whether the lowest or the highest value is best."""
+    """Which value is best: the lowest or the highest."""
     memory: fields.SnapshotMemory = "auto"
     """Memory of a worker for snapshots of the training: `auto`, `off` or a quantity, `8Gi`. With a quantity, the memory of the
     worker's pod grows by that quantity. `auto` uses up to a quarter of the memory that a worker may use, and leaves a tenth
@@ -184,7 +185,7 @@ class Checkpoint(Checked):
         return self.memory if isinstance(self.memory, int) else 0
 
     def variables(self) -> dict[str, str]:
-        """The fields as environment variables of the workers; `checkpoints.Retention.parse` reads the retention."""
+        """Return the fields as environment variables of the workers; `checkpoints.Retention.parse` reads the retention."""
         best = f"{self.best} {self.mode} {self.by}".strip()
         return {
             contract.Env.CHECKPOINT_EVERY: str(self.every),
@@ -231,7 +232,7 @@ class Scheduling(Checked):
     priority_class_name: Annotated[str, fields.object_name(253)] = ""
     """PriorityClass of the pods."""
     spot: Literal["prefer", "require", "avoid", "any"] = "prefer"
-    """Whether to run on spot machines."""
+    """If true, run on spot machines."""
     worker0: Literal["any", "on-demand"] = "any"
     """`on-demand`: worker 0 does not run on a spot machine, whatever `spot` says about the other workers. Not for Indexed Jobs
     and StatefulSets, whose pods are all alike."""
@@ -257,7 +258,7 @@ class Compile(Checked):
     """Programs that compilers make from the model: `torch.compile`, Triton, and those for Trainium."""
 
     cache: fields.Flag = False
-    """Whether to keep compiled programs in `<output>/.compiled/` for all jobs of that output. Each worker fetches them before
+    """If true, keep compiled programs in `<output>/.compiled/` for all jobs of that output. Each worker fetches them before
     training and uploads new ones with its output. The programs are run as they are: share an output only with people whose code
     you would run."""
     warm_up: tuple[str, ...] = ()
@@ -299,7 +300,7 @@ class Volume(Checked):
     sub_path: str = ""
     """Directory in the volume to mount. Default: the whole volume."""
     read_only: fields.Flag = False
-    """Whether pods mount it read-only."""
+    """If true, pods mount it read-only."""
 
 
 class Toleration(Checked):
@@ -339,7 +340,7 @@ class Tracking(Checked):
     Biases needs no field: it is on when `WANDB_API_KEY` or `WANDB_MODE` is set, in `env` or by `secrets`."""
 
     tensorboard: fields.Flag = False
-    """Whether to write TensorBoard's event files into `tensorboard/` in the output. `outlast tensorboard` does not need them:
+    """If true, write TensorBoard's event files into `tensorboard/` in the output. `outlast tensorboard` does not need them:
     it makes such files from any job's metrics."""
     mlflow: Annotated[str, fields.Pattern(MLFLOW, "must be a URI, such as http://mlflow:5000, or an absolute path")] | None = None
     """URI of an MLflow server, `http://mlflow:5000`, or an absolute path that all workers see. Default: the variable
@@ -357,7 +358,7 @@ class Tracking(Checked):
             )
 
     def variables(self) -> dict[str, str]:
-        """The fields as environment variables of the workers, see `tracking.sinks.settings`."""
+        """Return the fields as environment variables of the workers, see `tracking.sinks.settings`."""
         return {
             **({contract.Env.TENSORBOARD: "1"} if self.tensorboard else {}),
             **({contract.Env.MLFLOW: self.mlflow} if self.mlflow else {}),
@@ -419,13 +420,13 @@ class Spec(Checked):
     environment: Environment = Environment()
     """Packages to install."""
     compile: Compile = Compile()
-    """Whether compiled programs are kept."""
+    """If true, compiled programs are kept."""
     env: Annotated[dict[str, str], AfterValidator(fields.unreserved)] = Field({})
     """Environment variables for training: `NCCL_DEBUG: INFO`. `$(NAME)` is replaced by the value of another variable, from `env`
     or the worker's environment; `$$(NAME)` stands for `$(NAME)` itself. Variables that Outlast or torchrun set (`OUTLAST_*`,
     `PET_*`, `RANK` and so on) are not allowed."""
     suspend: fields.Flag = False
-    """Whether to save, stop, and hold the job until this is false again."""
+    """If true, save, stop, and hold the job until this is false again."""
     active_deadline_seconds: fields.Seconds | None = None
     """The job fails when it has run for longer than this. Default: no limit."""
     startup_deadline_seconds: fields.Seconds | None = None
@@ -459,7 +460,7 @@ class Spec(Checked):
             yield (), "there is nothing to run; give script (a file in code) or module"
 
     def processes(self) -> int:
-        """Number of training processes of each worker: with `auto` one for each accelerator, else one."""
+        """Return the number of training processes of each worker: with `auto` one for each accelerator, else one."""
         count = self.processes_per_worker
         return max(1, self.resources.gpu) if count == "auto" else int(count)
 

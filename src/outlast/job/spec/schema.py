@@ -13,7 +13,7 @@ from outlast.job.spec.model import Job
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of job files, for editors."""
+    """Return the JSON schema of job files, for editors."""
     described = Job.model_json_schema(schema_generator=_Schema)
     for model in (described, *described["$defs"].values()):
         for field in model["properties"].values():

@@ -40,7 +40,7 @@ PODS = (
 
 
 def anywhere(job: Job) -> Iterator[str]:
-    """Warnings about settings that have no effect, or less than written, wherever the job runs."""
+    """Yield warnings about settings that have no effect, or less than written, wherever the job runs."""
     for name in sorted(substitution.circular(job.spec.env)):
         yield f"env.{name} ({job.spec.env[name]}) refers to itself and stays as it is; write the whole value"
     replicas, most = job.spec.checkpoint.replicas, job.spec.workers.max - 1
@@ -50,7 +50,7 @@ def anywhere(job: Job) -> Iterator[str]:
 
 
 def here(job: Job) -> Iterator[str]:
-    """Warnings about fields that have no effect on this machine."""
+    """Yield warnings about fields that have no effect on this machine."""
     if job.spec.secrets:
         named = ", ".join(secret.name for secret in job.spec.secrets)
         yield f"secrets ({named}) are for pods; on this machine set their variables in the shell, or keep their values in files"
@@ -60,7 +60,7 @@ def here(job: Job) -> Iterator[str]:
 
 
 def pods(job: Job) -> Iterator[str]:
-    """A warning about fields for pods that have no effect on this machine and make no difference to training, if there are
+    """Yield a warning about fields for pods that have no effect on this machine and make no difference to training, if there are
     any."""
     given = [path for path in PODS if _given(job if path.startswith("metadata.") else job.spec, path)]
     if given:
@@ -69,7 +69,7 @@ def pods(job: Job) -> Iterator[str]:
 
 
 def _given(part: BaseModel, path: str) -> bool:
-    """Whether the field at `path` has a value other than its default."""
+    """Return whether the field at `path` has a value other than its default."""
     first, _, rest = path.partition(".")
     value = getattr(part, first)
     if rest:

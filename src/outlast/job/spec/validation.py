@@ -44,11 +44,11 @@ class Checked(BaseModel):
 
     @classmethod
     def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
-        """Mistakes in the set of given fields, whatever their values: place below this part, and sentence."""
+        """Return the mistakes in the set of given fields, whatever their values: place below this part, and sentence."""
         return iter(())
 
     def rules(self) -> Iterator[tuple[Place, str]]:
-        """Violated rules between the values of fields: place below this part, and sentence."""
+        """Return the violated rules between the values of fields: place below this part, and sentence."""
         return iter(())
 
     @model_validator(mode="after")
@@ -60,14 +60,14 @@ class Checked(BaseModel):
 
 
 def name(place: Place) -> str:
-    """A place as users write it: `data[0].from`, without `spec.`."""
+    """Return a place as users write it: `data[0].from`, without `spec.`."""
     if len(place) > 1 and place[0] == "spec":
         place = place[1:]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
 
 
 def validated(model: type[Model], document: Document, *, source: str) -> Model:
-    """The document as a `model`; raises InvalidJob with every mistake in it, in the order of lines."""
+    """Return the document as a `model`; raises InvalidJob with every mistake in it, in the order of lines."""
     problems: list[tuple[int | None, str]] = list(document.problems)
     data = document.data
     if isinstance(data, dict):
@@ -106,7 +106,7 @@ class _Names:
                 self._index(annotation, (*place, field))
 
     def known(self, model: type[Checked], data: dict[str, Any], place: Place) -> dict[str, Any]:
-        """The data without unknown fields, and without fields that have no value (`args:`)."""
+        """Return the data without unknown fields, and without fields that have no value (`args:`)."""
         known = fields(model)
         result: dict[str, Any] = {}
         for field, value in data.items():
@@ -157,12 +157,12 @@ class _Names:
 
 
 def fields(model: type[Checked]) -> dict[str, Any]:
-    """The fields of a model by their names in a document, with their types."""
+    """Return the fields of a model by their names in a document, with their types."""
     return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
 
 
 def _part(annotation: Any) -> type[Checked] | None:
-    """The model `Part` in the annotation `Part`, `Part | None` or `tuple[Part, ...]`; None if there is none."""
+    """Return the model `Part` in the annotation `Part`, `Part | None` or `tuple[Part, ...]`; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, Checked):
         return annotation
     if get_origin(annotation) is dict:
@@ -171,7 +171,7 @@ def _part(annotation: Any) -> type[Checked] | None:
 
 
 def _mapped(annotation: Any) -> type[Checked] | None:
-    """The model `Part` in the annotation `dict[str, Part]`; None for any other annotation."""
+    """Return the model `Part` in the annotation `dict[str, Part]`; None for any other annotation."""
     return _part(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
@@ -214,7 +214,7 @@ def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallbac
 
 
 def _shown(value: Any) -> str:
-    """A value as written in a document, shortened."""
+    """Return a value as written in a document, shortened."""
     if value is None:
         return "nothing"
     if isinstance(value, dict):

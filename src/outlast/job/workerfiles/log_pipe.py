@@ -97,7 +97,7 @@ class Output:
 
 
 def size(log: Path) -> int:
-    """Size of a log in bytes; 0 if there is none."""
+    """Return the size of a log in bytes; 0 if there is none."""
     try:
         return log.stat().st_size
     except OSError:
@@ -105,8 +105,8 @@ def size(log: Path) -> int:
 
 
 def tail(log: Path, line: str, *, since: int = 0, prefix: str = "") -> str:
-    """The last lines of a log from byte `since` to `line`, which has just been written to standard error: at most TAIL_LINES and
-    TAIL_BYTES, and only those that begin with `prefix`. Empty when the log cannot be read.
+    """Return the last lines of a log from byte `since` to `line`, which has just been written to standard error: at most
+    TAIL_LINES and TAIL_BYTES, and only those that begin with `prefix`. Empty when the log cannot be read.
 
     Waits for the line, which passes through the pipe after everything before it; if the line does not arrive, the tail ends
     with the log.

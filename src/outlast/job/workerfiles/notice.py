@@ -24,7 +24,8 @@ def write(path: Path, kind: str, reason: str, deadline: float, *, generation: in
 
 
 def left_s(path: Path) -> float:
-    """Seconds until the deadline, by the monotonic clock that all processes of a machine share; infinity without a deadline."""
+    """Return the seconds until the deadline, by the monotonic clock that all processes of a machine share; infinity without a
+    deadline."""
     notice = read(path)
     if "until" in notice:
         return max(0.0, float(notice["until"]) - time.monotonic())
@@ -32,7 +33,7 @@ def left_s(path: Path) -> float:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The notice; empty when there is none."""
+    """Return the notice; empty when there is none."""
     try:
         return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError):

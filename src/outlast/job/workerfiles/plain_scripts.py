@@ -31,13 +31,13 @@ _DEPTH = 4
 
 
 def step_of(directory: str) -> int | None:
-    """The step in the name of a checkpoint's directory: 140 of `checkpoint-140`, 500 of `global_step500`."""
+    """Return the step in the name of a checkpoint's directory: 140 of `checkpoint-140`, 500 of `global_step500`."""
     match = _TRAINER.fullmatch(directory) or (None if _FILE.fullmatch(directory) else _STEP.search(directory))
     return int(match[1]) if match else None
 
 
 def step_of_file(name: str) -> tuple[bool, int | None]:
-    """Whether a file's name looks like that of a checkpoint, and the step in it, if any."""
+    """Return whether a file's name looks like that of a checkpoint, and the step in it, if any."""
     named = _FILE.fullmatch(name)
     if not named:
         return False, None
@@ -46,7 +46,8 @@ def step_of_file(name: str) -> tuple[bool, int | None]:
 
 
 def newest(directory: Path, since: float) -> SavedStatus | None:
-    """The newest of the files and directories below `directory` that look like a checkpoint and were written after `since`."""
+    """Return the newest of the files and directories below `directory` that look like a checkpoint and were written after
+    `since`."""
     from outlast.job.status import SavedStatus
 
     best: SavedStatus | None = None
@@ -81,7 +82,7 @@ def newest(directory: Path, since: float) -> SavedStatus | None:
 
 
 def sentence(saved: SavedStatus | None, now: float) -> str:
-    """A sentence on a plain script's checkpoints, guessed from its files."""
+    """Return a sentence on a plain script's checkpoints, guessed from its files."""
     if saved is None:
         return "no file that looks like a checkpoint is in the output; the script saves by itself"
     step = "" if saved.step is None or str(saved.step) in saved.name else f" of step {saved.step}"
@@ -102,9 +103,9 @@ UNNAMED = -1
 
 
 def begun_anew(before: SavedStatus | None, reached: Logged, now: Logged, first: Logged | None) -> str:
-    """A warning that a restarted script trains from the beginning: `now`, the first step of its new process, is near the first
-    step of the run, although it had `reached` a later one. Empty if the script goes on, or if that is uncertain. `before` is
-    the checkpoint that the script had saved."""
+    """Return a warning that a restarted script trains from the beginning: `now`, the first step of its new process, is near the
+    first step of the run, although it had `reached` a later one. Empty if the script goes on, or if that is uncertain. `before`
+    is the checkpoint that the script had saved."""
     begin = first or Logged(0, None, None if now.epoch is None else 0)
     epochs = [each.epoch for each in (begin, now, reached)]
     if UNNAMED in epochs or len({epoch is None for epoch in epochs}) > 1:
@@ -125,7 +126,7 @@ def _place(logged: Logged) -> str:
 
 
 def alone(processes: int) -> str:
-    """A warning that processes train without a process group."""
+    """Return a warning that processes train without a process group."""
     remedy = "call torch.distributed.init_process_group (Hugging Face on CPUs: use_cpu=True, Accelerate: cpu=True)"
     return f"{processes} processes train without a process group, so each trains a model of its own: {remedy}"
 
@@ -154,7 +155,8 @@ _LINE = 400
 
 
 def step_in(line: str) -> Logged | None:
-    """The step in a line of a log, with the total if the line gives it, and the epoch if the line names one before the step."""
+    """Return the step in a line of a log, with the total if the line gives it, and the epoch if the line names one before the
+    step."""
     plain = _COLOR.sub("", line[:_LINE])
     for pattern in _PATTERNS:
         if match := pattern.search(plain):
@@ -166,8 +168,8 @@ def step_in(line: str) -> Logged | None:
 
 
 def last_step(text: str, before: Logged | None) -> Logged | None:
-    """The step in the last line of a log that has one; `before` if no line has one. A progress bar with a smaller total than
-    before is a different bar, such as an evaluation's; a counter that falls begins again with each epoch."""
+    """Return the step in the last line of a log that has one; `before` if no line has one. A progress bar with a smaller total
+    than before is a different bar, such as an evaluation's; a counter that falls begins again with each epoch."""
     for line in reversed(_LINES.split(text)):
         logged = step_in(line)
         if logged is None or (before and before.steps and logged.steps and logged.steps < before.steps):
@@ -180,6 +182,6 @@ def last_step(text: str, before: Logged | None) -> Logged | None:
 
 
 def first_step(text: str) -> Logged | None:
-    """The step in the first line of a log that has one. Empty progress bars do not count: the bar of a resumed run begins
+    """Return the step in the first line of a log that has one. Empty progress bars do not count: the bar of a resumed run begins
     empty, too."""
     return next((logged for line in _LINES.split(text) if not _EMPTY.search(line) and (logged := step_in(line))), None)

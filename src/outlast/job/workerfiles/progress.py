@@ -74,14 +74,14 @@ class Writer:
 
 
 def _opened(path: Path) -> int:
-    """A descriptor for writing to the file, or to /dev/null if the disk cannot take the file."""
+    """Return a descriptor for writing to the file, or to /dev/null if the disk cannot take the file."""
     with contextlib.suppress(OSError):
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     return os.open(os.devnull, os.O_RDWR)
 
 
 def read(directory: Path, local_rank: int) -> Progress | None:
-    """The newest record; None if there is none yet, or it is being replaced at this moment."""
+    """Return the newest record; None if there is none yet, or it is being replaced at this moment."""
     try:
         record = json.loads((directory / contract.PROGRESS.format(local_rank=local_rank)).read_bytes())
         return Progress(**{field.name: record[field.name] for field in dataclasses.fields(Progress) if field.name in record})
@@ -90,19 +90,20 @@ def read(directory: Path, local_rank: int) -> Progress | None:
 
 
 def kernel(pid: int) -> tuple[str, int]:
-    """State letter and start time, in clock ticks since the boot, of a process (proc(5)); `("", 0)` if there is none."""
+    """Return the state letter and start time, in clock ticks since the boot, of a process (proc(5)); `("", 0)` if there is
+    none."""
     fields = _stat(pid)
     return (fields[0].decode(), int(fields[19])) if fields else ("", 0)
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used; 0 if there is none."""
+    """Return the CPU seconds that a process has used; 0 if there is none."""
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def _stat(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat after the name, which may be any bytes; none if there is no such process."""
+    """Return the fields of /proc/PID/stat after the name, which may be any bytes; none if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -147,7 +148,7 @@ class Beat:
 
 
 def pulse(directory: Path, local_rank: int) -> Pulse | None:
-    """The newest heartbeat of the process that still writes this file; None if there is none."""
+    """Return the newest heartbeat of the process that still writes this file; None if there is none."""
     try:
         path = directory / contract.PULSE.format(local_rank=local_rank)
         fields = json.loads(path.read_bytes())

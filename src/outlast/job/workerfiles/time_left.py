@@ -24,7 +24,8 @@ class Share(TypedDict):
 
 
 def for_training(left_s: float, *, stored: bool, upload_s: float | None = None) -> float:
-    """Seconds that training may use for its current step and its save, out of the `left_s` seconds until the machine is gone.
+    """Return the seconds that training may use for its current step and its save, out of the `left_s` seconds until the machine
+    is gone.
 
     If the output is `stored` elsewhere, the rest is for the last upload: the duration of the previous one, `upload_s`, and a
     margin, but never more than half, since unsaved state cannot be uploaded.
@@ -36,7 +37,7 @@ def for_training(left_s: float, *, stored: bool, upload_s: float | None = None) 
 
 
 def divided(left_s: float, *, stored: bool, upload_s: float | None = None) -> str:
-    """The result of `for_training` as a sentence."""
+    """Return the result of `for_training` as a sentence."""
     training_s = for_training(left_s, stored=stored, upload_s=upload_s)
     rest_s = left_s - training_s
     if not stored:
@@ -46,7 +47,7 @@ def divided(left_s: float, *, stored: bool, upload_s: float | None = None) -> st
 
 
 def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0) -> str:
-    """Why another save does not fit into `left_s`; empty if it may fit.
+    """Return why another save does not fit into `left_s`; empty if it may fit.
 
     `save_s` is the minimum duration of the last save; None if no save was measured, in which case another one is tried.
     `running_s` is the remaining time of a save in progress, which has to end first.
@@ -58,7 +59,7 @@ def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0
 
 
 def too_late_to_upload(left_s: float, upload_s: float | None) -> str:
-    """Why the last upload cannot be complete within `left_s`; empty if it may be."""
+    """Return why the last upload cannot be complete within `left_s`; empty if it may be."""
     if upload_s is None or upload_s <= left_s:
         return ""
     return f"the last upload of a checkpoint took {upload_s:.0f} s, and {left_s:.0f} s are left: this one may not be complete"

@@ -49,7 +49,7 @@ def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None
 
 
 def report(name: str) -> dict[str, Any]:
-    """The job's time by cause, and the cost of its failures, as `outlast report -o json` prints them."""
+    """Return the job's time by cause, and the cost of its failures, as `outlast report -o json` prints them."""
     from outlast.job.report import text
 
     return text.as_json(_account(_here(), name))

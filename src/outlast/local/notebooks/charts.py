@@ -31,8 +31,8 @@ _COLOURS = {
 
 
 def story(account: Goodput, train: Sequence[Point], validation: Sequence[Point]) -> Any:
-    """A matplotlib figure: at the top the loss over the steps, below it the time of the run by cause. Raises OutlastError if
-    matplotlib is missing."""
+    """Return a matplotlib figure: at the top the loss over the steps, below it the time of the run by cause. Raises OutlastError
+    if matplotlib is missing."""
     figure = plot.figure(9, 5.2)
     loss, time = figure.subplots(2, 1, height_ratios=[3, 1])
     _loss(loss, train, validation)

@@ -44,7 +44,7 @@ class Server:
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
-    """Whether to open a browser. Jupyter makes the browser open a private file, so that the token is not in the browser's
+    """If true, open a browser. Jupyter makes the browser open a private file, so that the token is not in the browser's
     arguments."""
     base: str = "/"
     """The path of all URLs of the server, for a proxy in front of it; begins and ends with a slash."""
@@ -62,7 +62,7 @@ def check() -> None:
 
 
 def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
-    """The token from the file or the variable, else 256 random bits; and whether the token is random.
+    """Return the token from the file or the variable, else 256 random bits; and whether the token is random.
 
     Raises OutlastError if the file cannot be read, or contains no usable token.
     """
@@ -85,12 +85,12 @@ def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
 
 
 def base(environ: Mapping[str, str]) -> str:
-    """The path of all URLs, which Kubeflow's controller sets in its pods; `/` elsewhere."""
+    """Return the path of all URLs, which Kubeflow's controller sets in its pods; `/` elsewhere."""
     return f"/{prefix}/" if (prefix := environ.get(PREFIX, "").strip("/")) else "/"
 
 
 def command(server: Server, *, root: bool) -> list[str]:
-    """The command line of a server. `root`: allow it to run as root, which Jupyter otherwise refuses."""
+    """Return the command line of a server. `root`: allow it to run as root, which Jupyter otherwise refuses."""
     options = {
         "ServerApp.ip": server.bind,
         "ServerApp.port": server.port,
@@ -105,7 +105,7 @@ def command(server: Server, *, root: bool) -> list[str]:
 
 
 def environment(environ: Mapping[str, str], directory: Path, private: Path, *, home: bool) -> dict[str, str]:
-    """The environment variables of a server and its kernels, once `prepare` has written the files in `private`.
+    """Return the environment variables of a server and its kernels, once `prepare` has written the files in `private`.
 
     `home` is whether the home directory is writable; otherwise, as in a pod with a read-only root, settings go to the work
     directory.
@@ -165,12 +165,13 @@ def place(directory: Path) -> bool:
 
 
 def url(server: Server, host: str, token: str) -> str:
-    """The URL for a browser; if the token is empty, the page prompts for one."""
+    """Return the URL for a browser; if the token is empty, the page prompts for one."""
     return f"http://{host}:{server.port}{server.base}lab/tree/{FIRST}{f'?token={token}' if token else ''}"
 
 
 def ready(server: Server, token: str) -> bool:
-    """Whether the server answers with the token, which may be empty. Raises OutlastError if it also answers without a token."""
+    """Return whether the server answers with the token, which may be empty. Raises OutlastError if it also answers without a
+    token."""
     if _status(server.host, server.port, server.base, token) != http.client.OK:
         return False
     if token and _status(server.host, server.port, server.base, "") == http.client.OK:
@@ -182,7 +183,7 @@ def ready(server: Server, token: str) -> bool:
 
 
 def running(directory: Path, environ: Mapping[str, str]) -> str | None:
-    """The URL, including the token, of a server of this user that already serves the directory; None if there is none."""
+    """Return the URL, including the token, of a server of this user that already serves the directory; None if there is none."""
     from jupyter_server import serverapp
 
     for each in serverapp.list_running_servers(environ["JUPYTER_RUNTIME_DIR"]):
@@ -199,7 +200,7 @@ def writable(home: str | None) -> bool:
 
 
 def _status(host: str, port: int, base: str, token: str) -> int:
-    """The HTTP status of the API; 0 if no server answers."""
+    """Return the HTTP status of the API; 0 if no server answers."""
     with contextlib.closing(http.client.HTTPConnection(host, port, timeout=_ANSWER_S)) as connection:  # uses no proxy
         try:
             connection.request("GET", f"{base}api/status", headers={"Authorization": f"token {token}"} if token else {})

@@ -41,7 +41,8 @@ class Point:
 
 
 def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
-    """The values of a metric in the lines of `metrics.jsonl`. Skips lines without the metric, such as an unfinished line."""
+    """Return the values of a metric in the lines of `metrics.jsonl`. Skips lines without the metric, such as an unfinished
+    line."""
     found = []
     for line in lines:
         try:
@@ -53,7 +54,7 @@ def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
 
 
 def text(status: JobStatus, metric: str = "loss") -> str:
-    """The panel as text for a terminal: `gpt: Running, step 120/300, 2 workers, 1 restart, loss 4.23`."""
+    """Return the panel as text for a terminal: `gpt: Running, step 120/300, 2 workers, 1 restart, loss 4.23`."""
     steps = f"step {status.step}" + (f"/{status.steps}" if status.steps else "")
     workers = _count(len(status.world) if status.state.active else status.replicas, "worker")
     facts = [str(status.state), steps, workers, _count(status.restarts, "restart")]
@@ -114,7 +115,7 @@ def _facts(status: JobStatus, now: float) -> str:
 
 
 def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
-    """The metric over the steps, with a line at the start of each world. Values that are not finite are left out."""
+    """Return the metric over the steps, with a line at the start of each world. Values that are not finite are left out."""
     finite = [point for point in points if math.isfinite(point.value)]
     if len(finite) < 2:
         return _div(f"the {html.escape(metric)} is drawn as soon as it is logged twice", f"color:{_DIM}")
