@@ -10,6 +10,7 @@ Each server is started at its first use, listens on a port of its choosing and d
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import signal
 import subprocess
@@ -27,6 +28,8 @@ from outlast.storage.store import multipart
 
 KEY, SECRET, REGION = "AKIDEXAMPLE", "secretexample", "us-east-1"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": REGION}
+SMALL_PART, PAGE = 1 << 20, 100
+"""What moto takes for a part, in bytes, and how many keys it lists at a time."""
 STARTED = re.compile(rb"http://127\.0\.0\.1:(\d+)")
 
 
@@ -86,11 +89,15 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def started(log: Path, command: list[str]) -> tuple[subprocess.Popen[bytes], str]:
+def started(log: Path, command: list[str], **env: str) -> tuple[subprocess.Popen[bytes], str]:
     """Start a server that chooses its port and says so in what it writes, to `log`; its process and endpoint."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=die_with_parent if sys.platform == "linux" else None
+            command,
+            env={**os.environ, **env},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            preexec_fn=die_with_parent if sys.platform == "linux" else None,
         )
     deadline = time.monotonic() + 60
     while not (port := STARTED.search(log.read_bytes())):
@@ -112,9 +119,10 @@ def serve_rclone(directory: Path) -> Server:
 
 
 def serve_moto(directory: Path) -> Server:
-    """moto in server mode."""
+    """moto in server mode, with parts that may be smaller than S3's and pages of fewer keys."""
     command = [sys.executable, str(Path(__file__).with_name("moto_in_turn.py")), "-H", "127.0.0.1", "-p", "0"]
-    process, endpoint = started(log := directory / "moto.log", command)
+    limits = {"S3_UPLOAD_PART_MIN_SIZE": str(SMALL_PART), "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}
+    process, endpoint = started(log := directory / "moto.log", command, **limits)
     return Server("moto", endpoint, None, process, log, client(endpoint))
 
 
@@ -129,7 +137,7 @@ def enter(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    yield Place(server, server.bucket(), env)
+    yield Place(server, server.bucket(server.name), env)
     with server.log.open("rb") as log:
         log.seek(said)
         print(b"".join(log.readlines()[-50:]).decode(errors="replace"))
@@ -137,9 +145,9 @@ def enter(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are sent in parts of the smallest size that S3 takes, a third of the usual one: tests send many."""
+    """Files are sent in parts that are smaller than S3's, with a few of the pieces that one is read in: tests send many."""
     for name in ("SMALL", "PART"):
-        monkeypatch.setattr(multipart, name, 5 << 20)
+        monkeypatch.setattr(multipart, name, SMALL_PART)
 
 
 @pytest.fixture(scope="session")

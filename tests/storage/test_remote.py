@@ -25,8 +25,6 @@ from servers import Place as Bucket
 from watched import WRITES, Killed, Watched
 
 RUN = "run-1"
-PARTS = multipart.AT_ONCE + 3
-"""More than are on their way at a time."""
 FILES = {"__0_0.distcp": b"weights " * 100, "__1_0.distcp": b"momenta " * 100, ".metadata": b"{}", "empty": b""}
 
 
@@ -251,6 +249,13 @@ def test_a_push_that_goes_on_sends_only_what_is_missing(memory: Store, tmp_path:
     assert set(sent[4:]) == FILES.keys() - arrived
 
 
+@pytest.fixture
+def large(tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch) -> checkpoints.Checkpoint:
+    """A checkpoint with more parts than two stopped pushes complete, each of which completes those on their way."""
+    monkeypatch.setattr(multipart, "AT_ONCE", 2)
+    return written(tmp_path / "here", 10, files={"large": bytes(10 * multipart.PART)})
+
+
 def half_pushed(ours: remote.Checkpoints, local: checkpoints.Checkpoint, journals: Path) -> None:
     """Push until some parts of the file have arrived, and not all."""
     stop = threading.Event()
@@ -258,15 +263,14 @@ def half_pushed(ours: remote.Checkpoints, local: checkpoints.Checkpoint, journal
         ours.push(local, journals=journals, progress=lambda count: stop.set() if count else None, stop=stop)
 
 
-def test_an_upload_that_was_stopped_goes_on_under_the_next_generation(moto: Bucket, tmp_path: Path):
-    place = store.open_(f"{moto.url}/job")
-    parts_in_all = 3 * multipart.AT_ONCE  # each of two stopped pushes completes those on their way, and leaves more than that
-    local = written(tmp_path / "here", 10, files={"large": bytes(parts_in_all * multipart.PART)})
-    ours = remote.Checkpoints(place, RUN)
+def test_an_upload_that_was_stopped_goes_on_under_the_next_generation(
+    moto: Bucket, large: checkpoints.Checkpoint, tmp_path: Path
+):
+    ours = remote.Checkpoints(store.open_(f"{moto.url}/job"), RUN)
     arrived = 0
     for generation in (1, 2):
         ours.acquire(generation)
-        half_pushed(ours, local, tmp_path / "journals")
+        half_pushed(ours, large, tmp_path / "journals")
         (upload,) = moto.server.client.list_multipart_uploads(Bucket=moto.bucket)["Uploads"]
         key = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
         parts = moto.server.client.list_parts(Bucket=moto.bucket, **key)["Parts"]
@@ -274,17 +278,17 @@ def test_an_upload_that_was_stopped_goes_on_under_the_next_generation(moto: Buck
         arrived = len(parts)
     assert arrived > 0
     assert ours.latest() is None
-    assert ours.push(local, journals=tmp_path / "journals").kind == "committed"
+    assert ours.push(large, journals=tmp_path / "journals").kind == "committed"
     assert "Uploads" not in moto.server.client.list_multipart_uploads(Bucket=moto.bucket)
     newest = ours.latest()
     assert newest
     assert ours.verify(newest, deep=True) is None
 
 
-def test_uploads_that_nobody_goes_on_with_are_aborted(moto: Bucket, tmp_path: Path):
+def test_uploads_that_nobody_goes_on_with_are_aborted(moto: Bucket, large: checkpoints.Checkpoint, tmp_path: Path):
     ours = remote.Checkpoints(store.open_(f"{moto.url}/job"), RUN)
     ours.acquire(1)
-    half_pushed(ours, written(tmp_path / "here", 10, files={"large": bytes(PARTS * multipart.PART)}), tmp_path / "journals")
+    half_pushed(ours, large, tmp_path / "journals")
     assert moto.server.client.list_multipart_uploads(Bucket=moto.bucket)["Uploads"]
     ours.forget(tmp_path / "journals")
     assert "Uploads" not in moto.server.client.list_multipart_uploads(Bucket=moto.bucket)

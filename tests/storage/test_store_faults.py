@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import faults
 from faults import Proxy, Request, always, first
 from outlast.base.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, StoreError, Unreachable
 from outlast.storage import store
-from outlast.storage.store import error_mapping, multipart
-from servers import Place
+from outlast.storage.store import client, error_mapping, multipart
+from servers import PAGE, Place
 
 MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("small_parts")
@@ -167,25 +168,22 @@ def test_a_conflict_of_writers_is_tried_again(moto_proxy: Proxy) -> None:
     assert place.get("new") == NEW
 
 
-def test_a_listing_goes_on_where_it_was(rclone_proxy: Proxy) -> None:
-    place = filled(rclone_proxy)
-    names = [f"many/{n:05}" for n in range(1_200)]
-    threads = [
-        threading.Thread(target=lambda some: [place.put(name, b"") for name in some], args=(names[n::8],)) for n in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def test_a_listing_goes_on_where_it_was(moto_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PAGE", PAGE)
+    place = filled(moto_proxy)
+    names = [f"many/{n:05}" for n in range(2 * PAGE + 20)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: place.put(name, b""), names))
     seen = []
+    moto_proxy.forget()
     for entry in place.entries("many"):
         seen.append(entry.key)
         if len(seen) == 10:
-            rclone_proxy.fault = first(1, faults.truncated)
-        if len(seen) == 999:
-            rclone_proxy.down()
-            rclone_proxy.fault = lambda _: None
-            threading.Timer(0.5, rclone_proxy.up).start()
+            moto_proxy.fault = first(1, faults.truncated)
+        if len(seen) == PAGE + 10:
+            assert len(moto_proxy.requests) == 3, "the second page came at the second attempt"
+            moto_proxy.down()
+            threading.Timer(0.5, moto_proxy.up).start()
     assert seen == names
 
 
@@ -427,7 +425,9 @@ def test_a_slow_body_goes_on(moto_proxy: Proxy) -> None:
 
 
 @pytest.mark.slow
-def test_slow_parts_go_on(moto_proxy: Proxy, file: Path) -> None:
+def test_slow_parts_go_on(moto_proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multipart, "PART", 5 * MIB)
+    (file := tmp_path / "file").write_bytes(os.urandom(6 * MIB))
     place = filled(moto_proxy, timeout_s=3)  # 1.5 s without a byte are too long; the last megabytes of a part wait in the kernel
     moto_proxy.intake = 5 * MIB
     place.upload(file, "x")  # more than 3 s a part
@@ -495,7 +495,7 @@ store.open_(sys.argv[1]).upload(Path(sys.argv[2]), "x", journal=Path(sys.argv[3]
 @pytest.mark.slow
 def test_an_upload_that_is_killed_goes_on(proxy: Proxy, tmp_path: Path) -> None:
     place, path, journal = filled(proxy), large(tmp_path, 12), tmp_path / "journal"
-    proxy.intake = 30 * MIB
+    proxy.intake = 6 * multipart.PART
     program = f"from outlast.storage.store import multipart\nmultipart.PART = {multipart.PART}\n{UPLOAD}"
     with subprocess.Popen(
         [sys.executable, "-c", program, place.url, path, journal], stdout=subprocess.PIPE, text=True
@@ -580,7 +580,7 @@ def test_a_completion_before_the_kill_is_recognised(moto_proxy: Proxy, file: Pat
 
 def test_a_stopped_upload_goes_on(proxy: Proxy, tmp_path: Path) -> None:
     place, path, journal, stop = filled(proxy), large(tmp_path, 12), tmp_path / "journal", threading.Event()
-    proxy.intake = 30 * MIB
+    proxy.intake = 6 * multipart.PART
     with pytest.raises(Stopped):
         place.upload(path, "x", journal=journal, stop=stop, progress=lambda n: stop.set() if n else None)
     proxy.intake = 0
@@ -615,7 +615,7 @@ def test_without_a_journal_a_failed_upload_leaves_nothing_in_the_store(proxy: Pr
 
 
 def test_a_copy_too_large_for_one_request_is_made_of_parts(proxy: Proxy, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "COPIED", 5 * MIB)
+    monkeypatch.setattr(multipart, "COPIED", multipart.PART)
     place = filled(proxy)
     place.upload(file, "x")
     proxy.forget()
@@ -628,7 +628,7 @@ def test_a_copy_too_large_for_one_request_is_made_of_parts(proxy: Proxy, file: P
 
 
 def test_a_copy_the_server_cannot_make_goes_through_here(proxy: Proxy, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "PART", 10 * MIB)  # it goes in halves of a part
+    monkeypatch.setattr(multipart, "PART", 3 * MIB)  # it goes in halves of a part
     place = filled(proxy)
     place.upload(file, "x")
     proxy.fault = lambda request: faults.refused("NotImplemented", 501) if "x-amz-copy-source" in request.headers else None

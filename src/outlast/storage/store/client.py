@@ -30,6 +30,8 @@ STALLED_S = 30.0
 """Read timeout: a connection without a byte for this long is closed."""
 SLOW_S = 300.0
 """Read timeout of large uploads on a slow network: 8 MiB at 28 KiB/s."""
+PAGE = 1000
+"""Keys that are listed or deleted at a time; S3 takes no more."""
 T = TypeVar("T")
 
 
@@ -106,7 +108,7 @@ class Store:
 
         def following() -> Any:
             nonlocal pages
-            pages = pages or iter(obstore.list(self._raw, path, chunk_size=1000, offset=offset))
+            pages = pages or iter(obstore.list(self._raw, path, chunk_size=PAGE, offset=offset))
             try:
                 return next(pages, None)
             except Exception:
@@ -327,7 +329,7 @@ class Store:
         import obstore
 
         rest = iter(keys)
-        while some := list(islice(rest, 1000)):
+        while some := list(islice(rest, PAGE)):
             paths = [self._path(key) for key in some]
             try:
                 self._do("delete", some[0], partial(obstore.delete, self._raw, paths))
