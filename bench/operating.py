@@ -356,16 +356,16 @@ def settle(process: subprocess.Popen[str]) -> None:
 def operate(namespace: str) -> None:
     import logging
 
-    from outlast.kubernetes.operator import reconcilers
+    from outlast.kubernetes.operator import reconciler_by_kind
     from outlast.kubernetes.operator.leader import Leadership
+    from outlast.kubernetes.operator.observed_job import Limits
     from outlast.kubernetes.operator.operator import Operator, Settings
-    from outlast.kubernetes.operator.snapshot import Limits
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     cluster = api.connect()
     made = Operator(
         cluster,
-        reconcilers.of(Limits()),
+        reconciler_by_kind.of(Limits()),
         Leadership(cluster, "bench", namespace),
         Settings(namespace=namespace, host="127.0.0.1", workers=THREADS),
     )

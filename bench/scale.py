@@ -36,14 +36,14 @@ from outlast.job import contract
 from outlast.kubernetes import api, board
 from outlast.kubernetes.api import kinds, watch
 from outlast.kubernetes.api.kinds import Kind
-from outlast.kubernetes.operator import job_status as memory
-from outlast.kubernetes.operator import reconcilers
-from outlast.kubernetes.operator.cache import Cache, Key, trimmed
+from outlast.kubernetes.operator import elasticjob_status as memory
+from outlast.kubernetes.operator import reconciler_by_kind
+from outlast.kubernetes.operator.cluster_cache import Cache, Key, trimmed
+from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
+from outlast.kubernetes.operator.main import OBJECTS
+from outlast.kubernetes.operator.observed_job import RECEIVED, Limits
 from outlast.kubernetes.operator.operator import Operator, Settings
-from outlast.kubernetes.operator.process import OBJECTS
-from outlast.kubernetes.operator.queues import ClusterFeatures
-from outlast.kubernetes.operator.snapshot import RECEIVED, Limits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 import simulated
@@ -98,7 +98,7 @@ def looks() -> Iterator[tuple[int, float]]:
             known.put(kind, trimmed(kind, document | ({RECEIVED: now} if kind == kinds.LEASE else {})))
         for kind in known._needed:
             known.set_version(kind, str(next(versions)), now - 600)
-        decide, key = reconcilers.of(Limits())[kinds.ELASTIC_JOB], Key(kinds.ELASTIC_JOB, "team", "train")
+        decide, key = reconciler_by_kind.of(Limits())[kinds.ELASTIC_JOB], Key(kinds.ELASTIC_JOB, "team", "train")
         took = []
         for _ in range(5):
             begun = time.process_time()
@@ -262,7 +262,7 @@ def trains(jobs: int, workers: int, seconds: float, *, watched: bool) -> list[st
     before = process.memory_info().rss
     operator = Operator(
         cluster,  # type: ignore[arg-type]
-        reconcilers.of(Limits()),
+        reconciler_by_kind.of(Limits()),
         Leadership(cluster, "bench", "default"),  # type: ignore[arg-type]
         Settings(host="127.0.0.1"),
     )

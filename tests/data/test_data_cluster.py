@@ -12,8 +12,8 @@ from kubernetes_validate import utils as schemas
 
 import apiserver
 from outlast.kubernetes import api as kube
-from outlast.kubernetes.manifests import dataset
-from outlast.kubernetes.manifests.dataset import Download
+from outlast.kubernetes.manifests import dataset_job
+from outlast.kubernetes.manifests.dataset_job import Download
 
 Outlast = Callable[..., tuple[int, str, str]]
 NEWEST = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-1]
@@ -43,7 +43,7 @@ GET = ("data", "get", "cifar10", "--on", "kubernetes", "-n", "n", "--claim", "ef
     ],
 )
 def test_the_job_is_valid_and_restricted(wanted: Download) -> None:
-    document = dataset.document(wanted)
+    document = dataset_job.document(wanted)
     schemas.validate(document, NEWEST, strict=True)
     pod = document["spec"]["template"]["spec"]
     (container,) = pod["containers"]

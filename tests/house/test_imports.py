@@ -39,7 +39,7 @@ def test_a_command_loads_what_it_needs_and_no_torch() -> None:
 
 
 def test_the_operator_needs_no_torch_no_store_and_nobody_to_talk_to() -> None:
-    assert not loaded("import outlast.kubernetes.operator.process, outlast.kubernetes.operator.reconcilers") & (
+    assert not loaded("import outlast.kubernetes.operator.main, outlast.kubernetes.operator.reconciler_by_kind") & (
         TORCH | PEOPLE | STORES
     )
 

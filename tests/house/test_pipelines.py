@@ -25,7 +25,7 @@ from kubernetes_validate import utils as schemas
 import apiserver
 from outlast.job import spec
 from outlast.kubernetes import api as kube
-from outlast.kubernetes.api import pods
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.jobs import waiting
 from outlast.kubernetes.jobs.outcome import OUTPUTS
 from outlast.kubernetes.manifests import labels, volumes
@@ -46,7 +46,7 @@ class Ending(apiserver.ApiServer):
 
     def put(self, document: Document) -> Document:
         if document["kind"] == kube.ELASTIC_JOB.kind and "status" not in document:
-            ended = {"state": "Succeeded", "run": "gpt-1", "step": 8, "finished": pods.seconds(apiserver.NOW) + 2.5}
+            ended = {"state": "Succeeded", "run": "gpt-1", "step": 8, "finished": pod_status.seconds(apiserver.NOW) + 2.5}
             document = {**document, "status": ended}
         return super().put(document)
 

@@ -11,9 +11,9 @@ from outlast.base import units
 from outlast.job import ledger
 from outlast.job.report import goodput
 from outlast.job.report.steps import Bucket
-from outlast.kubernetes.api import pods as podwords
+from outlast.kubernetes.api import pod_status as podwords
 from outlast.kubernetes.jobs import job_status as shown
-from outlast.kubernetes.operator import job_status
+from outlast.kubernetes.operator import elasticjob_status
 from simulated import BEGAN, Agent, Cluster, trains
 
 Document = dict[str, Any]
@@ -57,7 +57,7 @@ def test_all_that_happens_to_a_job_is_one_account_which_everybody_shows() -> Non
         generation = cluster.status["generation"]
         harm(cluster)
         cluster.until(lambda c, g=generation, n=workers: c.status["generation"] > g and trains(n)(c), 600)
-        assert cluster.status["startTime"] == job_status.text(BEGAN + 1), what
+        assert cluster.status["startTime"] == elasticjob_status.text(BEGAN + 1), what
     cluster.run(20)
     cluster.change(suspend=True)
     cluster.until(lambda c: not c.pods)
@@ -92,9 +92,9 @@ def test_all_that_happens_to_a_job_is_one_account_which_everybody_shows() -> Non
 def test_the_status_keeps_the_submission_and_the_newest_entries_of_the_ledger() -> None:
     noted: tuple[Any, ...] = ()
     for t in range(100):
-        noted = job_status.noted(noted, t, "world", generation=t)
-        assert job_status.noted(noted, t, "world", generation=t) == noted, "a restarted operator notes nothing twice"
-    assert [entry["t"] for entry in noted] == [0, *range(100 - job_status.LEDGER + 1, 100)]
+        noted = elasticjob_status.noted(noted, t, "world", generation=t)
+        assert elasticjob_status.noted(noted, t, "world", generation=t) == noted, "a restarted operator notes nothing twice"
+    assert [entry["t"] for entry in noted] == [0, *range(100 - elasticjob_status.LEDGER + 1, 100)]
 
 
 def test_a_job_without_a_session_has_no_goodput_anywhere() -> None:

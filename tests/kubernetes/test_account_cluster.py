@@ -17,7 +17,7 @@ from operated import hurried, status, submit_exact, trains, until
 from outlast.job.report import goodput
 from outlast.job.report.steps import Bucket
 from outlast.kubernetes import api
-from outlast.kubernetes.api import pods
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.jobs.backend import KubernetesBackend
 from outlast.storage import store
 from outlast.storage.runs import output as stored
@@ -94,7 +94,7 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(
     told = " | ".join(incident.text for incident in account.incidents)
     print({bucket.value: round(seconds, 2) for bucket, seconds in account.seconds.items()}, told, sep="\n")
     created = json.loads(namespace.kubectl("get", "ej", "job", "-o", "json"))["metadata"]["creationTimestamp"]
-    whole_s = pods.seconds(ended["completionTime"]) - pods.seconds(created)
+    whole_s = pod_status.seconds(ended["completionTime"]) - pod_status.seconds(created)
     assert sum(account.seconds.values()) == pytest.approx(whole_s, rel=0.01)
     assert account.seconds[Bucket.SUSPENDED] > 0
     assert (account.state, shown.state, listed.state, ended["state"]) == ("Succeeded",) * 4

@@ -17,7 +17,7 @@ from outlast.base.errors import AlreadyRunning, OutlastError
 from outlast.job.status import State
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.jobs import backend, logs
-from outlast.kubernetes.torchelastic import pods
+from outlast.kubernetes.torchelastic import torchrun_pod
 
 Document = dict[str, Any]
 JOB = "elasticjobs.elastic.pytorch.org"
@@ -38,8 +38,10 @@ class Team:
             api.logs[f"cifar-worker-{index}"] = [f"2027-01-15T08:00:1{index}Z here is {index}"]
 
     def pod(self, index: int, state: Document, phase: str = "Running") -> Document:
-        statuses = [{"name": name, "ready": True, "restartCount": 0, "state": state} for name in ("proxy", pods.CONTAINER)]
-        pod = pods.pod(self.job, index)
+        statuses = [
+            {"name": name, "ready": True, "restartCount": 0, "state": state} for name in ("proxy", torchrun_pod.CONTAINER)
+        ]
+        pod = torchrun_pod.pod(self.job, index)
         pod["spec"]["nodeName"] = "node-a"
         return {**pod, "status": {"phase": phase, "containerStatuses": statuses}}
 
@@ -50,7 +52,7 @@ class Team:
 
 CONTAINERS = (
     {"name": "proxy"},
-    {"name": pods.CONTAINER, "args": ["--nproc-per-node=gpu", "a.py"], "resources": {"limits": {"nvidia.com/gpu": 8}}},
+    {"name": torchrun_pod.CONTAINER, "args": ["--nproc-per-node=gpu", "a.py"], "resources": {"limits": {"nvidia.com/gpu": 8}}},
 )
 
 
@@ -75,7 +77,7 @@ def test_it_is_listed_and_its_status_is_what_its_operator_and_its_pods_say(team:
 
 def test_its_logs_are_those_of_the_container_with_torchrun(team: Team) -> None:
     assert [line.text for line in team.place.logs("cifar")] == ["here is 0", "here is 1"]
-    assert any(f"container={pods.CONTAINER}" in path for path in team.api.asked)
+    assert any(f"container={torchrun_pod.CONTAINER}" in path for path in team.api.asked)
     assert team.place.pod("cifar", 1)["metadata"]["name"] == "cifar-worker-1"
 
 
@@ -83,15 +85,15 @@ def test_it_is_scaled_suspended_resumed_and_cancelled(team: Team) -> None:
     with pytest.raises(OutlastError, match=r"200 workers are not between workers.min \(1\) and max \(128\) of cifar"):
         team.place.scale("cifar", 200)
     team.place.scale("cifar", 4)
-    assert pods.worker(team.written())["replicas"] == 4
+    assert torchrun_pod.worker(team.written())["replicas"] == 4
     team.place.suspend("cifar")
-    assert pods.worker(team.written())["replicas"] == 0
+    assert torchrun_pod.worker(team.written())["replicas"] == 0
     assert team.place.status("cifar").replicas == 4
     team.api.remove("pods", "cifar-worker-0", "team")
     team.api.remove("pods", "cifar-worker-1", "team")
     assert team.place.status("cifar").state is State.SUSPENDED
     team.place.resume("cifar")
-    assert pods.worker(team.written())["replicas"] == 4
+    assert torchrun_pod.worker(team.written())["replicas"] == 4
     with pytest.raises(OutlastError, match="cifar is not suspended"):
         team.place.resume("cifar")
     with pytest.raises(OutlastError, match=r"cifar is of elastic.pytorch.org/v1alpha1 and has a script of its own"):
@@ -150,7 +152,7 @@ def test_following_ends_with_the_job_whatever_becomes_of_its_pods(
 def test_why_knows_it(team: Team, capsys: pytest.CaptureFixture[str], status: Document, replicas: int, said: str) -> None:
     for index in range(2):
         team.api.remove("pods", f"cifar-worker-{index}", "team")
-    pods.worker(team.job)["replicas"] = replicas
+    torchrun_pod.worker(team.job)["replicas"] = replicas
     team.api.put({**team.job, "status": status})
     with pytest.raises(SystemExit):
         cli.main(["why", "cifar"], backend=team.place)

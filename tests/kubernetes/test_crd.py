@@ -22,8 +22,8 @@ from outlast.job.status import JobStatus, State
 from outlast.kubernetes import manifests
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import labels
-from outlast.kubernetes.manifests.installed import cel, crd, install, rbac
-from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.installed import cel, crd, operator_deployment, rbac
+from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import disruption
 
 ROOT = Path(__file__).parents[2]
@@ -501,7 +501,7 @@ def test_deploy_is_what_the_code_renders() -> None:
 
 INSTALLED = [
     document
-    for documents in install.files().values()
+    for documents in operator_deployment.files().values()
     for document in documents
     if not document["apiVersion"].startswith("kustomize")
 ]
@@ -514,7 +514,7 @@ def test_kubernetes_takes_what_is_installed(version: str) -> None:
 
 
 def test_every_file_is_in_a_kustomization() -> None:
-    files = install.files()
+    files = operator_deployment.files()
     for name, (document, *_) in files.items():
         if document["kind"] == "Kustomization":
             directory = name.removesuffix("kustomization.yaml")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from outlast.kubernetes.operator.job_status import text
-from outlast.kubernetes.operator.snapshot import RECEIVED
+from outlast.kubernetes.operator.elasticjob_status import text
+from outlast.kubernetes.operator.observed_job import RECEIVED
 from simulated import Cluster, Killed, trains
 
 

@@ -13,12 +13,12 @@ import pytest
 from large_jobs import NOW, documents
 from outlast.job.contract import Annotation
 from outlast.kubernetes.api.kinds import ELASTIC_JOB
-from outlast.kubernetes.operator import reconcilers, snapshot
-from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.operator import observed_job, reconciler_by_kind
+from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.decide import decide
+from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
+from outlast.kubernetes.operator.observed_job import RECEIVED, JobSnapshot, Limits
 from outlast.kubernetes.operator.plan import Plan
-from outlast.kubernetes.operator.queues import ClusterFeatures
-from outlast.kubernetes.operator.snapshot import RECEIVED, JobSnapshot, Limits
 from outlast.rendezvous.world import World
 
 FEW, MANY = 60, 240
@@ -52,7 +52,7 @@ def work(workers: int, change: Change, now: float) -> int:
     before = sys.getprofile()
     sys.setprofile(profiled)
     try:
-        seen = snapshot.take(CachedJob(job, pods, leases, nodes, NOW - 1000), now)
+        seen = observed_job.take(CachedJob(job, pods, leases, nodes, NOW - 1000), now)
         decide(counting(seen))
     finally:
         sys.setprofile(before)
@@ -143,12 +143,12 @@ def test_steps_that_are_heard_of_are_told_at_the_next_look_which_comes_by_itself
     job, pods, leases, nodes = documents(2)
     for lease in leases:
         lease["metadata"]["annotations"][Annotation.PROGRESS] = json.dumps({"generation": 1, "step": 7, "time": NOW - 1})
-    status = decide(snapshot.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW)).status
+    status = decide(observed_job.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW)).status
     assert status is not None
     job["status"] = status
     for lease in leases:
         lease[RECEIVED] = NOW + 10
-    assert decide(snapshot.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW + 10)) == Plan(requeue_at=NOW + 13)
+    assert decide(observed_job.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW + 10)) == Plan(requeue_at=NOW + 13)
 
 
 @pytest.mark.parametrize(("jobs", "workers", "pause_s"), [(1, 2, 3), (10_000, 2, 100), (1, 4000, 56)])
@@ -159,7 +159,7 @@ def test_how_often_steps_are_told_depends_on_how_many_hear_it(jobs: int, workers
         lease["spec"]["leaseDurationSeconds"] = 600  # so that no silence is looked for before
 
     def look(now: float) -> Plan:
-        return reconcilers.of(Limits())[ELASTIC_JOB](
+        return reconciler_by_kind.of(Limits())[ELASTIC_JOB](
             CachedJob(job, pods, leases, nodes, NOW - 1000, jobs=jobs), now, ClusterFeatures()
         )
 
@@ -171,5 +171,5 @@ def test_members_of_a_large_world_renew_less_often_and_are_missed_later() -> Non
     job, pods, leases, nodes = documents(2)
     leases[0]["spec"]["leaseDurationSeconds"] = 150
     leases[0][RECEIVED] = leases[1][RECEIVED] = NOW - 60
-    plan = decide(snapshot.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW))
+    plan = decide(observed_job.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW))
     assert [deletion.name for deletion in plan.deletes] == ["train-worker-1"]

@@ -24,7 +24,7 @@ from outlast.base.errors import Forbidden, Refused, Unanswered
 from outlast.job import accelerators, spec
 from outlast.kubernetes import api, manifests
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.diagnosis import Finding, Snapshot, gather, inside, inspection, machine
+from outlast.kubernetes.diagnosis import Finding, Snapshot, gather_evidence, inspection, inspection_pods, machine
 from outlast.kubernetes.diagnosis import cluster as judged
 from outlast.kubernetes.diagnosis.finding import passed, warned
 from outlast.kubernetes.diagnosis.nodes import TOLERATED
@@ -129,7 +129,7 @@ GOING = {**a_namespace(), "metadata": {"name": "team", "deletionTimestamp": "202
 RESTRICTED = a_namespace(**{"pod-security.kubernetes.io/enforce": "restricted"})
 CORDONED, SILENT = a_node("node-b", spec={"unschedulable": True}), a_node("c", ready="Unknown")
 FULL = {"metadata": {"name": "team"}, "status": {"hard": {"pods": "4", "cpu": "8"}, "used": {"pods": "4", "cpu": "500m"}}}
-CREATE, LIST = gather.RIGHTS[0], gather.RIGHTS[-1]
+CREATE, LIST = gather_evidence.RIGHTS[0], gather_evidence.RIGHTS[-1]
 DEFINED = frozenset({kinds.ELASTIC_JOB})
 PARTS = a_node(**{"nvidia.com/mig-1g.10gb": "7", "nvidia.com/gpu": "0", "ephemeral-storage": "90Gi"})
 OTHERS = a_node(**{"amd.com/gpu": "4", "aws.amazon.com/neuroncore": "32", "aws.amazon.com/neurondevice": "16"})
@@ -204,7 +204,7 @@ def test_what_a_cluster_shows_is_judged(check: Any, shown: dict[str, Any], outco
 def test_workers_tolerate_what_doctor_takes_for_tolerated() -> None:
     rendered = manifests.render(spec.parse(json.dumps(A_JOB)), "job")[-1]
     assert all(each in TOLERATED for each in rendered["spec"]["template"]["spec"]["tolerations"])
-    assert inside.pod("outlast-doctor-a", 0, WANTED, rank=False)["spec"]["tolerations"] == TOLERATED
+    assert inspection_pods.pod("outlast-doctor-a", 0, WANTED, rank=False)["spec"]["tolerations"] == TOLERATED
 
 
 A_JOB = {
@@ -216,7 +216,7 @@ A_JOB = {
 
 
 def found(cluster: FakeCluster) -> dict[str, Finding]:
-    return {check.name: check for check in judged.checks(gather.place(cluster))}  # type: ignore[arg-type]
+    return {check.name: check for check in judged.checks(gather_evidence.place(cluster))}  # type: ignore[arg-type]
 
 
 def a_binding(namespace: str) -> Document:
@@ -348,13 +348,13 @@ def test_someone_who_may_read_nothing_is_told_what_that_costs() -> None:
 
 # Pods
 
-WANTED = inside.Options(IMAGE, "s3://bucket/runs", ("s3-keys",), timeout_s=5)
+WANTED = inspection_pods.Options(IMAGE, "s3://bucket/runs", ("s3-keys",), timeout_s=5)
 
 
 @pytest.mark.parametrize("version", MINORS)
 @pytest.mark.parametrize("index", [0, 1])
 def test_kubernetes_takes_the_pods_and_they_are_restricted(index: int, version: str) -> None:
-    pod = inside.pod("outlast-doctor-a", index, WANTED, rank=True, on=accelerators.TABLE[0])
+    pod = inspection_pods.pod("outlast-doctor-a", index, WANTED, rank=True, on=accelerators.TABLE[0])
     schemas.validate(pod, version, strict=True)
     spec, (container,) = pod["spec"], pod["spec"]["containers"]
     assert spec["securityContext"]["runAsNonRoot"]
@@ -367,9 +367,9 @@ def test_kubernetes_takes_the_pods_and_they_are_restricted(index: int, version: 
 
 
 def test_what_runs_in_pods_fits_into_a_command_and_names_no_variable_of_kubernetes() -> None:
-    assert len(inside.source()) < 100_000
-    assert "$(" not in inside.source()
-    compile(inside.source(), "inspection", "exec")
+    assert len(inspection_pods.source()) < 100_000
+    assert "$(" not in inspection_pods.source()
+    compile(inspection_pods.source(), "inspection", "exec")
 
 
 def line(name: str, outcome: str = "pass") -> str:
@@ -390,7 +390,7 @@ def ending(cluster: FakeCluster, phase: str = "Succeeded", lines: tuple[str, ...
 
 def test_two_pods_look_and_are_deleted() -> None:
     cluster = ending(FakeCluster(a_node("a"), a_node("b")), lines=(line("all-reduce"), line("command", "fail")))
-    found = list(inside.checks(cluster, WANTED))  # type: ignore[arg-type]
+    found = list(inspection_pods.checks(cluster, WANTED))  # type: ignore[arg-type]
     assert [(check.name, check.outcome) for check in found] == [
         ("dns", "pass"),
         ("command", "fail"),
@@ -403,10 +403,10 @@ def test_two_pods_look_and_are_deleted() -> None:
 
 def test_with_one_node_or_without_network_there_is_one_pod() -> None:
     alone = ending(FakeCluster(a_node("a")))
-    assert [check.name for check in inside.checks(alone, WANTED)] == ["network", "dns"]  # type: ignore[arg-type]
+    assert [check.name for check in inspection_pods.checks(alone, WANTED)] == ["network", "dns"]  # type: ignore[arg-type]
     quiet = ending(FakeCluster(a_node("a"), a_node("b")))
-    wanted = inside.Options(IMAGE, network=False, timeout_s=5)
-    assert [check.name for check in inside.checks(quiet, wanted)] == ["dns"]  # type: ignore[arg-type]
+    wanted = inspection_pods.Options(IMAGE, network=False, timeout_s=5)
+    assert [check.name for check in inspection_pods.checks(quiet, wanted)] == ["dns"]  # type: ignore[arg-type]
     assert [each.split()[0] for each in quiet.order] == ["create", "delete"]
 
 
@@ -418,7 +418,7 @@ def test_pods_whose_image_cannot_be_had_say_so_and_are_deleted() -> None:
         document["status"] = {"phase": "Pending", "containerStatuses": [{"name": "worker", "image": IMAGE, "state": waits}]}
 
     cluster.then = hang
-    (check,) = inside.checks(cluster, WANTED)  # type: ignore[arg-type]
+    (check,) = inspection_pods.checks(cluster, WANTED)  # type: ignore[arg-type]
     assert (check.outcome, check.name) == ("fail", "pods")
     assert check.what.endswith(f"for the image {IMAGE}, which cannot be pulled: the name of its registry is unknown (DNS)")
     assert cluster.list_(kinds.POD) == []
@@ -427,7 +427,7 @@ def test_pods_whose_image_cannot_be_had_say_so_and_are_deleted() -> None:
 def test_pods_that_never_end_are_given_up_and_deleted() -> None:
     cluster = FakeCluster(a_node("a"))
     cluster.then = lambda document: document.update(status={"phase": "Running", "podIP": "10.0.0.1"})
-    *_, check = inside.checks(cluster, inside.Options(IMAGE, network=False, timeout_s=0.1))  # type: ignore[arg-type]
+    *_, check = inspection_pods.checks(cluster, inspection_pods.Options(IMAGE, network=False, timeout_s=0.1))  # type: ignore[arg-type]
     assert check == Finding("pods", "they had not ended after 0 s", check.remedy)
     assert cluster.list_(kinds.POD) == []
 
@@ -440,7 +440,7 @@ def test_ctrl_c_deletes_the_pods() -> None:
 
     cluster.then = interrupt
     with pytest.raises(KeyboardInterrupt):
-        list(inside.checks(cluster, WANTED))  # type: ignore[arg-type]
+        list(inspection_pods.checks(cluster, WANTED))  # type: ignore[arg-type]
     assert cluster.list_(kinds.POD) == []
 
 
@@ -449,14 +449,14 @@ def test_ctrl_c_deletes_the_pods() -> None:
 
 def run(name: str, **arguments: Any) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    command = [sys.executable, "-c", inside.source(), json.dumps([(name, arguments)])]
+    command = [sys.executable, "-c", inspection_pods.source(), json.dumps([(name, arguments)])]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
 
 
 def told(process: subprocess.Popen[str]) -> dict[str, Finding]:
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
-    return {check.name: check for check in inside.answers(out.splitlines())}
+    return {check.name: check for check in inspection_pods.answers(out.splitlines())}
 
 
 def test_an_image_is_looked_at_from_inside() -> None:
@@ -482,7 +482,7 @@ def test_a_gpu_for_which_torch_has_no_kernels_is_found(capability: tuple[int, in
 
 
 def test_an_image_of_another_version_is_told() -> None:
-    asked = dict(inside.calls(0, WANTED, {}, None))
+    asked = dict(inspection_pods.calls(0, WANTED, {}, None))
     assert asked["image"]["asking"] == __version__
     ((_, outcome, what, _),) = inspection.outlast("99.0")
     assert (outcome, what.partition(",")[0]) == ("warn", f"outlast {__version__}")
@@ -621,16 +621,20 @@ def test_a_real_cluster_is_looked_at_from_inside() -> None:
 
 
 def look_at(cluster: api.Cluster) -> None:
-    bad = [check for check in judged.checks(gather.place(cluster)) if check.outcome == "fail" and check.name != "operator"]
+    bad = [
+        check for check in judged.checks(gather_evidence.place(cluster)) if check.outcome == "fail" and check.name != "operator"
+    ]
     assert bad == []  # whether an operator is there is the cluster's business
     found = {
         check.name: check
-        for check in inside.checks(cluster, inside.Options(os.environ.get("OUTLAST_TEST_IMAGE", IMAGE), "file:///out/probe"))
+        for check in inspection_pods.checks(
+            cluster, inspection_pods.Options(os.environ.get("OUTLAST_TEST_IMAGE", IMAGE), "file:///out/probe")
+        )
     }
     assert {check.name for check in found.values() if check.outcome == "pass"} >= {
         "python", "outlast", "torch", "command", "dns", "network", "all-reduce", "store",
     }  # fmt: skip
     assert cluster.list_(kinds.POD) == []
-    absent = list(inside.checks(cluster, inside.Options("127.0.0.1:5056/no/image:1", network=False)))
+    absent = list(inspection_pods.checks(cluster, inspection_pods.Options("127.0.0.1:5056/no/image:1", network=False)))
     assert [(check.name, check.outcome) for check in absent] == [("pods", "fail")]
     assert threading.active_count() < 10

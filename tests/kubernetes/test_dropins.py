@@ -11,17 +11,17 @@ import outlast
 
 REST = """
 import importlib, pkgutil, outlast
-from outlast.kubernetes.manifests.installed import install
-from outlast.kubernetes.operator import reconcilers
-from outlast.kubernetes.operator.snapshot import Limits
+from outlast.kubernetes.manifests.installed import operator_deployment
+from outlast.kubernetes.operator import reconciler_by_kind
+from outlast.kubernetes.operator.observed_job import Limits
 
 for name in ("cli", "kubernetes"):
     package = importlib.import_module(f"outlast.{name}")
     for module in pkgutil.walk_packages(package.__path__, f"outlast.{name}."):
         importlib.import_module(module.name)
 print(outlast.__file__)
-print(*[document["spec"]["group"] for document in install.files()["crd.yaml"]])
-print(*[kind.group for kind in reconcilers.of(Limits())])
+print(*[document["spec"]["group"] for document in operator_deployment.files()["crd.yaml"]])
+print(*[kind.group for kind in reconciler_by_kind.of(Limits())])
 """
 
 

@@ -23,12 +23,12 @@ from imds import Imds
 from nodes import T0, a_node, a_pod
 from outlast.job import contract
 from outlast.kubernetes import api
-from outlast.kubernetes.nodewatch import watch
+from outlast.kubernetes.nodewatch import node_watcher as watch
 from outlast.kubernetes.nodewatch.metadata import Metadata
-from outlast.kubernetes.operator import reconcilers
+from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.leader import Leadership
+from outlast.kubernetes.operator.observed_job import Limits
 from outlast.kubernetes.operator.operator import Operator, Settings
-from outlast.kubernetes.operator.snapshot import Limits
 
 JOB = {
     "apiVersion": contract.API_VERSION,
@@ -114,7 +114,7 @@ def operating(mock: Mock, kubeconfig: Path) -> Iterator[None]:
     apiserver.kubeconfig(kubeconfig, mock.url)
     with contextlib.closing(api.connect(namespace="outlast-system")) as cluster:
         leadership = Leadership(cluster, "operator-1", "outlast-system", every_s=60, duration_s=180)
-        operator = Operator(cluster, reconcilers.of(Limits()), leadership, Settings(host="127.0.0.1"))
+        operator = Operator(cluster, reconciler_by_kind.of(Limits()), leadership, Settings(host="127.0.0.1"))
         stop = threading.Event()
         thread = threading.Thread(target=operator.run, args=(stop,))
         thread.start()

@@ -18,9 +18,9 @@ from fake_cluster import Document, FakeCluster
 from outlast.base.errors import ClusterError, OutlastError
 from outlast.kubernetes import api
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.diagnosis import gather
+from outlast.kubernetes.diagnosis import gather_evidence
 from outlast.kubernetes.jobs import installation
-from outlast.kubernetes.manifests.installed import install, nodewatch
+from outlast.kubernetes.manifests.installed import nodewatch_daemonset, operator_deployment
 
 Outlast = Callable[..., tuple[int, str, str]]
 
@@ -96,7 +96,9 @@ def test_the_node_watcher_comes_and_goes_with_the_rest() -> None:
 
 
 def test_the_node_watcher_is_no_root_and_has_no_more_rights_than_it_uses() -> None:
-    made = {each["kind"]: each for each in installation.documents(watch=True) if each["metadata"]["name"] == nodewatch.NAME}
+    made = {
+        each["kind"]: each for each in installation.documents(watch=True) if each["metadata"]["name"] == nodewatch_daemonset.NAME
+    }
     found = {
         (verb, resource) for rule in made["ClusterRole"]["rules"] for verb in rule["verbs"] for resource in rule["resources"]
     }
@@ -274,7 +276,7 @@ def test_a_binding_that_an_operator_has_left_behind_is_taken_over() -> None:
     bring(cluster, namespace="op1")
     cluster.delete(kinds.DEPLOYMENT, "outlast-operator", namespace="op1")
     assert "changed    ClusterRoleBinding outlast-operator" in bring(cluster)
-    assert gather.holder(cluster.get(kinds.CLUSTER_ROLE_BINDING, "outlast-operator")) == "outlast-system"
+    assert gather_evidence.holder(cluster.get(kinds.CLUSTER_ROLE_BINDING, "outlast-operator")) == "outlast-system"
 
 
 def test_a_definition_that_is_refused_is_told_and_nothing_is_built_on_it() -> None:
@@ -417,7 +419,10 @@ def test_install_that_waits_for_an_operator_that_cannot_run_says_why(cluster: Fa
                 "labels": {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/component": "operator"},
             },
             "spec": {"containers": [{"name": "operator"}]},
-            "status": {"phase": "Pending", "containerStatuses": [{"name": "operator", "image": install.IMAGE, "state": waits}]},
+            "status": {
+                "phase": "Pending",
+                "containerStatuses": [{"name": "operator", "image": operator_deployment.IMAGE, "state": waits}],
+            },
         }
     )
     code, _, err = outlast("install", "--wait", "--timeout", "1")

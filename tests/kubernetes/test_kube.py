@@ -21,7 +21,7 @@ import ports
 from outlast.base import errors
 from outlast.kubernetes import api as kube
 from outlast.kubernetes import board as rendezvous
-from outlast.kubernetes.api import applied, error_mapping, kubeconfig, requests, watch
+from outlast.kubernetes.api import apply_documents, error_mapping, kubeconfig, requests, watch
 from outlast.kubernetes.api.error_mapping import Subject
 
 
@@ -205,17 +205,17 @@ def test_a_document_is_applied_to_the_object_that_was_read_and_to_no_later_one(c
     wanted, theirs = a_pod("one", app="x"), a_pod("one", app="theirs")
     read = cluster.apply(wanted)
     cluster.patch(kube.POD, "one", {"metadata": {"annotations": {"seen": "1"}}})
-    done = applied.apply(cluster, wanted, old=read)
+    done = apply_documents.apply(cluster, wanted, old=read)
     assert (done.what, done.new["metadata"]["annotations"]) == ("unchanged", {"seen": "1"})
     cluster.delete(kube.POD, "one")
-    assert applied.apply(cluster, wanted, old=done.new).what == "created"
+    assert apply_documents.apply(cluster, wanted, old=done.new).what == "created"
     for change in ("another", "labels"):
         read = cluster.get(kube.POD, "one")
         if change == "another":
             cluster.delete(kube.POD, "one")
         cluster.apply(theirs)
         with pytest.raises(errors.Conflict, match="Pod one in namespace default cannot be applied: somebody else has changed it"):
-            applied.apply(cluster, wanted, old=read)
+            apply_documents.apply(cluster, wanted, old=read)
         assert cluster.get(kube.POD, "one")["metadata"]["labels"] == {"app": "theirs"}
         cluster.apply(wanted)
 

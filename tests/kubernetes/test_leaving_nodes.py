@@ -8,7 +8,7 @@ import pytest
 
 from outlast.job.contract import LEAVING, Annotation
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.operator import cache, job_status, leaving_nodes
+from outlast.kubernetes.operator import cluster_cache, elasticjob_status, leaving_nodes
 from outlast.kubernetes.operator.leaving_nodes import Leave
 from simulated import Cluster, trains
 
@@ -91,7 +91,7 @@ def test_a_pod_is_given_the_time_that_is_left_and_never_more_than_its_own(left_s
 def test_the_operator_reads_a_nodes_deadline_and_nothing_else_of_its_annotations() -> None:
     node = a_node(f"{LEAVING}=spot", at=AT)
     node["metadata"]["annotations"]["volumes.kubernetes.io/controller-managed-attach-detach"] = "true"
-    kept = cache.trimmed(kinds.NODE, {**node, "status": {}})
+    kept = cluster_cache.trimmed(kinds.NODE, {**node, "status": {}})
     assert kept["metadata"]["annotations"] == {Annotation.LEAVING_AT: AT}
 
 
@@ -111,7 +111,7 @@ def notice(cluster: Cluster, index: int, left_s: float | None, kind: str = "spot
     document = cluster.documents["Node", node]
     document["spec"] = {"taints": [{"key": LEAVING, "value": kind, "effect": "NoSchedule"}]}
     if left_s is not None:
-        document["metadata"]["annotations"] = {Annotation.LEAVING_AT: job_status.text(cluster.now + left_s)}
+        document["metadata"]["annotations"] = {Annotation.LEAVING_AT: elasticjob_status.text(cluster.now + left_s)}
     return node
 
 
@@ -154,14 +154,14 @@ def test_all_workers_of_a_node_leave_it_together() -> None:
 def test_a_deadline_that_comes_later_shortens_a_deletion_that_has_begun() -> None:
     cluster = training()
     pod = cluster.documents["Pod", "train-worker-1"]
-    pod["metadata"] |= {"deletionTimestamp": job_status.text(cluster.now + 105), "deletionGracePeriodSeconds": 105}
+    pod["metadata"] |= {"deletionTimestamp": elasticjob_status.text(cluster.now + 105), "deletionGracePeriodSeconds": 105}
     cluster.look()
     notice(cluster, 1, 15)
     plan = cluster.look()
     [deletion] = plan.deletes
     assert (deletion.name, deletion.grace_s) == ("train-worker-1", 12)
     assert cluster.status["rendezvous"]["leaving"][0]["worker"] == 1
-    pod["metadata"] |= {"deletionTimestamp": job_status.text(cluster.now + 12), "deletionGracePeriodSeconds": 12}
+    pod["metadata"] |= {"deletionTimestamp": elasticjob_status.text(cluster.now + 12), "deletionGracePeriodSeconds": 12}
     assert not cluster.look().deletes, "once is enough"
 
 
@@ -180,6 +180,6 @@ def test_a_recommendation_that_is_withdrawn_in_time_costs_nothing() -> None:
 def test_a_pod_can_carry_the_deadline_where_nobody_may_write_to_nodes() -> None:
     cluster = training()
     pod = cluster.documents["Pod", "train-worker-0"]
-    pod["metadata"]["annotations"][Annotation.LEAVING_AT] = job_status.text(cluster.now + 40)
+    pod["metadata"]["annotations"][Annotation.LEAVING_AT] = elasticjob_status.text(cluster.now + 40)
     [deletion] = cluster.look().deletes
     assert (deletion.name, deletion.grace_s) == ("train-worker-0", 37)

@@ -20,12 +20,22 @@ from outlast.base.errors import InvalidJob, OutlastError
 from outlast.cli.cluster import render as render_command
 from outlast.job import contract, spec
 from outlast.kubernetes import manifests
-from outlast.kubernetes.manifests import evaluation, labels, names, objects, overlay, pods, request, resources, variables
-from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests import (
+    configmaps_and_service,
+    evaluation_job,
+    labels,
+    names,
+    overlay,
+    render_request,
+    resources,
+    variables,
+    worker_pod,
+)
+from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import gang
 from outlast.kubernetes.operator import desired
-from outlast.kubernetes.operator import snapshot as operator_snapshot
-from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.operator import observed_job as operator_snapshot
+from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.worker.agent import lifecycle, upload_handle
 
 ROOT = Path(__file__).parents[2]
@@ -412,12 +422,12 @@ def test_a_job_of_volcano_says_what_to_do_instead() -> None:
 @pytest.mark.parametrize("gang", ["coscheduling", "volcano"])
 def test_the_one_pod_of_an_evaluation_waits_for_no_gang(gang: str) -> None:
     job = a_job(scheduling={"gang": gang}, template={"metadata": {"annotations": {"team": "a"}}})
-    alone = evaluation.document("a", template(manifests.render(job, "indexed-job")), [], unique="1")["spec"]["template"]
+    alone = evaluation_job.document("a", template(manifests.render(job, "indexed-job")), [], unique="1")["spec"]["template"]
     assert alone["metadata"].get("annotations") == {"team": "a"}
     assert "scheduling.x-k8s.io/pod-group" not in alone["metadata"]["labels"]
     assert "schedulerName" not in alone["spec"]
     job = a_job(template={"spec": {"schedulerName": "ours"}})
-    alone = evaluation.document("a", template(manifests.render(job, "indexed-job")), [], unique="1")["spec"]["template"]
+    alone = evaluation_job.document("a", template(manifests.render(job, "indexed-job")), [], unique="1")["spec"]["template"]
     assert alone["spec"]["schedulerName"] == "ours"
 
 
@@ -430,7 +440,7 @@ def test_an_evaluation_does_not_claim_to_be_a_pod_of_the_job_that_trained() -> N
         "batch.kubernetes.io/job-name": "a",
     }
     found["metadata"]["labels"] |= written  # by the API server, into the template of a Job
-    labels = evaluation.document("a", found, [], unique="1")["spec"]["template"]["metadata"]["labels"]
+    labels = evaluation_job.document("a", found, [], unique="1")["spec"]["template"]["metadata"]["labels"]
     assert not labels.keys() & written.keys()
 
 
@@ -556,8 +566,8 @@ def test_what_a_claim_has_and_is_not_asked_for_is_said() -> None:
         return {"kind": "PersistentVolumeClaim", "metadata": {"name": "pvc"}, "spec": wanted}
 
     there = a_claim("102400Mi", storageClassName="slow")
-    assert objects.kept(a_claim("100Gi"), there) == "PersistentVolumeClaim pvc exists and is used as it is"
-    assert objects.kept(a_claim("200Gi", storageClassName="fast"), there) == (
+    assert configmaps_and_service.kept(a_claim("100Gi"), there) == "PersistentVolumeClaim pvc exists and is used as it is"
+    assert configmaps_and_service.kept(a_claim("200Gi", storageClassName="fast"), there) == (
         "PersistentVolumeClaim pvc exists and is used as it is; its size is 100Gi, not 200Gi; its StorageClass is slow, not fast"
     )
 
@@ -826,9 +836,9 @@ def test_laying_over_twice_is_laying_over_once(base: Document, patch: Document) 
 
 def test_the_operator_makes_the_same_pods() -> None:
     job = a_job("a", workers={"replicas": 2})
-    asked = request.Request(job, names.Names("a", "0" * 8), "run-1")
-    worker = pods.Worker(variables.plain("1"), "kubernetes://", account="outlast-worker")
-    made = pods.pod(asked, worker, index=1, generation=4, file="spec: {}")
+    asked = render_request.Request(job, names.Names("a", "0" * 8), "run-1")
+    worker = worker_pod.Worker(variables.plain("1"), "kubernetes://", account="outlast-worker")
+    made = worker_pod.pod(asked, worker, index=1, generation=4, file="spec: {}")
     assert made["metadata"]["name"] == "a-worker-1"
     assert {"outlast.dev/worker": "1", "outlast.dev/generation": "4", "outlast.dev/run": "run-1"}.items() <= made["metadata"][
         "labels"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outlast.job.status import SnapshotStatus, State
-from outlast.kubernetes.api import pods
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.jobs import job_status
 from outlast.kubernetes.jobs.job_status import Snapshot
 
@@ -123,7 +123,7 @@ def test_failures_are_counted_and_interruptions_are_not() -> None:
     ],
 )
 def test_how_a_worker_ended_is_a_sentence(pod: Document, code: int, sentence: str, counted: bool) -> None:
-    end = pods.end(pod)
+    end = pod_status.end(pod)
     assert end is not None
     assert (end.code, end.sentence, end.counted) == (code, sentence, counted)
 
@@ -251,7 +251,7 @@ def test_an_image_without_outlast_is_named_with_what_it_lacks_and_is_a_mistake(r
     (state,) = pod["status"]["containerStatuses"]
     state["state"]["terminated"]["message"] = NOT_IN_IMAGE[runtime]
     state["image"] = "docker.io/pytorch/pytorch:2.13"
-    end = pods.end(pod)
+    end = pod_status.end(pod)
     assert end is not None
     assert end.sentence.startswith(
         "cannot be started: there is no Outlast in its image docker.io/pytorch/pytorch:2.13; install it there (pip install"
@@ -263,6 +263,6 @@ def test_another_command_that_is_missing_is_told_as_the_runtime_says_it() -> Non
     pod = ended(0, code=128, reason="StartError")
     message = 'unable to start container process: exec: "train.sh": executable file not found in $PATH'
     pod["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = message
-    end = pods.end(pod)
+    end = pod_status.end(pod)
     assert end is not None
     assert (end.code, end.sentence) == (128, f"could not be started: {message}")

@@ -35,14 +35,14 @@ from outlast.job.contract import Annotation, Label
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE, NODE, POD
-from outlast.kubernetes.operator import cache, leader, metrics, operator, process, reconcilers
-from outlast.kubernetes.operator.cache import Cache, CachedJob, Key
+from outlast.kubernetes.operator import cluster_cache, leader, main, operator, prometheus, reconciler_by_kind
+from outlast.kubernetes.operator.cluster_cache import Cache, CachedJob, Key
+from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership, Seen, judge
-from outlast.kubernetes.operator.metrics import Metrics
+from outlast.kubernetes.operator.observed_job import RECEIVED, Limits
 from outlast.kubernetes.operator.operator import Operator
 from outlast.kubernetes.operator.plan import Document, Event, Plan
-from outlast.kubernetes.operator.queues import ClusterFeatures
-from outlast.kubernetes.operator.snapshot import RECEIVED, Limits
+from outlast.kubernetes.operator.prometheus import Metrics
 from outlast.kubernetes.operator.workqueue import WorkQueue
 
 NOW = 1_767_225_600.0
@@ -56,7 +56,7 @@ def a_document(kind: kinds.Kind, name: str, version: int, *, uid: str = "", job:
         meta |= {"namespace": "default"}
     if kind in (POD, LEASE):
         meta |= {"labels": {Label.JOB: job}}
-    return cache.trimmed(kind, {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, **more})
+    return cluster_cache.trimmed(kind, {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, **more})
 
 
 # ------------------------------------------------------------------------------------------------------------- what is known
@@ -378,7 +378,7 @@ def test_a_clock_that_steps_makes_nobody_silent_and_moves_no_turn(world: World, 
 
 @pytest.mark.parametrize("wrong", [3600.0, -3600.0])
 def test_the_operator_goes_by_the_time_of_the_api_server(world: World, wrong: float, caplog: pytest.LogCaptureFixture) -> None:
-    clock = process.clock(world.connect(), lambda: time.time() + wrong)
+    clock = main.clock(world.connect(), lambda: time.time() + wrong)
     assert abs(clock() - time.time()) < 2
     assert clock.broken_at < 0
     assert " 3600 s " in caplog.text or " 3599 s " in caplog.text
@@ -389,7 +389,7 @@ def test_an_api_server_that_says_no_time_leaves_the_operator_its_own_clock() -> 
         def time(self) -> float:
             raise Unanswered("the API server does not answer")
 
-    assert abs(process.clock(cast(kube.Cluster, Away()))() - time.time()) < 1
+    assert abs(main.clock(cast(kube.Cluster, Away()))() - time.time()) < 1
 
 
 def test_a_process_that_was_stopped_for_an_hour_writes_nothing_more_and_ends(
@@ -627,7 +627,7 @@ def test_metrics_are_what_prometheus_scrapes() -> None:
     ],
 )
 def test_what_a_failure_was_is_one_of_few_words(failure: dict[str, Any], cause: str) -> None:
-    assert metrics.cause({"lastFailure": failure}) == cause
+    assert prometheus.cause({"lastFailure": failure}) == cause
 
 
 # --------------------------------------------------------------------------------------------------------------- the whole
@@ -741,7 +741,9 @@ def test_operators_that_are_stopped_anywhere_and_started_again_make_no_second_po
 
 
 def test_a_kueue_that_was_installed_a_moment_ago_is_found_by_the_first_job_that_names_a_queue(world: World) -> None:
-    world.start(reconcilers={ELASTIC_JOB: functools.partial(reconcilers.elastic_job, Limits())})  # looks around once a minute
+    world.start(
+        reconcilers={ELASTIC_JOB: functools.partial(reconciler_by_kind.elastic_job, Limits())}
+    )  # looks around once a minute
     world.api.until(lambda: any("scheduling.x-k8s.io" in asked for asked in world.api.asked))
     world.api.unserved = ()
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "train"}}
@@ -752,7 +754,7 @@ def test_a_kueue_that_was_installed_a_moment_ago_is_found_by_the_first_job_that_
 
 def test_a_kueue_that_is_installed_later_is_found_asked_and_obeyed(world: World) -> None:
     api = world.api
-    world.start(reconcilers={ELASTIC_JOB: functools.partial(reconcilers.elastic_job, Limits())}, discovery_s=0.05)
+    world.start(reconcilers={ELASTIC_JOB: functools.partial(reconciler_by_kind.elastic_job, Limits())}, discovery_s=0.05)
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "train"}}
     workers, scheduling = {"replicas": 2, "min": 2}, {"queue": "research", "priorityClassName": "high"}
     api.put({**head, "spec": {"image": "i", "module": "m", "workers": workers, "scheduling": scheduling}})
@@ -911,7 +913,7 @@ def test_pods_that_are_refused_are_not_there_and_their_job_says_why_once(world: 
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
     world.api.prescribe("^POST .*/pods", *[QUOTA] * 1000)
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
-    operator = world.start(reconcilers=reconcilers.of(Limits()))
+    operator = world.start(reconcilers=reconciler_by_kind.of(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
     before, looks = world.status("a"), operator.metrics.reconciles()
     world.api.until(lambda: operator.metrics.reconciles() >= looks + 3)
@@ -933,7 +935,7 @@ def test_what_pods_need_and_is_refused_is_said_by_their_job(world: World) -> Non
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
     world.api.prescribe("^POST .*/services", *[apiserver.status(403, "Forbidden", refusal)] * 1000)
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
-    operator = world.start(reconcilers=reconcilers.of(Limits()))
+    operator = world.start(reconcilers=reconciler_by_kind.of(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
     before, looks = world.status("a"), operator.metrics.reconciles()
     world.api.until(lambda: operator.metrics.reconciles() >= looks + 3)
@@ -952,7 +954,7 @@ def test_a_pod_that_is_not_of_the_job_is_named_in_its_status_and_not_counted(wor
     world.api.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"containers": []}})
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
-    world.start(reconcilers=reconcilers.of(Limits()))
+    world.start(reconcilers=reconciler_by_kind.of(Limits()))
     world.api.until(lambda: "Pod a-worker-0 exists and does not belong to this job" in world.status("a").get("reason", ""))
     assert (world.status("a")["state"], world.status("a")["replicas"]) == ("Pending", 1)
     world.settled(["a"])
@@ -1047,11 +1049,11 @@ def test_a_line_of_the_log_is_a_document() -> None:
 
 
 def test_the_port_and_the_name_come_from_the_environment() -> None:
-    assert (process.port({}), process.port({"OUTLAST_PROBE_PORT": "0"})) == (8080, 0)
+    assert (main.port({}), main.port({"OUTLAST_PROBE_PORT": "0"})) == (8080, 0)
     with pytest.raises(OutlastError, match=r"OUTLAST_PROBE_PORT \(http\) is not a port; set it to one from 0"):
-        process.port({"OUTLAST_PROBE_PORT": "http"})
-    assert process.identity({"OUTLAST_POD": "operator-1"}) == "operator-1"
-    assert process.identity({}) != process.identity({})
+        main.port({"OUTLAST_PROBE_PORT": "http"})
+    assert main.identity({"OUTLAST_POD": "operator-1"}) == "operator-1"
+    assert main.identity({}) != main.identity({})
 
 
 SILENT = {"status": {"conditions": [{"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-01-01T00:00:00Z"}]}}
@@ -1068,9 +1070,9 @@ def test_only_pods_of_ours_that_go_on_a_lost_node_are_deleted_when_their_job_is_
 
     nodes = {"n1": SILENT, "n2": {"status": {"conditions": []}}}
     looked = CachedJob(None, [a_pod("a"), a_pod("b", "Job"), a_pod("c", going=False), a_pod("d", node="n2")], [], nodes, NOW)
-    plan = reconcilers.orphans(Limits(), looked, NOW + 31)
+    plan = reconciler_by_kind.orphans(Limits(), looked, NOW + 31)
     assert [(each.name, each.uid, each.grace_s) for each in plan.deletes] == [("a", "uid-a", 0)]
-    early = reconcilers.orphans(Limits(), looked, NOW + 10)
+    early = reconciler_by_kind.orphans(Limits(), looked, NOW + 10)
     assert (early.deletes, early.requeue_at) == ((), NOW + 30)
 
 
@@ -1082,6 +1084,6 @@ def test_only_pods_of_ours_that_go_on_a_lost_node_are_deleted_when_their_job_is_
     ],
 )
 def test_how_long_a_node_may_be_silent_is_checked(given: str, sentence: str) -> None:
-    assert process.limits("2m") == Limits(lost_s=120)
+    assert main.limits("2m") == Limits(lost_s=120)
     with pytest.raises(OutlastError, match=f"^{sentence}$"):
-        process.limits(given)
+        main.limits(given)

@@ -18,10 +18,10 @@ from outlast.job import contract
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
 from outlast.kubernetes.jobs.backend import KubernetesBackend
-from outlast.kubernetes.operator import reconcilers, snapshot
-from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.operator import observed_job, reconciler_by_kind
+from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.decide import decide
-from outlast.kubernetes.operator.snapshot import Limits
+from outlast.kubernetes.operator.observed_job import Limits
 
 Document = dict[str, Any]
 SENTENCES = {
@@ -51,7 +51,7 @@ def test_a_job_that_cannot_be_read_fails_and_the_others_go_on(world: World, kind
     sentence = SENTENCES[template]
     world.api.unserved = ("kueue.x-k8s.io", "scheduling.x-k8s.io", "scheduling.volcano.sh")
     world.api.put(a_job("bad", kind, template))
-    operator = world.start(reconcilers=reconcilers.of(Limits()))
+    operator = world.start(reconcilers=reconciler_by_kind.of(Limits()))
     world.api.put(a_job("good", kind))
     world.api.until(lambda: world.pods() == ["good-worker-0", "good-worker-1"])
     world.api.put(a_job("worse", kind, template))  # the watch brings this one
@@ -90,7 +90,7 @@ def test_a_job_that_cannot_be_read_is_listed_among_the_others(world: World, kind
 
 def test_a_job_that_becomes_unreadable_while_it_trains_keeps_its_pods(world: World) -> None:
     world.api.put(a_job("train"))
-    world.start(reconcilers=reconcilers.of(Limits()))
+    world.start(reconcilers=reconciler_by_kind.of(Limits()))
     world.api.until(lambda: len(world.pods()) == 2 and the_status(world, "train").get("replicas") == 2)
     with world.api.lock:
         old = world.api.documents[ELASTIC_JOB.resource, "default", "train"]
@@ -103,16 +103,16 @@ def test_a_bug_that_one_document_meets_keeps_no_other_from_being_heard(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from outlast.kubernetes.operator import cache
+    from outlast.kubernetes.operator import cluster_cache
 
-    whole = cache.trimmed
+    whole = cluster_cache.trimmed
 
     def trimmed(kind: Kind, document: Document) -> Document:
         if document["metadata"]["name"] == "bad":
             raise ZeroDivisionError("a bug")
         return whole(kind, document)
 
-    monkeypatch.setattr(cache, "trimmed", trimmed)
+    monkeypatch.setattr(cluster_cache, "trimmed", trimmed)
     world.apply("bad", "a")
     operator = world.start()
     world.settled(["a"])
@@ -180,5 +180,5 @@ def test_numbers_in_a_lease_that_are_none_cost_its_job_no_look(where: str, said:
     key = {"report": contract.Annotation.REPORT, "progress": contract.Annotation.PROGRESS}[where]
     notes = leases[0]["metadata"]["annotations"]
     notes[key] = json.dumps({**json.loads(notes.get(key, "{}")), **json.loads(said)})
-    plan = decide(snapshot.take(CachedJob(job, pods, leases, nodes, large_jobs.NOW - 1000), large_jobs.NOW))
+    plan = decide(observed_job.take(CachedJob(job, pods, leases, nodes, large_jobs.NOW - 1000), large_jobs.NOW))
     json.dumps(plan.status, allow_nan=False)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests.scheduling import kueue
-from outlast.kubernetes.operator.queues import WorkloadSlice
+from outlast.kubernetes.operator.kueue_workloads import WorkloadSlice
 from simulated import Cluster, Killed, Kueue, trains
 
 

@@ -22,7 +22,7 @@ import processes
 from outlast.job import contract, spec
 from outlast.job.contract import Env, Pod
 from outlast.kubernetes import manifests
-from outlast.kubernetes.torchelastic import pods as torchelastic
+from outlast.kubernetes.torchelastic import torchrun_pod as torchelastic
 
 ROOT = Path(__file__).parents[2]
 Document = dict[str, Any]

@@ -16,7 +16,7 @@ from outlast.job.contract import Annotation
 from outlast.kubernetes import api
 from outlast.kubernetes.nodewatch import notices
 from outlast.kubernetes.nodewatch.metadata import Metadata
-from outlast.kubernetes.nodewatch.watch import Watcher
+from outlast.kubernetes.nodewatch.node_watcher import Watcher
 from waits import until
 
 pytestmark = pytest.mark.cluster

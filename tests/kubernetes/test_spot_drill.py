@@ -26,9 +26,9 @@ from nodes import T0, a_node, a_pod
 from outlast.job import contract
 from outlast.job.contract import Annotation, Env, LeavingKind
 from outlast.kubernetes import api as kube
-from outlast.kubernetes.nodewatch import notices, watch
+from outlast.kubernetes.nodewatch import node_watcher, notices
 from outlast.kubernetes.nodewatch.metadata import Metadata
-from outlast.kubernetes.nodewatch.watch import Watcher
+from outlast.kubernetes.nodewatch.node_watcher import Watcher
 
 Document = dict[str, Any]
 
@@ -89,7 +89,7 @@ class Drill:
 def drill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Drill]:
     api = ApiServer(unserved=())
     api.graceful, api.may = True, rights.node_watch
-    monkeypatch.setattr(watch, "EVICT_S", 60.0)  # of this machine's clock, which no test may depend on
+    monkeypatch.setattr(node_watcher, "EVICT_S", 60.0)  # of this machine's clock, which no test may depend on
     api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}})
     api.put(a_node())
     for pod in (

@@ -14,7 +14,7 @@ import apiserver
 from outlast.base.errors import Superseded
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api as kube
-from outlast.kubernetes.jobs import backend, workloads
+from outlast.kubernetes.jobs import backend, job_documents
 from outlast.storage import runs, store
 from outlast.storage.checkpoints import register, rules
 from outlast.storage.runs import output as stored
@@ -239,7 +239,7 @@ def test_workers_of_a_statefulset_that_stay_up_after_a_failure_are_replaced(
     (before,) = the(api, "statefulsets.apps")
     said = [State.FAILED, State.SUCCEEDED]
     told = lambda _, name: JobStatus(name=name, run="", state=said[0])  # noqa: E731  # as its agents say, who are not here
-    monkeypatch.setattr(workloads.Workloads, "status", told)
+    monkeypatch.setattr(job_documents.Workloads, "status", told)
     _, out, _ = outlast("submit", "job.yaml", "--as", "statefulset")
     assert out.splitlines()[0].startswith("StatefulSet train has failed; its run goes on from its newest checkpoint")
     assert "StatefulSet train changed" in out

@@ -16,13 +16,13 @@ from kubernetes_validate import utils as schemas
 from elastic_jobs import START, WORKSHOP, a_job, text
 from operators import World
 from outlast.job.spec import job_file as job_files
-from outlast.kubernetes.api import kinds, ownership
-from outlast.kubernetes.operator import job_status, reconcilers
-from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.api import kinds, owner_references
+from outlast.kubernetes.operator import elasticjob_status, reconciler_by_kind
+from outlast.kubernetes.operator.cluster_cache import CachedJob
+from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
+from outlast.kubernetes.operator.observed_job import NNODES, Limits
 from outlast.kubernetes.operator.plan import Document, Plan
-from outlast.kubernetes.operator.queues import ClusterFeatures
-from outlast.kubernetes.operator.snapshot import NNODES, Limits
-from outlast.kubernetes.torchelastic import adapter, definition, pods
+from outlast.kubernetes.torchelastic import adapter, definition, torchrun_pod
 from outlast.rendezvous.failures import PLAIN_PODS
 
 MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
@@ -44,7 +44,7 @@ def variables(pod: Document, container: int = 0) -> dict[str, str]:
 
 
 def test_a_worker_is_the_users_pod_and_is_told_where_to_meet() -> None:
-    pod = pods.pod(a_job(), 1)
+    pod = torchrun_pod.pod(a_job(), 1)
     assert pod["metadata"] == {
         "name": "cifar-worker-1",
         "namespace": "team",
@@ -61,7 +61,7 @@ def test_a_worker_is_the_users_pod_and_is_told_where_to_meet() -> None:
             "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
             "outlast.dev/nnodes": "1:128",
         },
-        "ownerReferences": [ownership.reference(a_job())],
+        "ownerReferences": [owner_references.reference(a_job())],
     }
     assert variables(pod) == {
         "PET_NNODES": "1:128",
@@ -75,15 +75,15 @@ def test_a_worker_is_the_users_pod_and_is_told_where_to_meet() -> None:
     }
     assert (pod["spec"]["hostname"], pod["spec"]["subdomain"]) == ("cifar-worker-1", "cifar-rdzv")
     assert pod["spec"]["containers"][0]["command"] == ["torchrun"]
-    assert variables(pods.pod(a_job(), 0))["PET_RDZV_CONF"].endswith("is_host=true")
-    assert pods.service(a_job())["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert variables(torchrun_pod.pod(a_job(), 0))["PET_RDZV_CONF"].endswith("is_host=true")
+    assert torchrun_pod.service(a_job())["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
 
 
 def test_what_the_user_has_set_stays_and_other_containers_are_left_alone() -> None:
     own = [{"name": "PET_MAX_RESTARTS", "value": "3"}, {"name": "A", "value": "b"}]
     containers = [{"name": "sidecar", "image": "s"}, {"name": "elasticjob-worker", "image": "i", "env": own}]
     template = {"metadata": {"labels": {"mine": "1"}}, "spec": {"containers": containers, "nodeSelector": {"a": "b"}}}
-    pod = pods.pod(a_job(worker={"template": template}), 0)
+    pod = torchrun_pod.pod(a_job(worker={"template": template}), 0)
     assert pod["spec"]["containers"][0] == {"name": "sidecar", "image": "s"}
     assert (variables(pod, 1)["PET_MAX_RESTARTS"], variables(pod, 1)["A"]) == ("3", "b")
     assert (pod["metadata"]["labels"]["mine"], pod["spec"]["nodeSelector"]) == ("1", {"a": "b"})
@@ -103,7 +103,7 @@ def test_what_the_user_has_set_stays_and_other_containers_are_left_alone() -> No
 def test_a_job_that_asks_for_it_meets_at_its_etcd(said: str, place: str | None, told: str) -> None:
     job = a_job(**({"rdzvEndpoint": place} if place else {}))
     job["metadata"]["annotations"] = {"outlast.dev/rendezvous": said}
-    by_name = variables(pods.pod(job, 0))
+    by_name = variables(torchrun_pod.pod(job, 0))
     if "://" in told:
         assert (by_name["PET_RDZV_BACKEND"], by_name["PET_RDZV_ENDPOINT"]) == ("outlast", told)
         assert by_name["PET_RDZV_CONF"] == "last_call_timeout=5,join_timeout=600"
@@ -116,7 +116,7 @@ def test_a_job_that_asks_for_it_meets_at_its_etcd(said: str, place: str | None, 
 @pytest.mark.parametrize("policy", ["ExitCode", "OnFailure", "Never", "Always", None])
 def test_the_restart_policy_of_pods(policy: str | None) -> None:
     wanted = "Never" if policy in ("ExitCode", None) else policy
-    assert pods.pod(a_job(policy=policy), 0)["spec"]["restartPolicy"] == wanted
+    assert torchrun_pod.pod(a_job(policy=policy), 0)["spec"]["restartPolicy"] == wanted
 
 
 def test_worker_0_can_be_kept_off_spot_machines_and_the_templates_affinity_stays() -> None:
@@ -125,13 +125,13 @@ def test_worker_0_can_be_kept_off_spot_machines_and_the_templates_affinity_stays
     containers = [{"name": "main", "image": "i"}]
     template = {"spec": {"containers": containers, "affinity": {"nodeAffinity": own, "podAffinity": {}}}}
     job = a_job(worker={"template": template})
-    assert pods.pod(job, 0)["spec"]["affinity"] == template["spec"]["affinity"]
+    assert torchrun_pod.pod(job, 0)["spec"]["affinity"] == template["spec"]["affinity"]
     job["metadata"]["annotations"] = {"outlast.dev/worker-0": "on-demand"}
-    affinity = pods.pod(job, 0)["spec"]["affinity"]
+    affinity = torchrun_pod.pod(job, 0)["spec"]["affinity"]
     (term,) = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert {"key": "lifecycle", "operator": "NotIn", "values": ["Ec2Spot"]} in term["matchExpressions"]
     assert (term["matchExpressions"][0], affinity["podAffinity"]) == (zone, {})
-    assert pods.pod(job, 1)["spec"]["affinity"] == template["spec"]["affinity"]
+    assert torchrun_pod.pod(job, 1)["spec"]["affinity"] == template["spec"]["affinity"]
     assert not [said for said in limits(job) if "worker-0" in said]
     job["metadata"]["annotations"] = {"outlast.dev/worker-0": "spot"}
     assert "the annotation outlast.dev/worker-0 (spot) is not used: it must be on-demand" in limits(job)
@@ -139,7 +139,7 @@ def test_worker_0_can_be_kept_off_spot_machines_and_the_templates_affinity_stays
 
 @pytest.mark.parametrize("version", MINORS)
 def test_kubernetes_takes_what_is_made(version: str) -> None:
-    for document in (definition.definition(), pods.pod(a_job(), 0), pods.service(a_job())):
+    for document in (definition.definition(), torchrun_pod.pod(a_job(), 0), torchrun_pod.service(a_job())):
         schemas.validate(document, version, strict=True)
         assert str(kinds.kind_of(document))
 
@@ -147,7 +147,7 @@ def test_kubernetes_takes_what_is_made(version: str) -> None:
 def test_long_names_and_names_with_dots_have_host_names() -> None:
     job = a_job()
     job["metadata"]["name"] = f"a.{'b' * 61}"
-    pod = pods.pod(job, 127)
+    pod = torchrun_pod.pod(job, 127)
     assert len(pod["spec"]["hostname"]) <= 63
     assert len(pod["spec"]["subdomain"]) <= 63
     assert "." not in pod["spec"]["hostname"] + pod["spec"]["subdomain"]
@@ -185,13 +185,13 @@ def test_a_field_that_is_null_is_absent_and_one_that_is_no_number_is_said_of_the
     optional = ("rdzvEndpoint", "minReplicas", "maxReplicas", "activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy")
     optional += ("schedulingPolicy", "ttlSecondsAfterFinished")
     there, absent = a_job(**dict.fromkeys(optional)), without(a_job(), *optional)
-    pods.worker(there).update({"replicas": None, "restartPolicy": None})
+    torchrun_pod.worker(there).update({"replicas": None, "restartPolicy": None})
     for name in ("replicas", "restartPolicy"):
-        del pods.worker(absent)[name]
+        del torchrun_pod.worker(absent)[name]
     assert adapter.plain(there).job == adapter.plain(absent).job
-    assert (limits(there), pods.pod(there, 0)) == (limits(absent), pods.pod(absent, 0))
+    assert (limits(there), torchrun_pod.pod(there, 0)) == (limits(absent), torchrun_pod.pod(absent, 0))
     for job in (a_job(backoffLimit="three"), a_job(minReplicas="three"), a_job(worker={"replicas": "three"})):
-        name = next(key for key, value in {**job["spec"], **pods.worker(job)}.items() if value == "three")
+        name = next(key for key, value in {**job["spec"], **torchrun_pod.worker(job)}.items() if value == "three")
         plan = adapter.reconcile(Limits(), CachedJob(job, [], [], {}, START - 1000), START, ClusterFeatures())
         assert plan.status
         said = f"the job cannot be read: its {name} ('three') is not a whole number; correct it"
@@ -422,7 +422,7 @@ def test_the_workshops_manifest_trains_loses_workers_grows_and_ends() -> None:
     plan = cluster.look()
     assert [each["metadata"]["name"] for each in plan.creates] == ["cifar-worker-0", "cifar-worker-1"]
     assert (cluster.services, cluster.status["state"]) == ({"cifar-rdzv"}, "Created")
-    template = pods.worker(given)["template"]["spec"]
+    template = torchrun_pod.worker(given)["template"]["spec"]
     for pod in plan.creates:
         (container,) = pod["spec"]["containers"]
         assert {key: each for key, each in container.items() if key != "env"} == template["containers"][0]
@@ -592,7 +592,7 @@ PERMANENT = "which is permanent: restartPolicy ExitCode restarts after 130, 137,
 )
 def test_a_failure_that_is_not_restarted_fails_the_job(policy: str, code: int, how: str, sentence: str, index: int) -> None:
     job = a_job(policy=policy)
-    pods.containers(job)[0]["resources"] = {"limits": {"memory": "2Gi"}}
+    torchrun_pod.containers(job)[0]["resources"] = {"limits": {"memory": "2Gi"}}
     cluster = running(job)
     if how == "init":
         init_fails(cluster, index, code)
@@ -676,7 +676,7 @@ def test_a_worker_on_a_node_that_is_lost_is_made_again_elsewhere() -> None:
 
 def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count() -> None:
     cluster = running()
-    by = job_status.text(cluster.now + 15)
+    by = elasticjob_status.text(cluster.now + 15)
     meta = {"name": "node-1", "annotations": {"outlast.dev/leaving-at": by}}
     cluster.taints = {"node-1": {"metadata": meta, "spec": {"taints": [{"key": "outlast.dev/leaving"}]}}}
     reason = f"worker 1 leaves: its node node-1 is about to be terminated (outlast.dev/leaving, by {by})"
@@ -818,7 +818,7 @@ def test_scaling_makes_exactly_the_workers_that_are_wanted(unset: tuple[str, ...
         assert cluster.indices == [*range(replicas)]
         assert cluster.status["state"] == ("Running" if replicas else "Suspended")
         said = {pod["metadata"]["annotations"][NNODES] for pod in cluster.pods.values()}
-        assert said == ({pods.nnodes(cluster.job)} if replicas else set())
+        assert said == ({torchrun_pod.nnodes(cluster.job)} if replicas else set())
         kept = bool(replicas) and cluster.pods["cifar-worker-0"]["metadata"]["uid"] == first
         assert kept == (not unset and replicas in (4, 1)), "worker 0 hosts the rendezvous"
     assert cluster.status["restarts"] == 0
@@ -869,11 +869,11 @@ def test_running_pods_of_the_archived_controller_are_adopted_and_then_nothing_is
     world.api.put(job)
     owner = world.api.documents[kinds.LEGACY_JOB.resource, "default", "cifar"]
     for index in range(2):
-        pod = pods.pod(owner, index)
+        pod = torchrun_pod.pod(owner, index)
         labels = {key: value for key, value in pod["metadata"]["labels"].items() if not key.startswith("outlast.dev/")}
         pod["metadata"] |= {"labels": labels, "annotations": {}}
         world.api.put({**pod, "status": {"phase": "Running"}})
-    world.start(reconcilers=reconcilers.of(Limits()))
+    world.start(reconcilers=reconciler_by_kind.of(Limits()))
 
     def seen() -> Document:
         with world.api.lock:
@@ -1003,7 +1003,7 @@ def test_the_definition_keeps_what_users_and_the_operator_write_apart() -> None:
 
 def test_a_pod_of_somebody_else_is_not_touched_and_told() -> None:
     cluster = Cluster(a_job())
-    other = {**pods.pod(a_job(), 1), "status": {"phase": "Failed"}}
+    other = {**torchrun_pod.pod(a_job(), 1), "status": {"phase": "Failed"}}
     other["metadata"] = {**other["metadata"], "uid": "x", "creationTimestamp": text(START), "ownerReferences": []}
     cluster.pods["cifar-worker-1"] = other
     for _ in range(3):

@@ -23,8 +23,8 @@ from outlast.job.status import CheckpointStatus, JobStatus, State, StoreStatus
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.api import kubeconfig
 from outlast.kubernetes.jobs import outcome, waiting
+from outlast.kubernetes.jobs.job_documents import Workloads
 from outlast.kubernetes.jobs.waiting import Code, Waiter
-from outlast.kubernetes.jobs.workloads import Workloads
 from outlast.storage import runs, store
 
 Document = dict[str, Any]

@@ -26,8 +26,8 @@ from outlast.job.failure import Failure
 from outlast.job.status import CheckpointStatus, JobStatus, State, StoreStatus, WorkerStatus
 from outlast.kubernetes import api, diagnosis
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.api import pods as kube_pods
-from outlast.kubernetes.diagnosis import Finding, Snapshot, containers, gather, local_job, messages, nodes
+from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.diagnosis import Finding, Snapshot, containers, gather_evidence, local_job, messages, nodes
 from outlast.local import backend as local
 from outlast.local.state_dir import Run
 
@@ -1043,19 +1043,19 @@ def a_cluster(name: str, **options: Any) -> FakeCluster:
 
 @pytest.mark.parametrize("name", situations.SITUATIONS)
 def test_what_is_read_of_a_cluster_gives_the_same_cause(name: str) -> None:
-    found = causes(gather.job(a_cluster(name), "train"))  # type: ignore[arg-type]
+    found = causes(gather_evidence.job(a_cluster(name), "train"))  # type: ignore[arg-type]
     assert (found[0].name, found[0].what) == FIRST[name]
 
 
 def test_what_is_forbidden_is_named_and_the_rest_is_told() -> None:
-    seen = gather.job(a_cluster("gpu", forbidden=(kinds.NODE, kinds.EVENT)), "train")  # type: ignore[arg-type]
+    seen = gather_evidence.job(a_cluster("gpu", forbidden=(kinds.NODE, kinds.EVENT)), "train")  # type: ignore[arg-type]
     assert seen.unseen == {"nodes": "you may not list nodes", "events": "you may not list events"}
     assert causes(seen)[0].name == "unschedulable-gpu"
 
 
 def test_a_kind_that_is_not_installed_is_not_said_to_be_forbidden() -> None:
     cluster = a_cluster("gpu", forbidden=(kinds.ELASTIC_JOB, kinds.WORKLOAD))
-    assert gather.job(cluster, "train").unseen == {}  # type: ignore[arg-type]
+    assert gather_evidence.job(cluster, "train").unseen == {}  # type: ignore[arg-type]
 
 
 def test_secrets_that_outlast_has_made_are_not_offered_in_place_of_a_missing_one() -> None:
@@ -1063,14 +1063,14 @@ def test_secrets_that_outlast_has_made_are_not_offered_in_place_of_a_missing_one
     labels = {"app.kubernetes.io/managed-by": "outlast"}
     cluster.put({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "train-rdzv", "namespace": "team", "labels": labels}})
     cluster.put({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "theirs", "namespace": "team"}})
-    seen = gather.job(cluster, "train").secrets  # type: ignore[arg-type]
+    seen = gather_evidence.job(cluster, "train").secrets  # type: ignore[arg-type]
     assert ("theirs" in seen, "train-rdzv" in seen) == (True, False)
 
 
 def test_secrets_are_listed_only_while_pods_wait_for_something() -> None:
-    assert gather.job(a_cluster("gpu"), "train").secrets == frozenset()  # type: ignore[arg-type]
+    assert gather_evidence.job(a_cluster("gpu"), "train").secrets == frozenset()  # type: ignore[arg-type]
     forbidden = a_cluster("secret-missing", forbidden=(kinds.SECRET,))
-    assert causes(gather.job(forbidden, "train"))[0].name == "secret-missing"  # type: ignore[arg-type]
+    assert causes(gather_evidence.job(forbidden, "train"))[0].name == "secret-missing"  # type: ignore[arg-type]
 
 
 def test_a_job_that_was_submitted_again_is_the_newest_one() -> None:
@@ -1079,7 +1079,7 @@ def test_a_job_that_was_submitted_again_is_the_newest_one() -> None:
         meta = {**old["metadata"], "name": f"{old['metadata']['name']}-new", "creationTimestamp": "2030-01-01T00:00:00Z"}
         del meta["uid"]
         cluster.put({**old, "metadata": {**meta, "labels": {**meta["labels"], "outlast.dev/run": "new"}}})
-    seen = gather.job(cluster, "train")  # type: ignore[arg-type]
+    seen = gather_evidence.job(cluster, "train")  # type: ignore[arg-type]
     assert kube_pods.name(seen.workload).endswith("-new")
     assert sorted(map(kube_pods.name, seen.pods)) == sorted(
         name for name in map(kube_pods.name, seen.pods) if name.endswith("-new")
@@ -1089,11 +1089,11 @@ def test_a_job_that_was_submitted_again_is_the_newest_one() -> None:
 
 def test_a_job_that_is_not_in_the_cluster_is_told() -> None:
     with pytest.raises(NotFound, match="there is no job other in namespace team; `outlast list` shows those there are"):
-        gather.job(a_cluster("gpu"), "other")  # type: ignore[arg-type]
+        gather_evidence.job(a_cluster("gpu"), "other")  # type: ignore[arg-type]
     with pytest.raises(NotFound, match="there is no namespace nowhere; correct --namespace"):
-        gather.job(FakeCluster(namespace="nowhere"), "other")  # type: ignore[arg-type]
+        gather_evidence.job(FakeCluster(namespace="nowhere"), "other")  # type: ignore[arg-type]
     with pytest.raises(Forbidden, match="you may not list pods"):
-        gather.job(FakeCluster(a_namespace(), forbidden=(kinds.POD,)), "other")  # type: ignore[arg-type]
+        gather_evidence.job(FakeCluster(a_namespace(), forbidden=(kinds.POD,)), "other")  # type: ignore[arg-type]
 
 
 def a_namespace() -> Document:
@@ -1107,7 +1107,7 @@ def test_a_job_that_nobody_takes_up_tells_of_the_operator() -> None:
     where = {"name": "outlast-operator", "namespace": "ml"}
     operator = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": where, "spec": {"replicas": 2, "template": template}}
     defined = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": {"name": "x"}}
-    (cause,) = causes(gather.job(FakeCluster(a_namespace(), defined, job, operator), "train"))  # type: ignore[arg-type]
+    (cause,) = causes(gather_evidence.job(FakeCluster(a_namespace(), defined, job, operator), "train"))  # type: ignore[arg-type]
     assert (cause.name, cause.evidence) == ("operator", ("operator: none of 2 runs in namespace ml, operator:1",))
     assert cause.remedy == "outlast install --wait --namespace ml says why"
 

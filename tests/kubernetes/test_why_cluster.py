@@ -18,7 +18,7 @@ import situations
 from outlast import cli
 from outlast.base.errors import NotFound
 from outlast.kubernetes import api, diagnosis
-from outlast.kubernetes.diagnosis import Finding, gather
+from outlast.kubernetes.diagnosis import Finding, gather_evidence
 
 pytestmark = pytest.mark.cluster
 LAST = {"deadline": 60, "probe-fails": 240}
@@ -35,7 +35,7 @@ def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
 def causes(namespace: str) -> list[Finding]:
     cluster = api.connect(namespace=namespace)
     try:
-        return diagnosis.causes(gather.job(cluster, "train"), time.time())
+        return diagnosis.causes(gather_evidence.job(cluster, "train"), time.time())
     finally:
         cluster.close()
 

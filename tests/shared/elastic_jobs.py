@@ -9,7 +9,7 @@ import yaml
 
 from operators import World, world  # noqa: F401  # the fixture
 from outlast.kubernetes.operator.plan import Document
-from outlast.kubernetes.torchelastic import pods
+from outlast.kubernetes.torchelastic import torchrun_pod
 
 START = 1_800_000_000.0
 
@@ -64,7 +64,7 @@ def a_job(replicas: int | None = 2, *, policy: str | None = "ExitCode", worker: 
     """The workshop's job, without an etcd."""
     job: Document = yaml.safe_load(WORKSHOP)
     job["metadata"] = {"name": "cifar", "namespace": "team", "uid": "12345678-abcd", "creationTimestamp": text(START)}
-    replica = {**pods.worker(job), "replicas": replicas, "restartPolicy": policy, **(worker or {})}
+    replica = {**torchrun_pod.worker(job), "replicas": replicas, "restartPolicy": policy, **(worker or {})}
     replica = {key: value for key, value in replica.items() if value is not None}
     more = {key: value for key, value in job["spec"].items() if key != "rdzvEndpoint"}
     return {**job, "spec": {**more, **spec, "replicaSpecs": {"Worker": replica}}}

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from outlast.job.contract import Annotation, Label
-from outlast.kubernetes.operator.snapshot import RECEIVED
+from outlast.kubernetes.operator.observed_job import RECEIVED
 
 NOW = 1_767_225_600.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outlast.kubernetes.api import pods as podwords
+from outlast.kubernetes.api import pod_status as podwords
 
 Document = dict[str, Any]
 

@@ -15,11 +15,11 @@ import rights
 from outlast.job.contract import Label
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.api.kinds import ELASTIC_JOB
-from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.operator.cluster_cache import CachedJob
+from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.operator import Operator, Settings
 from outlast.kubernetes.operator.plan import Deletion, Document, Plan
-from outlast.kubernetes.operator.queues import ClusterFeatures
 
 
 def pods_of(looked: CachedJob, *, count: int) -> Plan:

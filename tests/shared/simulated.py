@@ -15,17 +15,17 @@ from typing import Any
 from outlast.base.clock import Clock
 from outlast.job.contract import LEASE_S, MESH_LEASE_S, MESH_RENEW_S, RENEW_S, Annotation, Label
 from outlast.job.report import goodput
-from outlast.kubernetes.api import kinds, wire
-from outlast.kubernetes.api import pods as podwords
+from outlast.kubernetes.api import document_parsing, kinds
+from outlast.kubernetes.api import pod_status as podwords
 from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.board import PROGRESS_S
 from outlast.kubernetes.manifests.scheduling import kueue
-from outlast.kubernetes.operator import job_status, snapshot
-from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.operator import elasticjob_status, observed_job
+from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.decide import decide
+from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures, KueueObjects, WorkloadSlice
+from outlast.kubernetes.operator.observed_job import RECEIVED
 from outlast.kubernetes.operator.plan import Plan
-from outlast.kubernetes.operator.queues import ClusterFeatures, KueueObjects, WorkloadSlice
-from outlast.kubernetes.operator.snapshot import RECEIVED
 
 Document = dict[str, Any]
 BEGAN = 1_000_000.0123456789
@@ -85,7 +85,7 @@ class Cluster:
     def __init__(self, workers: Document, *, steps: int = 400, nodes: int = 6, **fields: Any) -> None:
         self.now = BEGAN
         self.since = BEGAN
-        self.limits = snapshot.Limits()
+        self.limits = observed_job.Limits()
         self.steps = steps
         self.every = EVERY
         self.committed = 0
@@ -148,7 +148,7 @@ class Cluster:
                     "name": "train",
                     "namespace": "team",
                     "generation": 1,
-                    "creationTimestamp": job_status.text(BEGAN),
+                    "creationTimestamp": elasticjob_status.text(BEGAN),
                 },
                 "spec": {"image": "i", "module": "m", "workers": workers, **fields},
             }
@@ -222,10 +222,14 @@ class Cluster:
         nodes = {name: d for (kind, name), d in documents.items() if kind == "Node"}
         job = documents["ElasticJob", "train"]
         if self.unreadable:
-            job = {**job, "spec": {}, wire.UNREADABLE: "its spec is nested more than 100 levels deep; make it flatter"}
+            job = {
+                **job,
+                "spec": {},
+                document_parsing.UNREADABLE: "its spec is nested more than 100 levels deep; make it flatter",
+            }
         now = self.clock()
         cached = CachedJob(job, pods, leases, nodes, max(self.since - self.slept, self.clock.broken_at))
-        plan = decide(snapshot.take(cached, now, self.has(), self.limits))
+        plan = decide(observed_job.take(cached, now, self.has(), self.limits))
         left = [dies_after if dies_after is not None else 10**6]
 
         def write(what: str) -> None:
@@ -272,7 +276,7 @@ class Cluster:
         if self.kueue:
             self.kueue.allows(pod)
         self.made[name] = self.made.get(name, 0) + 1
-        pod["metadata"]["creationTimestamp"] = job_status.text(self.now)
+        pod["metadata"]["creationTimestamp"] = elasticjob_status.text(self.now)
         pod["status"] = {"phase": "Pending"}
         well = [n["metadata"]["name"] for n in self.all("Node") if not n["spec"].get("taints")]
         busy = [p["spec"].get("nodeName") for p in self.pods]
@@ -297,7 +301,7 @@ class Cluster:
         if grace_s == 0 or (pod["status"]["phase"] in ("Succeeded", "Failed")) or "nodeName" not in pod["spec"]:
             self.gone(pod)
             return
-        pod["metadata"].setdefault("deletionTimestamp", job_status.text(self.now + (30 if grace_s is None else grace_s)))
+        pod["metadata"].setdefault("deletionTimestamp", elasticjob_status.text(self.now + (30 if grace_s is None else grace_s)))
         agent = self.agents.get(uid)
         if agent is None:
             if self.answers(pod):
@@ -328,7 +332,7 @@ class Cluster:
     def end(self, pod: Document, code: int, *, reason: str = "", disrupted: str = "") -> None:
         """Its container ends."""
         phase = "Succeeded" if code == 0 else "Failed"
-        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": job_status.text(self.now)}}
+        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": elasticjob_status.text(self.now)}}
         pod["status"] = {"phase": phase, "containerStatuses": [{"name": "trainer", "state": state}]}
         if disrupted:
             pod["status"]["conditions"] = [
@@ -336,7 +340,7 @@ class Cluster:
                     "type": "DisruptionTarget",
                     "status": "True",
                     "reason": disrupted,
-                    "lastTransitionTime": job_status.text(self.now),
+                    "lastTransitionTime": elasticjob_status.text(self.now),
                 }
             ]
         self.agents.pop(pod["metadata"]["uid"], None)
@@ -345,7 +349,7 @@ class Cluster:
 
     def end_beside(self, pod: Document, code: int, *, reason: str = "") -> None:
         """Its worker ends, and another container that it has does not."""
-        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": job_status.text(self.now)}}
+        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": elasticjob_status.text(self.now)}}
         beside = {"name": "proxy", "state": {"running": {}}}
         pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "trainer", "state": state}, beside]}
         self.agents.pop(pod["metadata"]["uid"], None)
@@ -430,7 +434,7 @@ class Cluster:
                 pod["status"] = {
                     "phase": "Running",
                     "containerStatuses": [
-                        {"name": "trainer", "ready": False, "state": {"running": {"startedAt": job_status.text(self.now)}}}
+                        {"name": "trainer", "ready": False, "state": {"running": {"startedAt": elasticjob_status.text(self.now)}}}
                     ],
                 }
                 index = int(pod["metadata"]["labels"][Label.WORKER])
@@ -628,7 +632,7 @@ class Cluster:
                 },
                 "spec": {
                     "holderIdentity": agent.uid,
-                    "renewTime": job_status.text(self.now),
+                    "renewTime": elasticjob_status.text(self.now),
                     "leaseDurationSeconds": lasts_s,
                 },
                 RECEIVED: self.clock(),
@@ -697,7 +701,7 @@ class Kueue:
         for document in self.cluster.all("Workload"):
             if "creationTimestamp" not in document["metadata"]:
                 self.serial += 1
-                document["metadata"]["creationTimestamp"] = job_status.text(BEGAN + self.serial)
+                document["metadata"]["creationTimestamp"] = elasticjob_status.text(BEGAN + self.serial)
                 document["spec"]["podSets"][0].setdefault("count", 1)
         waiting = [share for share in self.shares() if share.waits and share.document["spec"].get("active", True)]
         for share in [] if self.held else sorted(waiting, key=lambda each: str(each.document["metadata"]["creationTimestamp"])):
@@ -753,7 +757,9 @@ def stored(value: Any) -> Any:
 
 def ready(well: bool, now: float) -> Document:
     return {
-        "conditions": [{"type": "Ready", "status": "True" if well else "Unknown", "lastTransitionTime": job_status.text(now)}]
+        "conditions": [
+            {"type": "Ready", "status": "True" if well else "Unknown", "lastTransitionTime": elasticjob_status.text(now)}
+        ]
     }
 
 

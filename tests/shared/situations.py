@@ -24,7 +24,7 @@ import yaml
 
 from outlast.job import contract, spec
 from outlast.kubernetes import manifests
-from outlast.kubernetes.diagnosis.snapshot import Snapshot, event_time
+from outlast.kubernetes.diagnosis.evidence import Snapshot, event_time
 
 HERE = Path(__file__).parent / "recorded"
 RECORDED_IMAGE = "docker.io/library/outlast:test"

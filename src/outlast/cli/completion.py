@@ -68,7 +68,7 @@ def _jobs(ctx: typer.Context) -> Iterator[str]:
         yield from local
         if local or not kubeconfig.any_(os.environ):
             return
-    from outlast.kubernetes.jobs.workloads import Workloads, job_name
+    from outlast.kubernetes.jobs.job_documents import Workloads, job_name
 
     yield from _answered(ctx, lambda cluster: map(job_name, Workloads(cluster).list_()))
 

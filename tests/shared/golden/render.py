@@ -10,7 +10,7 @@ from pathlib import Path
 from outlast.cli.cluster import render
 from outlast.job import spec
 from outlast.kubernetes import manifests
-from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.render_request import Document
 
 HERE = Path(__file__).parent
 JOBS = sorted(path.stem for path in (HERE / "jobs").glob("*.yaml"))

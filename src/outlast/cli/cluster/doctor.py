@@ -75,7 +75,7 @@ def _asked(
 ) -> Iterator[tuple[str, Iterable[Finding]]]:
     """Yield the requested sections, each with its checks, which run as they are iterated."""
     from outlast.kubernetes import api
-    from outlast.kubernetes.diagnosis import finding, inside, machine
+    from outlast.kubernetes.diagnosis import finding, inspection_pods, machine
 
     yield "This machine", machine.checks()
     try:
@@ -88,8 +88,8 @@ def _asked(
     try:
         yield f"Cluster {cluster.context or cluster.server}, namespace {cluster.namespace}", _reached(_of(cluster))
         if image:
-            options = inside.Options(image, store, secrets, network, timeout)
-            yield f"In pods of {image}", _reached(inside.checks(cluster, options))
+            options = inspection_pods.Options(image, store, secrets, network, timeout)
+            yield f"In pods of {image}", _reached(inspection_pods.checks(cluster, options))
     finally:
         cluster.close()
 
@@ -97,9 +97,9 @@ def _asked(
 def _of(cluster: Cluster) -> Iterator[Finding]:
     """Checks of the cluster itself."""
     from outlast.kubernetes.diagnosis import cluster as judged
-    from outlast.kubernetes.diagnosis import gather, machine
+    from outlast.kubernetes.diagnosis import gather_evidence, machine
 
-    seen = gather.place(cluster)
+    seen = gather_evidence.place(cluster)
     yield from judged.checks(seen)
     yield from machine.kubectl(seen.version)
 

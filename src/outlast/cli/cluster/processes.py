@@ -44,7 +44,7 @@ def operator(
       outlast operator --context kind-test --log text
     """
     try:
-        from outlast.kubernetes.operator import process
+        from outlast.kubernetes.operator import main
     except ModuleNotFoundError as error:
         from outlast.kubernetes.api import login
 
@@ -52,8 +52,8 @@ def operator(
             raise  # a module of ours: a bug
         raise login.not_installed(error) from error
 
-    limits = process.limits(lost_after)
-    process.main(limits, namespace=namespace, workers=workers, text=log == "text", context=context)
+    limits = main.limits(lost_after)
+    main.main(limits, namespace=namespace, workers=workers, text=log == "text", context=context)
 
 
 def node_watch(
@@ -89,7 +89,7 @@ def node_watch(
     from outlast.base.loglines import write_log
     from outlast.kubernetes import api
     from outlast.kubernetes.nodewatch.metadata import Metadata
-    from outlast.kubernetes.nodewatch.watch import Watcher
+    from outlast.kubernetes.nodewatch.node_watcher import Watcher
 
     try:
         every_s = max(0.2, units.duration(poll_interval).total_seconds())

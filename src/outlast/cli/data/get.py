@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outlast.data.place import Marker
     from outlast.data.registry import Dataset
     from outlast.kubernetes.jobs.backend import KubernetesBackend
-    from outlast.kubernetes.manifests.dataset import Download
+    from outlast.kubernetes.manifests.dataset_job import Download
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Get datasets, and prepare them for training.")
 
@@ -87,7 +87,7 @@ def get(
             raise OutlastError(
                 "--from is a file of this machine, which pods do not see; put it onto the claim, or leave out --on"
             )
-        from outlast.kubernetes.manifests.dataset import IMAGE, Download
+        from outlast.kubernetes.manifests.dataset_job import IMAGE, Download
 
         request = Download(name, dataset.directory, to or "", claim or "", image or IMAGE, tuple(secret or ()))
         _in_pod(which.cluster(ctx, namespace, context), request, context)
@@ -139,9 +139,9 @@ def _directory(dataset: Dataset, to: str | None) -> Path:
 
 
 def _in_pod(place: KubernetesBackend, wanted: Download, context: str | None) -> None:
-    from outlast.kubernetes.jobs import datasets
+    from outlast.kubernetes.jobs import dataset_download
 
-    print(datasets.get(place.workloads, wanted))
+    print(dataset_download.get(place.workloads, wanted))
     print(f"look at it with: outlast logs -f {wanted.name}{which.suffix(place.cluster.namespace, context)}")
 
 

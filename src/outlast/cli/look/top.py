@@ -107,9 +107,9 @@ def _measured(processes: Iterable[Any]) -> list[tuple[float, int]]:
 def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
     """Return usage of a job's pods and of their nodes."""
     from outlast.kubernetes import api
-    from outlast.kubernetes.api import pods
+    from outlast.kubernetes.api import pod_status
 
-    running = [pod for pod in place.pods(name) if not pods.over(pod)]
+    running = [pod for pod in place.pods(name) if not pod_status.over(pod)]
     notes: list[str] = []
     usage = _usage(place, api.POD_METRICS, notes, labels=f"{contract.Label.JOB}={name}")
     nodes = sorted({pod["spec"]["nodeName"] for pod in running if pod["spec"].get("nodeName")})
@@ -117,11 +117,11 @@ def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
     workers = []
     for pod in running:
         containers = [each.get("resources") or {} for each in pod["spec"]["containers"]]
-        requested = {key: pods.requested(pod, key) for key in ("cpu", "memory")}
+        requested = {key: pod_status.requested(pod, key) for key in ("cpu", "memory")}
         limit = sum(units.quantity((each.get("limits") or {}).get("memory", 0)) for each in containers)
         workers.append(
             {
-                "worker": pods.index(pod),
+                "worker": pod_status.index(pod),
                 "pod": pod["metadata"]["name"],
                 "node": pod["spec"].get("nodeName"),
                 **_shares(usage.get(pod["metadata"]["name"]), requested["cpu"], limit or requested["memory"]),

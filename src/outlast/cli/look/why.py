@@ -30,7 +30,7 @@ def why(
       outlast why cifar10 -o json
     """
     from outlast.kubernetes import diagnosis
-    from outlast.kubernetes.diagnosis import gather, local_job
+    from outlast.kubernetes.diagnosis import gather_evidence, local_job
 
     place = which.place(ctx, name, namespace, context)
     job = which.job(place, name)
@@ -38,7 +38,7 @@ def why(
     if (there := which.in_cluster(place)) is None:
         causes = local_job.causes(place.status(job), place.events(job), time.time())
     else:
-        seen = gather.job(there.cluster, job)
+        seen = gather_evidence.job(there.cluster, job)
         causes, unseen = diagnosis.causes(seen, time.time()), dict(seen.unseen)
     if output is Output.TABLE:
         print(diagnosis.text(causes, unseen=unseen))

@@ -145,13 +145,13 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
 def _change(cluster: Cluster, document: Document) -> str:
     """Dry-run one document: created, changed (with a diff) or unchanged."""
     from outlast.kubernetes import api
-    from outlast.kubernetes.api import applied
-    from outlast.kubernetes.manifests import objects
+    from outlast.kubernetes.api import apply_documents
+    from outlast.kubernetes.manifests import configmaps_and_service
 
-    old = applied.there(cluster, document)
+    old = apply_documents.there(cluster, document)
     if old is not None and api.kind_of(document) is api.CLAIM:
-        return objects.kept(document, old)
-    done = applied.apply(cluster, document, old=old, dry_run=True)
+        return configmaps_and_service.kept(document, old)
+    done = apply_documents.apply(cluster, document, old=old, dry_run=True)
     verb = "is" if done.what == "unchanged" else "would be"
     difference = _diff(*map(api.without_server_fields, (old, done.new))) if old else ()
     return "\n".join([f"{document['kind']} {document['metadata']['name']} {verb} {done.what}", *difference])

@@ -3,9 +3,9 @@
     cluster = api.connect()
     for pod in cluster.list_(api.POD, labels="outlast.dev/job=train"): ...
 
-`client` has the requests, `api` their paths and pages, `watch` the changes, `streams` commands in pods, `login` the connection to
-a cluster, `error_mapping` the errors, `kinds` the kinds of documents, and `pods` the functions that read pods. `pods`, `wire` and
-`kinds` are pure.
+`client` has the requests, `paths` their paths and pages, `watch` the changes, `streams` commands in pods, `login` the connection
+to a cluster, `error_mapping` the errors, `kinds` the kinds of documents, and `pod_status` the functions that read pods.
+`pod_status`, `document_parsing` and `kinds` are pure.
 """
 
 from outlast.kubernetes.api.client import Cluster, LogOptions, without_server_fields

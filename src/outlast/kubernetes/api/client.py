@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from outlast.base.errors import Absent, Forbidden, NotServed, Refused
 from outlast.kubernetes.api import requests, streams, watch
-from outlast.kubernetes.api.api import Api, Selection
 from outlast.kubernetes.api.error_mapping import Subject
 from outlast.kubernetes.api.kinds import NAMESPACE, POD, Kind, kind_of
+from outlast.kubernetes.api.paths import Api, Selection
 from outlast.kubernetes.api.requests import Document, Request
 from outlast.kubernetes.api.stop import Stop
 from outlast.kubernetes.api.streams import Ended

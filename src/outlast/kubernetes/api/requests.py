@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.base import backoff
 from outlast.base.errors import ClusterError, Refused, Unanswered, Unauthorized
-from outlast.kubernetes.api import error_mapping, wire
+from outlast.kubernetes.api import document_parsing, error_mapping
 from outlast.kubernetes.api.error_mapping import Subject
 from outlast.kubernetes.api.stop import Stop, hang_up
 
@@ -262,7 +262,7 @@ def pause(attempt: int, answer: httpx2.Response | None = None) -> float:
 def parsed(content: bytes, asked: Subject) -> Document:
     """The document in an answer. Raises Unanswered if the answer contains none."""
     with reading(content, asked):
-        return wire.document(content, asked.kind)
+        return document_parsing.document(content, asked.kind)
 
 
 @contextlib.contextmanager

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from outlast.base.errors import Refused, Unanswered
 from outlast.kubernetes.api import requests
-from outlast.kubernetes.api.api import Api
 from outlast.kubernetes.api.error_mapping import Subject
 from outlast.kubernetes.api.kinds import POD
+from outlast.kubernetes.api.paths import Api
 
 if TYPE_CHECKING:
     from httpx2.websockets import WebSocketSession

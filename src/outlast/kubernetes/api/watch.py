@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from outlast.base import backoff
 from outlast.base.errors import Unanswered
-from outlast.kubernetes.api import requests, wire
-from outlast.kubernetes.api.api import Api, Selection
+from outlast.kubernetes.api import document_parsing, requests
+from outlast.kubernetes.api.paths import Api, Selection
 from outlast.kubernetes.api.requests import Document
 from outlast.kubernetes.api.stop import Stop
 
@@ -98,7 +98,7 @@ def _one_connection(
         listening(version)
         for line in lines:
             with requests.reading(line, asked):
-                type_, document = wire.event(line, selection.kind)
+                type_, document = document_parsing.event(line, selection.kind)
             if type_ == "ERROR":
                 raise requests.mistake(int(document.get("code") or 500), json.dumps(document).encode(), asked)
             reached = document["metadata"]["resourceVersion"]

@@ -18,10 +18,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from outlast.kubernetes.api import pods as kube_pods
-from outlast.kubernetes.diagnosis import containers, job, nodes, storage
+from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.diagnosis import claims_and_secrets, containers, job, nodes
+from outlast.kubernetes.diagnosis.evidence import Rule, Snapshot
 from outlast.kubernetes.diagnosis.finding import Finding, joined, passed
-from outlast.kubernetes.diagnosis.snapshot import Rule, Snapshot
 
 __all__ = ["RULES", "Finding", "Snapshot", "causes", "line", "text"]
 
@@ -35,10 +35,10 @@ RULES: tuple[Rule, ...] = (
     nodes.taken,
     job.cut_off,
     job.creations,
-    storage.claims,
-    storage.references,
+    claims_and_secrets.claims,
+    claims_and_secrets.references,
     nodes.unschedulable,
-    storage.mounts,
+    claims_and_secrets.mounts,
     containers.images,
     containers.starts,
     containers.probing,

@@ -11,13 +11,13 @@ from outlast.base.errors import Absent, ClusterError, Forbidden
 from outlast.job import accelerators
 from outlast.job.contract import OPERATOR_NAMESPACE
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.api import pods as kube_pods
-from outlast.kubernetes.diagnosis import messages, sample
+from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.diagnosis import messages, sample_pod
+from outlast.kubernetes.diagnosis.claims_and_secrets import default_class
+from outlast.kubernetes.diagnosis.evidence import Snapshot
 from outlast.kubernetes.diagnosis.finding import Finding, amount_text, joined, passed, warned
 from outlast.kubernetes.diagnosis.nodes import offered, usable
-from outlast.kubernetes.diagnosis.snapshot import Snapshot
-from outlast.kubernetes.diagnosis.storage import default_class
-from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.render_request import Document
 
 LEAST_MINOR, TESTED_MINOR = 29, 34
 """Kubernetes 1.29 is the first that accepts the rules of the CRD; from 1.34 on, all features that we render are stable."""
@@ -202,7 +202,7 @@ def worker(it: Snapshot) -> Iterator[Finding]:
     """Whether the API server would admit a small worker."""
     error, said = it.trial, str(it.trial)
     if error is None:
-        yield passed("worker", f"one with {sample.LITTLE} would be let in")
+        yield passed("worker", f"one with {sample_pod.LITTLE} would be let in")
     elif isinstance(error, Forbidden):
         yield warned("worker", f"not tried: {said}", "a job's pods are made for you; `outlast why` says what refuses them")
     elif "does not support dry run" in said:
@@ -210,7 +210,7 @@ def worker(it: Snapshot) -> Iterator[Finding]:
     elif not isinstance(error, Absent):  # `namespace` reports it
         found = messages.refusal(it.namespace, said)
         within = found.name == "limit-range"  # a worker that requests more, or less, may be admitted
-        what = f"one with {sample.LITTLE} would not be let in: {found.what}"
+        what = f"one with {sample_pod.LITTLE} would not be let in: {found.what}"
         yield Finding("worker", what, found.remedy, outcome="warn" if within else "fail")
 
 

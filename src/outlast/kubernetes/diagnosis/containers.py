@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 
 from outlast.job import contract
 from outlast.job.contract import Label
-from outlast.kubernetes.api import pods as kube_pods
-from outlast.kubernetes.diagnosis import messages, storage
+from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.diagnosis import claims_and_secrets, messages
+from outlast.kubernetes.diagnosis.evidence import Snapshot, event_text, of_pods
 from outlast.kubernetes.diagnosis.finding import Finding, grouped, workers
-from outlast.kubernetes.diagnosis.snapshot import Snapshot, event_text, of_pods
-from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.render_request import Document
 
 # Images and starts
 
@@ -46,8 +46,8 @@ def starts(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     over = kube_pods.termination(pod) or {}
     found += [f"{over['reason']}: {over.get('message', '')}"] if over.get("reason") in _NEVER_RAN else []
     for text in found:
-        if storage.missing(text):
-            continue  # `storage.references` reports it
+        if claims_and_secrets.missing(text):
+            continue  # `claims_and_secrets.references` reports it
         if (named := kube_pods.command_missing(text)) is None:
             yield messages.meaning("starts", text, (text,))
             continue

@@ -8,8 +8,8 @@ from typing import Literal
 
 from outlast.base import units
 from outlast.job.contract import FailureCause
-from outlast.kubernetes.api import pods as kube_pods
-from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.manifests.render_request import Document
 
 Outcome = Literal["pass", "warn", "fail"]
 

@@ -12,11 +12,11 @@ from outlast.job import contract
 from outlast.job.contract import End, Label
 from outlast.job.status import JobStatus
 from outlast.kubernetes.api import dropins
-from outlast.kubernetes.api import pods as kube_pods
+from outlast.kubernetes.api import pod_status as kube_pods
 from outlast.kubernetes.diagnosis import cluster, containers, messages
+from outlast.kubernetes.diagnosis.evidence import Snapshot, event_text, event_time, of_pods
 from outlast.kubernetes.diagnosis.finding import Finding, joined, passed, repeated_failures, workers
-from outlast.kubernetes.diagnosis.snapshot import Snapshot, event_text, event_time, of_pods
-from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.render_request import Document
 from outlast.rendezvous import sentences
 from outlast.rendezvous.partition import Loss
 

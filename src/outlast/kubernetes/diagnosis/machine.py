@@ -16,7 +16,7 @@ from pathlib import Path
 from outlast import __version__
 from outlast.base import units
 from outlast.job import accelerators
-from outlast.kubernetes.diagnosis import cluster, inside, inspection
+from outlast.kubernetes.diagnosis import cluster, inspection, inspection_pods
 from outlast.kubernetes.diagnosis.finding import Finding, passed, warned
 
 _LEAST_FREE = 10 * 2**30
@@ -34,7 +34,7 @@ EXTRAS = (
 
 def checks() -> Iterator[Finding]:
     """Run all checks of this machine."""
-    yield inside.found(inspection.python())
+    yield inspection_pods.found(inspection.python())
     yield passed("outlast", f"{__version__}, {platform.platform()}")
     yield from torch(sys.executable)
     for name, modules, needed_for in EXTRAS:
@@ -45,12 +45,12 @@ def checks() -> Iterator[Finding]:
     yield free(Path.cwd(), "disk", _LEAST_FREE, "free some, or set `output` to a place that has room")
     if (shared := Path("/dev/shm")).is_dir():
         yield free(shared, "shared memory", _LEAST_SHARED, "mount /dev/shm larger, or use no workers in data loaders")
-    yield from map(inside.found, inspection.memory())
+    yield from map(inspection_pods.found, inspection.memory())
 
 
 def torch(interpreter: str) -> list[Finding]:
     """Check torch by importing it in a separate process, since the import is heavy and may crash."""
-    command = [interpreter, "-c", inside.source(), json.dumps([("torch", {"accelerators": inside.DEVICES})])]
+    command = [interpreter, "-c", inspection_pods.source(), json.dumps([("torch", {"accelerators": inspection_pods.DEVICES})])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TORCH_S)
     except subprocess.TimeoutExpired:
@@ -58,7 +58,7 @@ def torch(interpreter: str) -> list[Finding]:
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         return [Finding("torch", last[0], "pip install 'outlast[train]'")]
-    found = inside.answers(done.stdout.splitlines())  # a GPU is not needed here: jobs may be for a cluster
+    found = inspection_pods.answers(done.stdout.splitlines())  # a GPU is not needed here: jobs may be for a cluster
     return [replace(each, outcome="warn") if each.name == "gpu" and each.wrong else each for each in found]
 
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from outlast.base import units
 from outlast.job import accelerators
-from outlast.kubernetes.api import pods as kube_pods
+from outlast.kubernetes.api import pod_status as kube_pods
 from outlast.kubernetes.diagnosis import messages
+from outlast.kubernetes.diagnosis.evidence import Snapshot, of_pods
 from outlast.kubernetes.diagnosis.finding import Finding, amount_text, grouped, joined, workers
-from outlast.kubernetes.diagnosis.snapshot import Snapshot, of_pods
-from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import placement
 
 TOLERATED = placement.tolerated(accelerators.RESOURCES.values())

@@ -1,5 +1,5 @@
-"""The backend for a cluster: jobs of any topology, found by their labels. `workloads` finds and deletes documents, `submission`
-applies them, `logs` reads pods, and `job_status`, which is pure, computes the status of a job."""
+"""The backend for a cluster: jobs of any topology, found by their labels. `job_documents` finds and deletes documents,
+`submission` applies them, `logs` reads pods, and `job_status`, which is pure, computes the status of a job."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from outlast.job.backend import LogLine
 from outlast.job.contract import Label
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api
-from outlast.kubernetes.api import dropins, pods
+from outlast.kubernetes.api import dropins, pod_status
 from outlast.kubernetes.jobs import evaluation, fault_injection, job_status
 from outlast.kubernetes.jobs import logs as podlogs
+from outlast.kubernetes.jobs.job_documents import KINDS, NAMED, WORKERS, Workloads, job_name
 from outlast.kubernetes.jobs.submission import Submission, rendered
-from outlast.kubernetes.jobs.workloads import KINDS, NAMED, WORKERS, Workloads, job_name
 from outlast.storage.runs import output as stored
 
 if TYPE_CHECKING:
@@ -80,17 +80,17 @@ class KubernetesBackend:
     def pods(self, name: str) -> Sequence[Document]:
         """The pods of a job's workers, sorted by index."""
         self.workloads.existing(name)
-        return sorted(self.workloads.pods(name), key=lambda pod: (pods.index(pod), pods.created(pod)))
+        return sorted(self.workloads.pods(name), key=lambda pod: (pod_status.index(pod), pod_status.created(pod)))
 
     def pod(self, name: str, worker: int) -> Document:
         """The pod in which a worker runs. Raises NotFound."""
-        candidates = [pod for pod in self.pods(name) if pods.index(pod) == worker]
-        running = [pod for pod in candidates if pods.running(pod)]
+        candidates = [pod for pod in self.pods(name) if pod_status.index(pod) == worker]
+        running = [pod for pod in candidates if pod_status.running(pod)]
         if running:
             return running[-1]
         if candidates:
-            end = pods.end(candidates[-1])
-            why = pods.waits(candidates[-1]) or (end.sentence if end else "does not run")
+            end = pod_status.end(candidates[-1])
+            why = pod_status.waits(candidates[-1]) or (end.sentence if end else "does not run")
             raise NotFound(f"worker {worker} of {name} does not run: it {why}")
         raise self._unknown(name, worker, self.pods(name))
 
@@ -104,7 +104,9 @@ class KubernetesBackend:
 
         def read(path: str, start: int) -> bytes:
             command = ["sh", "-c", script, "sh", path, str(start + 1)]
-            ended = self.cluster.exec_(meta["name"], command, namespace=meta["namespace"], container=pods.container_name(pod))
+            ended = self.cluster.exec_(
+                meta["name"], command, namespace=meta["namespace"], container=pod_status.container_name(pod)
+            )
             if ended.code:
                 raise OutlastError(f"{path} cannot be read in pod {meta['name']}: {ended.error_line}")
             return ended.output
@@ -124,7 +126,7 @@ class KubernetesBackend:
         """The workers' log lines, merged by time; if there are no pods, the logs in the store."""
 
         def selected(pod: Document) -> bool:
-            return worker is None or pods.index(pod) == worker
+            return worker is None or pod_status.index(pod) == worker
 
         if follow:
             if not (workloads := self.workloads.of(name)):
@@ -137,7 +139,7 @@ class KubernetesBackend:
         else:
             workloads, every = self.workloads.existing(name), self.workloads.pods(name)
         chosen = [pod for pod in every if selected(pod)]
-        began = any(pods.began(pod) for pod in chosen)
+        began = any(pod_status.began(pod) for pod in chosen)
         if follow and (began or job_status.over(workloads[0]) is None):
             watched = _Watched(self.workloads, name)
             followed = podlogs.Followed(
@@ -150,7 +152,9 @@ class KubernetesBackend:
             say(f"no pod of {name} has a log; these lines are from {url}")
             yield from stored.logs(url, worker=worker, tail=tail)
         elif chosen:
-            raise NotFound(f"worker {pods.index(chosen[0])} of {name} has no log yet: it {pods.waits(chosen[0])}; wait with -f")
+            raise NotFound(
+                f"worker {pod_status.index(chosen[0])} of {name} has no log yet: it {pod_status.waits(chosen[0])}; wait with -f"
+            )
         elif every and worker is not None:
             raise self._unknown(name, worker, every)
         else:
@@ -246,7 +250,7 @@ class KubernetesBackend:
         schedules.check(action)
         if worker is not None:
             return fault_injection.inject(self.cluster, self.pod(name, worker), action, rng)
-        running = [pod for pod in self.pods(name) if pods.running(pod) and not pods.leaves(pod)]
+        running = [pod for pod in self.pods(name) if pod_status.running(pod) and not pod_status.leaves(pod)]
         if not running:
             raise NotFound(f"{name} has no running worker; wait until it runs")
         return fault_injection.inject(self.cluster, rng.choice(running), action, rng)
@@ -260,7 +264,7 @@ class KubernetesBackend:
     # Internal
 
     def _unknown(self, name: str, worker: int, workers: Sequence[Document]) -> NotFound:
-        indices = ", ".join(str(index) for index in sorted({pods.index(pod) for pod in workers}))
+        indices = ", ".join(str(index) for index in sorted({pod_status.index(pod) for pod in workers}))
         return NotFound(f"{name} has no worker {worker}; {f'there are {indices}' if indices else 'it has no pods now'}")
 
 
@@ -282,7 +286,7 @@ class _Watched:
             return True
         self._workload, self._kinds = workloads[0], [api.kind_of(workloads[0])]
         if job_status.suspended(workloads[0]):
-            return not any(pods.running(pod) for pod in self._workloads.pods(self._name))
+            return not any(pod_status.running(pod) for pod in self._workloads.pods(self._name))
         if self._kinds != [api.STATEFUL_SET] or time.monotonic() - self._queried_at < _AGENTS_S:
             return False
         status = self._workloads.status(self._name)

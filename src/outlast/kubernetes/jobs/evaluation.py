@@ -11,12 +11,12 @@ from outlast.job import foreign
 from outlast.job.backend import LogLine
 from outlast.job.contract import Label
 from outlast.kubernetes import api, manifests
-from outlast.kubernetes.api import applied, pods
-from outlast.kubernetes.api import workloads as kube_workloads
+from outlast.kubernetes.api import apply_documents, pod_status
+from outlast.kubernetes.api import workload_template as kube_workloads
 from outlast.kubernetes.jobs import job_status
 from outlast.kubernetes.jobs import logs as podlogs
-from outlast.kubernetes.jobs.workloads import Workloads, has_claim, job_name, workload_in
-from outlast.kubernetes.manifests import evaluation
+from outlast.kubernetes.jobs.job_documents import Workloads, has_claim, job_name, workload_in
+from outlast.kubernetes.manifests import evaluation_job
 
 Document = api.Document
 
@@ -29,7 +29,7 @@ def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Call
     if not has_claim(workload) and not workloads.store_url(name):
         raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
     unique = f"{RANDOM.getrandbits(32):08x}"
-    made = cluster.create(evaluation.document(name, _template(workloads, workload), args, unique=unique))
+    made = cluster.create(evaluation_job.document(name, _template(workloads, workload), args, unique=unique))
     title = made["metadata"]["name"]
     print(f"outlast | Job {title} evaluates {name}", file=sys.stderr, flush=True)
 
@@ -46,7 +46,7 @@ def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Call
     except KeyboardInterrupt:
         cluster.delete(api.JOB, title)
         raise
-    ends = [end for pod in cluster.list_(api.POD, labels=labels) if (end := pods.end(pod)) is not None]
+    ends = [end for pod in cluster.list_(api.POD, labels=labels) if (end := pod_status.end(pod)) is not None]
     if not ends:
         raise OutlastError(f"Job {title} ended without a pod; look at it with: kubectl describe job {title}")
     return ends[-1].code if ends[-1].code >= 0 else 1
@@ -65,8 +65,8 @@ def _template(workloads: Workloads, workload: Document) -> Document:
     documents = manifests.render(job.model_copy(update={"spec": job.spec.model_copy(update=one)}), "job", run=run)
     for document in documents:
         if api.kind_of(document) is api.CONFIG_MAP:
-            old = applied.there(workloads.cluster, document)
+            old = apply_documents.there(workloads.cluster, document)
             foreign.check(old, {Label.JOB: job_name(workload)}, instead="have it renamed or removed")
-            workloads.adopt(applied.apply(workloads.cluster, document, old=old).new, workload)
+            workloads.adopt(apply_documents.apply(workloads.cluster, document, old=old).new, workload)
     template: Document = workload_in(documents)["spec"]["template"]
     return template

@@ -13,7 +13,7 @@ from pathlib import Path
 from outlast.base.errors import NotFound, OutlastError
 from outlast.job import chaos
 from outlast.kubernetes import api
-from outlast.kubernetes.api import pods
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.jobs import fault_in_pod
 
 _NOBODY = 3
@@ -23,7 +23,7 @@ _START = 'p=$(command -v python3 || command -v python) || { echo "it has no Pyth
 
 def inject(cluster: api.Cluster, pod: api.Document, action: str, rng: random.Random) -> str:
     """Inject a fault into the worker of this pod; returns a sentence about the fault."""
-    meta, worker = pod["metadata"], f"worker {pods.index(pod)}"
+    meta, worker = pod["metadata"], f"worker {pod_status.index(pod)}"
     name, namespace = meta["name"], meta["namespace"]
     match chaos.check(action):
         case "kill-worker":
@@ -39,7 +39,7 @@ def inject(cluster: api.Cluster, pod: api.Document, action: str, rng: random.Ran
     arguments = [action, f"{rng.random():.6f}", str(turns), str(stopped_s), str(running_s)]
     program = Path(fault_in_pod.__file__).read_bytes()
     command = ["sh", "-c", _START, "sh", *arguments]
-    ended = cluster.exec_(name, command, namespace=namespace, container=pods.container_name(pod), stdin=program)
+    ended = cluster.exec_(name, command, namespace=namespace, container=pod_status.container_name(pod), stdin=program)
     if ended.code == _NOBODY:
         raise NotFound(f"{worker} has no training process now; wait until it trains")
     if ended.code:

@@ -21,12 +21,12 @@ from outlast.base.errors import Absent, ClusterError, Forbidden, NotServed, Outl
 from outlast.job import foreign
 from outlast.job.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.kubernetes import diagnosis
-from outlast.kubernetes.api import applied, dropins, kinds, pods, within
+from outlast.kubernetes.api import apply_documents, dropins, kinds, pod_status, within
 from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.diagnosis import cluster as conditions
-from outlast.kubernetes.diagnosis import gather
-from outlast.kubernetes.manifests.installed import install, nodewatch, rbac
-from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.diagnosis import gather_evidence
+from outlast.kubernetes.manifests.installed import nodewatch_daemonset, operator_deployment, rbac
+from outlast.kubernetes.manifests.render_request import Document
 
 if TYPE_CHECKING:
     from outlast.kubernetes.api import Cluster
@@ -70,13 +70,13 @@ class Done:
 def documents(
     *,
     namespace: str = OPERATOR_NAMESPACE,
-    image: str = install.IMAGE,
+    image: str = operator_deployment.IMAGE,
     watch: bool = False,
     on_demand: bool = False,
 ) -> list[Document]:
     """All documents of an installation, in the order of creation. `watch` includes the node watcher; for `on_demand` see
-    `install.files`."""
-    files = install.files(into=namespace, image=image, on_demand=on_demand)
+    `operator_deployment.files`."""
+    files = operator_deployment.files(into=namespace, image=image, on_demand=on_demand)
     names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml", *(["node-watch/node-watch.yaml"] if watch else [])]
     return [document for name in names for document in files[name]]
 
@@ -93,17 +93,17 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
     _check_rivals(cluster)
     shared = [kind.resource for kind in dropins.KINDS]  # another controller may have created the definition
     for document in desired:
-        if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := gather.holder(document)):
+        if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := gather_evidence.holder(document)):
             _check_alone(cluster, namespace)
     own = [each for each in desired if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
-    applied.check(cluster, own, instead="have it renamed or removed, or install into another --namespace")
+    apply_documents.check(cluster, own, instead="have it renamed or removed, or install into another --namespace")
     created_namespace = ""
     """The namespace that a dry run would create: the server cannot dry-run the creation of objects in it."""
     for document in desired:
         if dry_run and created_namespace and document["metadata"].get("namespace") == created_namespace:
             yield Done("created", document)
             continue
-        old = applied.there(cluster, document)
+        old = apply_documents.there(cluster, document)
         if old is not None and old["metadata"].get("deletionTimestamp"):
             if not dry_run and not _gone(cluster, old):
                 raise ClusterError(f"{_going(document)}; install again when it is gone")
@@ -113,13 +113,13 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
             continue
         if document["kind"] == kinds.NAMESPACE.kind:
             created_namespace = document["metadata"]["name"] if old is None else ""
-        yield Done(applied.apply(cluster, document, old=old, dry_run=dry_run).what, document)
+        yield Done(apply_documents.apply(cluster, document, old=old, dry_run=dry_run).what, document)
         if document["kind"] == kinds.CRD.kind and not dry_run:
             _wait_established(cluster, document["metadata"]["name"])
 
 
 def _check_rivals(cluster: Cluster) -> None:
-    if rivals := gather.rivals(cluster):
+    if rivals := gather_evidence.rivals(cluster):
         raise OutlastError(
             f"{', '.join(rivals)} runs here and makes the pods of ElasticJobs of another API, as the operator would; "
             f"stop it first: {conditions.stop(rivals)}. Its definition and its jobs stay, and train on"
@@ -127,7 +127,7 @@ def _check_rivals(cluster: Cluster) -> None:
 
 
 def _check_alone(cluster: Cluster, namespace: str) -> None:
-    other = gather.holder(cluster.find(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
+    other = gather_evidence.holder(cluster.find(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
     if other and other != namespace and cluster.find(kinds.DEPLOYMENT, OPERATOR, namespace=other):
         raise OutlastError(
             f"the operator of this cluster is in namespace {other}; pass --namespace {other}, "
@@ -139,7 +139,7 @@ def _gone(cluster: Cluster, document: Document) -> bool:
     """Wait until a document that is being deleted is gone; False on timeout."""
     with within(_GONE_S) as stop:
         while not stop.is_set():
-            now = applied.there(cluster, document)
+            now = apply_documents.there(cluster, document)
             if now is None or now["metadata"].get("uid") != document["metadata"].get("uid"):
                 return True
             stop.wait(_POLL_S)
@@ -157,9 +157,9 @@ def _wait_established(cluster: Cluster, name: str) -> None:
     """Wait until the API server serves the kind of a CustomResourceDefinition. Raises ClusterError on timeout."""
 
     def established(definition: Document) -> bool:
-        if refused := pods.condition(definition, "NamesAccepted", "False"):
+        if refused := pod_status.condition(definition, "NamesAccepted", "False"):
             raise ClusterError(f"the definition {name} is not accepted: {refused.get('message')}; remove what has its names")
-        return pods.condition(definition, "Established") is not None
+        return pod_status.condition(definition, "Established") is not None
 
     if await_(cluster, kinds.CRD, name, established, timeout_s=_ESTABLISHED_S) is None:
         raise ClusterError(f"the API server does not serve {name} after {_ESTABLISHED_S:.0f} s; look at it, and install again")
@@ -198,7 +198,7 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Find
     if await_(cluster, kind, name, runs, timeout_s=timeout_s, namespace=namespace):
         return []
     selected = ",".join(f"{key}={value}" for key, value in workload["spec"]["selector"]["matchLabels"].items())
-    seen = gather.workload(cluster, name, namespace, labels=selected, kind=kind)
+    seen = gather_evidence.workload(cluster, name, namespace, labels=selected, kind=kind)
     return [cause for cause in diagnosis.causes(seen, time.time()) if cause.name != "absent"]
 
 
@@ -239,12 +239,16 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     named = [_named(kinds.CRD, kind.resource) for kind in _JOBS]
     if crds:
         yield from (_delete(cluster, each) for each in named)
-    left = [] if crds else [each for each in named if (there := applied.there(cluster, each)) is not None and foreign.ours(there)]
+    left = (
+        []
+        if crds
+        else [each for each in named if (there := apply_documents.there(cluster, each)) is not None and foreign.ours(there)]
+    )
     roles = [each["metadata"]["name"] for each in rbac.users()]
     for document in reversed(desired):
-        old = applied.there(cluster, document)
+        old = apply_documents.there(cluster, document)
         if old is None:
-            if not document["metadata"]["name"].startswith(nodewatch.NAME):
+            if not document["metadata"]["name"].startswith(nodewatch_daemonset.NAME):
                 yield Done("absent", document)
         elif document["kind"] == kinds.NAMESPACE.kind:
             yield from _remove_namespace(cluster, old)
@@ -258,7 +262,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
 
 def _delete(cluster: Cluster, document: Document) -> Done:
     meta = document["metadata"]
-    existing = applied.there(cluster, document)
+    existing = apply_documents.there(cluster, document)
     if existing is not None and not foreign.ours(existing):
         return Done("kept", document, "somebody else made it")
     try:
@@ -275,7 +279,7 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
             yield Done("kept", namespace, reason)
             return
         _delete(cluster, namespace)
-    if applied.there(cluster, namespace):
+    if apply_documents.there(cluster, namespace):
         yield Done("deleting", namespace, "what is in it ends first")
     yield Done("deleted", namespace) if _gone(cluster, namespace) else Done("deleting", namespace, _going(namespace))
 

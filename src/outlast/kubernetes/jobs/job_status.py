@@ -13,7 +13,8 @@ from outlast.job.contract import Env, Label
 from outlast.job.failure import Failure
 from outlast.job.ledger import Event
 from outlast.job.status import CheckpointStatus, JobStatus, SnapshotStatus, State, StoreStatus, WorkerStatus
-from outlast.kubernetes.api import dropins, pods, wire, workloads
+from outlast.kubernetes.api import document_parsing, dropins, workload_template
+from outlast.kubernetes.api import pod_status as pods
 
 Document = Mapping[str, Any]
 Metrics = Mapping[str, float]
@@ -100,7 +101,7 @@ def status(snapshot: Snapshot) -> JobStatus:
 def _as_written(observed: JobStatus, workload: Document) -> JobStatus:
     """The observed status, completed by the one that the operator has written to the ElasticJob."""
     written = workload.get("status") or {}
-    if workloads.agentless(workload):
+    if workload_template.agentless(workload):
         fields_ = {"restarts": written.get("restarts"), "started": pods.seconds(written.get("startTime")) or None}
         return observed.model_copy(update={key: value for key, value in fields_.items() if value is not None})
     if workload.get("kind") != "ElasticJob" or not written.get("state"):
@@ -142,7 +143,7 @@ def _newest(documents: Sequence[Document]) -> dict[int, Document]:
 def _desired(workload: Document) -> int:
     """The number of workers; for a suspended workload, the number before the suspension."""
     held = (workload["metadata"].get("annotations") or {}).get(REPLICAS)
-    return workloads.replicas(workload) or int(held or 0)
+    return workload_template.replicas(workload) or int(held or 0)
 
 
 def suspended(workload: Document) -> bool:
@@ -216,7 +217,7 @@ def _unmade(snapshot: Snapshot) -> str:
     """Why a workload has no pods."""
     if held := pods.condition(snapshot.workload, "FailedCreate") or pods.condition(snapshot.workload, "ReplicaFailure"):
         return f"its pods cannot be created: {held.get('message')}"
-    if broken := snapshot.workload.get(wire.UNREADABLE):
+    if broken := snapshot.workload.get(document_parsing.UNREADABLE):
         return f"it cannot be read: {broken}"
     if snapshot.workload.get("kind") == "ElasticJob" and not snapshot.workload.get("status"):
         if snapshot.now - pods.created(snapshot.workload) < TAKEN_S:
@@ -308,12 +309,12 @@ def _warnings(snapshot: Snapshot) -> Iterator[str]:
 
 def _environment(workload: Document) -> dict[str, str]:
     """The variables with literal values of the container in the pods."""
-    containers = (workloads.template(workload).get("spec") or {}).get("containers") or ()
+    containers = (workload_template.template(workload).get("spec") or {}).get("containers") or ()
     return {each["name"]: each["value"] for c in containers for each in c.get("env") or () if "value" in each}
 
 
 def _url(snapshot: Snapshot) -> str:
-    if workloads.agentless(snapshot.workload):
+    if workload_template.agentless(snapshot.workload):
         return ""
     if snapshot.workload.get("kind") == "ElasticJob":
         place = str((snapshot.workload.get("spec") or {}).get("output") or "")
@@ -323,8 +324,8 @@ def _url(snapshot: Snapshot) -> str:
 
 def _output(snapshot: Snapshot) -> str:
     if _brings_data(snapshot.workload):
-        return str((workloads.template(snapshot.workload)["spec"]["containers"][0].get("command") or [""])[-1])
-    if workloads.agentless(snapshot.workload):
+        return str((workload_template.template(snapshot.workload)["spec"]["containers"][0].get("command") or [""])[-1])
+    if workload_template.agentless(snapshot.workload):
         return ""  # wherever its script writes it
     return _url(snapshot) or f"{_environment(snapshot.workload).get(Env.OUTPUT, f'/out/{snapshot.name}')} in its pods"
 

@@ -19,7 +19,7 @@ from outlast.base import backoff
 from outlast.base.errors import Absent, Refused, Unanswered
 from outlast.job.backend import LogLine
 from outlast.kubernetes import api
-from outlast.kubernetes.api import pods
+from outlast.kubernetes.api import pod_status
 
 _QUEUE = 10_000
 """Maximum number of items (log lines, changes of pods, messages) that wait to be handled."""
@@ -46,9 +46,9 @@ def merged(
 ) -> Iterator[LogLine]:
     """The lines of all pods, ordered by time; with `tail`, the last lines of the newest pod of each worker. `say` is called for a
     pod whose node does not answer; if no node answers, the error is raised."""
-    begun = sorted((pod for pod in documents if pods.began(pod)), key=pods.created)
+    begun = sorted((pod for pod in documents if pod_status.began(pod)), key=pod_status.created)
     if tail is not None:
-        begun = list({pods.index(pod): pod for pod in begun}.values())
+        begun = list({pod_status.index(pod): pod for pod in begun}.values())
     unread: list[Unanswered] = []
 
     def past(pod: api.Document) -> Iterator[tuple[tuple[str, str], LogLine]]:
@@ -58,7 +58,7 @@ def merged(
             unread.append(error)
             if len(unread) == len(begun):
                 raise
-            say(f"worker {pods.index(pod)} cannot be read to its end: {error}")
+            say(f"worker {pod_status.index(pod)} cannot be read to its end: {error}")
 
     for _, line in heapq.merge(*map(past, begun), key=lambda each: each[0]):
         yield line
@@ -68,12 +68,12 @@ def _past(
     cluster: api.Cluster, pod: api.Document, *, tail: int | None, since_s: float | None
 ) -> Iterator[tuple[tuple[str, str], LogLine]]:
     """Times and lines of a pod, including those before the last restart of its container."""
-    meta, index = pod["metadata"], pods.index(pod)
-    restarted = tail is None and int(pods.container_status(pod).get("restartCount", 0)) > 0
+    meta, index = pod["metadata"], pod_status.index(pod)
+    restarted = tail is None and int(pod_status.container_status(pod).get("restartCount", 0)) > 0
     for previous in (True, False) if restarted else (False,):
         with contextlib.suppress(Absent, Refused):  # gone meanwhile, or its node has forgotten that log
             options = api.LogOptions(
-                container=pods.container_name(pod), tail=tail, since_s=since_s, previous=previous, timestamps=True
+                container=pod_status.container_name(pod), tail=tail, since_s=since_s, previous=previous, timestamps=True
             )
             for line in cluster.logs(meta["name"], options, namespace=meta["namespace"]):
                 if stamped := _split(line):
@@ -215,13 +215,13 @@ class _Follower:
         uid = pod["metadata"]["uid"]
         if uid in self._readers or not self._followed.selected(pod):
             return
-        if pods.began(pod):
+        if pod_status.began(pod):
             tail, since_s = (self._tail, self._since_s) if first else (None, None)
             reader = self._readers[uid] = _Reader(self._cluster, pod, self._put, self._stop, tail=tail, since_s=since_s)
             self._threads.append(self._run(reader.read))
-        elif (why := pods.waits(pod)) and self._reported.get(uid) != why:
+        elif (why := pod_status.waits(pod)) and self._reported.get(uid) != why:
             self._reported[uid] = why
-            self._say(f"worker {pods.index(pod)} {why}")
+            self._say(f"worker {pod_status.index(pod)} {why}")
 
 
 class _Reader:
@@ -241,8 +241,8 @@ class _Reader:
         self._tail, self._since_s = tail, since_s
         self._finished = api.Stop()
         self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
-        self._uid, self._container, self._index = pod["metadata"]["uid"], pods.container_name(pod), pods.index(pod)
-        self._starts = int(pods.container_status(pod).get("restartCount", 0))
+        self._uid, self._container, self._index = pod["metadata"]["uid"], pod_status.container_name(pod), pod_status.index(pod)
+        self._starts = int(pod_status.container_status(pod).get("restartCount", 0))
         """How often the container had been restarted when we started to read this log."""
         self._last_line_at = time.monotonic()
         self._last, self._same = "", 0
@@ -259,11 +259,11 @@ class _Reader:
                 return
             if (pod := self._look()) is None:
                 return
-            starts = int(pods.container_status(pod).get("restartCount", 0))
+            starts = int(pod_status.container_status(pod).get("restartCount", 0))
             if starts == self._starts + 1:
                 self._lines(previous=True)  # the lines after the connection was lost
             self._starts = starts
-            if pods.over(pod) or (not pods.running(pod) and pod["metadata"].get("deletionTimestamp")):
+            if pod_status.over(pod) or (not pod_status.running(pod) and pod["metadata"].get("deletionTimestamp")):
                 self._lines()
                 return
 

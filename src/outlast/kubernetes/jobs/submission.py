@@ -14,10 +14,10 @@ from outlast.job import foreign
 from outlast.job.contract import Label
 from outlast.job.status import State
 from outlast.kubernetes import api
-from outlast.kubernetes.api import applied, ownership
+from outlast.kubernetes.api import apply_documents, owner_references
 from outlast.kubernetes.jobs import job_status
-from outlast.kubernetes.jobs.workloads import BESIDE, KINDS, NAMED, Workloads, has_claim, job_name, workload_in
-from outlast.kubernetes.manifests import objects
+from outlast.kubernetes.jobs.job_documents import BESIDE, KINDS, NAMED, Workloads, has_claim, job_name, workload_in
+from outlast.kubernetes.manifests import configmaps_and_service
 
 if TYPE_CHECKING:
     from outlast.job.spec import Job
@@ -87,18 +87,18 @@ class Submission:
         beside: list[Document] = []
         for document in documents:
             kind, meta = api.kind_of(document), document["metadata"]
-            if document is workload and (secret := objects.key(job, workload, secrets.token_hex(32))):
+            if document is workload and (secret := configmaps_and_service.key(job, workload, secrets.token_hex(32))):
                 key, sentence = self._key(secret, alive)
                 beside += key
                 yield sentence
             title = f"{kind} {meta['name']}"
             old = self._existing(document, alive)
             if old is not None and kind is api.CLAIM:
-                yield objects.kept(document, old)
+                yield configmaps_and_service.kept(document, old)
                 continue
             if kind not in NAMED:  # includes objects created since `make_room`
                 foreign.check(old, {Label.JOB: job.metadata.name}, instead=_INSTEAD)
-            done = applied.apply(self.cluster, document, old=old)
+            done = apply_documents.apply(self.cluster, document, old=old)
             yield f"{title} {done.what}"
             if kind in BESIDE:
                 beside.append(done.new)
@@ -204,9 +204,9 @@ class Submission:
     def _existing(self, document: Document, alive: AbstractSet[str]) -> Document | None:
         """The existing object with a document's name; None if there is none or if its owners are gone. In the latter case the
         object is deleted: garbage collection may be about to delete it, and so take it away from the new workload."""
-        if (found := applied.there(self.cluster, document)) is None:
+        if (found := apply_documents.there(self.cluster, document)) is None:
             return None
-        kind, meta, owners = api.kind_of(document), document["metadata"], ownership.owners(found)
+        kind, meta, owners = api.kind_of(document), document["metadata"], owner_references.owners(found)
         if kind not in (*BESIDE, api.SECRET) or not foreign.ours(found) or not owners or owners & alive:
             return found
         try:
@@ -238,7 +238,7 @@ class Submission:
                 self.workloads.delete(kind, old, grace_s=None)
                 self.workloads.wait_until_gone(kind, old)
         own = [each for each in documents if api.kind_of(each) not in (api.CLAIM, *NAMED)]
-        applied.check(self.cluster, own, {Label.JOB: name}, instead=_INSTEAD)
+        apply_documents.check(self.cluster, own, {Label.JOB: name}, instead=_INSTEAD)
         return done
 
 

@@ -24,9 +24,9 @@ from outlast.base.errors import Absent, ClusterError, Forbidden, NotFound, NotSe
 from outlast.job.contract import Env
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api
-from outlast.kubernetes.api import kubeconfig, pods
+from outlast.kubernetes.api import kubeconfig, pod_status
 from outlast.kubernetes.jobs import job_status
-from outlast.kubernetes.jobs.workloads import Workloads
+from outlast.kubernetes.jobs.job_documents import Workloads
 
 T = TypeVar("T")
 
@@ -182,10 +182,10 @@ class Waiter:
     def _why(self, status: JobStatus) -> str:
         """The first problem that `outlast why` finds; if it finds none, the reason in the status."""
         from outlast.kubernetes import diagnosis
-        from outlast.kubernetes.diagnosis import gather
+        from outlast.kubernetes.diagnosis import gather_evidence
 
         try:
-            causes = diagnosis.causes(gather.job(self.workloads.cluster, self.name), time.time())
+            causes = diagnosis.causes(gather_evidence.job(self.workloads.cluster, self.name), time.time())
         except OutlastError:  # the status knows as well
             causes = []
         return next((cause.what for cause in causes if cause.wrong), status.reason)
@@ -235,7 +235,7 @@ def spared(pod: api.Document | None, owner: api.Document | None) -> str:
     over = owner is not None and "deletionTimestamp" in owner["metadata"]
     if pod is None or over or spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0:  # 0: Kubeflow Pipelines terminates
         return ""
-    if disruption := pods.disruption(pod):
+    if disruption := pod_status.disruption(pod):
         return f"the step's pod is evicted ({disruption.get('reason')}), and the step is to be run again"
     if "deletionTimestamp" not in pod["metadata"] or owner is None:
         return ""

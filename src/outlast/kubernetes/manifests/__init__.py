@@ -1,12 +1,12 @@
 """A job as Kubernetes objects: `render(job, "indexed-job")`. Pure.
 
-Used by `outlast render`, the operator (`pods.pod`) and `deploy/render.py` (`install`, `crd`). The contract of a worker's pod is
-in `docs/decisions/0009-the-workers-pod.md`.
+Used by `outlast render`, the operator (`worker_pod.pod`) and `deploy/render.py` (`operator_deployment`, `crd`). The contract of
+a worker's pod is in `docs/decisions/0009-the-workers-pod.md`.
 """
 
 from __future__ import annotations
 
-from outlast.kubernetes.manifests.request import Document, Request
+from outlast.kubernetes.manifests.render_request import Document, Request
 from outlast.kubernetes.manifests.topologies import TOPOLOGIES, render, warnings
 
 __all__ = ["TOPOLOGIES", "Document", "Request", "render", "warnings"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from outlast.job import contract, spec
 from outlast.job.contract import Label
 from outlast.kubernetes.manifests import names
-from outlast.kubernetes.manifests.request import Document, Request, wrong
+from outlast.kubernetes.manifests.render_request import Document, Request, wrong
 
 UNMESHED = {"sidecar.istio.io/inject": "false"}
 """Label that keeps Istio from adding a proxy to pods that run to completion, in namespaces where Istio adds one, such as

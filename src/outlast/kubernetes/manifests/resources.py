@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from outlast.base import units
 from outlast.job import accelerators, spec
-from outlast.kubernetes.manifests.request import wrong
+from outlast.kubernetes.manifests.render_request import wrong
 
 Quantities = dict[str, str | int]
 

@@ -9,7 +9,7 @@ from outlast.job import contract, spec
 from outlast.job.contract import Env, Pod
 from outlast.job.spec import substitution
 from outlast.kubernetes.manifests import resources, volumes
-from outlast.kubernetes.manifests.request import Document, Request
+from outlast.kubernetes.manifests.render_request import Document, Request
 
 KEY = "key"
 """Key in the Secret with which the workers of a job authenticate one another."""

@@ -14,7 +14,7 @@ from outlast.base import units
 from outlast.job import spec
 from outlast.job.contract import Annotation, Pod
 from outlast.kubernetes.manifests import resources
-from outlast.kubernetes.manifests.request import Document, Request, wrong
+from outlast.kubernetes.manifests.render_request import Document, Request, wrong
 
 _STATE_SIZE = "256Mi"
 """Size limit of the state directory, which is in memory and contains some kilobytes."""

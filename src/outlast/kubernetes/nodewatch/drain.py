@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.job.contract import Label
-from outlast.kubernetes.api import pods as podwords
+from outlast.kubernetes.api import pod_status as podwords
 
 LAST_S = 2.0
 """Margin before the deadline by which a pod must have ended, since the kubelet has to report the end."""

@@ -16,9 +16,9 @@ from typing import Any
 
 from outlast.base.errors import Absent, ClusterError, Conflict, Forbidden, Refused, Taken
 from outlast.job.contract import OPERATOR, Label
-from outlast.kubernetes.api import ownership
+from outlast.kubernetes.api import owner_references
 from outlast.kubernetes.api.kinds import EVENT, ROLE, ROLE_BINDING, kind_of
-from outlast.kubernetes.operator import job_status
+from outlast.kubernetes.operator import elasticjob_status
 from outlast.kubernetes.operator.plan import Deletion, Document, Event, Plan
 from outlast.kubernetes.operator.writer import Parallel, Writer
 
@@ -175,9 +175,9 @@ class _Applying:
         name = f"{kind_of(document)} {document['metadata']['name']}"
         if not document["metadata"].get("ownerReferences"):
             return ""
-        if ownership.owned_by(existing, self.job):
+        if owner_references.owned_by(existing, self.job):
             return None
-        if ownership.owned_by_predecessor(existing, self.job):
+        if owner_references.owned_by_predecessor(existing, self.job):
             return f"{name} of an earlier job of this name still exists; this one is created when it is gone"
         if kind_of(document) in (ROLE, ROLE_BINDING):
             raise Refused(f"{name} exists and does not belong to this job; delete it, or give the job another name")
@@ -198,7 +198,7 @@ class _Applying:
         except Absent:
             return _Obstacle(f"{name} existed and is just gone; it is created in a moment")
         existing = document["metadata"]
-        if ownership.owned_by(document, self.job):
+        if owner_references.owned_by(document, self.job):
             if existing.get("deletionTimestamp"):
                 return _Obstacle(f"{name} is still terminating; it is created again when it is gone")
             if (existing.get("labels") or {}).get(Label.JOB) != meta["labels"].get(Label.JOB):
@@ -265,7 +265,7 @@ def _write_event(cluster: Writer, job: Mapping[str, Any], note: Event, now: floa
 def event(job: Mapping[str, Any], note: Event, now: float) -> Document:
     meta = job["metadata"]
     content = "\0".join((meta["uid"], note.type, note.reason, note.message, str(int(now // EVENT_WINDOW_S))))
-    time = job_status.text(now)
+    time = elasticjob_status.text(now)
     return {
         "apiVersion": EVENT.api_version,
         "kind": EVENT.kind,

@@ -15,10 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outlast.job import contract
+from outlast.kubernetes.operator.observed_job import JobSnapshot
 from outlast.kubernetes.operator.plan import Plan
-from outlast.kubernetes.operator.reconcile import Reconcile
-from outlast.kubernetes.operator.rules import end, failures, kueue, nodes, plain, progress, start, workers, world
-from outlast.kubernetes.operator.snapshot import JobSnapshot
+from outlast.kubernetes.operator.reconcile_pass import Reconcile
+from outlast.kubernetes.operator.rules import (
+    counted_failures,
+    job_end,
+    job_start,
+    lost_nodes,
+    plain_torchrun,
+    rendezvous_calls,
+    replaced_workers,
+    status_progress,
+    waiting_in_queue,
+)
 
 
 def decide(seen: JobSnapshot) -> Plan:
@@ -26,50 +36,50 @@ def decide(seen: JobSnapshot) -> Plan:
     if seen.document["spec"].get("managedBy", contract.MANAGED_BY) != contract.MANAGED_BY:
         return Plan()  # another controller makes its pods and writes its status
     if seen.document["metadata"].get("deletionTimestamp"):
-        return end.orphans(seen.pods, seen.now, seen.since, seen.limits)
+        return job_end.orphans(seen.pods, seen.now, seen.since, seen.limits)
     rec = Reconcile(seen)
     for rule in RULES if seen.plain is None else PLAIN_RULES:
         rule(rec)
         if rec.done:
             break
     if seen.job is not None:
-        progress.written(rec)
+        status_progress.written(rec)
     return rec.plan()
 
 
 RULES: tuple[Callable[[Reconcile], None], ...] = (
-    end.finished,
-    start.unreadable,
-    start.changed_or_new,
-    kueue.queued,
-    end.workers_done,
-    failures.repaired,
-    workers.ended_workers,
-    nodes.lost_workers,
-    start.once_elected,
-    nodes.cut_off_workers,
-    workers.silent_workers,
-    nodes.leaving_nodes,
-    world.resumed,
-    end.too_late,
-    world.world_decided,
-    workers.mass_silence,
-    workers.surplus_workers,
-    workers.missing_workers,
+    job_end.finished,
+    job_start.unreadable,
+    job_start.changed_or_new,
+    waiting_in_queue.queued,
+    job_end.workers_done,
+    counted_failures.repaired,
+    replaced_workers.ended_workers,
+    lost_nodes.lost_workers,
+    job_start.once_elected,
+    lost_nodes.cut_off_workers,
+    replaced_workers.silent_workers,
+    lost_nodes.leaving_nodes,
+    rendezvous_calls.resumed,
+    job_end.too_late,
+    rendezvous_calls.world_decided,
+    replaced_workers.mass_silence,
+    replaced_workers.surplus_workers,
+    replaced_workers.missing_workers,
 )
 """The order matters: rules that observe pods run before the world is decided, and pods are created last."""
 PLAIN_RULES: tuple[Callable[[Reconcile], None], ...] = (
-    end.finished,
-    plain.taken_up,
-    end.too_late,
-    plain.restarted_containers,
-    plain.ended_workers,
-    plain.done_workers,
-    nodes.lost_workers,
-    plain.overdue_workers,
-    nodes.leaving_nodes,
-    plain.needless_workers,
-    plain.missing_workers,
-    plain.pods_observed,
+    job_end.finished,
+    plain_torchrun.taken_up,
+    job_end.too_late,
+    plain_torchrun.restarted_containers,
+    plain_torchrun.ended_workers,
+    plain_torchrun.done_workers,
+    lost_nodes.lost_workers,
+    plain_torchrun.overdue_workers,
+    lost_nodes.leaving_nodes,
+    plain_torchrun.needless_workers,
+    plain_torchrun.missing_workers,
+    plain_torchrun.pods_observed,
 )
 """Rules for a job whose workers have no agent: torchrun decides which workers train together."""

@@ -7,13 +7,13 @@ from typing import Any
 
 from outlast.job import contract, spec
 from outlast.kubernetes.api.kinds import Kind
-from outlast.kubernetes.manifests import labels, names, objects, pods, variables, volumes
+from outlast.kubernetes.manifests import configmaps_and_service, labels, names, variables, volumes, worker_pod
 from outlast.kubernetes.manifests.installed import rbac
-from outlast.kubernetes.manifests.request import Request
+from outlast.kubernetes.manifests.render_request import Request
 from outlast.kubernetes.manifests.scheduling import disruption, gang, kueue, placement
 from outlast.kubernetes.manifests.scheduling.kueue import Priority
 from outlast.kubernetes.manifests.topologies import elasticjob
-from outlast.kubernetes.operator.snapshot import JobSnapshot
+from outlast.kubernetes.operator.observed_job import JobSnapshot
 
 Document = dict[str, Any]
 
@@ -22,11 +22,11 @@ def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
     """The objects that must exist before the first pod. Raises InvalidJob for a job that cannot be rendered as pods."""
     request = _request(snapshot)
     elasticjob.documents(request)  # validates jobs from kubectl, which `outlast submit` has not checked
-    worker = pods.pod(request, _worker(snapshot, request), index=0, generation=0, file="")
+    worker = worker_pod.pod(request, _worker(snapshot, request), index=0, generation=0, file="")
     return (
-        *objects.claims(request),  # without owner: they may hold data that others need
+        *configmaps_and_service.claims(request),  # without owner: they may hold data that others need
         *_members(snapshot, request, bearer=worker["spec"].get("serviceAccountName") or "default"),
-        _owned(snapshot, objects.service(request)),
+        _owned(snapshot, configmaps_and_service.service(request)),
         _budget(snapshot, request),
         *(_owned(snapshot, document) for document in _gang(snapshot, request).documents),
     )
@@ -47,7 +47,7 @@ def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, least: in
     request = _request(snapshot)
     meta = labels.metadata(request, name)
     meta["labels"] = {**meta["labels"], kueue.JOB_UID: snapshot.uid}
-    template = pods.template(request, _worker(snapshot, request))
+    template = worker_pod.template(request, _worker(snapshot, request))
     queue = kueue.queue(snapshot.document)
     made = kueue.workload(kind, meta, queue=queue, template=template, count=count, least=least, priority=priority)
     return _owned(snapshot, made)
@@ -61,7 +61,7 @@ def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoi
     request = _request(snapshot)
     file = volumes.file(request.job)  # dumping YAML is the slowest part of this
     for index in indices:
-        pod = pods.pod(request, _worker(snapshot, request, index), index=index, generation=generation, file=file)
+        pod = worker_pod.pod(request, _worker(snapshot, request, index), index=index, generation=generation, file=file)
         made = _owned(snapshot, pod)
         made["spec"]["hostname"] = made["metadata"]["name"]  # else it has no DNS name behind the Service
         if avoided:
@@ -83,8 +83,8 @@ def _request(snapshot: JobSnapshot) -> Request:
     return Request(job, names.Names(snapshot.name), snapshot.run, carried=True, fresh=fresh)
 
 
-def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> pods.Worker:
-    return pods.Worker(
+def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> worker_pod.Worker:
+    return worker_pod.Worker(
         index=variables.plain(str(index)),
         rendezvous=f"{contract.KUBERNETES}{snapshot.name}",
         subdomain=request.names.service,

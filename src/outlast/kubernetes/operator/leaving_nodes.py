@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from outlast.job.contract import LEAVING, Annotation, LeavingKind
-from outlast.kubernetes.api import pods as podwords
+from outlast.kubernetes.api import pod_status as podwords
 from outlast.kubernetes.manifests.scheduling.placement import SPOT
 
 Document = Mapping[str, Any]

@@ -25,11 +25,11 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import POD, Kind
 from outlast.kubernetes.manifests.scheduling import kueue
 from outlast.kubernetes.operator import apply
-from outlast.kubernetes.operator.cache import Cache, CachedJob, Key, Urgency
+from outlast.kubernetes.operator.cluster_cache import Cache, CachedJob, Key, Urgency
+from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
-from outlast.kubernetes.operator.metrics import Metrics
 from outlast.kubernetes.operator.plan import Document, Plan
-from outlast.kubernetes.operator.queues import ClusterFeatures
+from outlast.kubernetes.operator.prometheus import Metrics
 from outlast.kubernetes.operator.watches import Intervals, Watches
 from outlast.kubernetes.operator.workqueue import WorkQueue
 from outlast.kubernetes.operator.writer import Background, NotLeader, Parallel, Writer

@@ -18,12 +18,12 @@ from outlast.job.contract import Label
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE, NODE, POD, POD_GROUP, PRIORITY_CLASS, VOLCANO_GROUP, Kind
 from outlast.kubernetes.manifests.scheduling import kueue
-from outlast.kubernetes.operator import cache as caches
+from outlast.kubernetes.operator import cluster_cache as caches
 from outlast.kubernetes.operator import leaving_nodes
-from outlast.kubernetes.operator.cache import Cache, Document, Key
-from outlast.kubernetes.operator.metrics import Metrics
-from outlast.kubernetes.operator.queues import ClusterFeatures, KueueObjects
-from outlast.kubernetes.operator.snapshot import RECEIVED, answers
+from outlast.kubernetes.operator.cluster_cache import Cache, Document, Key
+from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures, KueueObjects
+from outlast.kubernetes.operator.observed_job import RECEIVED, answers
+from outlast.kubernetes.operator.prometheus import Metrics
 
 log = logging.getLogger(__name__)
 

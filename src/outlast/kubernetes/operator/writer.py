@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from outlast.base.errors import Absent, ClusterError, Conflict
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import Kind, kind_of
-from outlast.kubernetes.operator.cache import Cache
-from outlast.kubernetes.operator.metrics import Metrics
+from outlast.kubernetes.operator.cluster_cache import Cache
+from outlast.kubernetes.operator.prometheus import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -17,17 +17,17 @@ from typing import Any
 from outlast.base.errors import OutlastError
 from outlast.job import accelerators, contract
 from outlast.job.status import State
-from outlast.kubernetes.api import wire
+from outlast.kubernetes.api import document_parsing
 from outlast.kubernetes.manifests import names
 from outlast.kubernetes.manifests.scheduling import placement
-from outlast.kubernetes.operator import decide, job_status, snapshot
-from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.operator import decide, elasticjob_status, observed_job
+from outlast.kubernetes.operator.cluster_cache import CachedJob
+from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
+from outlast.kubernetes.operator.observed_job import Limits, Plain
 from outlast.kubernetes.operator.plan import Plan
-from outlast.kubernetes.operator.queues import ClusterFeatures
-from outlast.kubernetes.operator.snapshot import Limits, Plain
-from outlast.kubernetes.torchelastic import pods
+from outlast.kubernetes.torchelastic import torchrun_pod
 from outlast.kubernetes.torchelastic.definition import definition
-from outlast.kubernetes.torchelastic.pods import sizes
+from outlast.kubernetes.torchelastic.torchrun_pod import sizes
 
 __all__ = ["definition", "end", "processes", "reconcile", "rival", "scaled", "sizes"]
 
@@ -38,7 +38,7 @@ _CONTROLLER = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\
 
 def processes(job: Document) -> int:
     """Number of processes per worker, from the arguments and variables of torchrun; else 1, the default of torchrun."""
-    container: Document = next((each for each in pods.containers(job) if each["name"] == pods.torchrun(job)), {})
+    container: Document = next((each for each in torchrun_pod.containers(job) if each["name"] == torchrun_pod.torchrun(job)), {})
     words = " ".join(map(str, [*(container.get("command") or ()), *(container.get("args") or ())]))
     told = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", words)
     given = next((str(e.get("value")) for e in container.get("env") or () if e["name"] == "PET_NPROC_PER_NODE"), "")
@@ -71,15 +71,15 @@ def reconcile(limits: Limits, cached: CachedJob, now: float, _: ClusterFeatures)
     """The plan for one ElasticJob of `elastic.pytorch.org`."""
     assert cached.job is not None, "reconcilers are only called for jobs that exist"
     job, ours = cached.job, None
-    if wire.UNREADABLE not in job:
+    if document_parsing.UNREADABLE not in job:
         try:
             ours = plain(job)
         except OutlastError as error:
-            job = {**job, wire.UNREADABLE: str(error)}
+            job = {**job, document_parsing.UNREADABLE: str(error)}
     if ours is None and cached.pods:
         return Plan()  # it could be read when they were made: they train on
     known = {**job, "status": _remembered(job)}
-    seen = snapshot.take(dataclasses.replace(cached, job=known), now, None, limits, plain=ours)
+    seen = observed_job.take(dataclasses.replace(cached, job=known), now, None, limits, plain=ours)
     plan = decide.decide(seen)
     if job["metadata"].get("deletionTimestamp"):
         return plan
@@ -93,32 +93,32 @@ def plain(job: Document) -> Plain:
     given = {
         "module": "torch.distributed.run",
         "workers": {"min": least, "replicas": wanted, "max": most},
-        "restarts": {"limit": pods.count(job["spec"], "backoffLimit", pods.MAX_RESTARTS)},
+        "restarts": {"limit": torchrun_pod.count(job["spec"], "backoffLimit", torchrun_pod.MAX_RESTARTS)},
         "cleanPodPolicy": "All" if job["spec"].get("cleanPodPolicy") == "All" else "Running",
         # The archived controller's definition accepted a deadline of 0, which means none.
         "activeDeadlineSeconds": job["spec"].get("activeDeadlineSeconds") or None,
         "ttlSecondsAfterFinished": job["spec"].get("ttlSecondsAfterFinished"),
     }
     head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}}
-    ours, make = {**head, "spec": given}, functools.partial(pods.pod, job)
-    return Plain(ours, pods.nnodes(job), pods.policy(job), pods.service(job), make)
+    ours, make = {**head, "spec": given}, functools.partial(torchrun_pod.pod, job)
+    return Plain(ours, torchrun_pod.nnodes(job), torchrun_pod.policy(job), torchrun_pod.service(job), make)
 
 
 def limits(job: Document) -> Iterator[str]:
     """Sentences about features of a job that the operator cannot honour."""
-    fields, worker, name = job["spec"], pods.worker(job), job["metadata"]["name"]
+    fields, worker, name = job["spec"], torchrun_pod.worker(job), job["metadata"]["name"]
     if len(name) > names.LONGEST:
         has = f"the job's name has {len(name)} characters, and labels hold at most {names.LONGEST}"
         yield f"no worker is created: {has}; give it a shorter one"
-    asked_for, place = pods.annotation(job, pods.RENDEZVOUS), fields.get("rdzvEndpoint")
+    asked_for, place = torchrun_pod.annotation(job, torchrun_pod.RENDEZVOUS), fields.get("rdzvEndpoint")
     if place and not asked_for:
-        yield f"rdzvEndpoint {place} is not used: workers meet at worker 0 ({pods.endpoint(job)})"
-    if asked_for and not pods.etcd(job):
+        yield f"rdzvEndpoint {place} is not used: workers meet at worker 0 ({torchrun_pod.endpoint(job)})"
+    if asked_for and not torchrun_pod.etcd(job):
         need = "it must be etcd" if asked_for != "etcd" else "it needs a rdzvEndpoint, e.g. etcd:2379"
-        where = f"workers meet at worker 0 ({pods.endpoint(job)})"
-        yield f"the annotation {pods.RENDEZVOUS} ({asked_for}) is not used: {need}; {where}"
-    if (pin := pods.annotation(job, pods.WORKER0)) not in (None, placement.ON_DEMAND):
-        yield f"the annotation {pods.WORKER0} ({pin}) is not used: it must be {placement.ON_DEMAND}"
+        where = f"workers meet at worker 0 ({torchrun_pod.endpoint(job)})"
+        yield f"the annotation {torchrun_pod.RENDEZVOUS} ({asked_for}) is not used: {need}; {where}"
+    if (pin := torchrun_pod.annotation(job, torchrun_pod.WORKER0)) not in (None, placement.ON_DEMAND):
+        yield f"the annotation {torchrun_pod.WORKER0} ({pin}) is not used: it must be {placement.ON_DEMAND}"
     for kind in fields["replicaSpecs"]:
         if kind == "Master":
             yield (
@@ -129,16 +129,16 @@ def limits(job: Document) -> Iterator[str]:
             yield f"replicaSpecs.{kind} is not used: there are workers only"
     if (gang := (fields.get("schedulingPolicy") or {}).get("minAvailable")) is not None:
         yield f"schedulingPolicy.minAvailable ({gang}) is not used: workers start one by one, and training with minReplicas"
-    asked, (least, wanted, most) = pods.count(worker, "replicas", 1), sizes(job)
+    asked, (least, wanted, most) = torchrun_pod.count(worker, "replicas", 1), sizes(job)
     if asked != wanted:
         yield f"replicas ({asked}) is not within minReplicas and maxReplicas ({least} to {most}): {wanted} is used"
-    if (own := worker["template"]["spec"].get("restartPolicy")) and own != pods.restart_policy(job):
-        yield f"restartPolicy {own} of the template is not used: replicaSpecs.Worker.restartPolicy is {pods.policy(job)}"
-    if pods.policy(job) == "Always":
+    if (own := worker["template"]["spec"].get("restartPolicy")) and own != torchrun_pod.restart_policy(job):
+        yield f"restartPolicy {own} of the template is not used: replicaSpecs.Worker.restartPolicy is {torchrun_pod.policy(job)}"
+    if torchrun_pod.policy(job) == "Always":
         yield "restartPolicy Always restarts workers that have succeeded, so the job never ends; write ExitCode or OnFailure"
-    there = {each["name"]: each for each in pods.containers(job)}
-    if (told := pods.torchrun(job)) is None:
-        none = f"none of the containers ({', '.join(there)}) is called {pods.CONTAINER}"
+    there = {each["name"]: each for each in torchrun_pod.containers(job)}
+    if (told := torchrun_pod.torchrun(job)) is None:
+        none = f"none of the containers ({', '.join(there)}) is called {torchrun_pod.CONTAINER}"
         yield f"{none}, so none is set up for torchrun; rename its container"
     elif flags := [arg for arg in there[told].get("args") or () if str(arg).startswith(("--rdzv", "--nnodes"))]:
         yield f"arguments of torchrun override the job: {' '.join(flags)} stay as they are"
@@ -163,7 +163,7 @@ def _remembered(job: Document) -> Document:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _status(job: Document, ours: Document, seen: snapshot.JobSnapshot) -> Document:
+def _status(job: Document, ours: Document, seen: observed_job.JobSnapshot) -> Document:
     """The status in the form in which the archived controller wrote it, with the operator's own status under `job`."""
     told = job.get("status") or {}
     there = [pod for pod in seen.pods if not pod.terminating]
@@ -176,7 +176,7 @@ def _status(job: Document, ours: Document, seen: snapshot.JobSnapshot) -> Docume
     return {
         **{key: ours[key] for key in ("startTime", "completionTime") if key in ours},
         "state": "Created" if state == State.PENDING else state,
-        "selector": ",".join(f"{key}={value}" for key, value in pods.selector(seen.name).items()),
+        "selector": ",".join(f"{key}={value}" for key, value in torchrun_pod.selector(seen.name).items()),
         "replicaStatuses": {"Worker": {"active": active, **counts}},
         "restarts": ours.get("restarts", 0),
         "conditions": _conditions(told.get("conditions") or (), ours, seen),
@@ -184,12 +184,12 @@ def _status(job: Document, ours: Document, seen: snapshot.JobSnapshot) -> Docume
     }
 
 
-def _conditions(told: Sequence[Document], ours: Document, seen: snapshot.JobSnapshot) -> list[Document]:
+def _conditions(told: Sequence[Document], ours: Document, seen: observed_job.JobSnapshot) -> list[Document]:
     """The operator's conditions, preceded by `Limited` if it applies: the current condition is the last that is true."""
     found = [each for each in ours["conditions"] if each["status"] == "True" or each["type"] == "Running"]
     limited = [*limits(dict(seen.document)), seen.refused] if seen.plain else []
     if message := "; ".join(filter(None, limited)):
-        since = next((each["lastTransitionTime"] for each in told if each["type"] == "Limited"), job_status.text(seen.now))
+        since = next((each["lastTransitionTime"] for each in told if each["type"] == "Limited"), elasticjob_status.text(seen.now))
         said = {"type": "Limited", "status": "True", "reason": "NotHonoured", "message": message}
         found.insert(0, {**said, "lastTransitionTime": since})
     return found

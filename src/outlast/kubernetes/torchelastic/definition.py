@@ -6,8 +6,8 @@ from __future__ import annotations
 from outlast.kubernetes.api.kinds import LEGACY_JOB
 from outlast.kubernetes.manifests.installed import cel, crd
 from outlast.kubernetes.manifests.installed.crd import Schema, known, part
-from outlast.kubernetes.manifests.request import Document
-from outlast.kubernetes.torchelastic.pods import CONTAINER, MAX_RESTARTS, RENDEZVOUS
+from outlast.kubernetes.manifests.render_request import Document
+from outlast.kubernetes.torchelastic.torchrun_pod import CONTAINER, MAX_RESTARTS, RENDEZVOUS
 
 _REPLICAS = "self.replicaSpecs.Worker.replicas"
 

@@ -16,7 +16,7 @@ from typing import Any
 from outlast.job import spec
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, Kind
 from outlast.kubernetes.manifests.installed import cel
-from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.render_request import Document
 
 SHORT = ("ej", "ejob")
 

@@ -8,7 +8,7 @@ from outlast.job import contract
 from outlast.job.contract import OPERATOR
 from outlast.kubernetes.api import dropins
 from outlast.kubernetes.api.kinds import ELASTIC_JOB
-from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import kueue
 
 _RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"

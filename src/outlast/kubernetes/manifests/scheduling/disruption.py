@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outlast.job import spec
 from outlast.kubernetes.manifests import labels
-from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.render_request import Document
 
 UNDISTURBED = {
     "karpenter.sh/do-not-disrupt": "true",

@@ -14,7 +14,7 @@ from typing import Literal
 from outlast.job import spec
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import labels, resources
-from outlast.kubernetes.manifests.request import Document, Request
+from outlast.kubernetes.manifests.render_request import Document, Request
 
 GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
 """Label of the pods of a gang, for the coscheduling plugin."""

@@ -13,7 +13,7 @@ from typing import Any
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.manifests import names
-from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.render_request import Document
 
 GROUP = kinds.WORKLOAD.group
 QUEUE = "kueue.x-k8s.io/queue-name"

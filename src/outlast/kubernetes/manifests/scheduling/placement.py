@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from outlast.job import accelerators, spec
 from outlast.kubernetes.manifests import labels, resources
-from outlast.kubernetes.manifests.request import Document, Request, wrong
+from outlast.kubernetes.manifests.render_request import Document, Request, wrong
 
 SPOT = {
     "karpenter.sh/capacity-type": "spot",

@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from outlast.base.errors import OutlastError
 from outlast.job import spec
 from outlast.job.contract import S3_SECRET, Pod
-from outlast.kubernetes.manifests import objects, volumes
+from outlast.kubernetes.manifests import configmaps_and_service, volumes
 from outlast.kubernetes.manifests.names import Names, digest
-from outlast.kubernetes.manifests.request import Document, Request
-from outlast.kubernetes.manifests.topologies import elasticjob, indexed_job, job, statefulset
+from outlast.kubernetes.manifests.render_request import Document, Request
+from outlast.kubernetes.manifests.topologies import elasticjob, indexed_job, single_pod_job, statefulset
 
 TOPOLOGIES: Mapping[str, Callable[[Request], list[Document]]] = {
     "elasticjob": elasticjob.documents,
-    "job": job.documents,
+    "job": single_pod_job.documents,
     "indexed-job": indexed_job.documents,
     "statefulset": statefulset.documents,
 }
@@ -65,7 +65,7 @@ def render(
     # `suspend` may change during a run, but the names of the objects must not.
     draft = make(request.but(suspend=False))
     named = dataclasses.replace(request, names=Names(wanted.metadata.name, digest(draft)))
-    return [*objects.code(named), *make(named)]
+    return [*configmaps_and_service.code(named), *make(named)]
 
 
 def warnings(wanted: spec.Job, topology: str) -> list[str]:

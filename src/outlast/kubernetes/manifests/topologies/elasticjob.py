@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from outlast.job import contract
-from outlast.kubernetes.api import wire
-from outlast.kubernetes.manifests import labels, objects, volumes
-from outlast.kubernetes.manifests.request import Document, Request, wrong
+from outlast.kubernetes.api import document_parsing
+from outlast.kubernetes.manifests import configmaps_and_service, labels, volumes
+from outlast.kubernetes.manifests.render_request import Document, Request, wrong
 
 
 def documents(request: Request) -> list[Document]:
@@ -24,8 +24,8 @@ def documents(request: Request) -> list[Document]:
     seen = volumes.document(job).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     if job.spec.suspend:
         seen["spec"]["suspend"] = True
-    if (size := len(json.dumps(seen["spec"]))) > wire.LARGEST:
-        most = wire.LARGEST >> 10
+    if (size := len(json.dumps(seen["spec"]))) > document_parsing.LARGEST:
+        most = document_parsing.LARGEST >> 10
         raise wrong(job, f"spec takes {size >> 10} KiB; at most {most} KiB are read: put what is long into the code")
     meta = {**seen["metadata"], "labels": {**labels.common(job), **labels.kueue(job.spec)}}
     if job.metadata.namespace:
@@ -33,4 +33,4 @@ def documents(request: Request) -> list[Document]:
     if request.fresh:
         meta["annotations"] = {**(meta.get("annotations") or {}), contract.Annotation.FRESH: "true"}
     made: Document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": meta, "spec": seen["spec"]}
-    return [*objects.claims(request), made]
+    return [*configmaps_and_service.claims(request), made]

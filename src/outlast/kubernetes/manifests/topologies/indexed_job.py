@@ -7,8 +7,8 @@ with it the world of all other workers.
 from __future__ import annotations
 
 from outlast.job import spec
-from outlast.kubernetes.manifests import labels, objects, pods, rendezvous, variables
-from outlast.kubernetes.manifests.request import Document, Request
+from outlast.kubernetes.manifests import configmaps_and_service, labels, rendezvous_endpoint, variables, worker_pod
+from outlast.kubernetes.manifests.render_request import Document, Request
 from outlast.kubernetes.manifests.scheduling import gang, placement
 
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -22,16 +22,16 @@ def documents(request: Request) -> list[Document]:
     request = request.at_most(replicas)
     name = request.names.workload(f"-{replicas}")
     together = gang.of(request, name)
-    worker = pods.Worker(
+    worker = worker_pod.Worker(
         index=variables.of_field(_INDEX),
-        rendezvous=rendezvous.endpoint(request, f"{name}-0", request.names.service),
+        rendezvous=rendezvous_endpoint.endpoint(request, f"{name}-0", request.names.service),
         subdomain=request.names.service,
         gang=together,
     )
     return [
-        *objects.claims(request),
-        objects.config(request),
-        objects.service(request),
+        *configmaps_and_service.claims(request),
+        configmaps_and_service.config(request),
+        configmaps_and_service.service(request),
         *together.documents,
         {
             "apiVersion": "batch/v1",
@@ -41,8 +41,8 @@ def documents(request: Request) -> list[Document]:
                 "completionMode": "Indexed",
                 "completions": replicas,
                 "parallelism": replicas,
-                **pods.job_limits(request.spec),
-                "template": pods.template(request, worker),
+                **worker_pod.job_limits(request.spec),
+                "template": worker_pod.template(request, worker),
             },
         },
     ]

@@ -10,8 +10,8 @@ a rolling update would wait until one new pod is ready, and that pod needs a wor
 
 from __future__ import annotations
 
-from outlast.kubernetes.manifests import labels, objects, pods, rendezvous, variables
-from outlast.kubernetes.manifests.request import Document, Request
+from outlast.kubernetes.manifests import configmaps_and_service, labels, rendezvous_endpoint, variables, worker_pod
+from outlast.kubernetes.manifests.render_request import Document, Request
 from outlast.kubernetes.manifests.scheduling import gang, placement
 
 _INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
@@ -23,17 +23,17 @@ def documents(request: Request) -> list[Document]:
     request = request.held()
     name = request.job.metadata.name  # at most 51 characters, and no digest: a StatefulSet is mutable
     together = gang.of(request, name)
-    worker = pods.Worker(
+    worker = worker_pod.Worker(
         index=variables.of_field(_INDEX),
-        rendezvous=rendezvous.endpoint(request, f"{name}-0", request.names.service),
+        rendezvous=rendezvous_endpoint.endpoint(request, f"{name}-0", request.names.service),
         restart="Always",
         stay=True,
         gang=together,
     )
     return [
-        *objects.claims(request),
-        objects.config(request),
-        objects.service(request),
+        *configmaps_and_service.claims(request),
+        configmaps_and_service.config(request),
+        configmaps_and_service.service(request),
         *together.documents,
         {
             "apiVersion": "apps/v1",
@@ -45,7 +45,7 @@ def documents(request: Request) -> list[Document]:
                 "podManagementPolicy": "Parallel",
                 "updateStrategy": {"type": "OnDelete"},
                 "selector": {"matchLabels": labels.selector(name)},
-                "template": pods.template(request, worker),
+                "template": worker_pod.template(request, worker),
             },
         },
     ]

@@ -1,0 +1,41 @@
+"""Downloading a dataset to a claim or a store, in a pod of a cluster."""
+
+from __future__ import annotations
+
+from outlast.base.errors import Absent, OutlastError
+from outlast.job import foreign
+from outlast.job.contract import Label
+from outlast.kubernetes import api
+from outlast.kubernetes.jobs import job_status
+from outlast.kubernetes.jobs.job_documents import Workloads
+from outlast.kubernetes.manifests import dataset_job
+
+
+def get(workloads: Workloads, request: dataset_job.Download) -> str:
+    """Create the Job that downloads a dataset; returns a sentence about it. A Job that has ended is replaced. Raises
+    OutlastError."""
+    cluster, document = workloads.cluster, dataset_job.document(request)
+    if not cluster.has_namespace():
+        raise workloads.nowhere()
+    name, (to, claim, _) = request.name, request.target()
+    if claim and cluster.find(api.CLAIM, claim) is None:
+        raise Absent(
+            f"there is no claim {claim} in namespace {cluster.namespace}; create it, or choose another (--claim NAME:/PATH)"
+        )
+    there = cluster.find(api.JOB, name)
+    foreign.check(
+        there, {Label.DATASET: name}, instead="bring the dataset to another namespace (-n), or have that Job renamed or removed"
+    )
+    if there is not None:
+        command = there["spec"]["template"]["spec"]["containers"][0].get("command") or [""]
+        if job_status.over(there) is None:
+            if command == document["spec"]["template"]["spec"]["containers"][0]["command"]:
+                return f"Job {name} brings it already"
+            raise OutlastError(
+                f"Job {name} brings it to another place ({command[-1]}); wait for its end, or: outlast cancel {name}"
+            )
+        workloads.delete(api.JOB, there, grace_s=None)
+        workloads.wait_until_gone(api.JOB, there)
+    document["metadata"]["namespace"] = cluster.namespace
+    cluster.create(document)
+    return f"Job {name} brings {request.dataset.partition('#')[0]} to {to}"

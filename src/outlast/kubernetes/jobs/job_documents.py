@@ -1,0 +1,273 @@
+"""The documents of jobs on a cluster: each job's workload, pods and job file, and the objects created along with the workload.
+
+A job is the newest workload (ElasticJob, Job, StatefulSet) that carries its name; `name` is always the name in the job file. No
+state is kept here: any machine with the necessary rights may control any job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from outlast.base.errors import Absent, ClusterError, Forbidden, NotFound, NotServed, OutlastError, Unanswered
+from outlast.job.contract import Label, Pod
+from outlast.job.status import JobStatus, State
+from outlast.kubernetes import api
+from outlast.kubernetes.api import dropins, owner_references, pod_status
+from outlast.kubernetes.api import workload_template as kube_workloads
+from outlast.kubernetes.jobs import job_status
+from outlast.kubernetes.manifests import evaluation_job
+
+if TYPE_CHECKING:
+    from outlast.job.spec import Job
+
+Document = api.Document
+
+KINDS = (api.ELASTIC_JOB, *dropins.KINDS, api.JOB, api.STATEFUL_SET)
+"""Kinds of workload that a job can be."""
+BESIDE = (api.CONFIG_MAP, api.SERVICE, api.POD_GROUP, api.VOLCANO_GROUP)
+"""Kinds of objects that are created along with a workload and deleted with it. Claims are kept: they hold data and output."""
+NAMED = (api.ELASTIC_JOB, *dropins.KINDS)
+"""Kinds of workload that have the name of their job; workloads of all other kinds only carry it as a label."""
+_WORKER = "app.kubernetes.io/component=worker"
+WORKERS = f"app.kubernetes.io/component!={evaluation_job.COMPONENT}"
+"""Label selector for workers, which excludes evaluations. Pods of a drop-in have the labels of their template."""
+_ASK_S = 3.0
+"""Timeout of a request to an agent."""
+_CONCURRENT = 16
+"""Maximum number of concurrent requests to agents."""
+
+
+class Workloads:
+    """The documents of the jobs in one namespace."""
+
+    def __init__(self, cluster: api.Cluster) -> None:
+        self.cluster = cluster
+        self._unserved: set[api.Kind] = set()
+
+    def list_(self, name: str = "", kinds: Sequence[api.Kind] = KINDS) -> list[Document]:
+        """The workloads of one job, or of all jobs."""
+        workloads: list[Document] = []
+        denied: dict[api.Kind, Forbidden] = {}
+        listed = 0
+        for kind in kinds:
+            if kind in self._unserved:
+                continue
+            try:  # a user who may create only some of these kinds has jobs of those kinds only
+                if kind in NAMED:
+                    workloads += self.cluster.list_(kind, fields=f"metadata.name={name}" if name else "")
+                else:
+                    workloads += self.cluster.list_(kind, labels=f"{Label.JOB}{f'={name}' if name else ''},{_WORKER}")
+                listed += 1
+            except NotServed:
+                self._unserved.add(kind)
+            except Forbidden as error:
+                denied[kind] = error
+        if denied and not listed:
+            raise denied.get(api.JOB) or next(iter(denied.values()))
+        return workloads
+
+    def of(self, name: str, kinds: Sequence[api.Kind] = KINDS) -> list[Document]:
+        """The workloads of a job, the newest first."""
+        return sorted(self.list_(name, kinds), key=lambda each: each["metadata"]["creationTimestamp"], reverse=True)
+
+    def existing(self, name: str) -> list[Document]:
+        if found := self.of(name):
+            return found
+        here = self.cluster.namespace
+        if not self.cluster.has_namespace():
+            raise self.nowhere()
+        existing = ", ".join(sorted({job_name(workload) for workload in self.list_()}))
+        raise NotFound(
+            f"there is no job {name} in namespace {here} of {self.cluster.context}; "
+            + (f"there are {existing}" if existing else "there is none at all; choose another with -n, or submit one")
+        )
+
+    def nowhere(self) -> Absent:
+        """The error to raise for a namespace that does not exist."""
+        here, context = self.cluster.namespace, self.cluster.context
+        instead = f"create it (kubectl create namespace {here}), or choose another with -n"
+        return Absent(f"there is no namespace {here} in {context}; {instead}")
+
+    def active(self, name: str) -> tuple[Document, api.Kind, str]:
+        """The current workload of a job. Raises OutlastError if the job has ended."""
+        workload = self.existing(name)[0]
+        if (state := job_status.over(workload)) is not None:
+            more = "goes on with it" if state is State.FAILED else "--fresh runs it again"
+            raise OutlastError(f"{name} has ended ({state}); outlast submit FILE {more}")
+        return workload, api.kind_of(workload), workload["metadata"]["name"]
+
+    def pods(self, name: str) -> list[Document]:
+        return self.cluster.list_(api.POD, labels=f"{Label.JOB}={name},{WORKERS}")
+
+    def own_pods(self, workload: Document) -> list[Document]:
+        return [pod for pod in self.pods(job_name(workload)) if part_of(pod, workload)]
+
+    def job(self, workload: Document) -> Job | None:
+        """The job file of a workload, as its pods read it; None if we may not read it, or if it is of another version."""
+        from outlast.job import spec
+
+        try:
+            if workload["kind"] == "ElasticJob":
+                meta = {"name": workload["metadata"]["name"]}
+                text = json.dumps({**{k: workload[k] for k in ("apiVersion", "kind", "spec")}, "metadata": meta})
+                return spec.parse(text)
+            volumes = kube_workloads.template(workload)["spec"].get("volumes") or ()
+            name = next((v["configMap"]["name"] for v in volumes if v["name"] == "config" and "configMap" in v), "")
+            return spec.parse(self.cluster.get(api.CONFIG_MAP, name)["data"]["job.yaml"]) if name else None
+        except (OutlastError, KeyError):
+            return None
+
+    def allowed(self, workload: Document) -> tuple[int, int] | None:
+        if (drop_in := dropins.of(workload)) is not None:
+            low, _, high = drop_in.sizes(workload)
+            return low, high
+        job = self.job(workload)
+        return sizes(job) if job else None
+
+    def status(self, name: str) -> JobStatus:
+        """The status of a job; its agents are queried for their current step."""
+        return job_status.status(self.snapshot(name, self.existing(name), self.pods(name), ask=True))
+
+    def recorded(self, name: str) -> JobStatus:
+        """The status of a job according to its workload alone."""
+        return job_status.status(self.snapshot(name, self.existing(name), (), ask=False))
+
+    def store_url(self, name: str) -> str:
+        """URL of the store with a job's output; empty if the output is in no store."""
+        stored = self.recorded(name).store
+        return stored.url if stored else ""
+
+    def snapshot(
+        self, name: str, workloads: Sequence[Document], documents: Sequence[Document], *, ask: bool
+    ) -> job_status.Snapshot:
+        """The snapshot of a job's newest workload and its pods; `ask`: also query the agents."""
+        current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
+        older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.over(each) is None]
+        own = [pod for pod in documents if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and part_of(pod, current)]
+        metrics, unknown = self._metrics(own) if ask and not kube_workloads.agentless(current) else ({}, "")
+        processes, allowed = 1, None
+        if (drop_in := dropins.of(current)) is not None:
+            low, _, high = drop_in.sizes(current)
+            processes, allowed = drop_in.processes(current), (low, high)
+        elif (ask or current["kind"] == "ElasticJob") and (job := self.job(current)):
+            processes, allowed = job.spec.processes(), sizes(job)
+        return job_status.Snapshot(name, current, own, metrics, allowed, processes, older, unknown, time.time())
+
+    def _metrics(self, documents: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
+        """The metrics of agents by the names of their pods, and the error if access to some was denied."""
+        names = [pod["metadata"]["name"] for pod in documents if pod_status.running(pod)]
+
+        def ask(name: str) -> job_status.Metrics | ClusterError:
+            try:
+                return job_status.metrics(self.cluster.proxy(name, Pod.PROBE_PORT, "/metrics", timeout_s=_ASK_S))
+            except ClusterError as error:
+                return error
+
+        if not names:
+            return {}, ""
+        with ThreadPoolExecutor(min(_CONCURRENT, len(names))) as crew:
+            answers = dict(zip(names, crew.map(ask, names), strict=True))
+        denied = next((str(answer) for answer in answers.values() if isinstance(answer, Forbidden)), "")
+        return {name: answer for name, answer in answers.items() if not isinstance(answer, ClusterError)}, denied
+
+    def set_suspended(self, workload: Document, value: bool) -> None:
+        """Suspend or resume a workload in the way that its kind requires."""
+        kind, title = api.kind_of(workload), workload["metadata"]["name"]
+        if kind not in (api.STATEFUL_SET, *dropins.KINDS):
+            self.cluster.patch(kind, title, {"spec": {"suspend": value}})
+        elif not value:
+            annotation = (workload["metadata"].get("annotations") or {}).get(job_status.REPLICAS)
+            self.set_replicas(kind, title, None, int(annotation or (self.allowed(workload) or (1, 1))[1]))
+        elif not job_status.suspended(workload):
+            drop_in = dropins.of(workload)
+            now = drop_in.sizes(workload)[1] if drop_in else workload["spec"].get("replicas", 1)
+            self.set_replicas(kind, title, str(now), 0)
+
+    def set_replicas(self, kind: api.Kind, title: str, before: str | None, replicas: int) -> None:
+        """Set the number of pods of a workload that has no field for suspension, and record the former number in an
+        annotation."""
+        drop_in = dropins.of({"apiVersion": kind.api_version, "kind": kind.kind})
+        spec = drop_in.scaled(replicas) if drop_in else {"replicas": replicas}
+        self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.REPLICAS: before}}, "spec": spec})
+
+    def adopt(self, document: Document, workload: Document) -> None:
+        """Make a workload an owner of an object; the object is deleted together with its last owner."""
+        meta, uid = document["metadata"], workload["metadata"]["uid"]
+        owners = meta.get("ownerReferences") or []
+        if uid not in [owner["uid"] for owner in owners]:
+            named = {"apiVersion": workload["apiVersion"], "kind": workload["kind"], "name": workload["metadata"]["name"]}
+            change = {"metadata": {"ownerReferences": [*owners, {**named, "uid": uid}]}}
+            self.cluster.patch(api.kind_of(document), meta["name"], change, namespace=meta.get("namespace"))
+
+    def remove(self, name: str, *, grace_s: float | None) -> None:
+        workloads, beside = self.of(name), list(self.beside(name))
+        for workload in workloads or (() if beside else self.existing(name)):
+            self.delete(api.kind_of(workload), workload, grace_s=grace_s)
+        for kind, document in beside:
+            with contextlib.suppress(Absent):
+                self.cluster.delete(kind, document["metadata"]["name"], uid=document["metadata"]["uid"])
+
+    def beside(self, name: str) -> Iterator[tuple[api.Kind, Document]]:
+        """The objects created along with a job's workloads, which may still exist when the workloads are gone."""
+        component = f"app.kubernetes.io/component={evaluation_job.COMPONENT}"
+        for kind, labels in [*((kind, "") for kind in BESIDE), (api.JOB, f",{component}")]:
+            with contextlib.suppress(NotServed, Forbidden):
+                for document in self.cluster.list_(kind, labels=f"{Label.JOB}={name}{labels}"):
+                    yield kind, document
+
+    def delete(self, kind: api.Kind, workload: Document, *, grace_s: float | None) -> None:
+        meta = workload["metadata"]
+        with contextlib.suppress(Absent):
+            self.cluster.delete(kind, meta["name"], uid=meta["uid"])
+        if grace_s is not None:
+            for pod in self.pods(job_name(workload)):
+                with contextlib.suppress(Absent):
+                    self.cluster.delete(api.POD, pod["metadata"]["name"], grace_s=grace_s)
+
+    def wait_until_gone(self, kind: api.Kind, workload: Document) -> None:
+        """Wait until a workload and its pods are gone, for at most their grace period plus a minute. Raises Unanswered on
+        timeout."""
+        meta = workload["metadata"]
+        graces = (pod["spec"].get("terminationGracePeriodSeconds", 30) for pod in self.own_pods(workload))
+        deadline = time.monotonic() + 60 + max(graces, default=0)
+        while time.monotonic() < deadline:
+            current = self.cluster.find(kind, meta["name"])
+            if (current is None or current["metadata"]["uid"] != meta["uid"]) and not self.own_pods(workload):
+                return
+            time.sleep(1)
+        title, remedy = f"{workload['kind']} {meta['name']}", f"outlast status {job_name(workload)}"
+        raise Unanswered(f"{title} was deleted and is still there; look at it with: {remedy}")
+
+
+def workload_in(documents: Sequence[Document]) -> Document:
+    """The workload among the documents of a job."""
+    return next(document for document in documents if api.kind_of(document) in KINDS)
+
+
+def has_claim(workload: Document) -> bool:
+    """Whether the pods of a workload have a claim, which may hold the output."""
+    if workload["kind"] == "ElasticJob":
+        return bool(workload["spec"].get("volumes"))
+    volumes = kube_workloads.template(workload)["spec"].get("volumes") or ()
+    return any("persistentVolumeClaim" in volume for volume in volumes)
+
+
+def sizes(job: Job) -> tuple[int, int]:
+    """The minimum and maximum number of workers that a job may have."""
+    allowed = job.spec.workers.allowed()
+    return allowed[0], allowed[-1]
+
+
+def job_name(workload: Document) -> str:
+    """The name of a workload's job."""
+    return str((workload["metadata"].get("labels") or {}).get(Label.JOB) or workload["metadata"]["name"])
+
+
+def part_of(pod: Document, workload: Document) -> bool:
+    """Whether a pod belongs to this workload."""
+    return not owner_references.owners(pod) or owner_references.owned_by(pod, workload)

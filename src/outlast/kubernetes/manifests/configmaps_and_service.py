@@ -1,0 +1,111 @@
+"""The objects besides the workload: ConfigMaps with the job file and the code, the headless Service, and claims."""
+
+from __future__ import annotations
+
+import base64
+
+from outlast.base import units
+from outlast.job import contract, spec
+from outlast.job.contract import Env, Pod
+from outlast.kubernetes.manifests import labels, variables, volumes
+from outlast.kubernetes.manifests.names import Names
+from outlast.kubernetes.manifests.render_request import Document, Request
+
+
+def config(request: Request) -> Document:
+    """The ConfigMap with the job file. It is immutable: another content has another name."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": labels.metadata(request, request.names.config),
+        "immutable": True,
+        "data": volumes.config(request),
+    }
+
+
+def code(request: Request) -> list[Document]:
+    """The ConfigMap with the archive of code, if there is one. Its name contains the archive's checksum."""
+    checksum = volumes.checksum(request.spec.code)
+    if not (request.code and checksum):
+        return []
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": labels.metadata(request, request.names.code(checksum)),
+            "immutable": True,
+            "binaryData": {volumes.archive(request.spec.code): base64.b64encode(request.code).decode()},
+        }
+    ]
+
+
+def service(request: Request) -> Document:
+    """The headless Service for the workers' DNS names. It includes pods that are not ready, since pods become ready only in a
+    world."""
+    return headless(labels.metadata(request, request.names.service), labels.selector(request.job.metadata.name), "rendezvous")
+
+
+def headless(meta: Document, selector: dict[str, str], target: str | int) -> Document:
+    """A headless Service for the rendezvous of pods, including pods that are not ready; `target` is their port."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": meta,
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": selector,
+            "ports": [{"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": target}],
+        },
+    }
+
+
+def key(job: spec.Job, workload: Document, value: str) -> Document | None:
+    """The Secret with which the workers of a workload authenticate one another; None for a single worker."""
+    if not (name := _secret(job, workload)):
+        return None
+    meta: Document = {"name": name, "labels": labels.common(job)}
+    if namespace := workload["metadata"].get("namespace"):
+        meta["namespace"] = namespace
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "immutable": True, "stringData": {variables.KEY: value}}
+
+
+def _secret(job: spec.Job, workload: Document) -> str:
+    """The name of the Secret to which the pods refer, or to which an ElasticJob's pods will refer; empty for a single worker."""
+    if workload["kind"] == contract.KIND:
+        return Names(job.metadata.name).service if job.spec.workers.max > 1 else ""
+    fields = workload["spec"]
+    template = (fields.get("tasks") or [fields])[0].get("template") or {}
+    containers = template.get("spec", {}).get("containers", ())
+    env = [each for container in containers for each in container.get("env", ()) if each.get("name") == Env.RENDEZVOUS_KEY]
+    return next((each["valueFrom"]["secretKeyRef"]["name"] for each in env if "valueFrom" in each), "")
+
+
+def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
+    """The PersistentVolumeClaims to create, for volumes that have a size. `mode` is the default access mode."""
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": labels.metadata(request, name),
+            "spec": wanted,
+        }
+        for name, wanted in volumes.claims(request.spec, mode).items()
+    ]
+
+
+def kept(desired: Document, existing: Document) -> str:
+    """A sentence about a claim that exists. As the claim may hold data, it is used and never changed."""
+    asked, has = _storage(desired), _storage(existing)
+    differ = [f"its {name} is {has[name] or 'none'}, not {each}" for name, each in asked.items() if each and each != has[name]]
+    return "; ".join([f"PersistentVolumeClaim {existing['metadata']['name']} exists and is used as it is", *differ])
+
+
+def _storage(claim: Document) -> dict[str, str]:
+    """The size, StorageClass and access mode that a claim requests."""
+    size = claim["spec"].get("resources", {}).get("requests", {}).get("storage")
+    return {
+        "size": units.memory_text(units.memory(size)) if size else "",
+        "StorageClass": claim["spec"].get("storageClassName") or "",
+        "access mode": ", ".join(claim["spec"].get("accessModes", ())),
+    }

@@ -1,0 +1,135 @@
+"""A Job of one pod that downloads a dataset to a claim or a store. It has the labels of a job, so `outlast list`, `status`,
+`logs`, `why` and `cancel` work on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from outlast.base.errors import OutlastError
+from outlast.job import url_logins
+from outlast.job.contract import Env, Label, Pod
+from outlast.kubernetes.manifests import labels, names, volumes
+from outlast.kubernetes.manifests.installed import operator_deployment
+from outlast.kubernetes.manifests.render_request import Document
+
+IMAGE = operator_deployment.IMAGE
+"""An image with Outlast but without torch."""
+_KEEP_S = 86_400
+"""TTL of the Job after its end, during which its log can be read."""
+_TRIES = 3
+"""Maximum number of retries; each continues from the files on the claim."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Download:
+    """A dataset and its destination."""
+
+    dataset: str
+    """Name or URL of the dataset, as on the command line."""
+    directory: str
+    """The dataset's name as a directory name."""
+    to: str = ""
+    """Directory on the claim, or URL of a place in a store. Default: `directory`, on the claim."""
+    claim: str = ""
+    """`NAME:/PATH`: the claim's name, and the path at which it is mounted."""
+    image: str = IMAGE
+    secrets: Sequence[str] = ()
+    """Names of Secrets whose keys become environment variables, mostly credentials of a store."""
+
+    @property
+    def name(self) -> str:
+        return names.fit(f"data-{re.sub(r'[^a-z0-9]+', '-', self.directory.lower()).strip('-')}", names.LONGEST - 6)
+
+    def target(self) -> tuple[str, str, str]:
+        """The destination, and the claim's name and mount path, both empty without a claim. Raises OutlastError if the
+        destination is missing or not on the claim."""
+        if not self.claim:
+            if "://" not in self.to or self.to.startswith("file://"):
+                raise OutlastError(
+                    "in a cluster the data need a place that stays: --claim NAME:/PATH for a volume, or --to s3://BUCKET/PREFIX"
+                )
+            return self.to, "", ""
+        claim, path = claimed(self.claim)
+        to = self.to or f"{path}/{self.directory}"
+        if "://" not in to and PurePosixPath(path) not in (PurePosixPath(to), *PurePosixPath(to).parents):
+            raise OutlastError(
+                f"--to {to} is not on the claim, which is at {path}; give a directory there, e.g. {path}/{self.directory}"
+            )
+        return to, claim, path
+
+
+def claimed(option: str) -> tuple[str, str]:
+    """The claim's name and the mount path in `--claim NAME:/PATH`. Raises OutlastError if the option has another form."""
+    claim, colon, path = option.partition(":")
+    if not colon or not re.fullmatch(r"(/[^/:.][^/:]*)+", path) or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
+        raise OutlastError(f"--claim {option} is no claim with a path; write --claim NAME:/PATH, e.g. efs-pvc:/data")
+    return claim, path
+
+
+def job(name: str, metadata: Document, pod: Document) -> Document:
+    """A Job of one pod, kept for a day after its end. `metadata` is the pod's metadata; the Job gets its labels, too."""
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": metadata["labels"]},
+        "spec": {
+            "backoffLimit": _TRIES,
+            "ttlSecondsAfterFinished": _KEEP_S,
+            "podReplacementPolicy": "Failed",  # one writer at a time
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "FailJob",  # a user's mistake: the sentence is the log's last line
+                        "onExitCodes": {"containerName": Pod.CONTAINER, "operator": "In", "values": [2]},
+                    },
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                ]
+            },
+            "template": {"metadata": {**metadata, "labels": {**labels.UNMESHED, **metadata["labels"]}}, "spec": pod},
+        },
+    }
+
+
+def document(download: Download) -> Document:
+    """The Job that downloads the dataset. Raises OutlastError if the destination is missing or not on the claim, or if a URL
+    contains credentials."""
+    for url in (download.dataset, download.to):
+        if problem := url_logins.exposed(url, "whoever may view the Job reads its command"):
+            raise OutlastError(f"{url_logins.hidden(url)} {problem}; a pod has the variables of the Secrets that --secret names")
+    to, claim, path = download.target()
+    meta = {
+        "app.kubernetes.io/name": "outlast",
+        "app.kubernetes.io/managed-by": "outlast",
+        "app.kubernetes.io/part-of": "outlast",
+        **labels.selector(download.name),
+        Label.DATASET: names.fit(download.name, 63),
+    }
+    scratch = {Pod.CACHE: "cache", Pod.HOME: "home", "/tmp": "tmp"}
+    found = [({"name": name, "emptyDir": {}}, {"name": name, "mountPath": place}) for place, name in scratch.items()]
+    if claim:
+        found.append(({"name": "claim", "persistentVolumeClaim": {"claimName": claim}}, {"name": "claim", "mountPath": path}))
+    variables = {Env.CACHE: Pod.CACHE, "HOME": Pod.HOME, "USER": "outlast", "PYTHONUNBUFFERED": "1"}
+    container: Document = {
+        "name": Pod.CONTAINER,
+        "image": download.image,
+        "command": ["outlast", "data", "get", download.dataset, "--to", to],
+        "workingDir": Pod.HOME,
+        "env": [{"name": name, "value": value} for name, value in variables.items()],
+        **({"envFrom": [{"secretRef": {"name": secret}} for secret in download.secrets]} if download.secrets else {}),
+        "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
+        "securityContext": volumes.confined(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [mount for _, mount in found],
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": volumes.security(),
+        "containers": [container],
+        "volumes": [volume for volume, _ in found],
+    }
+    return job(download.name, {"labels": meta}, pod)

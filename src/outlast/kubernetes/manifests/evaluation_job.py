@@ -1,0 +1,50 @@
+"""A Job of one pod that evaluates a job's model. The pod is a worker's pod with another command."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from outlast.job.contract import Env, Label, Pod
+from outlast.kubernetes.manifests import names
+from outlast.kubernetes.manifests.render_request import Document
+from outlast.kubernetes.manifests.scheduling import gang
+
+COMPONENT = "evaluation"
+_KEEP_S = 3600
+"""TTL of the Job after its end, during which its log can be read."""
+
+
+def _of_the_workload(label: str) -> bool:
+    """Whether a label identifies a pod or its workload. The API server adds some of these labels to a Job's template."""
+    return label in (Label.WORKER, gang.GROUP_LABEL, "controller-uid", "job-name") or label.startswith("batch.kubernetes.io/")
+
+
+def document(job: str, template: Document, args: Sequence[str], *, unique: str) -> Document:
+    """The Job that evaluates a model, made from the template of the workers' pods. `unique` distinguishes it from other
+    evaluations."""
+    name = names.fit(f"{job}-evaluation-{unique}", names.LONGEST - 6)
+    pod: dict[str, Any] = copy.deepcopy(template)
+    labels = {**pod["metadata"]["labels"], "app.kubernetes.io/component": COMPONENT}
+    pod["metadata"]["labels"] = {key: value for key, value in labels.items() if not _of_the_workload(key)}
+    pod["metadata"].get("annotations", {}).pop(gang.GROUP_ANNOTATION, None)
+    pod["spec"] = {key: value for key, value in pod["spec"].items() if key not in ("subdomain", "hostname", "schedulingGates")}
+    if pod["spec"].get("schedulerName") in gang.SCHEDULERS.values():
+        del pod["spec"]["schedulerName"]  # it would wait for the rest of the gang
+    pod["spec"]["restartPolicy"] = "Never"
+    for container in pod["spec"]["containers"]:
+        if container["name"] in Pod.AGENT:
+            container["command"] = ["outlast", "evaluation", "--", *args]
+            gone = (Env.WORKER, Env.RENDEZVOUS, Env.RENDEZVOUS_KEY, Env.STAY)
+            container["env"] = [each for each in container["env"] if each["name"] not in gone] + [
+                {"name": Env.WORKER, "value": "0"}
+            ]
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe", "args"):
+                container.pop(probe, None)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": {Label.JOB: job, "app.kubernetes.io/component": COMPONENT}},
+        "spec": {"backoffLimit": 0, "ttlSecondsAfterFinished": _KEEP_S, "template": pod},
+    }

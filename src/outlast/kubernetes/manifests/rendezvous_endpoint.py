@@ -1,0 +1,45 @@
+"""Rendezvous endpoints without an operator: etcd, or worker 0.
+
+Worker 0 is addressed by its full name. The name of the headless Service resolves to every pod: with that name, each pod would
+take itself for the host of the store, and wait forever.
+"""
+
+from __future__ import annotations
+
+from outlast.job import contract
+from outlast.job.contract import Env, Pod
+from outlast.kubernetes.manifests.render_request import Request, wrong
+
+
+def endpoint(request: Request, pod0: str, service: str) -> str:
+    """The endpoint as in OUTLAST_RENDEZVOUS: `c10d://host:port`, `etcd://host:port,...` or `etcds://...`; see
+    `rendezvous.etcd.gateway.address`.
+
+    Raises InvalidJob.
+    """
+    wanted = request.spec.rendezvous
+    if wanted.endpoint is None:
+        return f"c10d://{fqdn(pod0, service)}:{Pod.RENDEZVOUS_PORT}"
+    scheme, _, address = wanted.endpoint.rpartition("://")
+    schemes = contract.SCHEMES[wanted.backend]
+    if scheme not in schemes:
+        known = " or ".join(f"{each}://" for each in schemes if each)
+        raise wrong(request.job, f"rendezvous.endpoint ({wanted.endpoint}) begins with {scheme}://; write {address}, or {known}")
+    host = address.rpartition(":")[0]
+    if wanted.backend == "c10d" and host.split(".")[0] == service:
+        remedy = "leave rendezvous out: it is pod 0 then"
+        raise wrong(request.job, f"rendezvous.endpoint ({address}) is the Service of all pods, and each would be host; {remedy}")
+    return f"{schemes[scheme]}://{address.rstrip('/')}"
+
+
+def alone(request: Request) -> str:
+    """The endpoint of a job with one worker."""
+    if request.spec.rendezvous.endpoint is not None:
+        return endpoint(request, "", "")
+    return f"c10d://localhost:{Pod.RENDEZVOUS_PORT}"
+
+
+def fqdn(pod: str, service: str) -> str:
+    """The full DNS name of a pod behind a headless Service, in the namespace to which it is applied.
+    https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/"""
+    return f"{pod}.{service}.$({Env.NAMESPACE}).svc.{contract.CLUSTER_DOMAIN}"

@@ -1,0 +1,32 @@
+"""One pod with all the GPUs: a `batch/v1` Job. The simplest topology, without rendezvous."""
+
+from __future__ import annotations
+
+from outlast.kubernetes.manifests import configmaps_and_service, labels, rendezvous_endpoint, variables, worker_pod
+from outlast.kubernetes.manifests.render_request import Document, Request, wrong
+from outlast.kubernetes.manifests.scheduling import placement
+
+
+def documents(request: Request) -> list[Document]:
+    """The Job and its ConfigMap. Raises InvalidJob if the job needs more than one worker."""
+    if request.spec.workers.min > 1:
+        least = request.spec.workers.min
+        raise wrong(request.job, f"workers.min ({least}) is more than the one pod of this topology; render it as indexed-job")
+    request = request.held().at_most(1)
+    worker = worker_pod.Worker(
+        index=variables.plain("0"),
+        rendezvous=rendezvous_endpoint.alone(request),
+        several=False,
+        on_demand=request.spec.scheduling.worker0 == placement.ON_DEMAND,
+    )
+    made = worker_pod.template(request, worker)
+    return [
+        *configmaps_and_service.claims(request, mode="ReadWriteOnce"),
+        configmaps_and_service.config(request),
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": labels.workload(request, request.names.workload("-00000")),
+            "spec": {**worker_pod.job_limits(request.spec), "template": made},
+        },
+    ]

@@ -1,0 +1,185 @@
+"""A worker's pod, the same in every topology: command, security, resources, probes.
+
+It satisfies the restricted Pod Security Standard (https://kubernetes.io/docs/concepts/security/pod-security-standards/): not
+root, no escalation, no capabilities, the runtime's seccomp profile; and a read-only root file system. The user's `template` is
+merged over it last.
+
+The agent answers the probes. A worker is alive while a step or a phase of its start makes progress, and ready while it is in a
+world. The agent ends a hang itself, with stacks in the log; the liveness probe is for an agent that does not answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from outlast.job import contract, spec
+from outlast.job.contract import Annotation, Label, Pod
+from outlast.kubernetes.manifests import labels, overlay, resources, variables
+from outlast.kubernetes.manifests import volumes as places
+from outlast.kubernetes.manifests.render_request import Document, Request, wrong
+from outlast.kubernetes.manifests.scheduling import disruption, gang, placement
+
+START_S = 120
+"""Timeout of the startup probe, long enough for a busy machine."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The parameters of a worker's pod that depend on the topology."""
+
+    index: variables.Source
+    """Source of the worker's index."""
+    rendezvous: str
+    restart: Literal["Never", "Always"] = "Never"
+    subdomain: str = ""
+    """Name of the headless Service for the pod's DNS name."""
+    several: bool = True
+    """Whether the job may have more workers than this one."""
+    stay: bool = False
+    """Whether the worker keeps running after it has succeeded; see `contract.Env.STAY`."""
+    account: str = ""
+    """ServiceAccount, if the worker uses the API server. Default: none, and no token."""
+    gang: gang.Gang = gang.NONE
+    on_demand: bool = False
+    """Whether the worker avoids spot machines, whatever the job specifies."""
+
+
+def template(request: Request, worker: Worker) -> Document:
+    """The PodTemplateSpec of a job's workers. Raises InvalidJob if the job has no image, or if its `template` cannot be
+    merged."""
+    volumes, mounts = places.volumes(request)
+    made: Document = {
+        "metadata": {"labels": {**labels.UNMESHED, **labels.worker(request), **worker.gang.labels}},
+        "spec": {
+            "restartPolicy": worker.restart,
+            "terminationGracePeriodSeconds": grace_s(request.spec),
+            "automountServiceAccountToken": bool(worker.account),
+            **({"serviceAccountName": worker.account} if worker.account else {}),
+            "enableServiceLinks": False,  # a Service called outlast-... would set OUTLAST_..._PORT
+            **({"subdomain": worker.subdomain} if worker.subdomain else {}),
+            **({"schedulerName": worker.gang.scheduler} if worker.gang.scheduler else {}),
+            "securityContext": places.security(),
+            **placement.pod(request.job, several=worker.several, on_demand=worker.on_demand),
+            "containers": [_container(request, worker, mounts)],
+            "volumes": volumes,
+        },
+    }
+    if worker.gang.annotations:
+        made["metadata"]["annotations"] = dict(worker.gang.annotations)
+    return overlaid(request.job, made, labels.selector(request.job.metadata.name))
+
+
+def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
+    """The pod of one worker, for the operator. The pod carries its job file, see `Request.carried`."""
+    request = dataclasses.replace(request, carried=True)
+    made = template(request, worker)
+    meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))
+    meta["labels"] = {**made["metadata"].pop("labels"), Label.WORKER: str(index), Label.GENERATION: str(generation)}
+    own = made["metadata"].pop("annotations", {})
+    meta["annotations"] = {**disruption.UNDISTURBED, **own, Annotation.JOB_FILE: file}
+    # As in Kubernetes, the `name` of a template is ignored.
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**made["metadata"], **meta}, "spec": made["spec"]}
+
+
+def grace_s(fields: spec.Spec) -> int:
+    """terminationGracePeriodSeconds: the job's grace period, and time for the last upload."""
+    return math.ceil(fields.interruption.grace.total_seconds()) + Pod.LAST_PUSH_S
+
+
+def failure_policy() -> Document:
+    """The rules by which a Job ignores interruptions, and fails at once on misconfiguration or when workers have given up.
+
+    143 is the exit code of an agent that got SIGTERM before it could handle the signal. All other failures count towards
+    `backoffLimit`.
+    https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
+    """
+
+    def on_exit(action: str, *codes: int) -> Document:
+        return {"action": action, "onExitCodes": {"containerName": Pod.TRAINER, "operator": "In", "values": list(codes)}}
+
+    return {
+        "rules": [
+            on_exit("FailJob", contract.Exit.MISCONFIGURED.value, contract.Exit.GIVEN_UP.value),
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            on_exit("Ignore", contract.Exit.INTERRUPTED.value, 143),
+        ]
+    }
+
+
+def job_limits(fields: spec.Spec) -> Document:
+    """The fields of a `batch/v1` Job that suspend it, limit its failures and its duration, and delete it after its end."""
+    found: Document = {
+        **({"suspend": True} if fields.suspend else {}),  # never false: Kueue sets it for jobs in its queues
+        "backoffLimit": fields.restarts.limit,
+        "podReplacementPolicy": "Failed",  # one worker of an index at a time: the old one may still upload
+        "podFailurePolicy": failure_policy(),
+    }
+    if fields.active_deadline_seconds:
+        found["activeDeadlineSeconds"] = fields.active_deadline_seconds
+    if fields.ttl_seconds_after_finished is not None:
+        found["ttlSecondsAfterFinished"] = fields.ttl_seconds_after_finished
+    return found
+
+
+def _container(request: Request, worker: Worker, mounts: list[Document]) -> Document:
+    if request.spec.image is None:
+        raise wrong(request.job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")
+    secrets = variables.from_secrets(request.spec)
+    env = variables.container(request, index=worker.index, rendezvous=worker.rendezvous, stay=worker.stay)
+    return {
+        "name": Pod.TRAINER,
+        "image": request.spec.image,
+        "command": ["outlast", "agent"],
+        "workingDir": Pod.CODE,
+        "env": env,
+        **({"envFrom": secrets} if secrets else {}),
+        "ports": [
+            {"name": "probes", "containerPort": Pod.PROBE_PORT},
+            {"name": "rendezvous", "containerPort": Pod.RENDEZVOUS_PORT},
+        ],
+        "resources": resources.share(request.job).container(),
+        **probes(start=START_S // 2, live=6),
+        "securityContext": places.confined(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",  # the log's last lines are in the status of a pod that failed
+        "volumeMounts": mounts,
+    }
+
+
+def probes(*, start: int, live: int) -> Document:
+    """The probes of our processes. `start` and `live` are the failure thresholds of the startup and the liveness probe, which are
+    sent every two and every ten seconds."""
+    return {
+        "startupProbe": probe("/healthz", every=2, tries=start),
+        "livenessProbe": probe("/healthz", every=10, tries=live),
+        "readinessProbe": probe("/readyz", every=5, tries=1),
+    }
+
+
+def probe(path: str, *, every: int, tries: int, port: str = "probes") -> Document:
+    """An HTTP probe, sent every `every` seconds; `tries` is the failure threshold."""
+    return {
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": every,
+        "timeoutSeconds": 5,
+        "failureThreshold": tries,
+    }
+
+
+def overlaid(job: spec.Job, made: Document, kept: dict[str, str]) -> Document:
+    """The template with the user's template merged over it; the labels in `kept` win. Raises InvalidJob if it cannot be
+    merged."""
+    try:
+        result = overlay.merge(made, job.spec.template)
+    except ValueError as error:
+        raise wrong(job, str(error)) from error
+    meta = result.get("metadata")
+    if not isinstance(meta, dict) or not isinstance(meta.get("labels"), dict):
+        raise wrong(job, "template.metadata.labels must be a mapping of names to values; correct or remove it")
+    if not isinstance(meta.get("annotations", {}), dict):
+        raise wrong(job, "template.metadata.annotations must be a mapping of names to values; correct or remove it")
+    if not isinstance(result.get("spec"), dict):
+        raise wrong(job, "template.spec must be a mapping, what a PodSpec has; correct or remove it")
+    return {**result, "metadata": {**meta, "labels": {**meta["labels"], **kept}}}

@@ -1,0 +1,120 @@
+"""The watcher of one node: it polls for notices, marks the node, and evicts its pods."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from outlast.base import backoff
+from outlast.base.errors import Absent, ClusterError, Conflict
+from outlast.job.contract import LeavingKind
+from outlast.kubernetes.api import NODE, POD, Cluster, pod_status
+from outlast.kubernetes.nodewatch import drain, notices
+from outlast.kubernetes.nodewatch.drain import Step
+from outlast.kubernetes.nodewatch.metadata import Metadata, MetadataAway
+from outlast.kubernetes.nodewatch.notices import Notice
+
+log = logging.getLogger(__name__)
+LONGEST_BACKOFF_S = 30.0
+PASS_S = 2.0
+"""Interval between attempts to mark a node and to evict its pods."""
+EVICT_S = 5.0
+"""Timeout of an eviction: an eviction that hangs must not cost the other pods their time."""
+
+
+class Watcher:
+    def __init__(
+        self, node: Mapping[str, Any], metadata: Metadata, cluster: Cluster, *, clock: Callable[[], float], every_s: float = 1.0
+    ) -> None:
+        self.name, self.metadata, self.cluster, self.clock, self.every_s = (
+            pod_status.name(node),
+            metadata,
+            cluster,
+            clock,
+            every_s,
+        )
+        self.written = notices.read(node)
+        self._notices: list[Notice] | None = None
+        self._failures, self._next = 0, 0.0
+        self._logged: set[str] = set()
+
+    def tick(self) -> float:
+        """Run one round. Returns the seconds until the next."""
+        now = self.clock()
+        if now >= self._next:
+            self._ask(now)
+        notice = self.written if self._notices is None else notices.due(self._notices, self.written, now)
+        done = notice == self.written or self._mark(notice, now)
+        if notice is not None and (
+            notice.kind is LeavingKind.SPOT or (notice.kind is not LeavingKind.REBALANCE and self._notices)
+        ):
+            done = self._drain(notice, self.clock()) and done  # only workers follow a recommendation: they see the taint
+        left_s = max(0.0, self._next - self.clock())
+        return left_s if done else min(left_s, PASS_S)
+
+    def _ask(self, now: float) -> None:
+        try:
+            self._notices = self.metadata.read(now)
+            if self._failures:
+                self._logged.clear()
+                log.info("AWS's metadata service answers again")
+            self._failures, self._next = 0, now + self.every_s
+        except MetadataAway as error:
+            self._once(f"{error}; trying again")
+            self._next = self.clock() + max(self.every_s, backoff.exponential(self._failures, 1.0, LONGEST_BACKOFF_S))
+            self._failures += 1
+
+    def _mark(self, notice: Notice | None, now: float, tries: int = 5) -> bool:
+        """Write this notice on the node, or remove the node's notice if it is None. Returns whether this succeeded."""
+        try:
+            self.cluster.patch(NODE, self.name, notices.marked(self.cluster.get(NODE, self.name), notice))
+        except Conflict:
+            return tries > 1 and self._mark(notice, now, tries - 1)  # somebody else has just written it
+        except ClusterError as error:
+            self._once(f"node {self.name} cannot be marked: {error}; trying again")
+            return False
+        self.written = notice
+        self._logged.clear()
+        left = "" if notice is None or notice.deadline is None else f", {notice.deadline - now:.0f} s left"
+        leaves = notice and f"leaves ({notice.kind}{left}): {notice.reason}; it is tainted and cordoned"
+        self._once(f"node {self.name} {leaves or 'stays: the notice is withdrawn; its taint is taken back'}")
+        return True
+
+    def _drain(self, notice: Notice, now: float) -> bool:
+        """Evict the pods that are due. Returns whether no pod is left."""
+        try:
+            found = self.cluster.list_(POD, everywhere=True, fields=f"spec.nodeName={self.name}")
+        except ClusterError as error:
+            self._once(f"the pods of node {self.name} cannot be listed: {error}; trying again")
+            return False
+        steps, waiting = drain.plan(found, notice.deadline, now)
+        with ThreadPoolExecutor(8, thread_name_prefix="evict") as pool:
+            list(pool.map(self._evict, steps))
+        self._once(
+            f"waiting for pods to leave: {', '.join(waiting)}" if waiting else "" if steps else f"node {self.name} is drained"
+        )
+        return not steps and not waiting
+
+    def _evict(self, step: Step) -> None:
+        meta, name = step.pod["metadata"], drain.full_name(step.pod)
+        where = {"namespace": meta["namespace"], "uid": meta["uid"], "grace_s": step.grace_s, "timeout_s": EVICT_S}
+        try:
+            try:
+                self.cluster.evict(meta["name"], **where)
+            except (Absent, Conflict):
+                return  # it is gone; by Conflict another pod has its name
+            except ClusterError:
+                if not step.last:
+                    raise
+                self.cluster.delete(POD, meta["name"], **where)
+        except ClusterError as error:
+            return self._once(f"{name} stays for now: {error}", f"{name} {type(error).__name__}")
+        self._once(f"evicts {name}, which has {step.grace_s} s to end", name)
+
+    def _once(self, sentence: str, key: str = "") -> None:
+        """Log a message about the current notice, but only once."""
+        if sentence and (key or sentence) not in self._logged:
+            self._logged.add(key or sentence)
+            log.warning("%s", sentence)

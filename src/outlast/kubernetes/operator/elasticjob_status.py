@@ -1,0 +1,421 @@
+"""The operator keeps its state of a job in the job's `.status`; this module defines the fields, and reads and writes them.
+
+    job_status.read(status)      -> Status
+    job_status.write(Status, ...) -> the new status
+
+Readers (`outlast status`, kubectl) find the fields of `outlast.job.status.JobStatus`; the job's agents watch `rendezvous`. Times
+in `rendezvous`, `failures`, `accounting` and `ledger` are seconds since the epoch, all others are in Kubernetes' format. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TypeVar, cast
+
+from pydantic import TypeAdapter, ValidationError
+
+from outlast.base import units
+from outlast.job.contract import LEASE_S
+from outlast.job.report import reading
+from outlast.job.status import SnapshotStatus, State
+from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.manifests import labels
+from outlast.rendezvous.restarts import History, Record
+from outlast.rendezvous.world import Call, World
+
+Document = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CountedFailure:
+    """A failure that still counts against the restart budget."""
+
+    record: Record
+    node: str
+    """Node of the failed worker; empty if unknown."""
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A pod that was deleted because its worker was silent. How the pod ends will show why."""
+
+    uid: str
+    worker: int
+    node: str
+    since: float
+    generation: int = 0
+    """Generation of the worker's world; 0 for none."""
+    echo: bool = False
+    """Whether the failure is already counted."""
+    after_s: float = LEASE_S
+    """Duration of the silence in seconds."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker that its peers could not reach. It is excluded from worlds for a while, see `rendezvous.partition.Loss`."""
+
+    worker: int
+    uid: str
+    """Uid of the pod to delete."""
+    node: str
+    at: float
+    times: int = 1
+    held: bool = True
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A worker that must leave by a deadline; for the worker's agent."""
+
+    worker: int
+    uid: str
+    deadline: float
+    """Seconds since the epoch."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The training progress as last written."""
+
+    step: int = 0
+    steps: int | None = None
+    committed: int = 0
+    committed_at: float = 0.0
+    """When the commit of that step was first reported."""
+    rate: float | None = None
+    """Steps per second of the current world."""
+    time: float = 0.0
+    """In whole seconds, as the status stores it."""
+    mark: tuple[int, float] | None = None
+    """The step that rank 0 had reported when `rate` was measured, and its time by rank 0's clock."""
+    snapshot: tuple[int, int] = (0, 0)
+    """Step of the newest complete snapshot in memory, and the number of steps between two snapshots; 0: none, or unknown."""
+    bytes: int = 0
+    """Size of the newest checkpoint; 0: unknown."""
+    goodput: float | None = None
+    """Goodput that the worker of rank 0 computes from the run's ledger; after the end, from the whole ledger. None: not
+    reported."""
+
+
+@dataclass(frozen=True)
+class Result:
+    reason: str
+    code: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """The operator's state of a job, kept between reconcile passes; the defaults are those of a new job."""
+
+    state: State | None = None
+    reason: str = ""
+    blocked: int | None = None
+    """The worker that `reason` names because it cannot start."""
+    run: str = ""
+    world: World | None = None
+    called: Call | None = None
+    result: Result | None = None
+    """Set once there will be no further world."""
+    counted: tuple[int, int] = (0, 0)
+    """The newest start of processes (generation, attempt) whose failure is already counted."""
+    handled_pods: tuple[str, ...] = ()
+    """Uids of pods whose end is already counted; the pods may still exist."""
+    restarted: Mapping[str, int] = field(default_factory=dict)
+    """Restarts of containers by kubelets that are already counted, by the uid of the pod; only for workers without an agent."""
+    silent: tuple[Silent, ...] = ()
+    lost: tuple[Lost, ...] = ()
+    leaves: tuple[Leaving, ...] = ()
+    counted_failures: tuple[CountedFailure, ...] = ()
+    restarts: int = 0
+    interruptions: int = 0
+    elected: bool = False
+    """Whether an operator of the previous version had the agents elect a coordinator through etcd."""
+    failure: Mapping[str, Any] | None = None
+    """The last failure: a `failure.Failure` with the node and the tail of the log."""
+    started: float | None = None
+    """When the job was first reconciled."""
+    resumed: float | None = None
+    """Time of the last resumption: deadlines start again then, as for a Kubernetes Job."""
+    finished: float | None = None
+    formed: bool = False
+    """Whether there has been a world since the job was started or resumed."""
+    observed: int = 0
+    """The newest `metadata.generation` that the operator has acted on."""
+    queue: str = ""
+    """The Kueue queue in which the job waits, or that has admitted it."""
+    gang: str = ""
+    """The gang scheduler of all the job's pods, even if another one is installed later; empty for none."""
+    progress: Progress = Progress()
+    ledger: tuple[Mapping[str, Any], ...] = ()
+    """The decisions, as events of the run's ledger: the first one and the newest."""
+    conditions: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def generation(self) -> int:
+        """The newest generation that has existed or was called for."""
+        return max(self.world.generation if self.world else 0, self.called.generation if self.called else 0)
+
+    @property
+    def silent_uids(self) -> set[str]:
+        return {each.uid for each in self.silent}
+
+    @property
+    def history(self) -> History:
+        return tuple(counted.record for counted in self.counted_failures)
+
+
+LEDGER = 32
+"""Maximum number of ledger entries in the status. The worker of rank 0 watches them and copies new ones into the run's own
+ledger."""
+
+
+def noted(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
+    """The ledger with one more entry, unless the entry is already there. The first entry, the submission, is always kept; of the
+    others, the oldest are dropped."""
+    entry = _without_none({"t": _ms(t), "kind": kind, "source": "operator", **fields})
+    return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - LEDGER :]) if ledger else (entry,)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Values in the status that do not come from `Status` but from the snapshot and the plan."""
+
+    job: str
+    pods: int
+    inside: int
+    """Number of workers in the current world."""
+    sizes: tuple[int, int]
+    """Minimum and maximum number of workers."""
+    checkpoint: str
+    """URL under which the checkpoints are, if they are in a store."""
+    leave_s: float
+    """How long a planned re-rendezvous waits for workers to save, in seconds."""
+
+
+def read(status: Mapping[str, Any]) -> Status:
+    """The fields of a status; `{}` for a new job. Invalid parts, from somebody else or from another version, are dropped."""
+    rendezvous, counted = status.get("rendezvous") or {}, status.get("judged") or {}
+    account = status.get("accounting") or {}
+    world = _valid(World, rendezvous.get("world"))
+    return Status(
+        state=_valid(State, status.get("state")),
+        reason=status.get("reason", ""),
+        blocked=status.get("blocked"),
+        run=rendezvous.get("run", ""),
+        world=world if world and world.members else None,
+        called=_valid(Call, rendezvous.get("called")),
+        result=_valid(Result, rendezvous.get("closed")),
+        counted=(counted.get("generation", 0), counted.get("attempt") or 0),
+        handled_pods=tuple(counted.get("pods") or ()),
+        restarted=counted.get("restarted") or {},
+        silent=tuple(each for fields in counted.get("silent") or () if (each := _valid(Silent, fields))),
+        lost=tuple(one for fields in counted.get("lost") or () if (one := _valid(Lost, fields))),
+        leaves=tuple(its for fields in rendezvous.get("leaving") or () if (its := _valid(Leaving, fields))),
+        counted_failures=tuple(it.counted for fields in status.get("failures") or () if (it := _valid(_Failure, fields))),
+        restarts=status.get("restarts", 0),
+        interruptions=status.get("interruptions", 0),
+        elected=bool(rendezvous.get("wanted")),
+        failure=status.get("lastFailure"),
+        started=podwords.seconds(status.get("startTime")) or None,
+        resumed=rendezvous.get("resumed"),
+        finished=podwords.seconds(status.get("completionTime")) or None,
+        formed=bool(rendezvous.get("formed")),
+        observed=status.get("observedGeneration", 0),
+        queue=status.get("queue", ""),
+        gang=status.get("gang", ""),
+        progress=_read_progress(status, account),
+        ledger=tuple(each for each in status.get("ledger") or () if isinstance(each, Mapping) and reading.usable(each)),
+        conditions=tuple(status.get("conditions") or ()),
+    )
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An entry of `failures`."""
+
+    time: float
+    committedStep: int
+    failedStep: int | None = None
+    node: str = ""
+
+    @property
+    def counted(self) -> CountedFailure:
+        return CountedFailure(Record(self.time, self.committedStep, self.failedStep), self.node)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """`accounting.reported`."""
+
+    step: int
+    time: float
+
+
+def _read_progress(status: Mapping[str, Any], account: Mapping[str, Any]) -> Progress:
+    commit, mark = status.get("checkpoint") or {}, _valid(_Mark, account.get("reported"))
+    memory = _valid(SnapshotStatus, status.get("snapshot"))
+    return Progress(
+        status.get("step", 0),
+        status.get("steps"),
+        commit.get("step", 0),
+        commit.get("time", 0.0),
+        status.get("rate"),
+        podwords.seconds(status.get("progressTime")),
+        (mark.step, mark.time) if mark else None,
+        (memory.step, memory.every) if memory else (0, 0),
+        commit.get("bytes", 0),
+        status.get("goodput"),
+    )
+
+
+def _valid(type_: type[T], fields: object) -> T | None:
+    """A part of the status, parsed as this type; None if it is missing or invalid."""
+    try:
+        return None if fields is None else cast(T, _adapter(cast(Any, type_)).validate_python(fields))
+    except ValidationError:
+        return None
+
+
+@functools.cache
+def _adapter(type_: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(type_)
+
+
+def write(status: Status, facts: Facts) -> Document:
+    low, high = facts.sizes
+    world, progress = status.world, status.progress
+    good = progress.goodput
+    trains = world is not None and status.called is None and status.result is None
+    fields: Document = {
+        "observedGeneration": status.observed,
+        "state": str(status.state) if status.state else None,
+        "reason": status.reason,
+        "blocked": status.blocked,
+        "replicas": facts.pods,
+        "selector": ",".join(f"{key}={value}" for key, value in labels.selector(facts.job).items()),
+        "workersText": f"{facts.inside}/{low}-{high}" if low != high else f"{facts.inside}/{low}",
+        "run": status.run,
+        "generation": world.generation if world else 0,
+        "world": list(world.members) if world and trains else [],
+        "step": progress.step,
+        "steps": progress.steps,
+        "progress": f"{100 * progress.step / progress.steps:.0f} %" if progress.steps else None,
+        "rate": progress.rate,
+        "progressTime": text(progress.time) if progress.time else None,
+        "restarts": status.restarts,
+        "interruptions": status.interruptions,
+        "checkpoint": _checkpoint(progress, facts.checkpoint) if progress.committed else None,
+        "snapshot": dict(zip(("step", "every"), progress.snapshot, strict=True)) if progress.snapshot[0] else None,
+        "goodput": good,
+        "goodputText": units.percent(good) if good is not None else None,
+        "lastFailure": {**status.failure, "time": _ms(status.failure.get("time"))} if status.failure else None,
+        "startTime": text(status.started) if status.started is not None else None,
+        "completionTime": text(status.finished) if status.finished is not None else None,
+        "rendezvous": _rendezvous(status, facts.leave_s),
+        "judged": _counted(status),
+        "failures": [_failure(counted) for counted in status.counted_failures],
+        "accounting": {"reported": {"step": progress.mark[0], "time": _ms(progress.mark[1])}} if progress.mark else None,
+        "ledger": list(status.ledger) or None,
+        "queue": status.queue or None,
+        "gang": status.gang or None,
+        "conditions": list(status.conditions),
+    }
+    return dict(_without_none(fields))
+
+
+def conditioned(
+    conditions: Sequence[Mapping[str, Any]], type_: str, reason: str, message: str, generation: int, now: float
+) -> tuple[Document, ...]:
+    """The conditions after this one has become true: all others but `Created` become false. A condition that has never been true
+    stays absent."""
+    by_type = {each["type"]: dict(each) for each in conditions}
+    if type_ not in by_type:
+        by_type[type_] = {"type": type_, "status": "False", "lastTransitionTime": text(now), "reason": reason, "message": message}
+    result = []
+    for name, each in by_type.items():
+        state = "True" if name in (type_, "Created") else "False"
+        if each["status"] != state:
+            each |= {"status": state, "lastTransitionTime": text(now)}
+        if name == type_:
+            each |= {"reason": reason, "message": message}
+        result.append({**each, "observedGeneration": generation})
+    return tuple(result)
+
+
+def since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> float | None:
+    """The latest time at which one of these conditions became true; None if none is true."""
+    begun = [
+        podwords.seconds(each["lastTransitionTime"]) for each in conditions if each["type"] in types and each["status"] == "True"
+    ]
+    return max(begun, default=None)
+
+
+def why(conditions: Sequence[Mapping[str, Any]], type_: str) -> str:
+    """The reason of a condition; empty if there is none of this type."""
+    return next((str(each["reason"]) for each in conditions if each["type"] == type_), "")
+
+
+def text(when: float) -> str:
+    """A time in Kubernetes' format, in whole seconds."""
+    return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _checkpoint(progress: Progress, path: str) -> Document:
+    return {"step": progress.committed, "path": path, "time": _ms(progress.committed_at), "bytes": progress.bytes or None}
+
+
+def _counted(status: Status) -> Document:
+    silent = [{**dataclasses.asdict(each), "since": _ms(each.since), "echo": each.echo or None} for each in status.silent]
+    silent = [{**each, "after_s": None if each["after_s"] == LEASE_S else each["after_s"]} for each in silent]
+    return {
+        "generation": status.counted[0],
+        "attempt": status.counted[1] or None,
+        "pods": list(status.handled_pods),
+        "restarted": dict(status.restarted) or None,
+        "silent": silent or None,
+        "lost": [{**dataclasses.asdict(each), "at": _ms(each.at)} for each in status.lost] or None,
+    }
+
+
+def _failure(counted: CountedFailure) -> Document:
+    record = counted.record
+    steps = {"committedStep": record.committed_step, "failedStep": record.failed_step}
+    return {"time": _ms(record.time), **steps, "node": counted.node}
+
+
+def _rendezvous(status: Status, leave_s: float) -> Document:
+    world, call = status.world, status.called
+    called = None
+    if call is not None:
+        times = {"at": _ms(call.at), "deadline": _ms(call.at + leave_s)}
+        called = {**dataclasses.asdict(call), "leaving": list(call.leaving), "lost": list(call.lost) or None, **times}
+    return {
+        "run": status.run,
+        "world": {**dataclasses.asdict(world), "members": list(world.members), "at": _ms(world.at)} if world else None,
+        "called": called,
+        "closed": dataclasses.asdict(status.result) if status.result else None,
+        "formed": status.formed or None,
+        "resumed": _ms(status.resumed),
+        "wanted": {"number": 1} if status.elected else None,
+        "leaving": [{**dataclasses.asdict(each), "deadline": _ms(each.deadline)} for each in status.leaves] or None,
+    }
+
+
+def _ms(when: float | None) -> float | None:
+    """A time rounded to milliseconds, so that it is read back as it was written."""
+    return None if when is None else round(when, 3)
+
+
+def _without_none(value: Any) -> Any:
+    """The value without entries that are None, at any depth: API servers drop them, and a status must be read back as it was
+    written."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value

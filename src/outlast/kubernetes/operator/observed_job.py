@@ -1,0 +1,412 @@
+"""A snapshot of a job: the cached objects, parsed into the values on which `decide` bases its decisions. Pure."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic_core import from_json
+
+from outlast.base.errors import InvalidJob
+from outlast.job import contract, spec
+from outlast.job.contract import LEASE_S, Annotation, Label
+from outlast.job.failure import Failure
+from outlast.kubernetes.api import document_parsing, owner_references
+from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.manifests.scheduling import gang, kueue
+from outlast.kubernetes.operator import elasticjob_status, kueue_workloads, leaving_nodes
+from outlast.kubernetes.operator.cluster_cache import CachedJob
+from outlast.kubernetes.operator.elasticjob_status import Status
+from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
+from outlast.kubernetes.operator.leaving_nodes import Leave
+from outlast.rendezvous import failures
+from outlast.rendezvous.transports.sockets import Report, is_count, is_number
+from outlast.rendezvous.world import Member, MemberState
+
+Document = Mapping[str, Any]
+
+RECEIVED = "heard"
+"""Key for the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or at which a node became unready.
+Clocks of other machines are not compared with ours."""
+NNODES = f"{contract.GROUP}/nnodes"
+"""Annotation of a pod without an agent: the value of --nnodes for its torchrun."""
+LONGEST_S = 600.0
+"""Upper bound in seconds for the duration of a Lease, whatever its worker wrote."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Timeouts of the operator, in seconds."""
+
+    silence_s: float = LEASE_S
+    """A member whose Lease has not been renewed for this long is presumed dead."""
+    held_s: float = 300.0
+    """The same if most workers fall silent at once though their nodes are ready, see decision 17. It equals the time for which
+    Kubernetes tolerates an unreachable node, and is several times what a kubelet needs to kill an agent that hangs."""
+    progress_s: float = 3.0
+    """Minimum interval between writes of the step if nothing else is written. The first step of a world is written at once."""
+    lost_s: float = 30.0
+    """A pod whose node has not answered for this long is presumed lost and force-deleted."""
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod of the job."""
+
+    document: Document
+    index: int
+    node: str
+    node_lost: float | None
+    """When the pod's node stopped answering. If the node does not exist: when the pod was bound to it."""
+    leave: Leave | None = None
+    """Why the worker has to leave: its node is about to be terminated, or the pod itself has a notice."""
+
+    @property
+    def name(self) -> str:
+        return str(self.document["metadata"]["name"])
+
+    @property
+    def uid(self) -> str:
+        return str(self.document["metadata"]["uid"])
+
+    @property
+    def created(self) -> float:
+        return podwords.created(self.document)
+
+    @property
+    def first_generation(self) -> int:
+        """The first generation to which the pod may belong."""
+        label = (self.document["metadata"].get("labels") or {}).get(Label.GENERATION, "")
+        return int(label) if label.isdecimal() else 0
+
+    @property
+    def terminating(self) -> bool:
+        """Whether the pod is being deleted."""
+        return podwords.leaves(self.document)
+
+    @property
+    def ends_at(self) -> float:
+        """If the pod is being deleted, the latest time at which its kubelet kills it; else 0."""
+        return podwords.seconds(self.document["metadata"].get("deletionTimestamp"))
+
+    @property
+    def lingering(self) -> bool:
+        """Whether the worker has ended but the pod's phase does not say so: a sidecar still runs, or the sandbox is not gone."""
+        if self.document["spec"].get("restartPolicy") != "Never":
+            return False
+        worker = podwords.container_status(self.document)
+        alone = len(self.document["spec"].get("containers") or ()) == 1
+        ended = (alone or worker.get("name") in podwords.CONTAINERS) and "terminated" in (worker.get("state") or {})
+        return ended and not podwords.over(self.document)
+
+    @property
+    def over(self) -> bool:
+        """Whether the worker has ended for good."""
+        return podwords.over(self.document) or self.lingering
+
+    @property
+    def end(self) -> podwords.End | None:
+        """How the worker ended, once it has ended for good."""
+        return podwords.end(self.document) if self.over else None
+
+    @property
+    def succeeded(self) -> bool:
+        ended = self.end
+        well = ended is not None and ended.code == 0 and (self.lingering or not podwords.disrupted(self.document))
+        return podwords.phase(self.document) == "Succeeded" or well
+
+    @property
+    def waiting(self) -> str:
+        """Why the pod has not started."""
+        return podwords.waits(self.document)
+
+    @property
+    def stuck(self) -> str:
+        """Why the pod cannot start, if that needs people's attention."""
+        return podwords.stuck(self.document)
+
+    @property
+    def kept(self) -> str:
+        """A sentence if the finalizers of another controller keep a terminated pod; else empty."""
+        meta = self.document["metadata"]
+        gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and podwords.over(self.document)
+        finalizers = ", ".join(meta.get("finalizers") or ()) if gone else ""
+        return f"has gone, and its name is kept by the finalizers {finalizers}; have them removed" if finalizers else ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the worker trains or will train."""
+        return not self.terminating and not self.over
+
+    @property
+    def log_tail(self) -> str:
+        """The last lines of the log of a pod that failed."""
+        state = podwords.container_status(self.document).get("state") or {}
+        return str((state.get("terminated") or {}).get("message") or "")
+
+
+@dataclass(frozen=True)
+class MemberReport:
+    """The report of a member on its Lease."""
+
+    member: Member
+    renewed: float
+    """When the Lease was last renewed."""
+    failure: Failure | None
+    """The failure in the member's generation, see `rendezvous.transports.sockets.Report`."""
+    echo: bool = False
+    """Whether that failure is secondary, that is, caused by the failure of another member."""
+    step: int | None = None
+    steps: int | None = None
+    committed: int = 0
+    generation: int | None = None
+    """The generation in which `step` was done, if reported."""
+    time: float = 0.0
+    """Time of `step` by the member's clock; 0 if not reported."""
+    lasts: float = LEASE_S
+    """Duration of the Lease in seconds, at most LONGEST_S."""
+    snapshot: tuple[int, int] = (0, 0)
+    """Step of the newest complete snapshot in memory, and the number of steps between two snapshots; 0: none, or unknown."""
+    attempt: int = 0
+    past: tuple[Mapping[str, Any], ...] = ()
+    """Restarts of processes that the members made on their own, and the failures repaired by these restarts, as in
+    `sockets.Report`."""
+    mesh: bool = False
+    """Whether the members of the world watch each other."""
+    bytes: int = 0
+    """Size of the newest committed checkpoint in bytes; 0: unknown."""
+    goodput: float | None = None
+    """Goodput of the run, as computed by the worker of rank 0."""
+    whole: bool = False
+    """Whether `goodput` covers the whole run, to its end."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A job whose workers have no agent: their pods run plain torchrun."""
+
+    job: Document
+    """The equivalent ElasticJob: number of workers and restarts, deadlines."""
+    nnodes: str
+    """The value of --nnodes for torchrun, `1:4`; pods carry it in the annotation `NNODES`. Workers with different values cannot
+    train together."""
+    policy: str
+    """The failures after which workers are restarted. `Never`: none; `ExitCode`: only if the pod was killed, lost, or never
+    started."""
+    service: Document
+    """The Service through which workers find worker 0."""
+    pod: Callable[[int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class JobSnapshot:
+    """A job and everything that belongs to it, at one time."""
+
+    document: Document
+    job: spec.Job | None
+    """None if the job cannot be parsed; `problem` says why."""
+    problem: str
+    status: Status
+    run: str
+    pods: tuple[Pod, ...]
+    """Sorted by index."""
+    others: tuple[Pod, ...]
+    """Pods with this job's labels that it does not own, such as those of an earlier job of the same name."""
+    reports: Mapping[int, MemberReport]
+    now: float
+    since: float
+    """When the last of the watches was connected: silence before then may be due to us."""
+    features: ClusterFeatures = field(default_factory=ClusterFeatures)
+    """Optional features of the cluster."""
+    queue: kueue_workloads.Queue | None = None
+    limits: Limits = Limits()
+    nodes: Mapping[str, Document] = field(default_factory=dict)
+    refused: str = ""
+    """A sentence about why the job's pods could not be created on the last attempt; else empty."""
+    plain: Plain | None = None
+    """Set if the workers have no agent."""
+
+    @property
+    def name(self) -> str:
+        return str(self.document["metadata"]["name"])
+
+    @property
+    def uid(self) -> str:
+        return str(self.document["metadata"]["uid"])
+
+    @property
+    def gang(self) -> gang.Who:
+        """The gang scheduler of the job's pods: chosen when the job is first reconciled, and kept from then on."""
+        assert self.job is not None, "pods are only made for jobs that can be parsed"
+        if self.status.started is None or self.job.spec.scheduling.gang != "auto":
+            admitted = kueue.GROUP in self.features.groups and bool(kueue.queue(self.document))
+            return gang.choose(self.job.spec, self.features.groups, admitted=admitted)
+        return "volcano" if self.status.gang == "volcano" else "coscheduling" if self.status.gang == "coscheduling" else "none"
+
+    @property
+    def generation(self) -> int:
+        """The job's `metadata.generation`, which grows with each change of the specification."""
+        return int(self.document["metadata"].get("generation", 1))
+
+    @property
+    def owner(self) -> dict[str, Any]:
+        """The owner reference to the job, for objects created for it."""
+        return owner_references.reference(self.document)
+
+
+def take(
+    cached: CachedJob,
+    now: float,
+    features: ClusterFeatures | None = None,
+    limits: Limits | None = None,
+    *,
+    plain: Plain | None = None,
+) -> JobSnapshot:
+    """The snapshot of a job that exists; `plain` is for a job whose workers have no agent."""
+    job, features = cached.job, features or ClusterFeatures()
+    assert job is not None, "reconcilers are only called for jobs that exist"
+    broken = str(job.get(document_parsing.UNREADABLE) or "")
+    read, problem = (None, broken) if broken else _read(json.dumps(plain.job if plain else _document(job)))
+    run = f"{job['metadata']['name']}-{job['metadata']['uid'][:8]}"
+    pods = pods_of(cached)
+    owned = {id(pod) for pod in pods if owner_references.owned_by(pod.document, job)}
+    own = tuple(pod for pod in pods if id(pod) in owned)
+    holders = {pod.index: pod.uid for pod in reversed(own)}
+    name = job["metadata"]["name"]
+    return JobSnapshot(
+        document=job,
+        job=read,
+        problem=problem,
+        status=elasticjob_status.read(job.get("status") or {}),
+        run=run,
+        pods=own,
+        others=tuple(pod for pod in pods if id(pod) not in owned),
+        reports={report.member.id: report for lease in cached.leases if (report := _report(lease, name, run, holders))},
+        now=now,
+        since=cached.since,
+        features=features,
+        queue=kueue_workloads.of(job, features),
+        limits=limits or Limits(),
+        nodes=cached.nodes,
+        refused=cached.refused,
+        plain=plain if read else None,
+    )
+
+
+def _document(job: Document) -> dict[str, Any]:
+    """The job as its author wrote it, without metadata added by others."""
+    meta = job["metadata"]
+    retained = {key: meta[key] for key in ("name", "namespace") if key in meta}
+    labels = {key: value for key, value in (meta.get("labels") or {}).items() if not _is_ours(key)}
+    head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND}
+    return {**head, "metadata": {**retained, **({"labels": labels} if labels else {})}, "spec": job["spec"]}
+
+
+@functools.lru_cache(maxsize=4096)  # the same job is reconciled again and again
+def _read(text: str) -> tuple[spec.Job | None, str]:
+    """The parsed job, or why it cannot be parsed."""
+    try:
+        return spec.of(json.loads(text)), ""
+    except InvalidJob as error:
+        return None, "; ".join(sentence for _, sentence in error.problems)
+
+
+def _is_ours(label: str) -> bool:
+    prefix, slash, _ = label.partition("/")
+    return bool(slash) and prefix.endswith(("app.kubernetes.io", contract.GROUP, "kueue.x-k8s.io"))
+
+
+def pods_of(cached: CachedJob) -> list[Pod]:
+    """The pods with the job's label, sorted by index, each with the state of its node."""
+    return sorted((_pod(pod, cached.nodes) for pod in cached.pods), key=lambda pod: pod.index)
+
+
+def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
+    name = str(pod["spec"].get("nodeName") or "")
+    node = nodes.get(name)
+    lost = None
+    if name and nodes:  # a node that has just joined is in its pods before the watch of nodes delivers it
+        lost = podwords.bound(pod) if node is None else _silent_since(node)
+    return Pod(
+        pod, podwords.index(pod), name, lost, leaving_nodes.soonest(leaving_nodes.of_node(node), leaving_nodes.of_pod(pod))
+    )
+
+
+def _silent_since(node: Document) -> float | None:
+    """When a node stopped answering; None if it answers."""
+    for ready in podwords.conditions(node, "Ready"):
+        if ready["status"] != "True":
+            return node.get(RECEIVED) or podwords.seconds(ready.get("lastTransitionTime"))
+    return None
+
+
+def answers(node: Document) -> bool:
+    return _silent_since(node) is None
+
+
+def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> MemberReport | None:
+    """The report on a Lease; None if the Lease is that of an earlier pod of the same name, or of another run. Only the Lease's
+    name identifies the worker, as a worker can write the labels of its Lease."""
+    meta, fields = lease["metadata"], lease.get("spec") or {}
+    annotations = meta.get("annotations") or {}
+    try:
+        index = int((meta.get("labels") or {})[Label.WORKER])
+        report = Report.of(from_json(annotations[Annotation.REPORT]))
+        progress = from_json(annotations.get(Annotation.PROGRESS) or "{}") or {}
+        renewed = lease.get(RECEIVED) or podwords.seconds(fields.get("renewTime"))
+        member = Member(
+            index,
+            report.address,
+            MemberState(report.standing),
+            report.generation,
+            min(float(report.since), renewed),  # the clock of its node may be ahead
+            report.failed,
+            "",
+            report.unheard,
+            report.refused,
+            renewed,
+            report.held,
+            report.again,
+            report.owes,
+        )
+        holder, its_run = fields.get("holderIdentity"), report.run
+        step, steps, committed, generation = (_count(progress.get(each)) for each in ("step", "steps", "committed", "generation"))
+        memory = _count(progress.get("snapshot")) or 0, _count(progress.get("every")) or 0
+        time = float(progress["time"]) if is_number(progress.get("time")) else 0.0
+        lasts = min(LONGEST_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
+        failed = report.failure or {}
+        start = member.generation, report.attempt
+        echo, failure = failures.reported(failed, index, start, member.since) if failed else (False, None)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # written by another version, or by others
+        return None
+    if its_run != run or meta["name"] != contract.worker_name(job, index):
+        return None
+    if holders.get(index, holder) != holder:
+        return None
+    return MemberReport(
+        member,
+        renewed,
+        failure,
+        echo,
+        step,
+        steps,
+        committed or 0,
+        generation,
+        time,
+        lasts,
+        memory,
+        report.attempt,
+        report.past,
+        report.mesh,
+        _count(progress.get("bytes")) or 0,
+        min(1.0, max(0.0, float(progress["goodput"]))) if is_number(progress.get("goodput")) else None,
+        progress.get("whole") is True,
+    )
+
+
+def _count(value: object) -> int | None:
+    """A reported count; None if the value is not a count."""
+    return value if is_count(value) and isinstance(value, int) else None

@@ -1,0 +1,211 @@
+"""The operator's metrics for Prometheus. All times are passed in as arguments."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from outlast.job import contract
+from outlast.job.contract import FailureCause
+from outlast.kubernetes.api import pod_status
+from outlast.kubernetes.operator.plan import Event
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every counter, which no one reads
+
+_INTERRUPTIONS = {
+    "WorkerInterrupted": "told",
+    "WorkerPreempted": "told",
+    "NodeLost": "node-lost",
+    "NodeLeaving": "node-leaving",
+}
+"""Reasons of Events that report an interruption, with the value of the label `cause` for each."""
+_RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+_RECOVERY_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+
+
+_TRAINING = ("Running", "Restarting")
+"""States in which a job should make progress."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    state: str
+    goodput: float | None
+    step: int | None = None
+    restarts: int = 0
+    progressed: float | None = None
+    """Time at which progress was last written; the next field is the time at which the newest checkpoint was committed."""
+    committed: float | None = None
+
+
+class Metrics:
+    """All metrics of one operator, in a registry of its own. Safe to call from any thread."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._jobs = _Jobs()
+        self._registry.register(self._jobs)
+        self._reconciles = Histogram(
+            "outlast_reconcile_seconds",
+            "Time of one reconcile pass over a job, including its writes.",
+            buckets=_RECONCILE_BUCKETS,
+            registry=self._registry,
+        )
+        self._restarts = self._counter("outlast_restarts_total", "Restarts after failures, by cause.", "cause")
+        self._interruptions = self._counter(
+            "outlast_interruptions_total", "Workers that left without a fault, by cause.", "cause"
+        )
+        self._recoveries = Histogram(
+            "outlast_recovery_seconds",
+            "Time from the failure or the loss of a world until the next one trains.",
+            buckets=_RECOVERY_BUCKETS,
+            registry=self._registry,
+        )
+        self._writes = self._counter("outlast_operator_writes_total", "Requests that change something.", "kind", "verb")
+        self._errors = self._counter("outlast_operator_errors_total", "Reconcile passes and watches that ended in an error.")
+        self._leader = Gauge("outlast_operator_leader", "1 for the leader, 0 for a standby.", registry=self._registry)
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(name, help, labels, registry=self._registry)
+
+    def count_write(self, kind: str, verb: str) -> None:
+        self._writes.labels(kind, verb).inc()
+
+    def count_error(self) -> None:
+        self._errors.inc()
+
+    def time_reconcile(self, seconds: float) -> None:
+        self._reconciles.observe(seconds)
+
+    def set_job(self, kind: str, namespace: str, name: str, status: Mapping[str, Any]) -> None:
+        goodput, at = status.get("goodput"), status.get("progressTime")
+        job = _Job(
+            str(status.get("state") or "Pending"),
+            float(goodput) if isinstance(goodput, (int, float)) else None,
+            int(status.get("step") or 0) if at else None,
+            int(status.get("restarts") or 0),
+            pod_status.seconds(at) if at else None,
+            (status.get("checkpoint") or {}).get("time"),
+        )
+        self._jobs.set((kind, namespace, name), job)
+
+    def remove_job(self, kind: str, namespace: str, name: str) -> None:
+        self._jobs.set((kind, namespace, name), None)
+
+    def count_changes(self, old: Mapping[str, Any], new: Mapping[str, Any], events: Iterable[Event], now: float) -> None:
+        """Count what happened to a job between two statuses, and the interruptions that its Events report."""
+        if (count := _more(old, new, "restarts")) > 0:
+            self._restarts.labels(cause(new)).inc(count)
+        for note in events:
+            if note.reason in _INTERRUPTIONS:
+                self._interruptions.labels(_INTERRUPTIONS[note.reason]).inc()
+        if (since := _broken_since(old, new)) is not None:
+            self._recoveries.observe(max(0.0, now - since))
+
+    def writes(self) -> dict[str, int]:
+        """Number of write requests so far, by verb and kind: `create Pod`."""
+        samples = [sample for metric in self._writes.collect() for sample in metric.samples]
+        return {f"{each.labels['verb']} {each.labels['kind']}": int(each.value) for each in samples}
+
+    def reconciles(self) -> int:
+        """The number of reconcile passes so far."""
+        return int(self._registry.get_sample_value("outlast_reconcile_seconds_count") or 0)
+
+    def text(self, *, leads: bool, now: float | None = None) -> str:
+        """All metrics in Prometheus' text format. `now`, in seconds since the epoch, is needed for ages; without it they are
+        omitted."""
+        self._leader.set(leads)
+        self._jobs.now = now
+        return generate_latest(self._registry).decode()
+
+
+class _Jobs:
+    """Metrics of the jobs that exist, computed at each scrape."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.now: float | None = None
+        self._jobs: dict[tuple[str, str, str], _Job] = {}
+
+    def set(self, key: tuple[str, str, str], job: _Job | None) -> None:
+        with self._lock:
+            if job is None:
+                self._jobs.pop(key, None)
+            else:
+                self._jobs[key] = job
+
+    def collect(self) -> Iterator[Metric]:
+        """Implements `prometheus_client.registry.Collector`."""
+        with self._lock:
+            jobs = dict(self._jobs)
+        states = [job.state for job in jobs.values()]
+        by_state = GaugeMetricFamily("outlast_jobs", "Jobs by state.", labels=("state",))
+        for state in sorted(set(states)):
+            by_state.add_metric((state,), states.count(state))
+        yield by_state
+        goodput = GaugeMetricFamily(
+            "outlast_goodput_ratio", "Share of the wall time spent on steps that were kept.", labels=("namespace", "job")
+        )
+        for (_, namespace, name), job in sorted(jobs.items()):
+            if job.goodput is not None:
+                goodput.add_metric((namespace, name), job.goodput)
+        yield goodput
+        for metric, help, read in _PER_JOB:
+            family = GaugeMetricFamily(metric, help, labels=("namespace", "job"))
+            for (_, namespace, name), job in sorted(jobs.items()):
+                if (value := read(job, self.now)) is not None:
+                    family.add_metric((namespace, name), value)
+            yield family
+
+
+def _age(job: _Job, since: float | None, now: float | None) -> float | None:
+    """Seconds since a time, for a job that should be making progress; else None."""
+    return max(0.0, now - since) if job.state in _TRAINING and since and now is not None else None
+
+
+_PER_JOB: tuple[tuple[str, str, Callable[[_Job, float | None], float | None]], ...] = (
+    ("outlast_job_step", "Steps done, of a job that reports them.", lambda job, _: job.step),
+    ("outlast_job_restarts", "Restarts after failures so far.", lambda job, _: job.restarts),
+    (
+        "outlast_progress_age_seconds",
+        "Time since a training job's last progress.",
+        lambda job, now: _age(job, job.progressed, now),
+    ),
+    (
+        "outlast_commit_age_seconds",
+        "Time since a training job's newest checkpoint was committed.",
+        lambda job, now: _age(job, job.committed, now),
+    ),
+)
+
+
+def cause(status: Mapping[str, Any]) -> str:
+    """Category of the last failure: `oom`, `disk`, `hang`, `killed` or `error`. There are few because each is a time series."""
+    failure = status.get("lastFailure") or status.get("failure") or {}
+    if reported := FailureCause(failure.get("cause") or ""):
+        return str(reported)
+    code = failure.get("code")
+    return "killed" if isinstance(code, int) and contract.killed(contract.exit_code(code)) else "error"
+
+
+def _more(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> int:
+    return int(new.get(name) or 0) - int(old.get(name) or 0)
+
+
+def _broken_since(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | None:
+    """When the previous world failed or was lost, if a new world has just replaced it; None if there is no new world, or the
+    change was planned. One reconcile pass may see both the failure and the new world."""
+    if new.get("state") != "Running" or int(new.get("generation") or 0) <= int(old.get("generation") or 0):
+        return None
+    restarting, failure = old.get("state") == "Restarting", new.get("lastFailure") or {}
+    times = [failure["time"]] if failure.get("generation") == old.get("generation") and "time" in failure else []
+    if restarting:
+        times.append(((old.get("rendezvous") or {}).get("called") or {}).get("at"))
+    elif _more(old, new, "restarts") <= 0:
+        return None
+    return min((float(time) for time in times if time is not None), default=None)

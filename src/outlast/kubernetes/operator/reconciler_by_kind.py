@@ -1,0 +1,43 @@
+"""The reconciler of each kind of job: of ElasticJobs, and of the kinds in `api.dropins`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from outlast.kubernetes.api import dropins
+from outlast.kubernetes.api.kinds import ELASTIC_JOB, Kind
+from outlast.kubernetes.operator import decide, observed_job
+from outlast.kubernetes.operator.cluster_cache import CachedJob
+from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
+from outlast.kubernetes.operator.observed_job import Limits
+from outlast.kubernetes.operator.operator import Reconciler
+from outlast.kubernetes.operator.plan import Plan
+from outlast.kubernetes.operator.rules import job_end
+
+WRITES_PER_S = 100
+"""Upper bound of status writes per second for progress, over all jobs."""
+
+
+def elastic_job(limits: Limits, cached: CachedJob, now: float, features: ClusterFeatures) -> Plan:
+    """The plan for an ElasticJob of Outlast."""
+    if (interval_s := cached.jobs / WRITES_PER_S) > limits.progress_s:
+        limits = dataclasses.replace(limits, progress_s=interval_s)
+    return decide.decide(observed_job.take(cached, now, features, limits))
+
+
+def orphans(limits: Limits, cached: CachedJob, now: float) -> Plan:
+    """The plan for the remaining pods of an ElasticJob that no longer exists."""
+    made = [pod for pod in observed_job.pods_of(cached) if _of_an_elastic_job(pod)]
+    return job_end.orphans(made, now, cached.since, limits)
+
+
+def _of_an_elastic_job(pod: observed_job.Pod) -> bool:
+    """Whether the operator has created the pod: pods of Jobs and StatefulSets carry the label of their job too."""
+    return any(owner["kind"] == ELASTIC_JOB.kind for owner in pod.document["metadata"].get("ownerReferences") or ())
+
+
+def of(limits: Limits) -> dict[Kind, Reconciler]:
+    """The reconciler of each kind."""
+    added = {each.kind: functools.partial(each.functions.reconcile, limits) for each in dropins.DROP_INS}
+    return {ELASTIC_JOB: functools.partial(elastic_job, limits), **added}

@@ -1,0 +1,96 @@
+"""Rules for a job that has ended, exceeded a deadline, or was deleted. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from outlast.job import contract
+from outlast.job.contract import End
+from outlast.job.status import State
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.operator.observed_job import Limits, Pod
+from outlast.kubernetes.operator.plan import Deletion, Plan
+from outlast.kubernetes.operator.reconcile_pass import Reconcile
+from outlast.rendezvous import world
+
+LEAVE_S = 60.0
+"""Timeout for workers to flush their uploads and exit, once the job has ended."""
+_FINAL = (State.SUCCEEDED, State.FAILED)
+
+
+def finished(rec: Reconcile) -> None:
+    """Clean up after a job that has ended: delete its pods by `cleanPodPolicy`, and the job after `ttlSecondsAfterFinished`."""
+    status = rec.status
+    if status.state not in _FINAL or status.finished is None:
+        return
+    rec.done = True
+    rec.update(observed=rec.snapshot.generation)
+    if rec.snapshot.queue is not None:
+        if rec.using and rec.now < status.finished + LEAVE_S:
+            rec.requeue_at(status.finished + LEAVE_S)
+        else:
+            rec.statuses = rec.snapshot.queue.ended(status.state is State.SUCCEEDED, status.reason, rec.now)
+    policy = rec.spec.clean_pod_policy if rec.snapshot.job else "Running"
+    leave_s = LEAVE_S if rec.snapshot.plain is None else 0.0
+    for pod in rec.snapshot.pods:
+        if pod.terminating:
+            force(rec, pod)
+        elif policy == "All" and pod.uid in rec.ends:
+            rec.delete(pod, "the job is over, cleanPodPolicy is All")
+        elif policy != "None" and (pod.alive or pod.lingering):
+            # The pod's agent knows that the job has ended and flushes its uploads; the end of its log is worth waiting for.
+            if rec.now >= status.finished + leave_s:
+                rec.delete(pod, f"the job is over, cleanPodPolicy is {policy}")
+            rec.requeue_at(status.finished + leave_s)
+    ttl = rec.spec.ttl_seconds_after_finished if rec.snapshot.job else None
+    if ttl is not None:
+        if rec.now >= status.finished + ttl:
+            kind, sentence = kinds.kind_of(rec.snapshot.document), f"ttlSecondsAfterFinished ({ttl}) has passed"
+            rec.remove = Deletion(rec.snapshot.name, rec.snapshot.uid, sentence, kind=kind)
+        rec.requeue_at(status.finished + ttl)
+
+
+def workers_done(rec: Reconcile) -> None:
+    """End the job if all workers have succeeded without forming a final world: an earlier run was already complete."""
+    done = {pod.index for pod in rec.succeeded}
+    if rec.desired and done and len(done) >= rec.desired and not rec.alive:
+        rec.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, End.SUCCEEDED)
+
+
+def too_late(rec: Reconcile) -> None:
+    """Fail the job if `activeDeadlineSeconds` or `startupDeadlineSeconds` has passed."""
+    started = rec.status.resumed or rec.status.started
+    if started is None or not rec.desired:
+        return
+    whole, first = rec.spec.active_deadline_seconds, rec.spec.startup_deadline_seconds
+    if whole is not None:
+        if rec.now >= started + whole:
+            sentence = f"the job has run for activeDeadlineSeconds ({whole:g})"
+            return rec.finish(State.FAILED, sentence, contract.Exit.GIVEN_UP, End.DEADLINE)
+        rec.requeue_at(started + whole)
+    if first is not None and not rec.status.formed:
+        if rec.now >= started + first:
+            pending = next((f": worker {pod.index} {pod.waiting}" for pod in rec.alive if pod.waiting), "")
+            sentence = f"no world was formed within startupDeadlineSeconds ({first:g}){pending}"
+            return rec.finish(State.FAILED, sentence, contract.Exit.GIVEN_UP, End.STARTUP_DEADLINE)
+        rec.requeue_at(started + first)
+
+
+def force(rec: Reconcile, pod: Pod) -> None:
+    """Force-delete a terminating pod whose node does not answer."""
+    plan = orphans([pod], rec.now, rec.snapshot.since, rec.snapshot.limits)
+    for deletion in plan.deletes:
+        rec.deletes.setdefault(pod.uid, deletion)
+    rec.requeue_at(plan.requeue_at)
+
+
+def orphans(pods: Iterable[Pod], now: float, since: float, limits: Limits) -> Plan:
+    """The plan for terminating pods whose job no longer exists: pods on nodes that do not answer are force-deleted."""
+    going = [(pod, max(pod.node_lost, since)) for pod in pods if pod.terminating and pod.node_lost is not None]
+    ends = [(pod, world.until(quiet, limits.lost_s, now)) for pod, quiet in going]
+    deletes = tuple(
+        Deletion(pod.name, pod.uid, f"it goes, and its node {pod.node} does not answer", grace_s=0)
+        for pod, end in ends
+        if end is None
+    )
+    return Plan(deletes=deletes, requeue_at=min((end for _, end in ends if end is not None), default=None))

@@ -1,0 +1,225 @@
+"""Rules for workers without an agent, which run plain torchrun: their state shows only in their pods. Pure.
+
+Worker 0 hosts the store through which torchrun forms its worlds: if worker 0 is lost, torchrun exits with 1 in all other pods
+although nothing is wrong with them. A worker that starts after others have succeeded has nothing left to train.
+"""
+
+from __future__ import annotations
+
+from outlast.job import contract
+from outlast.job.contract import End
+from outlast.job.status import State
+from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.manifests import names
+from outlast.kubernetes.operator.elasticjob_status import CountedFailure
+from outlast.kubernetes.operator.observed_job import NNODES, Plain, Pod
+from outlast.kubernetes.operator.reconcile_pass import Reconcile
+from outlast.kubernetes.operator.rules import counted_failures, replaced_workers
+from outlast.rendezvous.failures import PLAIN_PODS
+from outlast.rendezvous.restarts import Record
+
+RETRYABLE = (130, 137, 138, 143)
+"""Exit codes after which `ExitCode` restarts a worker; all other codes are permanent failures."""
+OVERDUE_S = 60.0
+"""Time after a pod's grace period from which its node is presumed not to answer."""
+_NODE_STARTED = ("Unknown", "ContainerStatusUnknown")
+"""Reasons that containerd and the kubelet report for containers that did not survive a restart of their node."""
+_REMEMBERED = 10
+"""Number of failures remembered to compute the backoff, which is at its maximum by then."""
+
+
+def taken_up(rec: Reconcile) -> None:
+    """Set the job's start time when workers are requested, and again after a suspension."""
+    started = (rec.status.started or rec.now) if rec.desired else None
+    rec.update(observed=rec.snapshot.generation, started=started)
+
+
+def restarted_containers(rec: Reconcile) -> None:
+    """Count restarts of containers by kubelets, which all policies but `Never` and `ExitCode` allow."""
+    counted, counts, more = rec.status.restarted, {}, 0
+    for pod in rec.snapshot.pods:
+        status = podwords.container_status(pod.document)
+        ended = (status.get("lastState") or {}).get("terminated") or {}
+        previous = counted.get(pod.uid, 0)
+        if count := max(previous, int(status.get("restartCount") or 0)):
+            counts[pod.uid] = count
+        # If worker 0 is lost, all others exit with 1; errors of their own have that code only after torchrun's retries.
+        if not (pod.index > 0 and ended.get("exitCode") == 1) and ended.get("reason") not in _NODE_STARTED:
+            more += counts.get(pod.uid, 0) - previous
+    rec.update(restarted=counts, restarts=rec.status.restarts + more)
+    if used_up := _used_up(rec):
+        _fail(rec, used_up, End.LIMIT)
+
+
+def ended_workers(rec: Reconcile) -> None:
+    """Delete failed pods, so that they are replaced, and count each failure once."""
+    host = rec.pod(0)
+    for pod in rec.ended_pods:
+        end = rec.ends.get(pod.uid)
+        if end is None or pod.succeeded or pod.terminating or pod.index >= rec.desired or _late(rec, pod):
+            continue
+        lost, what = podwords.disrupted(pod.document), f"worker {pod.index} {end.sentence}"
+        if not lost and _may_lack_its_store(pod):
+            if _host_is_lost(rec, host, pod):
+                lost, what = True, f"{what} since worker 0, where workers meet, was lost"
+            elif host and not host.over and (heard := rec.until(end.time, PLAIN_PODS.cause)) is not None:
+                rec.requeue_at(heard)  # the kubelet of worker 0 may be about to report
+                continue
+        if lost:
+            again = "; it is created again" if not _done(rec) else ""
+            counted_failures.interrupted(rec, pod, "WorkerInterrupted", f"{what}{again}")
+        elif pod.uid not in rec.handled:
+            rec.handled[pod.uid] = None
+            _count(rec, pod, end.code, what)
+            if rec.done:
+                return
+        if not _done(rec) and rec.status.state is not State.RESTARTING:
+            rec.set_state(State.RESTARTING, what, "WorkerLost", warning=True)
+        if lost and (rest := rec.until(replaced_workers.lost_fast_at(pod, end.time), replaced_workers.FAST_LOSS_S)) is not None:
+            rec.requeue_at(rest)  # keeps the name, so that the next pod waits
+            continue
+        rec.delete(pod, f"it has ended: {what}", grace_s=0 if podwords.all_ended(pod.document) else None)
+
+
+def done_workers(rec: Reconcile) -> None:
+    """End the job once a worker has succeeded and no other is left."""
+    done = [pod for pod in _done(rec) if pod.index < rec.desired]
+    over = {pod.uid for pod in rec.ended_pods if pod.succeeded or pod.index >= rec.desired or _late(rec, pod)}
+    if done and over >= {pod.uid for pod in rec.snapshot.pods}:
+        rec.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, End.SUCCEEDED)
+
+
+def overdue_workers(rec: Reconcile) -> None:
+    """Force-delete pods that still exist long after their grace period."""
+    for pod in rec.snapshot.pods:
+        if pod.terminating and rec.now < pod.ends_at + OVERDUE_S:
+            rec.requeue_at(pod.ends_at + OVERDUE_S)
+        elif pod.terminating:
+            rec.delete(pod, f"its node {pod.node or '(none)'} has not ended it in time", grace_s=0)
+
+
+def needless_workers(rec: Reconcile) -> None:
+    """Delete surplus workers, workers with nothing left to train, and workers that new ones cannot join."""
+    for pod in rec.snapshot.pods:
+        if pod.index >= rec.desired and not pod.succeeded:
+            rec.delete(pod, f"{rec.desired} workers are wanted")
+        elif not pod.over and _late(rec, pod):
+            rec.delete(pod, "others have succeeded: nothing is left to train", grace_s=0)
+        elif _stale(rec, pod):
+            nnodes, now = _nnodes(pod), _plain(rec).nnodes
+            why = f"there may be {now} now, and not {nnodes}" if nnodes else "its rendezvous differs from that of new ones"
+            rec.delete(pod, f"all workers are restarted: {why}")
+
+
+def missing_workers(rec: Reconcile) -> None:
+    """Create pods for free indices, but only once no worker is left that new ones cannot join."""
+    if _missing(rec) and not any(_stale(rec, pod) for pod in rec.snapshot.pods):
+        replaced_workers.missing_workers(rec)
+        rec.prerequisites = (dict(_plain(rec).service),) if rec.creates else ()
+
+
+def pods_observed(rec: Reconcile) -> None:
+    """Set the state of a job that has not ended: it is Running if all its workers run, or at least the minimum number."""
+    before = rec.status.state
+    running = sum(podwords.phase(pod.document) == "Running" for pod in rec.alive)
+    whole = len(rec.alive) == rec.desired or before in (State.RUNNING, State.SUSPENDED)
+    if not rec.desired:
+        rec.set_state(State.SUSPENDED, "0 workers are wanted", "Suspended")
+    elif _done(rec) or running >= rec.desired or (running >= rec.spec.workers.min and whole):
+        rec.set_state(State.RUNNING, "its workers run", "Training")
+    elif before in (State.RUNNING, State.SUSPENDED):
+        rec.set_state(State.RESTARTING, "workers are missing", "WorkerLost", warning=True)
+    elif before is None:
+        rec.set_state(State.PENDING, "its workers are being started", "WaitingForWorkers")
+
+
+def _plain(rec: Reconcile) -> Plain:
+    assert rec.snapshot.plain is not None, "these rules are for no other jobs"
+    return rec.snapshot.plain
+
+
+def _done(rec: Reconcile) -> list[Pod]:
+    """Pods whose worker has succeeded on its own. A success after the pod's deletion does not count: scripts may exit with 0 on
+    SIGTERM."""
+    return [pod for pod in rec.succeeded if not _left(rec, pod)]
+
+
+def _left(rec: Reconcile, pod: Pod) -> bool:
+    """Whether a worker exited after its deletion was requested."""
+    if not pod.terminating or (end := rec.ends.get(pod.uid)) is None:
+        return False
+    return end.time >= pod.ends_at - int(pod.document["metadata"].get("deletionGracePeriodSeconds") or 0)
+
+
+def _late(rec: Reconcile, pod: Pod) -> bool:
+    """Whether a worker started after others had succeeded."""
+    if not (done := _done(rec)):
+        return False
+    if (began := podwords.started(pod.document)) is None:
+        return podwords.phase(pod.document) == "Pending"
+    return any(rec.ends[each.uid].time <= began for each in done if each.uid in rec.ends)
+
+
+def _stale(rec: Reconcile, pod: Pod) -> bool:
+    """Whether new workers cannot join a worker because it was started by another controller, or with another --nnodes than they
+    get."""
+    nnodes = _nnodes(pod)
+    return not pod.over and (nnodes != _plain(rec).nnodes if nnodes else _missing(rec))
+
+
+def _nnodes(pod: Pod) -> str | None:
+    """The value of --nnodes for the pod's torchrun; None if another controller has created the pod."""
+    found: str | None = (pod.document["metadata"].get("annotations") or {}).get(NNODES)
+    return found
+
+
+def _missing(rec: Reconcile) -> bool:
+    """Whether there are indices for which a pod can be created. The index of a pod that is terminating or has failed is not
+    free."""
+    return not _done(rec) and len(rec.snapshot.name) <= names.LONGEST and not rec.by_index.keys() >= set(range(rec.desired))
+
+
+def _may_lack_its_store(pod: Pod) -> bool:
+    """Whether a worker ended as torchrun does when the store of worker 0 is gone: with exit code 1, whatever the script."""
+    return pod.index > 0 and podwords.terminated(podwords.container_status(pod.document)).get("exitCode") == 1
+
+
+def _host_is_lost(rec: Reconcile, host: Pod | None, pod: Pod) -> bool:
+    """Whether the worker 0 that hosted the store of this pod is gone."""
+    if host is None or host.terminating:
+        return True
+    if (end := rec.ends.get(host.uid)) is not None and not host.succeeded:
+        return podwords.disrupted(host.document) or not _permanent(end.code)
+    return host.created > (podwords.started(pod.document) or pod.created)
+
+
+def _permanent(code: int) -> bool:
+    """Whether `ExitCode` does not restart a worker after this exit code. Without an exit code (-1), a restart may succeed."""
+    return code not in (-1, *RETRYABLE)
+
+
+def _count(rec: Reconcile, pod: Pod, code: int, what: str) -> None:
+    """Count a failure, and end the job if it must not be restarted."""
+    failure, policy = CountedFailure(Record(rec.now, 0, None), pod.node), _plain(rec).policy
+    recent = [each for each in rec.status.counted_failures if rec.until(each.record.time, rec.policy.window.total_seconds())]
+    rec.update(restarts=rec.status.restarts + 1, counted_failures=(*recent, failure)[-_REMEMBERED:])
+    if policy == "Never":
+        _fail(rec, f"{what}, and restartPolicy is Never", End.POLICY)
+    elif policy == "ExitCode" and _permanent(code):
+        codes = ", ".join(map(str, RETRYABLE))
+        _fail(rec, f"{what}, which is permanent: restartPolicy ExitCode restarts after {codes}", End.POLICY)
+    elif used_up := _used_up(rec):
+        _fail(rec, f"{what}, and {used_up}", End.LIMIT)
+    else:
+        reason = f"{what}; restart {rec.status.restarts} of {rec.policy.limit}"
+        rec.set_state(State.RESTARTING, reason, "WorkerFailed", event=True, warning=True)
+
+
+def _used_up(rec: Reconcile) -> str:
+    """A sentence if no restarts are left; else empty."""
+    restarts, limit = rec.status.restarts, rec.policy.limit
+    return f"backoffLimit ({limit}) is used up by {restarts} restarts" if restarts > limit else ""
+
+
+def _fail(rec: Reconcile, reason: str, end: End) -> None:
+    rec.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, end)

@@ -1,0 +1,202 @@
+"""Rules for workers that have ended or are silent, and for too many or too few workers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from outlast.base import backoff
+from outlast.job import contract
+from outlast.job.contract import End, FailureCause
+from outlast.job.failure import Failure
+from outlast.job.status import State
+from outlast.kubernetes.api import owner_references
+from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.operator import desired, reconcile_pass
+from outlast.kubernetes.operator.elasticjob_status import Silent
+from outlast.kubernetes.operator.observed_job import Pod
+from outlast.kubernetes.operator.plan import Event
+from outlast.kubernetes.operator.reconcile_pass import Reconcile
+from outlast.kubernetes.operator.rules import counted_failures
+from outlast.kubernetes.operator.rules.waiting_in_queue import RECHECK_S as QUEUE_RECHECK_S
+from outlast.rendezvous.world import MemberState
+
+FAST_LOSS_S = 10.0
+"""If a pod lives for less than this, a pause follows its loss: its node would reject the next pod as well."""
+SILENT_RECHECK_S = 10.0
+"""Poll interval while most workers are silent: their return triggers no reconcile pass."""
+AVOID = 2
+"""Number of counted failures on a node within the window from which on pods of this job avoid the node."""
+_LONGEST_PAUSE_S = 60.0
+
+
+def ended_workers(rec: Reconcile) -> None:
+    """Delete failed pods, so that they are replaced, and count each failure once."""
+    silent = rec.status.silent_uids
+    for pod in rec.ended_pods:
+        end = rec.ends.get(pod.uid)
+        if end is None or pod.succeeded:
+            continue
+        counted = end.counted and not (pod.terminating and contract.killed(end.code))  # killed by its deletion
+        if pod.uid not in rec.handled and pod.uid not in silent:
+            if end.code == contract.Exit.GIVEN_UP:  # the coordinator has counted too many failures
+                rec.update(failure=counted_failures.stored(rec, counted_failures.of_pod(rec, pod, end), pod.node))
+                reason = f"worker {pod.index} says that the run is given up"
+                return rec.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, End.LIMIT)
+            if counted:
+                failure, generation = counted_failures.of_pod(rec, pod, end), rec.generation_of(pod)
+                if rec.is_counted(generation):
+                    rec.update(failure=counted_failures.stored(rec, failure, pod.node))
+                else:
+                    counted_failures.count(rec, failure, raised=failure.step, node=pod.node)
+                    if rec.done:
+                        return
+                    counted_failures.cover_others(rec, generation)
+                rec.handled[pod.uid] = None
+            else:
+                if rec.desired:
+                    rec.update(interruptions=rec.status.interruptions + 1)
+                    sentence = f"worker {pod.index} {end.sentence}; it is created again"
+                    rec.events.append(Event("Normal", "WorkerInterrupted", sentence))
+                    if (generation := rec.generation_of(pod)) and rec.status.called is None:
+                        told = {"generation": generation, "worker": pod.index, "code": end.code}
+                        rec.note("failure", **told, reason=f"worker {pod.index} {end.sentence}", counted=False)
+                counted_failures.expect_others(rec, pod)
+        if not counted and rec.desired and (rest := rec.until(lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
+            rec.requeue_at(rest)  # keeps the name, so that the next pod waits
+            continue
+        rec.delete(pod, f"it has ended: {end.sentence}", grace_s=0 if podwords.all_ended(pod.document) else None)
+
+
+def lost_fast_at(pod: Pod, ended: float) -> float:
+    """Start of the pause after a pod that ended soon after its creation; minus infinity for other pods, which need no pause."""
+    return ended if ended - pod.created < FAST_LOSS_S else float("-inf")
+
+
+def silent_workers(rec: Reconcile) -> None:
+    """Delete a worker whose Lease has expired, and count the failure once the pod is gone. If a ready node has killed it, the
+    worker hung or was stopped; a worker whose node does not answer is lost, see `lost_workers`. Silence in one world has one
+    cause and is counted once."""
+    existing = {pod.uid for pod in rec.snapshot.pods}
+    gone = [each for each in rec.status.silent if each.uid not in existing]
+    if gone:
+        rec.update(silent=tuple(each for each in rec.status.silent if each.uid in existing))
+    counted = set()
+    for each in gone:
+        if each.echo or each.generation in counted:
+            continue
+        counted.add(each.generation)
+        reason = f"worker {each.worker} has said nothing for {each.after_s:g} s"
+        failure = Failure(
+            worker=each.worker,
+            code=137,
+            reason=reason,
+            cause=FailureCause.HANG,
+            generation=each.generation,
+            attempt=rec.start_of(each.generation)[1],
+            time=each.since,
+        )
+        counted_failures.count(rec, failure, raised=None, node=each.node)
+        if rec.done:
+            return
+        counted_failures.cover_others(rec, each.generation)
+    new = []
+    for pod in rec.alive:
+        report = rec.snapshot.reports.get(pod.index)
+        if report is None or report.member.standing is MemberState.DONE:
+            continue
+        if (end := rec.silent_at(report)) is not None:
+            rec.requeue_at(min(end, rec.now + SILENT_RECHECK_S) if rec.late else end)  # their return is not a change
+            continue
+        generation = rec.generation_of(pod)
+        if pod.uid not in rec.handled and not rec.is_counted(generation):
+            new.append(Silent(pod.uid, pod.index, pod.node, rec.now, generation, after_s=rec.lease_s(report)))
+        rec.delete(pod, f"worker {pod.index} has said nothing for {rec.lease_s(report):g} s", grace_s=5)
+    if new:
+        rec.update(silent=(*rec.status.silent, *new))
+
+
+def mass_silence(rec: Reconcile) -> None:
+    """Report that most workers are silent though their nodes are ready: they go on training, and kubelets kill those that
+    hang."""
+    if rec.most_are_silent() and rec.status.state is not None:
+        silence_s, held_s = min(map(rec.lease_s, rec.late)), rec.snapshot.limits.held_s
+        count = len(rec.snapshot.reports)
+        reason = (
+            f"most of the {count} workers have said nothing for {silence_s:g} s though their nodes are well: the "
+            f"path from them to the API server is presumed broken, and none dead before {held_s:g} s are over"
+        )
+        rec.set_state(rec.status.state, reason, reconcile_pass.UNREACHABLE, event=True, warning=True)
+
+
+def surplus_workers(rec: Reconcile) -> None:
+    """Delete pods beyond the desired number, once they are in no world."""
+    status = rec.status
+    leaving = frozenset(status.called.leaving if status.called is not None and status.world is not None else ())
+    for pod in _by_worth(rec)[rec.desired :]:
+        if pod.index in rec.members and status.result is None:
+            continue  # a world without it is formed first
+        if pod.index in leaving:
+            continue
+        rec.handled[pod.uid] = None
+        rec.delete(pod, f"{rec.desired} workers are wanted, and worker {pod.index} is in no world")
+
+
+def missing_workers(rec: Reconcile) -> None:
+    """Create pods for free indices, the smallest first. The index of a terminating pod is not free until the pod is gone."""
+    alive = rec.alive
+    missing = rec.desired - len(alive) - len(rec.succeeded)
+    if missing <= 0 or rec.status.result is not None:
+        return
+    if (pause := backoff_until(rec)) is not None:
+        return rec.requeue_at(pause)
+    gone = {uid for uid, deletion in rec.deletes.items() if deletion.grace_s == 0}
+    taken = {contract.worker_name(rec.snapshot.name, pod.index) for pod in rec.snapshot.pods if pod.uid not in gone}
+    taken |= {pod.name for pod in rec.snapshot.others if _goes(rec, pod)}  # one that stays is reported when its name is used
+    free = [index for index in range(rec.desired) if contract.worker_name(rec.snapshot.name, index) not in taken][:missing]
+    generation = rec.status.generation + (rec.status.called is None)
+    queue = rec.snapshot.queue if rec.snapshot.queue is not None and rec.snapshot.queue.name else None
+    room = queue.room(rec.using) if queue is not None else {}
+    for pod in desired.workers(rec.snapshot, free, generation, _avoided(rec)):
+        placed = queue.place(pod, room) if queue is not None else pod
+        if placed is None:
+            return rec.requeue_at(rec.now + QUEUE_RECHECK_S)
+        rec.creates.append(placed)
+
+
+def _by_worth(rec: Reconcile) -> list[Pod]:
+    """The live pods, those to retain first: by rank in the world, then by index."""
+    order = {id: rank for rank, id in enumerate(rec.status.world.members)} if rec.status.world else {}
+    return sorted(rec.alive, key=lambda pod: (order.get(pod.index, len(order)), pod.index))
+
+
+def desired_indices(rec: Reconcile) -> Iterable[int]:
+    """Indices of the members of the next world: those of pods that are retained or will be created."""
+    retained = dict.fromkeys([pod.index for pod in _by_worth(rec)][: rec.desired])
+    return [*retained, *[index for index in range(rec.desired) if index not in retained][: rec.desired - len(retained)]]
+
+
+def backoff_until(rec: Reconcile) -> float | None:
+    """When the next pod may be created: immediately (None) after one failure, with exponential backoff after repeated
+    failures."""
+    recent = [counted.record.time for counted in rec.status.counted_failures if counted.record.committed_step >= rec.committed]
+    if len(recent) < 2:
+        return None
+    return rec.until(max(recent), backoff.exponential(len(recent) - 1, 1.0, _LONGEST_PAUSE_S))
+
+
+def _avoided(rec: Reconcile) -> tuple[str, ...]:
+    """Nodes to avoid: with repeated failures, about to be terminated, or with workers that their peers could not reach."""
+    window = rec.policy.window.total_seconds()
+    counts: dict[str, int] = {}
+    for counted in rec.status.counted_failures:
+        if counted.node and rec.now - counted.record.time < window:
+            counts[counted.node] = counts.get(counted.node, 0) + 1
+    leaving = {pod.node for pod in rec.snapshot.pods if pod.leave}
+    cut_off = {each.node for each in rec.status.lost if each.node}
+    return tuple(sorted({*leaving, *cut_off, *(node for node, count in counts.items() if count >= AVOID)}))
+
+
+def _goes(rec: Reconcile, pod: Pod) -> bool:
+    """Whether a pod that does not belong to this job will go away by itself: it is terminating, or belongs to an earlier job of
+    this name."""
+    return pod.terminating or owner_references.owned_by_predecessor(pod.document, rec.snapshot.document)
