@@ -1000,7 +1000,7 @@ def test_a_failure_that_cannot_be_read_counts_and_the_job_goes_on() -> None:
             agent.failure = {key: value for key, value in (agent.failure or {}).items() if key != "reason"}
 
     again(cluster, by=fails)
-    said = "worker 1 failed, and its report of how cannot be read: its agent is of another version"
+    said = "worker 1 failed, and its report cannot be read: its agent is of another version"
     assert (cluster.status["restarts"], cluster.status["lastFailure"]["reason"]) == (1, said)
 
 

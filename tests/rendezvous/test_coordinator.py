@@ -216,5 +216,5 @@ def test_a_failure_that_cannot_be_read_counts_and_is_decided_on() -> None:
     run.report(0, "waiting", 1, failed=True, failure={"code": "of another version"})
     run.report(1, "waiting", 1)
     run.look()
-    said = "worker 0 failed, and its report of how cannot be read: its agent is of another version"
+    said = "worker 0 failed, and its report cannot be read: its agent is of another version"
     assert (run.newest().generation, run.restarts, counted(run)) == (2, 1, [said])

@@ -342,11 +342,11 @@ def test_a_wrong_login_is_not_tried_again(own_etcd: Server) -> None:
 @pytest.mark.parametrize(
     ("conf", "sentence"),
     [
-        ({"ttl": "1"}, "--rdzv-conf ttl=1 must be whole seconds, at least 2, which is what an etcd grants"),
+        ({"ttl": "1"}, "--rdzv-conf ttl=1 must be whole seconds, at least 2, the shortest TTL that etcd grants"),
         ({"ttl": "x"}, "--rdzv-conf ttl=x must be a number of seconds, e.g. ttl=5"),
         ({"id": "node-1"}, "--rdzv-conf id=node-1 must be the index of this node: 0, 1, 2, ..."),
         ({"id": "-1"}, "--rdzv-conf id=-1 must be the index of this node"),
-        ({"join_timout": "5"}, "--rdzv-conf join_timout=5 is not known; expected some of ttl, join_timeout, last_call_timeout"),
+        ({"join_timout": "5"}, "--rdzv-conf join_timout=5 is unknown; expected one of ttl, join_timeout, last_call_timeout"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(conf: dict[str, str], sentence: str) -> None:
@@ -359,7 +359,7 @@ def test_who_says_no_id_hears_with_whom_it_is_one_job(shared_etcd: Server, capfd
     for run, told in (("none", True), ("train", False)):
         made, _ = torchrun.client(shared_etcd.endpoint, run=run, sizes=(1, 1), conf={})
         made.close()
-        assert ("no --rdzv-id: all who say none at this etcd are one job" in capfd.readouterr().out) == told
+        assert ("no --rdzv-id: all nodes without one at this etcd form one job" in capfd.readouterr().out) == told
 
 
 def test_options_of_other_back_ends_may_stay() -> None:

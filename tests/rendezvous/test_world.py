@@ -88,7 +88,7 @@ def test_the_start_never_goes_below_the_smallest_size():
 
 def test_the_smallest_size_is_not_awaited_when_nobody_else_is_expected():
     assert decided(a_worker(1), want=wanted(min=2, expected={1})) == Wait(
-        "1 of at least 2 workers is here, and nobody else is on the way"
+        "1 of at least 2 workers is here, and no other is starting"
     )
 
 
@@ -154,7 +154,9 @@ def test_a_failure_of_an_older_generation_is_history():
 
 def test_a_worker_that_waits_though_its_world_trains_brings_all_together():
     members = [*training(0, 1), a_worker(2, WAITING, 4)]
-    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 2 left generation 4 untold", False, NOW, cause=Cause.LEFT)
+    assert decided(*members, world=a_world(0, 1, 2)) == Call(
+        5, "worker 2 left generation 4 without a call", False, NOW, cause=Cause.LEFT
+    )
 
 
 def test_workers_that_stopped_with_one_that_leaves_have_saved_as_planned():
@@ -165,7 +167,7 @@ def test_workers_that_stopped_with_one_that_leaves_have_saved_as_planned():
 def test_members_get_time_to_take_up_their_world():
     members = [*training(0, 1), a_worker(2, WAITING, 3)]
     assert decided(*members, world=a_world(0, 1, 2, at=NOW)) == Wait(
-        "waiting for worker 2 to take up generation 4 (10 s left)", NOW + 10
+        "waiting for worker 2 to join generation 4 (10 s left)", NOW + 10
     )
 
 
@@ -179,7 +181,7 @@ def test_a_late_message_does_not_call_a_world_together():
 def test_a_member_that_does_not_take_up_its_world_brings_all_together():
     members = [*training(0, 1), a_worker(2, WAITING, 0)]
     assert decided(*members, world=a_world(0, 1, 2, at=NOW), now=NOW + 10) == Call(
-        5, "worker 2 did not take up generation 4 within 10 s", False, NOW + 10, cause=Cause.LATE
+        5, "worker 2 did not join generation 4 within 10 s", False, NOW + 10, cause=Cause.LATE
     )
 
 
@@ -474,7 +476,7 @@ def test_a_worker_started_again_unseen_makes_the_call_unplanned_after_a_while():
         "waiting for worker 0 to save (111 s left)", NOW + 10
     )
     assert decided(*members, world=a_world(0, 1), called=called, now=NOW + 10) == Call(
-        5, "worker 1 did not take up generation 4 within 10 s", False, NOW + 10, cause=Cause.LATE
+        5, "worker 1 did not join generation 4 within 10 s", False, NOW + 10, cause=Cause.LATE
     )
 
 
@@ -495,7 +497,7 @@ def test_a_planned_call_becomes_unplanned_when_grace_runs_out():
 def test_no_planned_change_disturbs_a_world_that_begins():
     members = [a_worker(0, TRAINING, 4), a_worker(1, WAITING, 3), a_worker(2)]
     assert decided(*members, world=a_world(0, 1, at=NOW), want=wanted(1)) == Wait(
-        "waiting for worker 1 to take up generation 4 (10 s left)", NOW + 10
+        "waiting for worker 1 to join generation 4 (10 s left)", NOW + 10
     )
 
 

@@ -88,9 +88,7 @@ def test_reports_of_an_older_world_say_nothing_of_this_one():
     members = [a_worker(id, generation=3, unheard=(0, 1, 2)) for id in range(3)]
     assert decide(a_state(*(replace(m, generation=4, unheard=()) for m in members))) == Wait("3 workers train in generation 4")
     late = a_state(*members, called=None)
-    assert decide(replace(late, since=NOW)) == Wait(
-        "waiting for workers 0, 1 and 2 to take up generation 4 (10 s left)", NOW + 10
-    )
+    assert decide(replace(late, since=NOW)) == Wait("waiting for workers 0, 1 and 2 to join generation 4 (10 s left)", NOW + 10)
 
 
 def test_a_worker_that_has_yet_to_report_is_not_waited_for_when_its_peers_do_not_hear_it():
@@ -109,7 +107,9 @@ def test_a_worker_that_hears_nobody_costs_nothing_before_its_call_is_answered():
     state = a_state(a_worker(0), a_worker(1), a_worker(2, unheard=(0, 1)))
     assert decide(state) == Wait("3 workers train in generation 4", NOW + 1)
     call = decide(state, NOW + 1)
-    assert call == Call(5, "worker 2 does not hear workers 0 and 1: who lives answers", False, NOW + 1, cause=Cause.LOST)
+    assert call == Call(
+        5, "worker 2 does not hear workers 0 and 1: call all, to find out which are alive", False, NOW + 1, cause=Cause.LOST
+    )
     state = stopped(state.after(call), 0, 1)
     again = decide(state, NOW + 1.5)
     assert again == Call(5, "lost worker 2: it does not hear the others", False, NOW + 1, cause=Cause.LOST, lost=(2,))

@@ -89,8 +89,8 @@ class Backend(Protocol):
     ) -> Iterator[LogLine]:
         """Return the log lines of one worker, or of all workers, merged.
 
-        `tail` is the number of lines of each worker to begin with, counted from the end: with 0, only lines written from now
-        on. `since_s` leaves out lines older than this many seconds, if lines have times. `follow` waits for a job that has not
+        `tail` is the number of lines of each worker to begin with, counted from the end: with 0, only lines written from now on.
+        `since_s` leaves out lines older than this many seconds, if lines have times. `follow` waits for a job that has not
         started, calling `say`, and ends when the job does.
         """
 

@@ -49,8 +49,8 @@ def unfinished(
     ended on this machine.
 
     Raises OutlastError if `own`, the unfinished run of this machine, no longer owns the place, and AlreadyRunning if a machine
-    other than `home` trains it, unless `take_over`. While it is unclear whether another machine trains it, the function waits
-    and calls `say`.
+    other than `home` trains it, unless `take_over`. While it is unclear whether another machine trains it, the function waits and
+    calls `say`.
     """
     record = runs.read(place)
     if own and record and record.run != own.run:

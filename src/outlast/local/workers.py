@@ -281,8 +281,8 @@ def devices(shown: list[str], count: int, index: int) -> list[str]:
     """Return the GPUs of worker `index`, `count` of those `shown`; none for a job that requests none, or on a machine without
     GPUs.
 
-    As in a pod, a worker sees only its own GPUs, so the device of its first process is device 0. Raises OutlastError if there
-    are too few GPUs.
+    As in a pod, a worker sees only its own GPUs, so the device of its first process is device 0. Raises OutlastError if there are
+    too few GPUs.
     """
     if not shown or not count:
         return []

@@ -1,4 +1,4 @@
-"""Rendezvous: the decision on which workers train together (`world`), the transports that carry it, and torchrun's handler."""
+"""Rendezvous: the decision on which workers train together (`world`), its transports, and torchrun's handler."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import Any
 
 
 def entry_point() -> Any:
-    """The function that torch's registry loads from `torchrun.handlers`; it returns the function that creates handlers.
+    """Return the function that creates handlers, for torch's registry of `torchrun.handlers`.
 
-    The module `handler` is imported only when a handler is created: torch loads its entry points while torch itself is half
-    imported.
+    The import of `handler` is deferred until a handler is created, since torch loads entry points while it is half imported.
     """
 
     def create(params: Any) -> Any:

@@ -1,22 +1,22 @@
-"""Attempts: the members of a world start its training processes again by themselves, without their coordinator. Pure.
+"""Attempts: the members of a world restart its training processes without their coordinator. Pure.
 
-An attempt is another start of the same world: the same generation, the same members, a fresh store. It is made when processes
-failed and every member reports that its own processes are gone and that it has no other orders. The member of rank 0 leads: it
-asks the other members to stop, collects their answers, and starts the attempt.
+An attempt is another start of the same world: the same generation, the same members, a fresh store. It starts after a failure,
+once every member reports that its processes have ended and that it has no other orders. The member of rank 0 leads: it stops the
+other members, collects their answers, and starts the attempt.
 
-    Ready   member -> leader     my processes are gone; this is how they failed, and where I would host the store
-    Stop    leader -> members    stop your processes, and report when they are gone
-    Go      leader -> members    all members are ready: the store is here
-    No      both ways            not this time: the coordinator decides
+    Ready   member -> leader     my processes have ended; how they failed, and where I would host the store
+    Stop    leader -> members    stop your processes, and report when they have ended
+    Go      leader -> members    all members are ready; the address of the store
+    No      both ways            no attempt: the coordinator decides
 
-A `Participant` is one member's side of the attempts; it takes messages and the time, and returns messages. Invariants, whichever
-messages are lost, duplicated, late or reordered: a member takes up an attempt only after every member has reported that its
-processes of the previous attempt are gone; an attempt has one store; a participant that has refused never starts. Unanswered
-messages are repeated, but rarely.
+A `Participant` is one member's side of the attempts; it takes messages and the time, and returns messages. Unanswered messages
+are repeated, but rarely. Invariants, even if messages are lost, duplicated, late or reordered: a member starts an attempt only
+after every member has reported that its processes of the previous attempt have ended; an attempt has one store; a participant
+that has refused never starts.
 
 The coordinator always wins: when it calls the members, publishes a world or ends the run, `refuse` ends the attempts of that
-world. If some members have started by then, the call brings them back as it would from any attempt.
-Used by `rendezvous.handler`; decision 0041.
+world. If some members have already started, the call stops them like any running attempt. Used by `rendezvous.handler`; decision
+0041.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from outlast.rendezvous import failures, restarts
 from outlast.rendezvous.transports.sockets import is_count, is_number
 
 REPEAT_S = 5.0
-"""Interval at which unanswered messages are repeated. The mesh delivers each message or reports a failure to deliver it; stopping
-processes takes seconds, so a thousand members must not be asked again too soon."""
+"""Interval between repetitions of an unanswered message. The mesh reports every failed delivery, and stopping processes takes
+seconds, so frequent repetitions to a thousand members would be wasteful."""
 LATE_S = 2.0
-"""Time after which a member that waits for the other members also reports to the coordinator."""
+"""Time after which a waiting member also reports to the coordinator."""
 TRIES, KILLED_TRIES = restarts.SAME_STEP - 1, 10
-"""Maximum number of attempts in a row without progress: after an error or a hang at one step (the next error or hang ends the
-job), and after a kill."""
+"""Maximum number of consecutive attempts without progress: after an error or a hang at one step (the next one ends the job), and
+after a kill."""
 PAST = 20
 """Maximum number of attempts that a report lists."""
 _MOST_TEXT = 1000
-"""Maximum number of characters of a traceback or a log in a message, and in the newest attempt of a report. Older attempts have
-neither text."""
+"""Maximum number of characters of a traceback or a log, in a message and in the newest attempt of a report. Older attempts in a
+report carry neither."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """A failure that the members have repaired by themselves."""
+    """A failure that the members have repaired without the coordinator."""
 
     generation: int
     attempt: int
@@ -60,7 +60,7 @@ class Past:
     failure: Mapping[str, Any]
     """The failure, as in `sockets.Report.failure`."""
     at: float = 0.0
-    """Time of the repair by the reporting member's steady clock; comparable only within one report."""
+    """Time of the repair on the reporting member's steady clock; comparable only within one report."""
 
     @property
     def start(self) -> tuple[int, int]:
@@ -69,7 +69,7 @@ class Past:
 
     @property
     def sentence(self) -> str:
-        """The beginning of a sentence about this repair."""
+        """Start of a sentence about this repair."""
         return f"repaired by its workers, attempt {self.attempt} of generation {self.generation}"
 
     @classmethod
@@ -80,31 +80,31 @@ class Past:
 
 @dataclass(frozen=True)
 class Ready:
-    """Message: the sender's processes are gone."""
+    """Message: the sender's processes have ended."""
 
     generation: int
     attempt: int
-    """The attempt that the sender is ready for."""
+    """The attempt for which the sender is ready."""
     address: str
-    """`host:port` at which the sender would host the store."""
+    """`host:port` where the sender would host the store."""
     step: int = 0
     """The last step of the sender's processes."""
     failure: Mapping[str, Any] | None = None
-    """How the processes failed; None if they were stopped."""
+    """The failure of the processes; None if they were stopped."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Request to stop the training processes."""
+    """Message: stop the training processes."""
 
     generation: int
     attempt: int
-    """The attempt to get ready for."""
+    """The attempt for which to prepare."""
 
 
 @dataclass(frozen=True)
 class Go:
-    """Message: all members are ready, so the attempt starts."""
+    """Message: all members are ready, and the attempt starts."""
 
     generation: int
     attempt: int
@@ -121,7 +121,7 @@ class Go:
 
 @dataclass(frozen=True)
 class No:
-    """Message: there is no attempt, and the coordinator must decide."""
+    """Message: no attempt is made, and the coordinator must decide."""
 
     generation: int
     attempt: int
@@ -130,17 +130,17 @@ class No:
 
 Message = Ready | Stop | Go | No
 Messages = list[tuple[int, Message]]
-"""Messages, each with the id of its recipient."""
+"""Messages with the ids of their recipients."""
 _KINDS: Mapping[str, type[Message]] = {"ready": Ready, "stop": Stop, "go": Go, "no": No}
 
 
 def written(message: Message) -> dict[str, Any]:
-    """A message as JSON."""
+    """Return a message as JSON."""
     return {"word": type(message).__name__.lower(), **dataclasses.asdict(message)}
 
 
 def read(value: object) -> Message | None:
-    """A message from JSON; None if it is invalid. Fields of newer versions are ignored."""
+    """Parse a message; returns None if it is invalid. Fields of newer versions are ignored."""
     kind = _KINDS.get(str(value.get("word"))) if isinstance(value, Mapping) else None
     try:
         return kind(**_fields(kind, value)) if kind else None
@@ -174,13 +174,14 @@ def _fields(cls: Any, value: object) -> dict[str, Any]:
 
 
 def shortened(failure: Mapping[str, Any], most: int = _MOST_TEXT) -> dict[str, Any]:
-    """A failure with only the last `most` characters of its traceback and of its log."""
+    """Return a failure with its traceback and log cut to the last `most` characters."""
     texts = {name: str(failure[name])[-most:] if most else "" for name in ("traceback", "log_tail") if failure.get(name)}
     return {**failure, **texts}
 
 
 def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
-    """The newest repairs, for a report, whose size is limited: only the newest repair keeps its texts."""
+    """Return the newest repairs as JSON for a report. Only the newest keeps its traceback and log, since a report's size is
+    limited."""
     newest = list(past)[-PAST:]
     return [
         {**dataclasses.asdict(each), "failure": shortened(each.failure, _MOST_TEXT if each is newest[-1] else 0)}
@@ -189,15 +190,16 @@ def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
 
 
 def previous_start(generation: int, attempt: int) -> tuple[int, int]:
-    """An upper bound of the start of processes (generation, attempt) right before this one; no generation has a billion
-    attempts."""
+    """Return an upper bound of the start (generation, attempt) before this one; no generation has a billion attempts."""
     return (generation, attempt - 1) if attempt else (generation - 1, 10**9)
 
 
 def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], generation: int) -> list[tuple[Past, float]]:
-    """Reported repairs up to `generation` that are not counted yet, in the order in which to count them, each with its age in
-    seconds relative to the newest repair: the coordinator may have been away for days. `counted` is the last start of processes
-    whose failure was counted. Invalid entries are left out."""
+    """Return the reported repairs up to `generation` that are not counted yet, in the order in which to count them.
+
+    Each comes with its age in seconds relative to the newest repair, since the coordinator may have been away for days. `counted`
+    is the last start of processes whose failure was counted. Invalid entries are omitted.
+    """
     repairs: dict[tuple[int, int], tuple[Past, float]] = {}
     for report in reports:
         valid: list[Past] = []
@@ -206,7 +208,7 @@ def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], gen
                 valid.append(Past.of(each))
         for past in valid:
             if counted < past.start and past.generation <= generation:
-                ago_s = max(other.at for other in valid) - past.at  # smaller from a member that does not know the newest yet
+                ago_s = max(other.at for other in valid) - past.at  # smaller in the report of a member without the newest
                 repairs[past.start] = past, max(ago_s, repairs.get(past.start, (past, ago_s))[1])
     return [each for _, each in sorted(repairs.items())]
 
@@ -216,40 +218,40 @@ class Stage(enum.Enum):
 
     TRAINING = enum.auto()
     STOPPING = enum.auto()
-    """The member was asked to stop its processes."""
+    """The member stops its processes on the leader's request."""
     READY = enum.auto()
-    """The member's processes are gone, and it waits for the other members."""
+    """The member's processes have ended, and it waits for the other members."""
     GOES = enum.auto()
-    """All members have agreed: this member takes up `Participant.go` next."""
+    """All members have agreed, and this member starts `Participant.go` next."""
     REFUSED = enum.auto()
-    """The coordinator decides what comes next; there is no further attempt in this world."""
+    """The coordinator decides; this world has no further attempt."""
 
 
 class Participant:
-    """The side of member `id` in the attempts of one world of `members`, which are in rank order. `limit` is the maximum number
-    of attempts without a new checkpoint, as in `restarts.Policy.limit`."""
+    """One member's side of the attempts of one world. `members` are in rank order. `limit` is the maximum number of attempts
+    without a new checkpoint, as in `restarts.Policy.limit`."""
 
     def __init__(self, id: int, members: tuple[int, ...], generation: int, limit: int) -> None:
         self.id, self.members, self.generation, self.limit = id, members, generation, limit
         self.leader = members[0]
         self.attempt = 0
-        """The attempt that this member trains in, or trained in last."""
+        """This member's current or last attempt."""
         self.stage = Stage.TRAINING
         self.reason = ""
-        """Why there is no further attempt in this world; empty unless `stage` is `REFUSED`."""
+        """The reason for `Stage.REFUSED`; empty in other stages."""
         self.go: Go | None = None
         """The last attempt that all members agreed on."""
         self._own: Ready | None = None
         self._since = 0.0
         self._repeated = -math.inf
-        """Time at which an unanswered message was last sent or repeated."""
+        """Time at which an unanswered message was last sent."""
         # Used by the leader only:
         self._ready: dict[int, Ready] = {}
-        """The members that are ready for the next attempt."""
+        """Messages of the members that are ready for the next attempt."""
         self._first = 0.0
         """Time at which the first entry of `_ready` arrived."""
         self._step: int | None = None
-        """The furthest step reached when an attempt was made."""
+        """The furthest step reached before an attempt."""
         self._tries = 0
         """Number of attempts since `_step` grew."""
         self._committed = 0
@@ -260,7 +262,7 @@ class Participant:
     # Local events
 
     def stopped(self, address: str, step: int, failure: Mapping[str, Any] | None, now: float) -> Messages:
-        """Called when our processes are gone: they failed (`failure`) or were stopped. We would host the store at `address`."""
+        """Handle the end of our processes: they failed (`failure`) or were stopped. We would host the store at `address`."""
         if self.stage not in (Stage.TRAINING, Stage.STOPPING):
             return []
         failure = shortened(failure) if failure else None
@@ -271,26 +273,26 @@ class Participant:
         return [(self.leader, self._own)]
 
     def refuse(self, reason: str) -> Messages:
-        """Make no attempt, since the coordinator has decided, or must decide."""
+        """Refuse further attempts, since the coordinator has decided or must decide."""
         if self.stage is Stage.REFUSED:
             return []
-        waits = self._ready if self.id == self.leader else {self.leader: None} if self.stage is not Stage.TRAINING else {}
+        waiting = self._ready if self.id == self.leader else {self.leader: None} if self.stage is not Stage.TRAINING else {}
         self.stage, self.reason = Stage.REFUSED, reason
         no = No(self.generation, self.attempt + 1, reason)
-        return [(id, no) for id in waits if id != self.id]  # later requests get the same answer
+        return [(id, no) for id in waiting if id != self.id]  # later requests get the same answer
 
     def taken_up(self) -> None:
-        """Called when our processes start in the agreed attempt."""
+        """Handle the start of our processes in the agreed attempt."""
         assert self.go is not None
         self.attempt, self.stage, self._own = self.go.attempt, Stage.TRAINING, None
         self._ready = {}
 
     def late(self, now: float) -> bool:
-        """Whether we have waited for the other members so long that the coordinator should know."""
+        """Return whether the other members are so late that we should report to the coordinator."""
         return self.stage is Stage.READY and now - self._since >= LATE_S
 
     def tick(self, now: float) -> Messages:
-        """Repeat unanswered messages. Call it regularly while this member waits or leads."""
+        """Return unanswered messages that are due again. Call it regularly while this member waits or leads."""
         messages = self._request_stops(now) if self.id == self.leader else []
         if self.stage is Stage.READY and self.id != self.leader and self._own and now - self._repeated >= REPEAT_S:
             self._repeated = now
@@ -326,7 +328,7 @@ class Participant:
             return [(self.leader, No(self.generation, stop.attempt, self.reason))]
         if self.stage is Stage.GOES:
             return []
-        if stop.attempt > self.attempt + 1:  # we missed the Go of an attempt that our failure led to, and that has failed since
+        if stop.attempt > self.attempt + 1:  # we missed the Go of an attempt that has failed since
             self.attempt = stop.attempt - 1
             if self._own:
                 self._own = dataclasses.replace(self._own, attempt=stop.attempt, failure=None)
@@ -340,7 +342,7 @@ class Participant:
     def _on_ready(self, sender: int, ready: Ready, now: float) -> Messages:
         if self.stage is Stage.REFUSED:
             return [(sender, No(self.generation, ready.attempt, self.reason))]
-        if self.go and ready.attempt == self.go.attempt:  # it has missed the Go, unless this message is late
+        if self.go and ready.attempt == self.go.attempt:  # the sender has missed the Go, or this message is late
             return [
                 (sender, Stop(self.generation, self.attempt + 1) if self._ready and self.stage is not Stage.GOES else self.go)
             ]
@@ -354,7 +356,8 @@ class Participant:
         return self._decided(now)
 
     def _request_stops(self, now: float) -> Messages:
-        """Ask the members that still train to stop, but not while the cause of the failure may still be about to be reported."""
+        """Return requests to stop for the members that still train, but wait while the cause of the failure may still be
+        unreported."""
         if not self._ready or self.stage in (Stage.GOES, Stage.REFUSED) or now - self._repeated < REPEAT_S:
             return []
         if failures.held_until(self._pending(now), self._first, now, failures.COORDINATOR) is not None:
@@ -391,16 +394,16 @@ class Participant:
 
 
 def refused(pending: list[failures.Pending], tries: int) -> str:
-    """Why the members cannot repair these failures by themselves; empty if they can. `tries` counts the attempts in a row
-    without progress."""
+    """Return why the members cannot repair these failures without the coordinator; empty if they can. `tries` counts consecutive
+    attempts without progress."""
     if not pending:
-        return "no member knows what failed"
+        return "no member has reported a failure"
     first = failures.cause(pending).failure
     if first.code in (Exit.INTERRUPTED, Exit.MISCONFIGURED, Exit.GIVEN_UP):
         return f"{first.reason}; another attempt would not help"
     starved = first.cause is contract.FailureCause.OUT_OF_MEMORY
     raised = (starved or not contract.killed(first.code)) and not first.hung
-    if first.early or (raised and not first.step):  # the coordinator knows better whether a restart would help
+    if first.early or (raised and not first.step):  # only the coordinator can judge whether a restart would help
         return f"{first.reason} before its first step"
     most = TRIES if raised or first.hung else KILLED_TRIES
     return f"{tries} attempts in a row made no progress" if tries >= most else ""

@@ -1,9 +1,9 @@
-"""Coordinates one run: takes its members' reports, publishes calls and worlds, judges failures and ends the run.
+"""Coordination of one run: process its members' reports, publish calls and worlds, judge failures and end the run.
 
 The decisions are `world.decide` and `failures.judge`; a `Coordinator` carries them out in the process that coordinates: the
 launcher of one machine (`local.launcher`), the agent of worker 0 (`rendezvous.worker0`), or an elected member
 (`rendezvous.etcd.election`). These processes override the methods in the first section. A coordinator may die at any moment:
-`remember` stores what its successor needs before any member is notified.
+`remember` stores the state for its successor before any member is notified.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 _FACTS = {"generation", "worker", "rank", "code", "reason", "cause", "step", "counted", "attempt"}
-"""Fields of a failure that go into the ledger."""
+"""Fields of a failure in the ledger."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of a run that its coordinator needs."""
+    """The settings of a run's coordinator."""
 
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
@@ -41,57 +41,54 @@ class Settings:
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
-        """The settings that a job file gives."""
+        """Return the settings from a job's spec."""
         timeouts = dataclasses.replace(world.Timeouts(), leave=fields.interruption.grace.total_seconds())
         return cls(fields.workers.allowed(), restarts.Policy(fields.restarts.limit, fields.restarts.window), timeouts)
 
 
 class Coordinator:
-    """The state of one run. The transport calls `on_report` and `on_gone`; `decide` acts on the new state."""
+    """The coordinator of one run. The transport calls `on_report` and `on_gone`; `decide` acts on the new state."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
         self.sizes, self.policy, self.timeouts = settings.sizes, settings.policy, settings.timeouts
         self.clock = clock
         self.history: restarts.History = ()
         self.restarts = 0
-        """Number of failures that were counted since the start of the run."""
+        """Number of failures counted since the start of the run."""
         self.reports: dict[int, sockets.Report] = {}
         self.state = world.State({})
         """The input of `world.decide`."""
         self.pending: list[Pending] = []
-        """Failures of the current generation that have not been judged yet."""
+        """Failures of the current generation that are not judged yet."""
         self.pending_since = 0.0
-        """Time at which the first pending failure arrived, by our clock: a failure's own time is that of another process or
-        machine."""
+        """Time at which the first pending failure arrived, on our clock; `Failure.time` is on the sender's clock."""
         self.counted = 0, 0
-        """The newest start of processes (generation, attempt) whose failure was counted; further failures of that start are
-        ignored."""
+        """The newest start of processes (generation, attempt) with a counted failure; its further failures are ignored."""
         self.followed = 0
-        """The newest generation published here, published by the coordinator whose history we have, or reported by a member."""
+        """The newest generation that a member reported, or that we or our predecessor published."""
         self.committed = 0
-        """The newest committed step that a failure reported."""
+        """The newest committed step in any reported failure."""
         self.debounce = failures.COORDINATOR
         self.gives_up = True
-        """Whether workers of a failed job exit with GIVEN_UP, so that the controller of their pods gives up, too."""
+        """True if workers of a failed job exit with GIVEN_UP, so that the controller of their pods stops, too."""
         self.closed: sockets.Closed | None = None
         """The final result, sent to every member that reports."""
         self.fenced: dict[int, tuple[int, sockets.Closed]] = {}
-        """Members that are lost although they are connected, each with the generation of the loss and the message for the
-        member."""
+        """Connected members that count as lost, each with the generation of the loss and the message for the member."""
 
     # Overridden by implementations
 
     def send(self, id: int, kind: str, content: object) -> None:
-        """Send a message to a member, see `sockets.Server.send`; not needed where members read the published state."""
+        """Send a message to a member, see `sockets.Server.send`. No override is needed where members read the published state."""
 
     def wake(self) -> None:
-        """Called when the state has changed: decide soon."""
+        """Schedule a decision, since the state has changed."""
 
     def remember(self) -> None:
-        """Store durably the values that a successor needs and cannot learn from the members."""
+        """Persist the values that a successor cannot learn from the members."""
 
     def say(self, state: State, reason: str) -> None:
-        """Show people the state of the run."""
+        """Print or publish the state of the run for people."""
         raise NotImplementedError
 
     def event(self, kind: str, **facts: Any) -> None:
@@ -99,14 +96,14 @@ class Coordinator:
         raise NotImplementedError
 
     def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
-        """The failure, with the step that the run had reached; the step that raised the failure, None if unknown; and the newest
+        """Return the failure with the step that the run had reached, the step that raised it (None if unknown), and the newest
         committed step."""
         report = self.reports.get(failure.worker)
         self.committed = max(self.committed, (report.failure or {}).get("committed") or 0 if report else 0)
         return failure, None if echo else failure.step, self.committed
 
     def fence(self, id: int, reason: str) -> None:
-        """Exclude a member that the others do not hear from the run, and have it exit and start again."""
+        """Exclude an unresponsive member from the run, and make its process exit and restart."""
         generation = self.state.world.generation if self.state.world else 0
         self.fenced[id] = generation, sockets.Closed(reason, contract.Exit.INTERRUPTED)
         self.reports.pop(id, None)
@@ -114,15 +111,15 @@ class Coordinator:
         self.send(id, "closed", self.fenced[id][1])
 
     def formed(self, new: world.World) -> None:
-        """Called when a world has been published, before its members are notified."""
+        """Hook for a published world, before its members are notified."""
 
     def failed(self, failure: Failure) -> None:
-        """Called when a failure has been judged."""
+        """Hook for a judged failure."""
 
     def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
-        """End the run: there is no further world, and workers exit with this code."""
+        """End the run; workers exit with this code."""
         if self.closed is not None or state is State.SUSPENDED:
-            return  # a job is suspended by removing its workers
+            return  # suspending a job removes its workers
         if state is State.FAILED and code != contract.Exit.MISCONFIGURED and self.gives_up:
             code = contract.Exit.GIVEN_UP
         self.closed = sockets.Closed(reason, code, end)
@@ -133,7 +130,7 @@ class Coordinator:
             self.send(id, "closed", self.closed)
 
     def finished(self, state: State, closed: sockets.Closed) -> None:
-        """Called when the run is over: record the end."""
+        """Hook for the end of the run, to record it."""
 
     # Reports
 
@@ -147,7 +144,7 @@ class Coordinator:
             generation, closed = self.fenced[report.id]
             if report.generation == generation:
                 return self.send(report.id, "closed", closed)
-            del self.fenced[report.id]  # it was started again
+            del self.fenced[report.id]  # the worker was restarted
         failed: Pending | None = None
         if report.failed and report.failure:
             failed = failures.reported(report.failure, report.id, (report.generation, report.attempt), self.clock())
@@ -170,10 +167,10 @@ class Coordinator:
             )
         )
         now = self.state.world
-        of_now = now and (report.generation == now.generation or report.again)  # the others may have gone on without it
+        of_now = now and (report.generation == now.generation or report.again)  # the world may have moved on without this worker
         is_new = failed and of_now and self.counted < failed.failure.start
         if failed and failed.echo and failed.failure.left and not self.pending:
-            failed = None  # it was called for another reason than an echo of that
+            failed = None  # it stopped because of a call, whose cause was another one
         if failed and is_new and not failures.is_part_of_call(failed.echo, self.state.called, self.counted, report.generation):
             self.add_failure(failed.failure, echo=failed.echo)
         # The member may have missed messages that were sent before it connected.
@@ -186,13 +183,13 @@ class Coordinator:
         self.wake()
 
     def on_gone(self, id: int) -> None:
-        """Process the end of a member's connection."""
+        """Process the loss of a member's connection."""
         self.reports.pop(id, None)
         self.state = self.state.gone(id)
         self.wake()
 
     def add_failure(self, failure: Failure, *, echo: bool) -> None:
-        """Add a failure of the current generation; it is judged once the other members have had time to report, too."""
+        """Add a failure of the current generation, to be judged once the other members have had time to report."""
         if not self.pending:
             self.pending_since = self.clock()
         self.pending.append(Pending(echo, failure))
@@ -201,7 +198,7 @@ class Coordinator:
     # Decisions
 
     def decide(self, replicas: int, expected: Iterable[int] | None) -> world.Decision | None:
-        """Take the next decision and act on it; None if it is too early. `expected` as in `world.Desired`."""
+        """Take the next decision and act on it; returns None if it is too early. `expected` as in `world.Desired`."""
         now = self.clock()
         if failures.held_until(self.pending, self.pending_since, now, self.debounce) and not world.lost(self.state, now).out:
             return None
@@ -219,12 +216,12 @@ class Coordinator:
         return decision
 
     def generation(self) -> int:
-        """The newest generation so far."""
+        """Return the newest published generation."""
         called = self.state.called.generation - 1 if self.state.called else 0
         return max(called, self.state.world.generation if self.state.world else 0)
 
     def newest_start(self) -> tuple[int, int]:
-        """The newest start of processes so far: the generation, and its newest attempt that members have reported."""
+        """Return the newest generation and its newest reported attempt."""
         generation = self.generation()
         return generation, max((each.attempt for each in self.reports.values() if each.generation == generation), default=0)
 
@@ -259,7 +256,7 @@ class Coordinator:
     # Failures
 
     def judge_when_settled(self) -> None:
-        """Judge pending failures although no new world can be formed yet."""
+        """Judge pending failures after the debounce time, even if no new world can form yet."""
         now, world_now = self.clock(), self.state.world
         trains = world_now is not None and any(
             m.standing in (MemberState.TRAINING, MemberState.DONE) and m.generation == world_now.generation
@@ -270,7 +267,7 @@ class Coordinator:
             self.judge()
 
     def judge(self) -> bool:
-        """Judge the pending failures; False if that ends the run."""
+        """Judge the pending failures; returns False if that ends the run."""
         if not self.pending:
             return True
         pending, self.pending = self.pending, []
@@ -287,8 +284,8 @@ class Coordinator:
         return False
 
     def _count_repaired(self, report: sockets.Report) -> None:
-        """Count failures that the members have repaired by themselves, which ends the run once its budget is used up."""
-        if report.generation > self.followed:  # another coordinator's: it has counted the failures before
+        """Count failures that the members have repaired, and end the run once its budget is used up."""
+        if report.generation > self.followed:  # of another coordinator, which has counted earlier failures
             self.followed = report.generation
             self.counted = max(self.counted, attempts.previous_start(report.generation, report.attempt))
         for past, ago_s in attempts.uncounted([report.past], self.counted, report.generation):
@@ -296,7 +293,7 @@ class Coordinator:
                 return
             echo, failure = failures.reported(past.failure, past.worker, past.start, self.clock())
             self.counted = failure.start
-            self.pending = [each for each in self.pending if each.failure.start != failure.start]  # it came this way, too
+            self.pending = [each for each in self.pending if each.failure.start != failure.start]  # also reported as a failure
             committed = past.failure.get("committed")
             self.committed = max(self.committed, committed if sockets.is_count(committed) and isinstance(committed, int) else 0)
             budget = failures.Budget(self.history, self.policy, self.committed)
@@ -306,7 +303,7 @@ class Coordinator:
                 self.say(State.RUNNING if trains else State.RESTARTING, f"{past.sentence}: {judged[1].reason}")
 
     def _counted(self, failure: Failure, verdict: restarts.Restart | restarts.Stop, **facts: Any) -> bool:
-        """Apply a verdict; False if it ends the run."""
+        """Apply a verdict; returns False if it ends the run."""
         self.failed(failure)
         self.event("failure", **{name: getattr(failure, name) for name in _FACTS}, **facts)
         if isinstance(verdict, restarts.Stop):
@@ -319,8 +316,8 @@ class Coordinator:
 
 
 def after(generation: int, now: float) -> world.State:
-    """The initial state of a run that continues after `generation`; a new run in a store continues after generation 1. `now` is
-    the time of the coordinator's clock."""
+    """Return the initial state of a run that continues after `generation`; a new run in a store continues after generation 1.
+    `now` is on the coordinator's clock."""
     cause, reason = (Cause.RESUME, "the run goes on") if generation > 1 else (Cause.START, "training starts")
     called = world.Call(generation + 1, reason, False, now, cause=cause)
     return world.State({}, called=called) if generation else world.State({})

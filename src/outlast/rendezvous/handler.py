@@ -1,9 +1,9 @@
 """The handler that connects torchrun to our rendezvous: `torchrun --rdzv-backend=outlast --rdzv-endpoint=...`.
 
-torch's elastic agent asks a handler for the next world (`next_rendezvous`), whether anything has changed (`num_nodes_waiting`, 20
-times a second), and whether the run is over (`RendezvousClosedError`). The answers come from the coordinator, through a
-transport. The process group uses a TCPStore that the world's first agent hosts, on a socket that it listens on before it offers
-its address: no port is guessed, no port can be taken in the meantime, and every generation has a fresh store.
+torch's elastic agent requests the next world (`next_rendezvous`), polls for changes 20 times a second (`num_nodes_waiting`), and
+stops on `RendezvousClosedError`. The coordinator provides the answers, through a transport. The agent of rank 0 hosts the
+TCPStore of the process group, on a socket that is already listening when its address is reported. Every generation has a fresh
+store.
 
 Published as entry point `torchrun.handlers: outlast`; it works with torch 2.11 and newer.
 """
@@ -51,19 +51,19 @@ from outlast.rendezvous.world import MemberState, World
 
 BACKEND = "outlast"
 _NUMBERS = (contract.Env.GENERATION, contract.Env.ATTEMPT, contract.Env.HELD)
-"""Variables that describe the world to training processes, which inherit our environment from torchrun."""
+"""Environment variables that describe the world to training processes, which inherit our environment from torchrun."""
 STORE_TIMEOUT_S = 30.0
-"""Timeout of requests to the store of a world once it is connected."""
+"""Timeout of requests to a world's store, once connected."""
 REACH_S = 5.0
-"""Timeout for connecting to the store. A dead host refuses connections at once, whereas TCPStore would keep trying."""
+"""Timeout for connecting to the store. TCPStore itself would retry even if the host refuses connections."""
 
 
 class Leaving(RendezvousClosedError):
-    """This worker was asked to leave, so there is no next world for it."""
+    """Raised if this worker was asked to leave and so joins no further world."""
 
 
 class Handler(RendezvousHandler):
-    """The membership of one worker.
+    """The rendezvous handler of one worker.
 
     `state` is a directory for `world.json` and the notice; `processes` is the number of training processes of this worker.
     """
@@ -79,14 +79,14 @@ class Handler(RendezvousHandler):
         join_s: float = math.inf,
         leave_s: float | None = None,
     ) -> None:
-        """`join_s` is the timeout for a world, `leave_s` the time for training to save and leave once it is asked to; None: until
-        the deadline of the call."""
+        """`join_s` is the timeout for a world. `leave_s` is the time in which training must save and leave on request; if None,
+        the deadline of the call applies."""
         self._client = client
         self._run_id = run_id
         self._join_s, self._leave_s = join_s, leave_s
         self._clock = Awake()
         self._request: tuple[tuple[str, int, float], float] | None = None
-        """The last request to training (kind, generation, deadline), and its deadline by our clock."""
+        """The last request to training (kind, generation, deadline), with the deadline converted to our clock."""
         for name in _NUMBERS:  # a new name moves the environment, under a thread that reads it in C (glibc before 2.41: SIGSEGV)
             os.environ.setdefault(name, "0")
         self._state = state
@@ -95,54 +95,54 @@ class Handler(RendezvousHandler):
         self._notice = Path(os.environ.get(contract.Env.NOTICE, state / contract.NOTICE))
         self.world: World | None = None
         self.attempt = 0
-        """Number of times that the members have started the processes of the current world again by themselves."""
+        """Number of restarts of the current world's processes without the coordinator."""
         self.joining: Callable[[], None] = lambda: None
-        """Called when there is a new world, before its training processes start."""
+        """Callback for a new world, before its training processes start."""
         self.dies: Callable[[], bool] = lambda: False
-        """Whether a rank is crashing by itself; if so, we let it finish so that its error is reported."""
+        """Callback that returns True while a rank is crashing, so that we do not stop it before it has reported its error."""
         self.pause_s = 0.0
-        """Delay before the next start of processes. The other members wait for them, as for any processes that start slowly."""
+        """Delay in seconds before the next start of processes; the other members wait."""
         self._next: dict[str, Any] = {}
         self._reported_leaving = False
         self._unsaved = False
-        """Whether this worker's memory has a step that no checkpoint has: leaving now would lose that step."""
+        """True if this worker's memory holds a step newer than any checkpoint."""
         self._held = self._saved = 0
-        """The newest step that this worker has had, saved or in memory, and the newest step that is saved."""
+        """This worker's newest step, saved or in memory, and its newest saved step."""
         self.key = b""
-        """Key of the run; without a key the members do not watch each other."""
+        """Key of the run; empty to disable the mesh."""
         self.mesh: Mesh | None = None
-        """Our end of the mesh; None before the first world of several members."""
+        """This member's side of the mesh; None before the first world with several members."""
         self._exchange: Exchange | None = None
         self.repairs: Repairs | None = None
-        """Our side of the attempts; None if we cannot start processes again without the coordinator."""
+        """This member's side of the attempts; None if only the coordinator may restart processes."""
         self.repaired: Callable[[Past], None] = lambda _: None
-        """Called when the members start the processes of this world again."""
+        """Callback for each restart that the members agreed on."""
 
-    # Reported by the elastic agent's loop between two worlds
+    # Called by the elastic agent's loop between two worlds
 
     def failed(self, failure: dict[str, Any]) -> None:
-        """Called when the training processes of the current world have failed."""
+        """Record that the training processes of the current world have failed."""
         self._next = {"failed": True, "failure": failure}
 
     def left(self, *, reached: bool) -> None:
-        """Called when the training processes are gone and this worker leaves. Other workers may wait for its save until they can
-        reach it (`reached`)."""
+        """Report that the training processes have ended and this worker leaves. If `reached` is False, other workers wait for its
+        save."""
         self._report_leaving()
         self._owes()
         self._client.amend(held=self._saved, owes=not reached)
 
     def done(self) -> None:
-        """Called when the training processes of the current world have finished."""
+        """Record that the training processes of the current world have finished."""
         self._next = {"standing": MemberState.DONE}
 
     @property
     def generation(self) -> int:
-        """Generation of the current world; 0 before the first."""
+        """Generation of the current world; 0 before the first world."""
         return self.world.generation if self.world else 0
 
     @property
     def rank(self) -> int:
-        """Rank of this worker in the current world; -1 before the first."""
+        """Rank of this worker in the current world; -1 before the first world."""
         return self.world.members.index(self._client.id) if self.world else -1
 
     @property
@@ -151,11 +151,11 @@ class Handler(RendezvousHandler):
         return self._client.closed
 
     def leaving(self) -> bool:
-        """Whether this worker was asked to leave."""
+        """Return whether this worker was asked to leave."""
         return notice.read(self._notice).get("kind") == "leave"
 
     def called(self) -> bool:
-        """Whether the members of the current world were called together for the next one."""
+        """Return whether a newer generation than the current world's has been called."""
         called = self._client.called
         return called is not None and self.world is not None and called.generation > self.world.generation
 
@@ -169,7 +169,7 @@ class Handler(RendezvousHandler):
         return True
 
     def get_run_id(self) -> str:
-        """The run id for torch, which uses it as the prefix of a directory name."""
+        """Return the run id without slashes, since torch uses it in a directory name."""
         return self._run_id.replace("/", ".")
 
     def is_closed(self) -> bool:
@@ -188,7 +188,7 @@ class Handler(RendezvousHandler):
         return True
 
     def num_nodes_waiting(self) -> int:
-        """1 if this worker must stop its training processes and ask for the next world, otherwise 0."""
+        """Return 1 if this worker must stop its training processes and request the next world, otherwise 0."""
         self._clock()
         if self._client.closed is not None:
             return 1
@@ -196,7 +196,7 @@ class Handler(RendezvousHandler):
         if request.get("kind") == "leave":
             self._refuse("this worker was told to leave")
             self._report_leaving()
-            broken = called is not None and self.called() and not called.planned  # a rank of another may have left already
+            broken = called is not None and self.called() and not called.planned  # ranks of other workers may have left already
             saves = self._listening() or self._owes() if broken else self._saves()
             return int(not saves or self._too_late("leave", 0, request["deadline"]))
         if called is None or not self.called():
@@ -208,7 +208,7 @@ class Handler(RendezvousHandler):
         if request.get("generation") != called.generation:
             try:
                 notice.write(self._notice, "call", called.reason, called.deadline, generation=called.generation)
-            except OSError:  # a full disk: training cannot be asked to save, and could not save
+            except OSError:  # a full disk: training receives no request to save, and could not save
                 return 1
         return 0
 
@@ -226,16 +226,16 @@ class Handler(RendezvousHandler):
                     return self._join(world, listener, again=again is not None)
                 except (RuntimeError, OSError) as error:
                     problem = error
-            # The host of the store died between its offer and our connection: report it and ask again.
+            # The store's host died before we connected: report that, and request another world.
             where = f"the store of generation {world.generation} at {world.address}"
             reason = f"worker {self._client.id} cannot reach {where}: {problem}"
-            if time.monotonic() - begun > self._join_s:  # nobody else died: there is no way to it
+            if time.monotonic() - begun > self._join_s:  # its host is alive but unreachable
                 raise RendezvousTimeoutError(f"no world within join_timeout ({self._join_s:g} s): {reason}") from problem
             failure = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time()}
             self.failed({**failure, "echo": True, "step": None, "committed": None})
 
     def _again(self, address: str) -> World | None:
-        """The current world with a fresh store, if its members agree to start their processes again by themselves."""
+        """Return the current world with a fresh store if its members agree to restart their processes, otherwise None."""
         self._owes()
         if self.repairs is None or self.world is None:
             return None
@@ -243,7 +243,7 @@ class Handler(RendezvousHandler):
             self._refuse("this worker has finished")
             return None
 
-        def late() -> None:  # the coordinator may be quicker
+        def late() -> None:  # the coordinator may decide sooner
             self._client.report(address=address, generation=self.generation, **self._stopped())
 
         failure, step = self._next.get("failure"), max((record.step for record in self._records()), default=0)
@@ -256,7 +256,7 @@ class Handler(RendezvousHandler):
         return dataclasses.replace(self.world, address=go.address, held=self._held)
 
     def _overruled(self) -> str:
-        """Why only the coordinator may decide what comes next; empty if the members may."""
+        """Return the reason why the coordinator must decide; empty if the members may."""
         new, mesh = self._client.world, self.mesh
         if self._client.closed is not None or self.called() or (new is not None and new.generation > self.generation):
             return "the coordinator has decided what comes next"
@@ -295,7 +295,7 @@ class Handler(RendezvousHandler):
             if time.monotonic() - begun > self._join_s:
                 why = getattr(self._client, "why", "")
                 raise RendezvousTimeoutError(f"no world within join_timeout ({self._join_s:g} s){': ' if why else ''}{why}")
-            if self.leaving() and not self._unsaved:  # else it leaves from the next world, which saves first
+            if self.leaving() and not self._unsaved:  # otherwise it leaves from the next world, after a save
                 self._report_leaving()
                 raise Leaving("this worker was told to leave")
             world, called = self._client.world, self._client.called
@@ -305,7 +305,7 @@ class Handler(RendezvousHandler):
                 and not called.planned
                 and called.generation > generation
             ):
-                fields["standing"] = MemberState.WAITING  # others failed at the end: the last steps come again
+                fields["standing"] = MemberState.WAITING  # other workers failed at the end: the last steps are repeated
                 who = f"rank {self.rank}" if self._processes == 1 else "a process"
                 failure = {"rank": None, "code": 1, "reason": f"{who} on worker {self._client.id}", "time": time.time()}
                 left = {"echo": True, "left": True, "step": None, "committed": None}
@@ -326,14 +326,9 @@ class Handler(RendezvousHandler):
         if notice.read(self._notice).get("kind") == "call":
             self._notice.unlink(missing_ok=True)
         fields = {**dataclasses.asdict(world), "attempt": self.attempt}
-        with contextlib.suppress(OSError):  # only people read it; a full disk must not keep a world from forming
+        with contextlib.suppress(OSError):  # for people only; a full disk must not prevent a world
             files.replace(self._state / contract.WORLD, json.dumps(fields))
-        reported |= {
-            "generation": world.generation,
-            "failed": False,
-            "failure": None,
-            "held": 0,
-        }  # the coordinator knows it by now
+        reported |= {"generation": world.generation, "failed": False, "failure": None, "held": 0}
         self._client.report(standing=MemberState.TRAINING, **reported)
         self._report_peers()
         timeout, reach = timedelta(seconds=STORE_TIMEOUT_S), timedelta(seconds=REACH_S)
@@ -351,7 +346,7 @@ class Handler(RendezvousHandler):
         return RendezvousInfo(store, rank, len(world.members), RendezvousStoreInfo(host, int(port)))
 
     def _take_up(self, world: World, *, again: bool) -> dict[str, Any]:
-        """Take up a new world, or another attempt of the current one. Returns the report's fields on attempts."""
+        """Enter a new world, or another attempt of the current world. Returns the attempt fields of the next report."""
         if self.repairs is None:
             return {}
         if again:
@@ -362,8 +357,8 @@ class Handler(RendezvousHandler):
         return self.repairs.report()
 
     def _enter_mesh(self, world: World, host: str, port: int, *, again: bool) -> None:
-        """Watch the other members of this world. Returns at once: addresses come later, through the world's store, which is a
-        fresh one in each attempt."""
+        """Watch the other members of this world. Returns at once; the exchange of addresses runs in the background, through the
+        store of this attempt."""
         if again and (self.mesh is None or self._exchange is None or self._exchange.over):
             return
         if self._exchange:
@@ -385,30 +380,30 @@ class Handler(RendezvousHandler):
         self._exchange = Exchange(self.mesh, world, lambda: TCPStore(host, port, is_master=False, timeout=timeout))
 
     def _report_peers(self) -> None:
-        """Report unheard peers; called in the mesh's thread, too. Does nothing if the mesh is still in another world, as on a
-        busy machine: indices that were unheard there belong to other processes here."""
+        """Report unheard peers. Does nothing while the mesh is still in another world, whose indices may belong to other
+        processes. Also called in the mesh's thread."""
         if self.mesh and self.mesh.generation == self.generation:
             self._client.amend(mesh=self.mesh.complete, unheard=self.mesh.unheard, refused=self.mesh.refused)
 
     def _listening(self) -> bool:
-        """Whether training reads notices, i.e. is in an open session: if so, it saves and leaves by itself. Before that, training
-        has nothing to save, and may wait for a rank that has left already."""
+        """Return whether all training processes have an open session, in which they read notices, save and leave. Before that,
+        training has nothing to save and may wait for a rank that has left."""
         records = self._records()
         return len(records) == self._processes and all(record.phase not in ("started", "open") for record in records)
 
     def _saves(self) -> bool:
-        """Whether training will save before it ends when asked to. If this world begins with a step to restore (`World.held`),
-        all members restore it first, whichever member leaves: the step may be in the memory of few."""
+        """Return whether training saves on request. A world with a step to restore (`World.held`) restores it first, even if a
+        member leaves, since the step may be in the memory of few."""
         return self._listening() or self._owes() or (self.world is not None and self.world.held > 0)
 
     def _records(self) -> list[progress.Progress]:
-        """Progress records of this world's processes, without those of an earlier attempt, whose processes are dead."""
+        """Return the progress records of this attempt's processes."""
         records = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
         return [each for each in records if each and (each.generation, each.attempt) == (self.generation, self.attempt)]
 
     def _owes(self) -> bool:
-        """Whether a step is only in this worker's memory, according to its processes' records; records of the last world count
-        until the new processes have restored the step."""
+        """Return whether this worker's memory holds an unsaved step, according to its processes' records. Records of the last
+        world count until the new processes have restored the step."""
         records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
         if records:
             in_memory, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))
@@ -416,8 +411,8 @@ class Handler(RendezvousHandler):
         return self._unsaved
 
     def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
-        """Whether training has used up its time to save and leave. The time begins when we first see the request: the caller's
-        clock is not ours, and either clock may be set in the meantime. An extended deadline starts the time again."""
+        """Return whether training has used up its time to save and leave. The time starts when we receive the request, since the
+        sender's clock may differ from ours. A new deadline restarts it."""
         request, now = (kind, generation, deadline), self._clock()
         if self._request is None or self._request[0] != request:
             left_s = deadline - time.time() if self._leave_s is None else self._leave_s
@@ -432,7 +427,7 @@ class Handler(RendezvousHandler):
 
 
 class Torchrun(Handler):
-    """The membership of a plain torchrun, which does not report its processes."""
+    """The rendezvous handler of a plain torchrun, which does not report its processes."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         try:
@@ -440,12 +435,12 @@ class Torchrun(Handler):
         except RendezvousClosedError as problem:
             if self.closed is None or self.closed.code != contract.Exit.DONE:
                 raise
-            # The others have finished without this node: it was surplus. torchrun has no other way to end with success.
+            # The job has finished without this surplus node. torchrun has no other way to end with success.
             print(f"outlast | {self.closed.reason}; nothing is left to do here", flush=True)
             raise SystemExit(0) from problem
 
     def shutdown(self) -> bool:
-        """Report how this node has ended: torchrun calls this from a `finally`, while its exception is being handled."""
+        """Report how this node has ended. torchrun calls this in a `finally` block, so `sys.exception` is its error."""
         ended_by = sys.exception()
         if ended_by is None:
             self._client.report(standing=MemberState.DONE)
@@ -461,20 +456,20 @@ class Torchrun(Handler):
 
 
 def create(params: RendezvousParameters) -> Handler:
-    """A handler from torchrun's `--rdzv-*` options, with defaults from the worker's environment."""
+    """Create a handler from torchrun's `--rdzv-*` options, with defaults from the worker's environment."""
     processes = int(params.get("processes", "1"))
     state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or _temporary_directory())
-    how: dict[str, Any] = {"run_id": params.run_id, "state": state, "processes": processes}
+    options: dict[str, Any] = {"run_id": params.run_id, "state": state, "processes": processes}
     of = transport.of(params.endpoint)
     if hasattr(of, "torchrun"):
         sizes = params.min_nodes, params.max_nodes
         client, join_s = of.torchrun(params.endpoint, run=params.run_id, sizes=sizes, conf=params.config)
-        handler = Torchrun(client, host=params.local_addr or client.host, join_s=join_s, **how)
+        handler = Torchrun(client, host=params.local_addr or client.host, join_s=join_s, **options)
         handler.key = seal.key(os.environ)
         return handler
     id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
     client = of.client(params.endpoint, transport.Member(params.run_id, id, state, processes))
-    return Handler(client, host=params.local_addr or "127.0.0.1", **how)
+    return Handler(client, host=params.local_addr or "127.0.0.1", **options)
 
 
 def _temporary_directory() -> str:
@@ -485,7 +480,7 @@ def _temporary_directory() -> str:
 
 @contextlib.contextmanager
 def member(client: transport.Client, **fields: Any) -> Any:
-    """A context with a handler, which is shut down at the end."""
+    """Provide a handler, and shut it down at the end of the context."""
     handler = Handler(client, **fields)
     try:
         yield handler

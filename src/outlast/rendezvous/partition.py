@@ -1,17 +1,16 @@
-"""Decides which members of a world are lost when some of them do not hear others. Pure.
+"""The decision which members of a partitioned world are lost. Pure.
 
-Members watch one another (`rendezvous.mesh`) and report the peers that they do not hear. A pair of members is *broken* if one
-does not hear the other: training stands still, as every step needs every pair. `decide` picks the members to remove so that no
-broken pair is left:
+Members watch each other (`rendezvous.mesh`) and report unresponsive peers as *unheard*. A pair of members is *broken* if one does
+not hear the other. A broken pair stops training, as every step needs every pair. `decide` picks the members to remove so that no
+broken pair remains:
 
-1. Members whose machine refuses connections (their process is gone) are removed at once. 2. If the members fall into sides that
-do not hear each other, one side stays. A side with more than half of the members stays at once; otherwise, after AGREE_S, in
-which all live members report, the largest side with a sign of life stays (ties: the side of rank 0). 3. For pairs that are broken
-within a side, after PATIENCE_S the member with more broken pairs is removed (ties: the higher rank).
+1. Members whose machines refuse connections are removed at once, since their processes have ended.
+2. If the members form sides that do not hear each other, one side stays. A side with more than half of the members stays at once.
+Otherwise all live members report within AGREE_S, then the largest side with a sign of life stays (ties: the side of rank 0).
+3. After PATIENCE_S, the member with more broken pairs within its side is removed (ties: the higher rank).
 
-A minority never removes a silent majority on its own report alone: all members are called together first (`ask`), and members
-that do not answer within CONFIRM_S are lost. If no member hears any other, the mesh is at fault (a port is blocked), and nobody
-is lost.
+A minority never removes a silent majority on its own report alone: all members are called first (`ask`), and members that do not
+answer within CONFIRM_S are lost. If no member hears any other, the mesh is at fault (a port is blocked), and no member is lost.
 Docs: docs/decisions/0040-partitions.md. Called by `rendezvous.world`.
 """
 
@@ -26,13 +25,13 @@ from outlast.base.clock import until
 from outlast.rendezvous.mesh import peer_state
 
 AGREE_S = 1.0
-"""Maximum delay between reports of one partition: all ends of a link notice within half a second, and then the reports travel."""
+"""Maximum delay between reports of one partition: both ends of a link notice within half a second, plus the time of transfer."""
 PATIENCE_S = 2.0
-"""How long a single pair may be broken: the connection may recover, or the reports of other members may be late."""
+"""Tolerance for a single broken pair: its connection may recover, or other members' reports may be late."""
 CONFIRM_S = 2.0
-"""Time within which an unheard majority must answer a call."""
+"""Timeout for an unheard majority to answer a call."""
 HELD_S, LONGEST_HELD_S = 10.0, 300.0
-"""How long a member is kept out of worlds after its first loss, doubled with each further loss, and the maximum."""
+"""Time that a member is kept out of worlds after its first loss, doubled with each further loss, and its maximum."""
 FORGIVEN_S = 600.0
 """Time without a loss after which a member's next loss counts as its first."""
 
@@ -45,75 +44,76 @@ class View:
 
     unheard: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
-    """The subset of `unheard` whose processes are gone."""
+    """The subset of `unheard` whose processes have ended."""
     noticed: float = 0.0
     """Time at which `unheard` last grew."""
     answers: bool = False
-    """Whether the member has stopped its processes and waits, and so is alive."""
+    """True if the member has stopped its processes and waits, which proves that it is alive."""
 
     @property
     def speaks(self) -> bool:
-        """Whether the member has shown since the break that it is alive."""
+        """True if the member has proven since the break that it is alive."""
         return bool(self.unheard) or self.answers
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision on which members are lost."""
+    """The members that are lost."""
 
     lost: tuple[int, ...] = ()
-    """Silent members, or members of a side that does not stay, in rank order."""
+    """Silent members and members of removed sides, in rank order."""
     gone: tuple[int, ...] = ()
     """Members whose processes have ended."""
     by: tuple[int, ...] = ()
-    """Remaining members that do not hear the lost ones; empty if only the lost members do not hear the remaining ones."""
+    """Remaining members that do not hear the lost members; empty if only the lost members reported the break."""
     ask: tuple[int, ...] = ()
-    """A majority that a minority does not hear: call all members together, to see which of them answer."""
+    """A majority that a minority does not hear: call all members, to find out which of them answer."""
     look_again: float | None = None
     """Time at which the verdict may change without new reports."""
 
     @property
     def out(self) -> tuple[int, ...]:
-        """All members that training continues without."""
+        """All members to remove."""
         return (*self.lost, *self.gone)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The last time that a member was lost by a partition."""
+    """A member's last loss in a partition."""
 
     at: float
     times: int = 1
-    """Number of losses in a row."""
+    """Number of consecutive losses."""
     reason: str = ""
     held: bool = True
-    """Whether the member is kept out of worlds; False once a world needed it all the same."""
+    """True if the member is kept out of worlds; False once a world has needed it nevertheless."""
 
     def again(self, at: float, reason: str) -> Loss:
-        """The next loss of the same member."""
+        """Return the next loss of the same member."""
         return Loss(at, self.times + 1 if at - self.at < FORGIVEN_S else 1, reason)
 
     @property
     def held_s(self) -> float:
-        """How long the member is kept out of worlds."""
+        """Seconds for which the member is kept out of worlds."""
         return 0.0 if not self.held else min(LONGEST_HELD_S, HELD_S * 2 ** min(self.times - 1, 16))
 
 
 def written(lost: Mapping[int, Loss], now: float) -> tuple[tuple[int, float, int], ...]:
-    """Losses for the next coordinator: id, seconds since the loss and losses in a row of each member that is kept out."""
+    """Return losses for the next coordinator: id, seconds since the loss, and consecutive losses of each member that is kept
+    out."""
     return tuple((id, now - loss.at, loss.times) for id, loss in lost.items() if loss.held)
 
 
 def read(losses: Iterable[tuple[int, float, int]], now: float) -> dict[int, Loss]:
-    """The inverse of `written`."""
+    """Parse the output of `written`."""
     return {id: Loss(now - ago_s, times) for id, ago_s, times in losses}
 
 
 def decide(ranks: Sequence[int], views: Mapping[int, View], now: float, *, called_at: float | None = None) -> Verdict:
-    """The members of a world that are lost, according to its members' reports.
+    """Return the lost members of a world, according to its members' reports.
 
-    `ranks` are the members of the world in rank order; members without a view are ignored, since they are known to be gone or
-    need no peers any more. `called_at` is the time of an unplanned call to all, if there is one.
+    `ranks` are the members of the world in rank order. Members without a view are ignored: they have ended or need no peers any
+    more. `called_at` is the time of a pending unplanned call.
     """
     here = [id for id in ranks if id in views]
     broken = _broken(here, views)
@@ -144,7 +144,7 @@ def decide(ranks: Sequence[int], views: Mapping[int, View], now: float, *, calle
 
 
 def _broken(ranks: Sequence[int], views: Mapping[int, View]) -> dict[Pair, float]:
-    """The broken pairs, each with the time of its first report."""
+    """Return the broken pairs, each with the time of its first report."""
     members, since = set(ranks), dict[Pair, float]()
     for id in ranks:
         for peer in members.intersection(views[id].unheard) - {id}:
@@ -154,22 +154,22 @@ def _broken(ranks: Sequence[int], views: Mapping[int, View]) -> dict[Pair, float
 
 
 def _watched(ranks: Sequence[int]) -> set[Pair]:
-    """The pairs that watch each other."""
+    """Return the pairs that watch each other."""
     places = range(len(ranks))
     return {frozenset((ranks[one], ranks[other])) for one in places for other in peer_state.watched(one, places)}
 
 
 def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:
-    """Silent members whose machines refuse connections, so their processes are gone. The set is empty if they are half of the
-    members or more: one member may be wrong about all others."""
+    """Return silent members whose machines refuse connections. Returns none if these are half of the members or more, since one
+    member may be wrong about all others."""
     refused = {peer for id in ranks for peer in views[id].refused}
     gone = {id for id in ranks if id in refused and not views[id].speaks}
     return gone if 2 * len(gone) < len(ranks) or len(ranks) == 2 else set()
 
 
 def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair]) -> list[set[int]]:
-    """Groups of members that hear each other: the components connected by unbroken watched pairs. Components without a broken
-    pair between them are merged: in a large world their members may simply not watch each other."""
+    """Return groups of members that hear each other: the components connected by unbroken watched pairs. Components without a
+    broken pair between them are merged, since members of a large world do not all watch each other."""
     side, broken = {id: {id} for id in rest}, set(broken)
     for pair in set(watched) - broken:
         one, other = (side.get(id) for id in pair)
@@ -192,8 +192,7 @@ def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair])
 def _staying(
     rest: Sequence[int], sides: Sequence[set[int]], views: Mapping[int, View], called_at: float | None, now: float
 ) -> tuple[set[int], float | None, tuple[int, ...]]:
-    """The side that stays; the deadline if that is undecided yet; and the members to call first, to see whether they are
-    alive."""
+    """Return the side that stays, the deadline if that is still undecided, and the members to call first."""
     if len(sides) < 2:
         return set(rest), None, ()
     speaks = [any(views[id].speaks for id in side) for side in sides]
@@ -215,7 +214,7 @@ def _staying(
 
 
 def _cover(ranks: Sequence[int], broken: Iterable[Pair]) -> set[int]:
-    """A greedy vertex cover of the broken pairs; ties go to the highest rank."""
+    """Return a greedy vertex cover of the broken pairs; in a tie, the highest rank is chosen."""
     left, cover = set(broken), set[int]()
     place = {id: rank for rank, id in enumerate(ranks)}
     while left:

@@ -1,7 +1,7 @@
-"""This process's side of the attempts: connects a `Participant` to the mesh, the clock and the training processes.
+"""One process's side of the attempts: a `Participant` connected to the mesh, the clock and the training processes.
 
-The elastic agent has one `Repairs`; its handler calls `stop_requested` 20 times a second while processes train, and `agree` when
-they are gone. Decisions are in `rendezvous.attempts`.
+The elastic agent has one `Repairs`. Its handler calls `stop_requested` 20 times a second while processes train, and `agree` once
+they have ended. The decisions are in `rendezvous.attempts`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 KIND = "attempt"
 """Kind of our messages in the mesh."""
 REPORTERS = 3
-"""Number of members of a world that report repairs; a coordinator of a thousand members need not read a thousand copies."""
+"""Number of members of a world that report repairs, so that the coordinator of a thousand members reads few copies."""
 _POLL_S = 0.02
-"""Interval at which the coordinator and the notice are polled while we wait for the other members."""
+"""Polling interval of the coordinator and the notice while we wait for the other members, in seconds."""
 
 
 class Repairs:
-    """The attempts of one member, in one world after another. Used by one thread; the mesh's thread delivers messages."""
+    """The attempts of one member in successive worlds. One thread uses it, and the mesh's thread delivers messages."""
 
     def __init__(self, id: int, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`limit` as in `attempts.Participant`."""
@@ -39,7 +39,7 @@ class Repairs:
         self._mesh: Mesh | None = None
         self._past: list[Past] = []
         self._newest: dict[int, attempts.Message] = {}
-        """The last message of each member: a message may arrive before we have reached its attempt."""
+        """The last message of each member, which may arrive before we have reached its attempt."""
         self._lock = threading.RLock()
         self._news = threading.Event()
 
@@ -50,11 +50,11 @@ class Repairs:
 
     @property
     def reason(self) -> str:
-        """Why the coordinator decides what comes next; empty if it does not."""
+        """The reason why the coordinator must decide; empty otherwise."""
         return self._participant.reason if self._participant else "the members do not watch each other"
 
     def enter(self, world: World, mesh: Mesh | None) -> None:
-        """Enter a new world. Without a mesh, only a world of one member makes attempts."""
+        """Enter a new world. Without a mesh, attempts are possible only in a world of one member."""
         with self._lock:
             alone = world.members == (self._id,)
             self._participant = (
@@ -66,7 +66,7 @@ class Repairs:
             self._catch_up()
 
     def stop_requested(self) -> bool:
-        """Whether our processes must be stopped. Call it often: the leader repeats unanswered messages here."""
+        """Return whether our processes must stop. Call it often, since it also repeats unanswered messages."""
         with self._lock:
             if self._participant is None:
                 return False
@@ -74,7 +74,7 @@ class Repairs:
             return self._participant.stage is Stage.STOPPING
 
     def refuse(self, reason: str) -> None:
-        """Make no further attempt: the coordinator decides what comes next."""
+        """Refuse further attempts, so that the coordinator decides."""
         with self._lock:
             if self._participant:
                 self._send(self._participant.refuse(reason))
@@ -88,17 +88,17 @@ class Repairs:
         overruled: Callable[[], str],
         late: Callable[[], None],
     ) -> Go | None:
-        """Wait, once our processes are gone, until all members have agreed on the next attempt. Returns None if the coordinator
+        """Wait for all members to agree on the next attempt, after our processes have ended. Returns None if the coordinator
         decides.
 
-        `failure` is how our processes failed, None if they were stopped; `overruled` returns why no attempt may be made any more,
-        or an empty string; `late` is called once if the agreement takes long.
+        `failure` describes how our processes failed; None if they were stopped. `overruled` returns a reason to refuse the
+        attempt, or an empty string. `late` is called once if the agreement takes long.
         """
         notified = False
         with self._lock:
             participant = self._participant
             if participant is None or (failure is None and participant.stage is not Stage.STOPPING):
-                self.refuse("its processes have ended by themselves")
+                self.refuse("its processes have ended without a request")
                 return None
             self._send(participant.stopped(address, step, failure, self._clock()))
         while True:
@@ -118,7 +118,7 @@ class Repairs:
             self._news.wait(_POLL_S)
 
     def taken_up(self) -> Past:
-        """Called when our processes start in the agreed attempt. Returns the failure that the attempt repairs."""
+        """Handle the start of our processes in the agreed attempt. Returns the failure that the attempt repairs."""
         with self._lock:
             participant = self._participant
             if participant is None or participant.go is None:
@@ -129,8 +129,8 @@ class Repairs:
             return self._past[-1]
 
     def report(self, *, failed: bool = False) -> dict[str, Any]:
-        """Fields for this member's `sockets.Report`. With a failure, every member also reports earlier repairs, so that a later
-        failure is not counted first."""
+        """Return the attempt fields of this member's `sockets.Report`. With a failure, every member also reports earlier repairs,
+        so that failures are counted in order."""
         participant = self._participant
         if participant is None or not (failed or self._id in participant.members[:REPORTERS]):
             return {"attempt": self.attempt}
@@ -144,8 +144,7 @@ class Repairs:
             future.add_done_callback(functools.partial(self._sent, to, message))
 
     def _sent(self, to: int, message: attempts.Message, future: Future[None]) -> None:
-        """Called when a delivery has succeeded or failed: refuse the attempt if a member cannot be reached, or runs an older
-        version."""
+        """Refuse the attempt if a delivery failed: the member is unreachable or runs an older version."""
         if (problem := future.exception()) is None or isinstance(message, attempts.No):
             return
         with self._lock:
@@ -166,7 +165,7 @@ class Repairs:
         self._news.set()
 
     def _catch_up(self) -> None:
-        """Process messages that came too early: the mesh has acknowledged them, and their senders wait."""
+        """Process messages that arrived too early. The mesh has acknowledged them, so their senders do not repeat them soon."""
         for sender, message in self._newest.items() if self._participant else ():
             if self._participant and message.attempt > self._participant.attempt:
                 self._send(self._participant.take(sender, message, self._clock()))

@@ -1,10 +1,11 @@
-"""Decides whether a failed job is started again, by a budget of restarts that progress refunds.
+"""The restart budget of a job, which progress refunds. Pure: the time is an argument.
 
-The coordinator (or the operator) calls `judge` once for every generation that failed, and keeps the `History` it returns.
-Interruptions cost nothing. A wrong configuration stops the job at once. Every other failure costs one restart, refunded once it
-lies outside the window or the committed step has advanced. A step that raised, hung or ran out of memory three times in a row
-would do so a fourth time, and an error of the script that every rank raised before its first step a second time: the job stops.
-Pure: the time is an argument.
+The coordinator (or the operator) calls `judge` once for every failed generation, and stores the returned `History`. Interruptions
+cost nothing. A wrong configuration stops the job at once. Every other failure costs one restart, refunded once it lies outside
+the window or the committed step has advanced.
+
+The job stops early if a step raises, hangs or runs out of memory three times in a row, or if every rank raises the same script
+error before its first step, since a restart would not help.
 """
 
 from __future__ import annotations
@@ -19,53 +20,53 @@ from outlast.job import contract
 from outlast.job.failure import Failure
 
 SAME_STEP, FULL_DISK = 3, 10
-"""Number of errors in a row at one step that end a job: in general, and for a full disk, which somebody may clean up (the pauses
-take minutes)."""
+"""Number of consecutive errors at one step that end a job: in general, and for a full disk, which a user may clean up during the
+pauses of minutes."""
 LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
-"""Thresholds of `Kills`; arbitrary."""
+"""Thresholds of `Kills`, in seconds; arbitrary."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The number of failures that a job survives."""
+    """Limits on the failures of a job."""
 
     limit: int
     """Maximum number of restarts within `window` while the committed step does not advance."""
     window: timedelta
     same_step: int = SAME_STEP
-    """Number of errors in a row at one step that end the job, whatever the limit."""
+    """Number of consecutive errors at one step that end the job, whatever the limit."""
 
 
 class Record(NamedTuple):
-    """One failure that was counted."""
+    """One counted failure."""
 
     time: float
     """Time of the verdict, in seconds since the epoch."""
     committed_step: int
     """The newest committed step at that time."""
     failed_step: int | None
-    """The step that raised, hung or ran out of memory; None if unknown, or if the process was killed for another reason, which
-    does not depend on the step."""
+    """The step that raised, hung or ran out of memory; None if unknown or if the process was killed for a reason unrelated to the
+    step."""
 
 
 History = tuple[Record, ...]
-"""The failures that may still matter, oldest first."""
+"""Failures that may still affect a verdict, oldest first."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start the processes again."""
+    """Verdict: restart the processes."""
 
     history: History
     number: int
-    """Number of restarts of the budget that are used, including this one if it is counted."""
+    """Number of used restarts of the budget, including this one if it is counted."""
     reason: str
     counted: bool = True
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Do not start again: the job has failed."""
+    """Verdict: the job has failed."""
 
     reason: str
     code: int
@@ -76,34 +77,34 @@ class Stop:
 
 @dataclass(frozen=True)
 class Kills:
-    """Counts kills of a worker's processes (or full disks) in a row, without progress in between."""
+    """Counter of consecutive kills of a worker's processes (or full disks) without progress in between."""
 
     count: int = 0
     step: int = -1
-    """The furthest step that any of the killed processes had reached."""
+    """The furthest step of any killed process."""
 
     def after(self, outside: bool, step: int | None, lived_s: float) -> Kills:
-        """The counter after another end of the processes, caused from `outside` the script or not. Without a `step`, running
-        longer than `LIVED_S` counts as progress."""
+        """Return the counter after another end of the processes. `outside`: the cause is not the script. Without a `step`,
+        running longer than `LIVED_S` counts as progress."""
         further = step > self.step if step is not None else lived_s > LIVED_S
         return Kills(self.count + 1 if outside and not further else 0, max(self.step, -1 if step is None else step))
 
     @property
     def pause_s(self) -> float:
-        """Backoff before the worker's next processes start: none after the first two kills, then longer with each kill."""
+        """Backoff before the worker's next processes start, in seconds: 0 for a count below 2, then longer with each kill."""
         return backoff.exponential(self.count - 2, 1.0, LONGEST_PAUSE_S) if self.count > 1 else 0.0
 
 
 def judge(
     history: History, failure: Failure, committed_step: int, now: float, policy: Policy, *, everywhere: bool = False
 ) -> Restart | Stop:
-    """The decision to start again or to stop, with its reason in one sentence.
+    """Return the verdict on a failure, with its reason in one sentence.
 
-    `everywhere`: every rank raised this error before its first step, and it does not depend on the machine.
+    `everywhere`: every rank raised this error before its first step, so the machine is not the cause.
     """
-    # If the clock was set back, a failure in the future counts as happening now, or it would stay in the window for too long.
+    # After the clock is set back, date future failures now, or they would stay in the window for too long.
     window = policy.window.total_seconds()
-    past = _that_matter([record._replace(time=min(record.time, now)) for record in history], now, window, policy)
+    past = _relevant([record._replace(time=min(record.time, now)) for record in history], now, window, policy)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)
     starved = failure.cause is contract.FailureCause.OUT_OF_MEMORY
     # Reasons of these failures name the place or the remedy; step 0: at the start, or the script reports no steps.
@@ -121,7 +122,7 @@ def judge(
     step = None if contract.killed(failure.code) and not failure.hung and not starved else failure.step
     past, number = (*past, Record(now, committed_step, step)), used + 1
     tries = FULL_DISK if failure.cause is contract.FailureCause.DISK_FULL else policy.same_step
-    if step is not None and _in_a_row(past) >= tries:
+    if step is not None and _consecutive(past) >= tries:
         again = "it has hung here" if failure.hung else "this step has failed" if step else "it has failed soon after its start"
         if starved:
             again = f"it has run out of memory {f'at step {step}' if step else 'soon after its start'}"
@@ -133,14 +134,14 @@ def judge(
     return Restart(past[-max(policy.limit, policy.same_step, FULL_DISK) :], number, f"{what}; restart {number} of {policy.limit}")
 
 
-def _that_matter(failures: list[Record], now: float, window: float, policy: Policy) -> tuple[Record, ...]:
-    """Failures in the window, and the last failures that a step raised: even with a limit of a million, the history stays
-    short."""
+def _relevant(failures: list[Record], now: float, window: float, policy: Policy) -> tuple[Record, ...]:
+    """Return the failures in the window, and the last failures of a step, so that the history stays short even with a huge
+    limit."""
     raised = [record for record in failures if record.failed_step is not None][-max(policy.same_step, FULL_DISK) :]
     return tuple(record for record in failures if now - record.time < window or record in raised)
 
 
-def _in_a_row(failures: tuple[Record, ...]) -> int:
-    """The number of errors, from the last one backwards, that the same step raised."""
+def _consecutive(failures: tuple[Record, ...]) -> int:
+    """Return the number of consecutive errors at the last failed step."""
     steps = [record.failed_step for record in reversed(failures) if record.failed_step is not None]
     return len(list(takewhile(lambda step: step == steps[0], steps)))

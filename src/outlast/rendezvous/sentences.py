@@ -35,8 +35,10 @@ def do_not_hear(by: Sequence[int], whom: Sequence[int], *, named: bool = True) -
 
 
 def how_lost(all: Sequence[int], lost: Sequence[int], gone: Sequence[int], by: Sequence[int]) -> str:
-    """The end of a sentence that names `all` lost workers: how the loss of those in `lost` or `gone` was noticed; empty for
-    other losses. `by` are the workers that do not hear them."""
+    """Return a clause that explains how the loss of the workers in `lost` or `gone` was noticed; empty for other losses.
+
+    The sentence before it names `all` lost workers. `by` are the workers that do not hear them.
+    """
     cut = [id for id in all if id in {*lost, *gone}]
     if not cut:
         return ""
@@ -51,6 +53,6 @@ def how_lost(all: Sequence[int], lost: Sequence[int], gone: Sequence[int], by: S
 
 
 def began_again(step: int, held: int) -> str:
-    """The sentence about a run that resumes below a step that it had reached."""
+    """Return a warning about a run that resumes below step `held`, which it had reached."""
     what = f"training continues from step {step}" if step else "training begins again at step 0"
     return f"{what}, below step {held}, which was saved or in memory and cannot be reached; {held - step} steps are repeated"

@@ -1,4 +1,4 @@
-"""A plain torchrun in a rendezvous by etcd: its options, and a client that may be elected coordinator.
+"""The etcd rendezvous for a plain torchrun: its options, and a client that may be elected coordinator.
 
     torchrun --rdzv-backend=outlast --rdzv-endpoint=etcd://host:2379 --rdzv-id=train --nnodes=2:8 train.py
 
@@ -33,16 +33,16 @@ DEFAULTS = {
     "growth_timeout": world.Timeouts().growth,
     "connect_timeout": 60.0,
 }
-"""Options whose values are seconds, with their defaults."""
+"""Options in seconds, with their defaults."""
 FOREIGN = (
     *("timeout", "read_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"),
     *("is_host", "store_type", "protocol", "etcd_prefix", "use_libuv", "state", "processes"),
 )
-"""Options of torch's own back ends; they are accepted and have no effect here."""
+"""Options of torch's own back ends, accepted without effect."""
 UNNAMED = "none"
 """torchrun's run id if --rdzv-id is not given."""
 _FOREVER = restarts.Policy(limit=sys.maxsize, window=timedelta(days=1))
-"""No limit on restarts here: torchrun itself counts --max-restarts."""
+"""A policy without a limit, since torchrun itself counts --max-restarts."""
 
 
 class Client(etcd.Client):
@@ -66,10 +66,10 @@ class Client(etcd.Client):
         self._candidate_started = False
         self._standing = ""
         self.host = ""
-        """An address at which other nodes should reach this machine."""
+        """Address of this machine for other nodes."""
 
     def connect(self, within_s: float) -> None:
-        """Connect to etcd for the first time. Raises EtcdError, at once if a retry cannot help."""
+        """Connect to etcd for the first time. Raises EtcdError after `within_s`, or at once if a retry cannot help."""
         begun, failures = time.monotonic(), 0
         while True:
             try:
@@ -90,7 +90,7 @@ class Client(etcd.Client):
         if not self._candidate_started:
             self._candidate_started = True
             self._running.start()
-            atexit.register(self.close)  # torchrun shuts no handler down when it ends by a signal
+            atexit.register(self.close)  # on a signal, torchrun does not shut down its handler
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -100,7 +100,7 @@ class Client(etcd.Client):
 
 
 class Printer:
-    """Prints the decisions of a torchrun that coordinates. It has neither a ledger nor a store to record the end in."""
+    """Event sink of a torchrun node that coordinates: it prints, and has neither a ledger nor a store."""
 
     def say(self, text: str) -> None:
         print(f"outlast | {text}", flush=True)
@@ -113,18 +113,18 @@ class Printer:
 
 
 def client(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str, Any]) -> tuple[Client, float]:
-    """A connected client, and its timeout for a world in seconds. Raises OutlastError."""
+    """Connect a client; returns it with its timeout for a world, in seconds. Raises OutlastError."""
     seconds = options(conf)
     where = servers.address(endpoint, {name: str(value) for name, value in conf.items() if name in servers.OPTIONS})
     if run == UNNAMED:
-        print("outlast | no --rdzv-id: all who say none at this etcd are one job; give every job its own", flush=True)
-    made = Client(where, sizes, seconds, run=run, id=int(conf["id"]) if "id" in conf else None)
-    made.connect(seconds["connect_timeout"])
-    return made, seconds["join_timeout"]
+        print("outlast | no --rdzv-id: all nodes without one at this etcd form one job; give every job its own", flush=True)
+    connected = Client(where, sizes, seconds, run=run, id=int(conf["id"]) if "id" in conf else None)
+    connected.connect(seconds["connect_timeout"])
+    return connected, seconds["join_timeout"]
 
 
 def options(conf: Mapping[str, Any]) -> dict[str, float]:
-    """The options of --rdzv-conf whose values are seconds, with defaults. Raises OutlastError for invalid options."""
+    """Return the options of --rdzv-conf in seconds, with defaults. Raises OutlastError for an invalid option."""
     seconds = dict(DEFAULTS)
     for name, value in conf.items():
         if name in DEFAULTS:
@@ -136,20 +136,19 @@ def options(conf: Mapping[str, Any]) -> dict[str, float]:
                 raise OutlastError(f"--rdzv-conf {name}={value} must be a number of seconds, e.g. {name}={DEFAULTS[name]:g}")
         elif name not in (*servers.OPTIONS, *FOREIGN, "id"):
             expected = ", ".join([*DEFAULTS, *servers.OPTIONS, "id"])
-            raise OutlastError(f"--rdzv-conf {name}={value} is not known; expected some of {expected}")
+            raise OutlastError(f"--rdzv-conf {name}={value} is unknown; expected one of {expected}")
     if not str(conf.get("id", 0)).isdecimal():
         raise OutlastError(f"--rdzv-conf id={conf['id']} must be the index of this node: 0, 1, 2, ...")
     if seconds["ttl"] < etcd.LEAST_TTL_S or seconds["ttl"] % 1:
-        least = f"whole seconds, at least {etcd.LEAST_TTL_S}, which is what an etcd grants"
+        least = f"whole seconds, at least {etcd.LEAST_TTL_S}, the shortest TTL that etcd grants"
         raise OutlastError(f"--rdzv-conf ttl={conf['ttl']} must be {least}")
     return seconds
 
 
 def own_address(seen: str, hosts: Sequence[str], main: str) -> str:
-    """The address at which other nodes reach us: our side of the connection to etcd, or this machine's main address if etcd is
-    local.
+    """Return our address for other nodes: our side of the connection to etcd, or this machine's main address if etcd is local.
 
-    An endpoint such as `localhost` is the same for all nodes only if all of them are on this machine.
+    An endpoint such as `localhost` works only if all nodes are on this machine, so it is returned unchanged.
     """
     if not _loopback(seen) or any(host == "localhost" or _loopback(host) for host in hosts):
         return seen
@@ -164,7 +163,7 @@ def _loopback(address: str) -> bool:
 
 
 def primary() -> str:
-    """The address from which this machine would reach other machines; empty if it has none. Nothing is sent."""
+    """Return this machine's address on its default route; empty if it has none. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect(("192.0.2.1", 9))  # TEST-NET-1, RFC 5737

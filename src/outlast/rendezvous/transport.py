@@ -1,9 +1,9 @@
-"""How a member reaches its coordinator: the transport for each kind of endpoint.
+"""Transports between members and their coordinator, one for each kind of endpoint.
 
     unix:///path            the launcher of this machine                      `transports.sockets`
     c10d://host:port        worker 0, in pods without an operator             `transports.sockets`
     kubernetes://job        the operator, through the API server              `kubernetes.board`
-    etcd://host:port,...    an agent that the agents elect, through an etcd   `transports.etcd`
+    etcd://host:port,...    an agent, elected through an etcd                 `transports.etcd`
 
 A new transport is a module, here or in another wing, with a function `client(endpoint, member)`, and a line in `TRANSPORTS`.
 Called by `handler.create` (torchrun) and `launch.elastic`.
@@ -27,11 +27,10 @@ from outlast.rendezvous.world import World
 
 
 class Mode(enum.Enum):
-    """The kind of process that coordinates a run. It determines what the agents do beyond training."""
+    """The kind of process that coordinates a run, which determines the other duties of the agents."""
 
     LAUNCHER = "the launcher on this machine"
-    """The launcher owns the run, starts the workers and records the end; agents only train. In all other modes, agents claim the
-    run."""
+    """The launcher owns the run, starts the workers and records the end. In all other modes, agents claim the run."""
     OPERATOR = "the operator"
     ELECTED = "an agent, elected in etcd"
     WORKER_0 = "the agent of worker 0"
@@ -51,7 +50,7 @@ class Client(Protocol):
 
     @property
     def id(self) -> int:
-        """Index of this worker; negative until it has one."""
+        """Index of this worker; negative before one is assigned."""
 
     @property
     def called(self) -> sockets.Called | None: ...
@@ -63,15 +62,15 @@ class Client(Protocol):
     def closed(self) -> sockets.Closed | None: ...
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Report the member's new `standing`, a `world.MemberState`. `fields` are those of `sockets.Report`; fields that are not
-        given keep their values."""
+        """Report the member's new `standing`, a `world.MemberState`. `fields` are fields of `sockets.Report`; omitted fields keep
+        their values."""
 
     def amend(self, **fields: Any) -> None:
-        """Change fields other than `standing` (`unheard`, `refused`, `mesh`), from any thread. Nothing is sent before the first
-        `report`; a report of another generation resets these fields."""
+        """Change fields other than `standing` (`unheard`, `refused`, `mesh`), from any thread. Sends nothing before the first
+        `report`. A report of another generation resets these fields."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return once the coordinator has published something, or after the timeout."""
+        """Wait for a message of the coordinator, at most `timeout_s`."""
 
     def close(self) -> None:
         """Leave the run."""
@@ -79,7 +78,7 @@ class Client(Protocol):
 
 @dataclass(frozen=True)
 class Member:
-    """The worker that connects. Settings that are not in the endpoint come from the worker's environment."""
+    """The worker that connects. Settings outside the endpoint come from the worker's environment."""
 
     run: str
     id: int
@@ -90,25 +89,28 @@ class Member:
 
     @property
     def generation(self) -> int:
-        """The newest generation recorded in the run's output; the next world gets a newer generation."""
+        """The newest generation recorded in the run's output, which the next world exceeds."""
         return int(self.environ.get(Env.GENERATION, "0"))
 
 
 class Transport(Protocol):
-    """The interface of the modules in `TRANSPORTS`. A module may also have `preload()`, and `torchrun(endpoint, run=, sizes=,
-    conf=)` for a plain torchrun, which returns a client and its timeout for a world in seconds."""
+    """Interface of the modules in `TRANSPORTS`.
+
+    A module may also have `preload()`, and `torchrun(endpoint, run=, sizes=, conf=)` for a plain torchrun, which returns a client
+    and its timeout for a world in seconds.
+    """
 
     def client(self, endpoint: str, member: Member) -> Client:
-        """A client, which connects no earlier than its first report. Raises OutlastError."""
+        """Create a client, which connects at its first report. Raises OutlastError."""
 
 
 def of(endpoint: str) -> Transport:
-    """The transport of an endpoint. Raises OutlastError if its scheme is unknown."""
+    """Return the transport of an endpoint. Raises OutlastError if its scheme is unknown."""
     return cast(Transport, importlib.import_module(_entry(endpoint)[0]))
 
 
 def mode(endpoint: str) -> Mode:
-    """The kind of coordinator behind an endpoint. Raises OutlastError if its scheme is unknown."""
+    """Return the kind of coordinator behind an endpoint. Raises OutlastError if its scheme is unknown."""
     return _entry(endpoint)[1]
 
 
@@ -123,19 +125,22 @@ def _entry(endpoint: str) -> tuple[str, Mode]:
 
 
 def client(endpoint: str, member: Member) -> Client:
-    """A client for an endpoint. Raises OutlastError."""
+    """Create a client for an endpoint. Raises OutlastError."""
     return of(endpoint).client(endpoint, member)
 
 
 def others_may_wait(environ: Mapping[str, str]) -> bool:
-    """Whether other workers may be training, and would stop as soon as this worker reports. If none trains, or none can train
-    without this worker, it is faster to report first and to prepare ranks meanwhile; on one machine reporting takes no time."""
+    """Return whether other workers may be training, and would stop as soon as this worker reports.
+
+    If no worker can train without this one, it is faster to report first and to prepare ranks meanwhile. On one machine,
+    reporting takes no time.
+    """
     trained = environ.get(Env.GENERATION, "0") != "0"
     return mode(environ[Env.RENDEZVOUS]) is Mode.LAUNCHER or (trained and not environ.get(Env.NEEDED))
 
 
 def preload(endpoint: str) -> None:
-    """Import the modules that a client for this endpoint needs, before the process that creates it is forked."""
+    """Import the modules for a client of this endpoint before its process is forked."""
     transport = of(endpoint) if endpoint else None
     if transport and hasattr(transport, "preload"):
         transport.preload()

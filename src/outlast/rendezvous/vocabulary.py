@@ -14,7 +14,7 @@ from outlast.rendezvous import partition
 
 
 class MemberState(enum.StrEnum):
-    """The activity of a member, as the member reports it."""
+    """The activity that a member reports."""
 
     WAITING = "waiting"
     """Ready for a world, and training in none."""
@@ -27,53 +27,53 @@ class MemberState(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Member:
-    """A worker, as its newest report describes it."""
+    """A worker as described in its newest report."""
 
     id: int
-    """Index of the worker; not its rank."""
+    """Index of the worker, which differs from its rank."""
     address: str
-    """`host:port` at which the worker would host the world's store as rank 0."""
+    """`host:port` where the worker would host the world's store as rank 0."""
     standing: MemberState
     generation: int = 0
-    """The world that the worker trains in, or trained in last; 0 for none."""
+    """Generation of the worker's current or last world; 0 if it has not trained yet."""
     since: float = 0.0
     """Time of the last change of `standing`; repeating a report does not change it."""
     failed: bool = False
-    """Whether the worker's training processes of `generation` failed, or were found hung."""
+    """True if the worker's training processes of `generation` failed or hung."""
     why: str = ""
-    """A sentence about the failure; empty if it is unknown or only echoes another worker's failure."""
+    """Description of the failure; empty if the failure is unknown or only echoes another worker's failure."""
     unheard: tuple[int, ...] = ()
-    """Members of the world of `generation` that the worker watches and does not hear any more."""
+    """Watched members of the same world that have stopped responding to the worker."""
     refused: tuple[int, ...] = ()
-    """The subset of `unheard` whose processes are gone: their machines refuse connections."""
+    """The subset of `unheard` whose processes have ended: their machines refuse connections."""
     noticed: float = 0.0
     """Time at which `unheard` last grew; repeating a report does not change it."""
     held: int = 0
-    """The newest complete step that the worker's processes had saved or in memory when they ended; 0: none, or not reported."""
+    """The newest complete step that the worker's processes had saved or in memory when they ended; 0 if none was reported."""
     again: bool = False
-    """Whether the worker was started again, so that its process is not the one that took up `generation`."""
+    """True if the worker was restarted after it joined `generation`."""
     owes: bool = True
-    """Whether the step that the worker holds or is saving may not be reachable for other workers yet."""
+    """True if other workers may not yet be able to load the step that this worker holds or is saving."""
 
 
 class Cause(enum.StrEnum):
-    """Machine-readable reason for a call; people read the sentence beside it."""
+    """Machine-readable reason for a call; `Call.reason` is the text for people."""
 
     UNKNOWN = ""
-    """Not given, or given by a version that knows other causes."""
+    """Not given, or introduced in a newer version."""
     START = "start"
     RESUME = "resume"
-    """The run goes on after a pause in which no worker trained."""
+    """The run continues after a pause in which no worker trained."""
     LOST = "lost"
     FAILED = "failed"
     LEFT = "left"
     """Workers left the world without a report."""
     LATE = "late"
-    """Workers did not take up the world, or did not save, in time."""
+    """Workers did not join the world, or did not save, in time."""
     PARTLY_DONE = "partly-done"
-    """Some workers have finished, and the others will not."""
+    """Some workers have finished, and the rest cannot finish without them."""
     FOREIGN = "foreign"
-    """Another coordinator has decided on a world."""
+    """Another coordinator has published a world."""
     LEAVING = "leaving"
     SHRINK = "shrink"
     GROW = "grow"
@@ -86,7 +86,7 @@ class Cause(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """Request for a re-rendezvous: the workers should come together for `generation`.
+    """Request for a re-rendezvous for `generation`.
 
     Another call of the same generation replaces this one if a planned call becomes unplanned, or if more workers leave.
     """
@@ -94,18 +94,18 @@ class Call:
     generation: int
     reason: str
     planned: bool
-    """Whether training saves first; if not, its unsaved work is dropped at once."""
+    """True if training saves first; otherwise its unsaved work is dropped at once."""
     at: float = 0.0
     leaving: tuple[int, ...] = ()
-    """Workers that leave: once they have saved, their absence does not count as a failure."""
+    """Workers that leave. Once they have saved, their absence is not a failure."""
     cause: Cause = Cause.UNKNOWN
     lost: tuple[int, ...] = ()
-    """Workers that the others do not hear, to be killed or told to exit; see `rendezvous.partition`."""
+    """Unresponsive workers to kill or shut down; see `rendezvous.partition`."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The workers that train together."""
+    """A group of workers that train together."""
 
     generation: int
     members: tuple[int, ...]
@@ -115,18 +115,17 @@ class World:
     reason: str
     at: float = 0.0
     held: int = 0
-    """The newest complete step that any worker of the last world has had. Resuming below this step loses steps, and is
-    reported."""
+    """The newest complete step of any worker of the last world. A resume below this step loses steps and is reported."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """There is nothing to do before the next event, or before `look_again`."""
+    """Decision to do nothing before the next event, or before `look_again`."""
 
     reason: str
     look_again: float | None = None
     steady: str = field(default="", compare=False)
-    """`reason` without the remaining seconds, so that the text stays the same as long as nothing changes."""
+    """`reason` without the remaining seconds, so the text changes only with the situation."""
 
     def __post_init__(self) -> None:
         if not self.steady:
@@ -135,7 +134,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Closed:
-    """There is no further world: the training is done, or it is suspended."""
+    """Decision that no further world follows: the training is done or suspended."""
 
     reason: str
     done: bool
@@ -146,16 +145,16 @@ Decision = Call | World | Wait | Closed
 
 @dataclass(frozen=True)
 class Desired:
-    """The size that the user requests."""
+    """The requested number of workers."""
 
     replicas: int
-    """Number of workers; 0 suspends the job. The target is the largest allowed size up to this number, and at least the smallest
+    """Number of workers; 0 suspends the job. The target is the largest allowed size up to this number, but at least the smallest
     allowed size."""
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
     expected: frozenset[int] | None = None
-    """Ids of the workers that should be members, connected or still starting; absent workers are awaited until a timeout. None:
-    unknown, so any worker may join until the target is reached."""
+    """Ids of the workers that should be members, connected or still starting; absent workers are awaited until a timeout. If
+    None, any worker may join until the target is reached."""
 
 
 @dataclass(frozen=True)
@@ -163,17 +162,16 @@ class Timeouts:
     """How long to wait for workers, in seconds."""
 
     start: float = 30.0
-    """How long to wait for missing workers while no worker holds a state, from the moment the smallest allowed world could be
-    formed."""
+    """Timeout for missing workers while no worker holds a state, counted from when the smallest allowed world could form."""
     recovery: float = 1.0
-    """The same while surviving workers are idle."""
+    """Timeout for missing workers while surviving workers are idle."""
     growth: float = 5.0
-    """Minimum age of a world before it grows; also how long the first newcomer waits for more newcomers."""
+    """Minimum age of a world before it grows, and the time that the first newcomer waits for more newcomers."""
     leave: float = 75.0
-    """Time for training to save after a planned call."""
+    """Grace period in which training saves after a planned call."""
     answer: float = 10.0
-    """Time for a connected worker to take up a world or to stop its processes; also the time for all workers to report to a
-    restarted coordinator."""
+    """Timeout for a connected worker to join a world or stop its processes, and for all workers to report to a restarted
+    coordinator."""
 
 
 @dataclass(frozen=True)
@@ -183,35 +181,35 @@ class State:
     members: Mapping[int, Member]
     """Connected workers, and those of the world that were DONE when they disconnected."""
     world: World | None = None
-    """The last published world, whether it still trains or not."""
+    """The last published world, even if it no longer trains."""
     called: Call | None = None
     """The last call; it is pending while its generation is newer than the world's."""
     since: float = -math.inf
-    """Time at which this coordinator took over another coordinator's world: members get `Timeouts.answer` from then on to
-    report."""
+    """Time at which this coordinator took over another coordinator's world. Members must report within `Timeouts.answer` after
+    it."""
     min_generation: int = 0
-    """Generations up to this one are never used: they may have existed unseen."""
+    """The last generation that is never used, since generations up to it may have existed unseen."""
     lost: Mapping[int, partition.Loss] = field(default_factory=dict)
-    """Workers that other workers did not hear; they are kept out of worlds for a while."""
+    """Recent losses by worker; such workers stay out of worlds for a while."""
     held: int = 0
-    """The newest step that any worker of the last world has reported, whether the worker is still connected or not."""
+    """The newest step reported by any worker of the last world, connected or not."""
 
     def reported(self, member: Member) -> State:
-        """The state after a worker's report. Repeating a report changes nothing; news about the worker's peers, or about the step
-        it holds, does not change `since`."""
+        """Return the state after a worker's report. A repeated report changes nothing. Changes in the worker's peers or in the
+        step that it holds leave `since` unchanged."""
         last = self.members.get(member.id)
         if last is not None:
             if last.generation == member.generation and set(member.unheard) <= set(last.unheard):
                 member = replace(member, noticed=last.noticed)
-            beside = ("unheard", "refused", "noticed", "since", "held", "owes")
-            if replace(last, **{name: getattr(member, name) for name in beside}) == member:
+            ignored = ("unheard", "refused", "noticed", "since", "held", "owes")
+            if replace(last, **{name: getattr(member, name) for name in ignored}) == member:
                 member = replace(member, since=last.since)
             if member == last:
                 return self
         return replace(self, members={**self.members, member.id: member}, held=max(self.held, member.held))
 
     def gone(self, id: int) -> State:
-        """The state after a worker disconnected. A worker that was DONE in this world stays in the state: it has succeeded."""
+        """Return the state after a worker disconnected. A worker that was DONE in this world remains in the state."""
         member = self.members.get(id)
         if member is None:
             return self
@@ -225,7 +223,7 @@ class State:
         return replace(self, members={other: m for other, m in self.members.items() if other != id})
 
     def after(self, decision: Decision) -> State:
-        """The state once a decision is taken."""
+        """Return the state after a decision."""
         if isinstance(decision, Call):
             already = self.called.lost if self.called and self.called.generation == decision.generation else ()
             now, none = decision.at, partition.Loss(-math.inf, 0)

@@ -1,11 +1,11 @@
-"""Worker 0 coordinates: for pods without an operator and without an etcd (`c10d://<full name of pod 0>:29400`).
+"""Coordination by worker 0, for pods without an operator or an etcd (`c10d://<full name of pod 0>:29400`).
 
-The agent of worker 0 runs a `Host` in a thread of its own. Unlike the store of torchrun's c10d backend, the host may die and come
-back: the other workers keep training, or wait for the next host, and report their state to it. Only the history of failures is
-lost then.
+The agent of worker 0 runs a `Host` in a separate thread. Unlike the store of torchrun's c10d backend, the host may die and
+return: the other workers keep training, or wait for the next host, and report their state to it. Only the history of failures is
+lost.
 
-Members prove that they know the run's key (`job.seal`), and none of their messages can end the host: an invalid message closes
-its sender's connection, and a decision that fails is tried again while training goes on.
+Members prove that they have the run's key (`job.seal`), and no message can end the host: an invalid message closes its sender's
+connection, and a failed decision is retried while training continues.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
 LISTENING = 3
-"""Ratio of the pause after a decision to the duration of the decision, so that reports are processed in between."""
+"""Ratio of the pause after a decision to its duration, which leaves time to process reports."""
 LEAVE_S = 15.0
-"""How long the coordinator stays in order to notify workers of the end."""
+"""Time in which the coordinator notifies workers of the end, in seconds."""
 BROKEN_S = 30.0
-"""How long decisions may fail before this worker is restarted; its successor learns the state from the other workers."""
+"""Time for which decisions may fail before this worker is restarted, in seconds. Its successor learns the state from the other
+workers."""
 
 Ended = Callable[[State, str, int], None]
 
 
 class Host(coordinator.Coordinator):
-    """Coordinates one run until it is over. `generation` is the newest generation so far; `ended` is called with the final
+    """The coordinator in worker 0. `generation` is the newest generation of earlier runs; `ended` is called with the final
     state."""
 
     def __init__(
@@ -67,7 +68,7 @@ class Host(coordinator.Coordinator):
         self._fails_since: float | None = None
 
     def start(self, endpoint: str) -> None:
-        """Listen and decide in the background, on all addresses of this machine unless the endpoint is at `localhost`.
+        """Listen and decide in the background. Listens on all addresses of this machine, or only on loopback for `localhost`.
 
         Raises OutlastError if the port is taken.
         """
@@ -82,7 +83,7 @@ class Host(coordinator.Coordinator):
         threading.Thread(target=self._run, args=(sock,), name="outlast-host", daemon=True).start()
 
     def wait(self) -> None:
-        """Return once every member has been notified of the end; at once if the run is not over."""
+        """Wait until every member is notified of the end; returns at once if the run is not over."""
         if self.closed is not None:
             self._all_notified.wait(LEAVE_S)
 
@@ -95,24 +96,24 @@ class Host(coordinator.Coordinator):
 
     async def _serve(self, sock: socket.socket) -> None:
         await self._server.start(sock)
-        left = 0.0
-        while not left or (self.reports and self.clock() < left):
+        leave_at = 0.0
+        while not leave_at or (self.reports and self.clock() < leave_at):
             self._wake.clear()
             self._server.drop_silent()
             began = time.monotonic()
             if self.closed is None:
                 self._try_to_decide()
-            elif not left:
-                left = self.clock() + LEAVE_S
+            elif not leave_at:
+                leave_at = self.clock() + LEAVE_S
             took_s = time.monotonic() - began
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), TICK_S)
-            await asyncio.sleep(LISTENING * took_s)  # thousands of workers come one by one, and a decision looks at all of them
+            await asyncio.sleep(LISTENING * took_s)  # thousands of workers arrive one by one, and each decision reads all reports
         self._all_notified.set()
         await self._server.stop()
 
     def _try_to_decide(self) -> None:
-        """Decide; a failure is retried at the next tick, and raised once decisions have failed for BROKEN_S."""
+        """Decide; an error is retried at the next tick, and raised once decisions have failed for BROKEN_S."""
         try:
             self._decide()
             self._fails_since = None
@@ -125,7 +126,7 @@ class Host(coordinator.Coordinator):
                 raise
 
     def _decide(self) -> None:
-        """Decide, expecting the pods of the spec and any other workers that report, as when the workload is scaled."""
+        """Decide. Expected workers are the pods of the spec and any other workers that report, as when the workload is scaled."""
         expected = {*range(self._replicas), *self.reports}
         decision = self.decide(min(len(expected), self._most), expected)
         if isinstance(decision, world.Wait) and self.state.world is None and decision.steady != self._printed:

@@ -1,21 +1,21 @@
-"""Decides which workers train together: a pure function of the members' reports, and the only place that decides this.
+"""The decision which workers train together: a pure function of the members' reports.
 
-The coordinator keeps a `State`, updates it with every report, and asks `decide` after every event and at `look_again`. The
-decision is to call the workers together, to publish a world, to wait, or to close the run.
+The coordinator keeps a `State`, updates it with every report, and calls `decide` after every event and at `look_again`. The
+decision is to call the workers to a new rendezvous, to publish a world, to wait, or to close the run.
 
     state = state.reported(Member(...))                   # a worker reported
     state = state.gone(3)                                 # its connection closed, or it was silent for too long
-    decision = decide(state, desired, timeouts, now)      # ask again until the decision is Wait or Closed
+    decision = decide(state, desired, timeouts, now)      # repeat until the decision is Wait or Closed
     state = state.after(decision)                         # store it before publishing it
 
-Workers follow: after `Call(g + 1)` those that train in `g` become WAITING, after a save if the call is planned; an unplanned call
-also brings back those that are DONE. After `World(g + 1)` its members take it up: TRAINING, generation g + 1. A worker that
-learns of a newer world in which it has no place becomes WAITING. A LEAVING worker saves with the others and leaves.
+After `Call(g + 1)` the workers that train in `g` become WAITING, after a save if the call is planned; an unplanned call also
+affects workers that are DONE. After `World(g + 1)` its members join it and become TRAINING in generation g + 1. A worker outside
+a newer world becomes WAITING. A LEAVING worker saves with the others and leaves.
 
-Invariants: generations only grow and each has one world; a world has an allowed size and only workers that wait; the holders of
-the newest state come first, in their old order, so rank 0 always holds it; no world begins with an older state than a leaving
+Invariants: generations only grow and each has one world. A world has an allowed size and consists of waiting workers. Holders of
+the newest state come first, in their old order, so rank 0 always holds it. No world begins with an older state than a leaving
 worker is about to save. Every wait ends with an event or at `look_again`. Times are seconds on one clock, preferably a monotonic
-one; see `until` for jumps of the clock.
+clock; see `until` for jumps of the clock.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ __all__ = [
 
 
 def largest(sizes: Iterable[int], available: int) -> int:
-    """The largest allowed size up to `available`; 0 when none fits."""
+    """Return the largest allowed size up to `available`; 0 if none fits."""
     return max((size for size in sizes if size <= available), default=0)
 
 
 def decide(state: State, desired: Desired, timeouts: Timeouts, now: float) -> Decision:
-    """The next decision, with its reason in one sentence: the decision of the first rule that returns one."""
+    """Return the next decision, with its reason in one sentence: the decision of the first rule that returns one."""
     situation = _Situation(state, desired, timeouts, now)
     decision = next(decision for rule in RULES if (decision := rule(situation)) is not None)
     again = min((end for end in (situation.verdict.look_again, *situation.held.values()) if end is not None), default=math.inf)
@@ -76,7 +76,7 @@ def decide(state: State, desired: Desired, timeouts: Timeouts, now: float) -> De
 
 
 def lost(state: State, now: float) -> partition.Verdict:
-    """The members of the running world that are lost because the others do not hear them."""
+    """Return the unresponsive members of the running world."""
     if state.world is None:
         return partition.Verdict()
     ranks, generation = state.world.members, state.world.generation
@@ -101,29 +101,28 @@ class _Situation:
         free = {id: m for id, m in here.items() if id not in held}
         enough = len(free) >= desired.sizes[0]
         self.members, self.held = (free, held) if enough else (here, {})
-        """Members that may train, and members kept out of worlds after a loss, each with the time at which that ends."""
+        """Members that may train, and the end of the exclusion of each recently lost member."""
         self.generation, self.ranks = (state.world.generation, state.world.members) if state.world else (0, ())
         self.ranked = frozenset(self.ranks)
         self.called = state.called if state.called and state.called.generation > self.generation else None
         self.running = self.world is not None and self.called is None
         self.newest = max((m.generation for m in state.members.values()), default=0)
-        """The newest generation that any worker has seen."""
+        """The newest generation that any worker has reported."""
         self.next = max(self.generation, self.newest, state.min_generation) + 1
-        """The lowest generation that certainly has not existed."""
+        """The lowest generation that is certainly unused."""
         self.target = largest(desired.sizes, desired.replicas) or desired.sizes[0]
         self.inside = [
             self.members[id] for id in self.ranks if id in self.members and self.members[id].generation >= self.generation
         ]
-        """Members of the world that have taken it up, in rank order."""
+        """Members that have joined the world, in rank order."""
         self.late = [id for id in self.ranks if id in self.members and self.members[id].generation < self.generation]
-        """Members of the world that have not taken it up, or were started again since."""
+        """Members that have not joined the world, or were restarted since."""
         self.late_until = (
             self.until(max(state.since, *(e.at for e in (self.world, self.called) if e)), timeouts.answer) if self.late else None
         )
-        untaken = (self.members[id].generation for id in self.late if self.members[id].held)
-        self.stepped = min(untaken, default=math.inf)
-        """The newest generation that may have made a step; a generation that a holder of state has never taken up has made
-        none."""
+        previous = (self.members[id].generation for id in self.late if self.members[id].held)
+        self.stepped = min(previous, default=math.inf)
+        """The newest generation that may have made a step: a generation without one of its holders of state has made none."""
         absent = [id for id in self.ranks if id not in state.members]
         self.unheard_until = self.until(state.since, timeouts.answer)
         doubted = {peer for m in self.inside if m.generation == self.generation for peer in m.unheard}
@@ -135,24 +134,24 @@ class _Situation:
         self.training = [
             m for m in self.members.values() if m.standing is MemberState.TRAINING and (m.id in self.ranked or self.world is None)
         ]
-        """The members whose unsaved steps a planned call protects."""
+        """Members whose unsaved steps a planned call protects."""
 
     def until(self, at: float, timeout: float) -> float | None:
         return until(at, timeout, self.now)
 
     def look_again(self, *ends: float | None) -> float | None:
-        """The earliest of `ends` and the deadlines at which members of the world become late or lost."""
+        """Return the earliest of `ends` and of the deadlines at which members become late or lost."""
         return min((end for end in (*ends, self.late_until, self.unheard_until) if end not in (None, math.inf)), default=None)
 
     def with_standing(self, standing: MemberState) -> list[int]:
-        """Members of the world in this state, in rank order."""
+        """Return the members of the world in this state, in rank order."""
         return [m.id for m in self.inside if m.standing is standing]
 
     def call(self, cause: Cause, reason: str, *, planned: bool, leaving: Iterable[int] = ()) -> Call:
         return Call(self.next, reason, planned, self.now, tuple(leaving), cause)
 
     def drop(self, cause: Cause, reason: str) -> Call | None:
-        """An unplanned call; None if the pending call is unplanned already, or no member trains any more."""
+        """Return an unplanned call; None if the pending call is unplanned already or no member trains."""
         if self.called is None:
             return self.call(cause, reason, planned=False)
         if self.called.planned and self.training:
@@ -160,7 +159,7 @@ class _Situation:
         return None
 
     def wait(self, what: str, end: float | None, *, then: str = "", look_again: float | None = None) -> Wait:
-        """Wait until `end`, with the remaining seconds in the reason; look again at `look_again`, by default at `end`."""
+        """Return a wait until `end`, with the remaining seconds in its reason. `look_again` defaults to `end`."""
         left = f" ({math.ceil(end - self.now)} s left)" if end not in (None, math.inf) else ""
         return Wait(f"{what}{left}{then}", look_again or end, f"{what}{then}")
 
@@ -175,7 +174,7 @@ def everybody_is_done(s: _Situation) -> Decision | None:
 
 
 def generation_from_elsewhere(s: _Situation) -> Decision | None:
-    """Another coordinator was active, or this one has lost its state: continue beyond all generations that members have seen."""
+    """Another coordinator was active, or ours has lost its state: continue after all generations that members report."""
     if s.called is not None:
         beyond = [m for m in s.members.values() if m.generation >= s.called.generation]
     else:
@@ -202,10 +201,10 @@ def lost_workers(s: _Situation) -> Decision | None:
 
 
 def a_majority_is_unheard(s: _Situation) -> Decision | None:
-    """A minority does not hear a silent majority: call all members together, and see which of them answer."""
+    """A minority does not hear a silent majority: call all members, and find out which of them answer."""
     if not s.verdict.ask:
         return None
-    return s.drop(Cause.LOST, f"{sentences.do_not_hear(s.verdict.by, s.verdict.ask)}: who lives answers")
+    return s.drop(Cause.LOST, f"{sentences.do_not_hear(s.verdict.by, s.verdict.ask)}: call all, to find out which are alive")
 
 
 def failed_workers(s: _Situation) -> Decision | None:
@@ -216,21 +215,19 @@ def failed_workers(s: _Situation) -> Decision | None:
     return s.drop(Cause.FAILED, why)
 
 
-def workers_left_untold(s: _Situation) -> Decision | None:
+def workers_left_unasked(s: _Situation) -> Decision | None:
     left = s.with_standing(MemberState.WAITING)
-    if (
-        not s.running or not left or s.with_standing(MemberState.LEAVING)
-    ):  # with one that leaves, the others save and stop as well
+    if not s.running or not left or s.with_standing(MemberState.LEAVING):  # a leaving member stops the others, after a save
         return None
-    return s.drop(Cause.LEFT, f"{sentences.workers(left)} left generation {s.generation} untold")
+    return s.drop(Cause.LEFT, f"{sentences.workers(left)} left generation {s.generation} without a call")
 
 
-def world_not_taken_up(s: _Situation) -> Decision | None:
-    """A worker was restarted unnoticed, or never received its world; the other members make no step without it."""
+def world_not_joined(s: _Situation) -> Decision | None:
+    """A worker was restarted unnoticed, or never received its world; the other members cannot step without it."""
     if not s.late or s.late_until is not None:
         return None
     return s.drop(
-        Cause.LATE, f"{sentences.workers(s.late)} did not take up generation {s.generation} within {s.timeouts.answer:g} s"
+        Cause.LATE, f"{sentences.workers(s.late)} did not join generation {s.generation} within {s.timeouts.answer:g} s"
     )
 
 
@@ -244,7 +241,7 @@ def grace_ran_out(s: _Situation) -> Decision | None:
 
 
 def done_without_the_others(s: _Situation) -> Decision | None:
-    """Some members had finished when the call came, and the others will not finish: all repeat the last steps."""
+    """Some members had finished before the call, and the rest cannot finish without them: all repeat the last steps."""
     done = [m.id for m in s.members.values() if m.standing is MemberState.DONE and m.generation >= s.generation]
     if s.called is None or not s.called.planned or s.training or not done:
         return None
@@ -263,14 +260,14 @@ def more_workers_leave(s: _Situation) -> Decision | None:
     )
 
 
-# A world runs; it is not disturbed while it begins or ends
+# A world runs; calls do not interrupt its beginning or end
 
 
 def world_begins(s: _Situation) -> Decision | None:
     if s.running and s.unheard:
         return s.wait(f"waiting for {sentences.workers(s.unheard)} to report", s.unheard_until)
     if s.running and s.late:
-        return s.wait(f"waiting for {sentences.workers(s.late)} to take up generation {s.generation}", s.late_until)
+        return s.wait(f"waiting for {sentences.workers(s.late)} to join generation {s.generation}", s.late_until)
     return None
 
 
@@ -297,13 +294,12 @@ def suspended(s: _Situation) -> Decision | None:
     if s.called is not None and not s.called.planned and not s.called.leaving:
         here = [m for m in s.members.values() if m.standing is MemberState.WAITING]
         if len(here) >= s.desired.sizes[0] and any(m.held and m.owes for m in here):
-            return None  # a step may be in their memory only: they form one more world, which saves it
+            return None  # they form one more world, to save a step that may only be in their memory
     return Closed("suspended: no workers are wanted", done=False)
 
 
 def forming(s: _Situation) -> Decision | None:
-    """Publish the largest world that can still form, once all its members wait; each timeout that passes makes the world
-    smaller."""
+    """Publish the largest world that can still form, once all its members wait. Each expired timeout makes it smaller."""
     if s.running:
         return None
     here = [m for m in s.members.values() if m.standing is MemberState.WAITING]
@@ -317,7 +313,7 @@ def forming(s: _Situation) -> Decision | None:
     anybody = s.desired.expected is None and absent_until is not None
     size = s.target if anybody else largest(s.desired.sizes, min(s.target, len(connected) + len(absent)))
     if not size:
-        return Wait(f"{_here(s, here)}, and nobody else is on the way", s.look_again(coming_until if coming else None))
+        return Wait(f"{_here(s, here)}, and no other is starting", s.look_again(coming_until if coming else None))
     chosen = connected[:size]
     unready = [m.id for m in chosen if m.standing is not MemberState.WAITING]
     missing = size - len(chosen)
@@ -356,7 +352,7 @@ def too_many_workers(s: _Situation) -> Decision | None:
 
 
 def newcomers(s: _Situation) -> Decision | None:
-    """Growing costs a save and a restart: do it once for all newcomers, and not soon after the last change."""
+    """Growing costs a save and a restart: grow once for all newcomers, and not soon after the last change."""
     waiting = sorted(m.id for m in s.members.values() if m.standing is MemberState.WAITING and m.id not in s.ranked)
     available = len(s.ranks) + len(waiting)
     size = largest(s.desired.sizes, min(s.target, available))
@@ -376,7 +372,7 @@ def newcomers(s: _Situation) -> Decision | None:
 
 
 def lost_workers_are_kept_out(s: _Situation) -> Decision | None:
-    """Keep lost workers out for a while: otherwise a flapping connection would end one world after another."""
+    """Keep lost workers out for a while, or a flapping connection would end world after world."""
     missing = sorted(s.held.keys() - s.ranked)
     if not missing or len(s.ranks) >= s.target:
         return None
@@ -395,8 +391,8 @@ RULES: tuple[Callable[[_Situation], Decision | None], ...] = (
     lost_workers,
     a_majority_is_unheard,
     failed_workers,
-    workers_left_untold,
-    world_not_taken_up,
+    workers_left_unasked,
+    world_not_joined,
     grace_ran_out,
     done_without_the_others,
     more_workers_leave,
@@ -417,7 +413,7 @@ RULES: tuple[Callable[[_Situation], Decision | None], ...] = (
 
 
 def _coming(s: _Situation) -> tuple[Sequence[Member], float | None]:
-    """Connected workers that are still saving or stopping, and the deadline for them."""
+    """Return the connected workers that are still saving or stopping, and their deadline."""
     if s.called is None:
         return (), None
     if s.called.planned and s.training:
@@ -428,8 +424,8 @@ def _coming(s: _Situation) -> tuple[Sequence[Member], float | None]:
 
 
 def _saving(s: _Situation, chosen: Sequence[Member]) -> tuple[list[int], float | None]:
-    """Leaving workers whose state is newer than that of the `chosen`, and the deadline for their save: a world that began before
-    the save would discard their state."""
+    """Return the leaving workers whose state is newer than that of the `chosen`, and the deadline for their save. A world that
+    began before the save would discard their state."""
     newest = max((min(m.generation, s.stepped), m.held) for m in chosen)
     leaving = [m for m in s.members.values() if m.standing is MemberState.LEAVING and m.owes and (m.generation, m.held) > newest]
     called = s.called.at if s.called is not None else -math.inf
@@ -438,7 +434,7 @@ def _saving(s: _Situation, chosen: Sequence[Member]) -> tuple[list[int], float |
 
 
 def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
-    """The deadline for workers that are not connected; infinite while the smallest allowed world cannot be formed."""
+    """Return the deadline for workers that are not connected; infinite while the smallest allowed world cannot form."""
     least = s.desired.sizes[0]
     if len(here) < least:
         return math.inf
@@ -447,12 +443,12 @@ def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
         return s.until(at, s.timeouts.start)
     survivors = any(m.generation >= max(s.generation, 1) for m in here)
     if s.world is not None and max(m.held for m in here) < s.world.held:
-        survivors = False  # none of these has restored: the holder of the state is still to come
+        survivors = False  # none of these has restored, and the holder of the state is still missing
     return s.until(max(at, s.called.at), s.timeouts.recovery if survivors else s.timeouts.start)
 
 
 def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
-    """Members with the newest state first, by their rank in the last world; then the others by id, waiting members first."""
+    """Sort members: the newest state first, by rank in the last world; then the others by id, waiting members first."""
     rank = {id: rank for rank, id in enumerate(s.ranks)}
     newest = max((min(m.generation, s.stepped) for m in members), default=0)
 

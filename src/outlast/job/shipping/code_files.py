@@ -141,7 +141,8 @@ def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[
     """Return the paths in a directory of code that are not code: `but`, the job's data, models and output, and the log of this
     command.
 
-    The script is code even if `but` names it because it was given instead of a job file."""
+    The script is code even if `but` names it because it was given instead of a job file.
+    """
     but = [place for place in but if place.absolute() != root / (fields.script or "")]
     return [*but, *_redirected(), *(place for place in _named(fields) if place != root and place not in root.parents)]
 

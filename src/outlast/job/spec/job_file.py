@@ -19,8 +19,8 @@ from outlast.job.spec.model import Job, Spec
 def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:
     """Return the job in a file. Its relative paths are relative to that file, and absolute in the returned job.
 
-    With `code`, the code and requirements that it names must exist, with `data` the data and models. Raises InvalidJob with
-    every mistake, and NotFound or another OutlastError if the job file does not exist or cannot be read.
+    With `code`, the code and requirements that it names must exist, with `data` the data and models. Raises InvalidJob with every
+    mistake, and NotFound or another OutlastError if the job file does not exist or cannot be read.
     """
     path = Path(path)
     read = _document(_text(path), str(path))

@@ -108,8 +108,8 @@ def tail(log: Path, line: str, *, since: int = 0, prefix: str = "") -> str:
     """Return the last lines of a log from byte `since` to `line`, which has just been written to standard error: at most
     TAIL_LINES and TAIL_BYTES, and only those that begin with `prefix`. Empty when the log cannot be read.
 
-    Waits for the line, which passes through the pipe after everything before it; if the line does not arrive, the tail ends
-    with the log.
+    Waits for the line, which passes through the pipe after everything before it; if the line does not arrive, the tail ends with
+    the log.
     """
     deadline = time.monotonic() + _TAIL_S
     while True:

@@ -261,7 +261,7 @@ class Running:
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over."""
+        """True if the run is over."""
         return self._candidate.ended
 
     def start(self) -> None:
@@ -372,7 +372,7 @@ class Run:
 
 
 def look(client: gateway.Etcd, run: str | None = None) -> list[Run]:
-    """All runs below the prefix of an etcd, or only the run or the runs of the job (`team/job`) that `run` names. Changes
+    """Return all runs below the prefix of an etcd, or only the run or the runs of the job (`team/job`) that `run` names. Changes
     nothing. Raises EtcdError.
 
     with contextlib.closing(gateway.Etcd(gateway.address("etcd://host:2379"))) as client: ...

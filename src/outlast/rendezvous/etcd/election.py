@@ -405,7 +405,7 @@ class Candidate:
         self._store, self._keys, self._config, self._host, self._id = store, keys, config, host, id
         self.term: Term | None = None
         self.ended = False
-        """Whether the run is over."""
+        """True if the run is over."""
         self._at = 0
         """The last revision that we have received."""
         self._began: int | None = None

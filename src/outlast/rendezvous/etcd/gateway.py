@@ -143,7 +143,7 @@ class Behind(EtcdError):
 
 
 def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> Address:
-    """An address from an endpoint and options (see OPTIONS), with defaults from the environment. Raises OutlastError."""
+    """Return an address from an endpoint and options (see OPTIONS), with defaults from the environment. Raises OutlastError."""
     environ = os.environ if environ is None else environ
     values = {name: (options or {}).get(name) or environ.get(variable) or "" for name, variable in OPTIONS.items()}
     secure = endpoint.startswith(SECURE)
@@ -180,7 +180,7 @@ class Etcd:
         self._token = ""
         self._tls: ssl.SSLContext | None = None
         self._answered = False
-        """Whether there has been an answer, which shows that the address is right."""
+        """True if there has been an answer, which shows that the address is right."""
         self._watching: dict[socket.socket, int] = {}
         """Connections of watches, and the indices of their hosts."""
         self._closed = False
@@ -188,7 +188,7 @@ class Etcd:
     # Calls
 
     def range(self, key: str, *, prefix: bool = False) -> Outcome:
-        """The current value of a key, or of all keys with that prefix. A watch continues after `Outcome.revision`."""
+        """Return the current value of a key, or of all keys with that prefix. A watch continues after `Outcome.revision`."""
         answer = self.ask("kv/range", range_(key, prefix=prefix)["request_range"])
         return Outcome(True, int(answer["header"]["revision"]), tuple(_keyvalue(kv) for kv in answer.get("kvs", ())))
 
@@ -216,7 +216,7 @@ class Etcd:
             raise LeaseGone("the lease has ended")
 
     def left(self, lease: int) -> int | None:
-        """Remaining seconds of a lease; None if it has ended."""
+        """Return remaining seconds of a lease; None if it has ended."""
         seconds = int(self.ask("lease/timetolive", {"ID": str(lease)}).get("TTL", 0))
         return seconds if seconds >= 0 else None
 
@@ -294,7 +294,7 @@ class Etcd:
             raise EtcdAway(f"{self.address}: the connection was closed")
 
     def _from_any_endpoint(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of the first endpoint that gives one, beginning with the last endpoint that did."""
+        """Return the answer of the first endpoint that gives one, beginning with the last endpoint that did."""
         first, problems = self._at, list[OutlastError]()
         for n in range(len(self.address.hosts)):
             self._at = (first + n) % len(self.address.hosts)
@@ -314,7 +314,8 @@ class Etcd:
         raise kind("; ".join(dict.fromkeys(map(str, problems)))) from problems[-1]
 
     def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of the current endpoint. If a reused connection was closed by the other end, a new connection is tried."""
+        """Return the answer of the current endpoint. If a reused connection was closed by the other end, a new connection is
+        tried."""
         where = self.address.hosts[self._at]
         reused, logged_in = self._connection is not None, False
         while True:
@@ -352,7 +353,7 @@ class Etcd:
                 self._hang_up()
 
     def _connect(self, at: int) -> http.client.HTTPConnection:
-        """A new connection to an endpoint, with a token if there is a user. Raises EtcdAway, EtcdRefused."""
+        """Return a new connection to an endpoint, with a token if there is a user. Raises EtcdAway, EtcdRefused."""
         where = self.address.hosts[at]
         connection = http.client.HTTPConnection(*where, timeout=self._answer_s)
         if self.address.tls:
@@ -432,7 +433,7 @@ class Etcd:
         raise EtcdError(f"etcd at {where} refuses what it was asked: {message} (code {code})")
 
     def _failed(self, where: Host, problem: Exception, *, reached: bool = True) -> OutlastError:
-        """The error for a connection that could not be made or has ended without an answer.
+        """Return the error for a connection that could not be made or has ended without an answer.
 
         A missing or rejected certificate may look like the latter: with TLS 1.3 the server checks it after the handshake, and its
         alert is lost if the server disconnects at once.

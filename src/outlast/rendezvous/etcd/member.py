@@ -91,7 +91,7 @@ class Membership:
         self.published: tuple[int, schema.Published] | None = None
         """The last published state, and its revision."""
         self.synced = False
-        """Whether the keys in etcd have been listed; we do not register before that."""
+        """True if the keys in etcd have been listed; we do not register before that."""
         self._newest: World | None = None
         """The newest published world, with or without us."""
         self._tokens: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class Membership:
     # Writing
 
     def record(self) -> schema.Record:
-        """The desired value of our key."""
+        """Return the desired value of our key."""
         report = replace(self.report, id=self.id, generation=self.report.generation or self._min_generation)
         return schema.Record(report, self._who.token, self._who.nnodes, self._incarnation, self._newest, self._tokens)
 

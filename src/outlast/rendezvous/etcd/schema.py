@@ -40,7 +40,7 @@ class Keys:
 
     @classmethod
     def of(cls, prefix: str, run: str) -> Self:
-        """The keys of a run; its name may contain any characters."""
+        """Return the keys of a run; its name may contain any characters."""
         return cls(f"{prefix}/{quote(run, safe='')}")
 
     @property
@@ -66,14 +66,14 @@ class Keys:
 
 
 def run_of(prefix: str, key: str) -> str:
-    """The name of the run that a key belongs to; empty for any other key."""
+    """Return the name of the run that a key belongs to; empty for any other key."""
     name, slash, rest = key.removeprefix(f"{prefix}/").partition("/")
     return unquote(name) if slash and rest.startswith(("members/", "decided/")) else ""
 
 
 def run_name(run: str, environ: Mapping[str, str]) -> str:
-    """The name of a run in an etcd that many jobs share: the names of runs in pods are unique only within their namespace and
-    job."""
+    """Return the name of a run in an etcd that many jobs share: the names of runs in pods are unique only within their namespace
+    and job."""
     place = [environ.get(name, "") for name in (contract.Env.NAMESPACE, contract.Env.JOB)]
     return "/".join([*filter(None, place), run])
 
@@ -203,7 +203,7 @@ class Published(_Value):
 
 
 def live(published: Published, leader: KeyValue | None) -> bool:
-    """Whether the writer still coordinates; if not, the state may be left over from a run that is over."""
+    """Return whether the writer still coordinates; if not, the state may be left over from a run that is over."""
     current = Leader.loads(leader.value) if leader else None
     return current is not None and current.token == published.by
 
@@ -222,8 +222,8 @@ def _read(text: str) -> object:
 
 
 def _fitting(cls: type, value: object, **fits: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """The fields of a dataclass from JSON, lists as tuples, without fields of newer versions; None if a field is invalid or
-    missing."""
+    """Return the fields of a dataclass from JSON, lists as tuples, without fields of newer versions; None if a field is invalid
+    or missing."""
     if not isinstance(value, Mapping):
         return None
     fields = {}
@@ -256,7 +256,7 @@ def _counts(value: object) -> bool:
 
 
 def _triples(*fits: Callable[[object], bool]) -> Callable[[object], bool]:
-    """A check for a list of triples, made from one check for each of the three values."""
+    """Return a check for a list of triples, made from one check for each of the three values."""
 
     def check(value: object) -> bool:
         if not isinstance(value, list) or not all(isinstance(each, list) and len(each) == 3 for each in value):

@@ -55,7 +55,7 @@ class Connection:
 
     @property
     def writing(self) -> bool:
-        """Whether any bytes are waiting to be sent."""
+        """True if any bytes are waiting to be sent."""
         return bool(self._out)
 
     def send(self, message: Mapping[str, Any]) -> None:

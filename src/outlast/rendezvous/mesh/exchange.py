@@ -42,7 +42,7 @@ class Exchange:
 
     @property
     def over(self) -> bool:
-        """Whether all addresses are known, or none will come."""
+        """True if all addresses are known, or none will come."""
         return not self._thread.is_alive()
 
     def stop(self) -> None:
@@ -64,7 +64,7 @@ class Exchange:
                     return
 
     def _ranks_to_read(self) -> Sequence[int]:
-        """The ranks whose addresses we read, watched peers first."""
+        """Return the ranks whose addresses we read, watched peers first."""
         near = [self._members.index(each) for each in peer_state.watched(self._mesh.id, self._members)]
         if self._rank == 0 or len(self._members) <= SMALL:
             near += [each for each in range(len(self._members)) if each not in near and each != self._rank]

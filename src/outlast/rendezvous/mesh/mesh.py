@@ -86,7 +86,7 @@ class Mesh:
         self.refused: tuple[int, ...] = ()
         """The subset of `unheard` whose machines refuse connections: their processes are gone."""
         self.complete = False
-        """Whether every watched peer of this world has been heard from."""
+        """True if every watched peer of this world has been heard from."""
         self.reasons: Mapping[int, str] = {}
         """Why each unheard peer is unheard, as the end of a sentence that begins with the peer's name."""
         self.changed: Callable[[], None] = lambda: None
@@ -103,7 +103,7 @@ class Mesh:
         self._todo: collections.deque[Callable[[float], None]] = collections.deque()
         self._woken_until = 0.0
         self._over = self._ended = False
-        """Whether the end was requested, and whether the thread has finished its work."""
+        """True if the end was requested, and whether the thread has finished its work."""
         self._lock = threading.RLock()
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
@@ -269,7 +269,7 @@ class Mesh:
         caller.connection.send({"got" if handled else "unknown": number})
 
     def _introduced(self, hello: object) -> tuple[int, str, str]:
-        """The sender's index, process and address; no address if the sender is in an older world, like a process that was
+        """Return the sender's index, process and address; no address if the sender is in an older world, like a process that was
         replaced."""
         if not isinstance(hello, Mapping) or hello.get("run") != self._hello["run"]:
             raise Forged("it does not name this run")

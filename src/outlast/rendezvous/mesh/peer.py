@@ -48,7 +48,7 @@ class Peer:
         self.address = ""
         self.state = peer_state.PeerState()
         self.proven = self.met = False
-        """Whether this very peer has answered on the current connection, and whether it has on any connection to this address."""
+        """True if this very peer has answered on the current connection, and whether it has on any connection to this address."""
         self._selector, self._hello, self._key = selector, hello, key
         self._connection: Connection | None = None
         self._connecting = False

@@ -34,9 +34,9 @@ class PeerState:
     unheard: str = ""
     """Why the peer is unheard, as the end of a sentence that begins with its name; empty while it is heard."""
     gone: bool = False
-    """Whether nobody listens at the peer's address: the machine answers, but the process is gone."""
+    """True if nobody listens at the peer's address: the machine answers, but the process is gone."""
     left: bool = False
-    """Whether the peer has said goodbye."""
+    """True if the peer has said goodbye."""
 
     def doubted(self, now: float, patience_s: float) -> None:
         """Called when there is no connection; if none is established within `patience_s`, the peer is unheard."""
@@ -86,7 +86,7 @@ EVERYBODY = 8
 
 
 def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
-    """The peers that member `id` watches, in rank order; `members` are in rank order, too.
+    """Return the peers that member `id` watches, in rank order; `members` are in rank order, too.
 
     In a large world, these are the peers at distance 1 and 2 on both sides, and the opposite peer. If i watches j, j watches i.
     So each member is watched by five or six others, and the ring stays connected whichever two are lost. Opposite peers sit in

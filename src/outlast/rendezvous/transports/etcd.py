@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def client(endpoint: str, member: Member) -> transport.Client:
-    """A client for an endpoint. Raises OutlastError in a pod whose operator is of an older version, which left the decision to an
-    etcd."""
+    """Return a client for an endpoint. Raises OutlastError in a pod whose operator is of an older version, which left the
+    decision to an etcd."""
     if Env.MEMBER in member.environ:
         raise OutlastError(f"this pod's operator has it meet at {endpoint}, which it no longer can; upgrade it: outlast install")
     name = schema.run_name(member.run, member.environ)
@@ -26,7 +26,7 @@ def client(endpoint: str, member: Member) -> transport.Client:
 
 
 def torchrun(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str, Any]) -> tuple[Client, float]:
-    """A client for a plain torchrun, which may be elected, and its timeout for a world in seconds. Raises OutlastError."""
+    """Return a client for a plain torchrun, which may be elected, and its timeout for a world in seconds. Raises OutlastError."""
     from outlast.rendezvous import torchrun
 
     return torchrun.client(endpoint, run=run, sizes=sizes, conf=conf)

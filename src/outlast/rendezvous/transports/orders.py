@@ -50,7 +50,7 @@ class Answer:
 
 
 def signed(key: bytes, *, worker: int, body: bytes, now: float) -> dict[str, str]:
-    """The headers of an order to a worker; `key` is the key of the run, see `seal.key`."""
+    """Return the headers of an order to a worker; `key` is the key of the run, see `seal.key`."""
     time = f"{now:.3f}"
     return {"Content-Type": "application/json", TIME: time, SIGNATURE: _signature(key, worker, time, body)}
 
@@ -65,7 +65,7 @@ class Orders:
         """Signatures of accepted orders with their times; only a holder of the key can add to them."""
 
     def judge(self, headers: Mapping[str, str], body: bytes, now: float) -> Answer:
-        """The answer to an order. Each order is accepted at most once."""
+        """Return the answer to an order. Each order is accepted at most once."""
         time, signature = headers.get(TIME, ""), headers.get(SIGNATURE, "").encode()
         if not self._key:
             return Answer(401, "this run has no key, so nobody can order its workers to leave")

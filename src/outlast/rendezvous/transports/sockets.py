@@ -93,7 +93,7 @@ class Report:
     are the last step and the newest saved step; None for a plain script.
     """
     mesh: bool = False
-    """Whether this member watches its peers in this world and has heard from all of them."""
+    """True if this member watches its peers in this world and has heard from all of them."""
     unheard: tuple[int, ...] = ()
     """Members of the world of `generation` that this member watches and has heard from, and that are now silent or refuse
     connections."""
@@ -108,13 +108,13 @@ class Report:
     """The newest complete step that the member's processes had saved or in memory when they were stopped; sent between two
     worlds."""
     owes: bool = True
-    """Whether other workers may not yet be able to reach the step that this member holds or is saving; False if they can, or
+    """True if other workers may not yet be able to reach the step that this member holds or is saving; False if they can, or
     never will."""
     again: bool = False
-    """Whether this process has replaced the one that took up `generation`, which its peers do not hear any more."""
+    """True if this process has replaced the one that took up `generation`, which its peers do not hear any more."""
 
     def changed(self, standing: str, **fields: Any) -> Self:
-        """The next report. Fields about peers are reset if the generation changes."""
+        """Return the next report. Fields about peers are reset if the generation changes."""
         another = fields.get("generation", self.generation) != self.generation
         reset: dict[str, Any] = {"unheard": (), "refused": (), "attempt": 0, "again": False} if another else {}
         if standing not in (MemberState.TRAINING, MemberState.LEAVING):
@@ -345,7 +345,7 @@ class _Lines:
         self._sock, self._buffer = sock, b""
 
     def next(self, longest: int) -> bytes:
-        """The next line. Raises OSError at the end, TimeoutError if no line is complete within the socket's timeout, and
+        """Return the next line. Raises OSError at the end, TimeoutError if no line is complete within the socket's timeout, and
         ValueError if the line is longer than `longest` bytes."""
         while b"\n" not in self._buffer:
             if len(self._buffer) > longest:
@@ -359,7 +359,7 @@ class _Lines:
 
 
 def published(kind: type[Kind], message: Mapping[str, Any]) -> Kind | None:
-    """The Called, Closed or World in a message, without fields of newer versions; None if the message has none."""
+    """Return the Called, Closed or World in a message, without fields of newer versions; None if the message has none."""
     if not (value := message.get(kind.__name__.lower())):
         return None
     names = [each.name for each in dataclasses.fields(kind) if each.name in value]
@@ -368,7 +368,7 @@ def published(kind: type[Kind], message: Mapping[str, Any]) -> Kind | None:
 
 
 def world_from(value: object) -> World:
-    """A world from untrusted JSON. Raises ValueError for anything else."""
+    """Return a world from untrusted JSON. Raises ValueError for anything else."""
     if not isinstance(value, Mapping):
         raise ValueError("it is no world")
     members, generation, at, held = value.get("members"), value.get("generation"), value.get("at", 0.0), value.get("held", 0)
@@ -386,7 +386,7 @@ def world_from(value: object) -> World:
 
 
 def client(endpoint: str, member: Member) -> Client:
-    """A client for an endpoint, see `transport.Transport`."""
+    """Return a client for an endpoint, see `transport.Transport`."""
     return Client(endpoint, run=member.run, id=member.id, key=seal.key(member.environ) if endpoint.startswith(TCP) else b"")
 
 

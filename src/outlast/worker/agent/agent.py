@@ -112,7 +112,7 @@ class Agent:
 
     @property
     def launched_here(self) -> bool:
-        """Whether the launcher of this machine owns the run."""
+        """True if the launcher of this machine owns the run."""
         return self.coordination.mode is Mode.LAUNCHER
 
     def run(self) -> lifecycle.Exit:

@@ -179,7 +179,7 @@ class Coordination:
             _say(f"the goodput of the run could not be told: {problem}")
 
     def end_for_others(self, code: int) -> str:
-        """The answer to workers that ask how the run has ended; empty if only this worker was unable to continue."""
+        """Return the answer to workers that ask how the run has ended; empty if only this worker was unable to continue."""
         if self.mode is Mode.LAUNCHER or code == contract.Exit.MISCONFIGURED:
             return ""
         from outlast.worker.agent import run_ownership

@@ -47,13 +47,13 @@ class Worker:
     leave_by: float | None = None
     """Deadline of an interrupted worker's training, after which it is killed: the earliest of all interruptions."""
     late: bool = False
-    """Whether that deadline has passed."""
+    """True if that deadline has passed."""
     gone_by: float | None = None
     """When the worker's machine goes away; None if that is unknown."""
     code: int | None = None
     reason: str = ""
     stay: bool = False
-    """Whether the worker's pod stays up after a final end, so that other pods can ask how the run ended."""
+    """True if the worker's pod stays up after a final end, so that other pods can ask how the run ended."""
     start: tuple[int, int] | None = None
     """(generation, attempt) of the worker's processes when the elastic agent was last relaunched."""
     relaunches: int = 0
@@ -198,7 +198,7 @@ Effect: TypeAlias = Prepare | Launch | Notify | Kill | Flush | Exit
 
 
 def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
-    """The state after an event, and the effects to carry out. An event that does not fit the phase changes nothing."""
+    """Return the state after an event, and the effects to carry out. An event that does not fit the phase changes nothing."""
     match event:
         case Started() if worker.phase is Phase.STARTING:
             return _enter(worker, PREPARATION[0])

@@ -41,7 +41,7 @@ class Ranks:
                 (self._state / name.format(local_rank=local_rank)).unlink(missing_ok=True)
 
     def look(self, written: int = 0) -> list[Process]:
-        """The live processes by local rank. `written` is the number of bytes that all of them together have written to the
+        """Return the live processes by local rank. `written` is the number of bytes that all of them together have written to the
         log."""
         processes = []
         for local_rank in range(self._count):
@@ -55,7 +55,7 @@ class Ranks:
         return processes
 
     def newest(self) -> progress.Progress | None:
-        """The newest record, even if the process that wrote it has ended."""
+        """Return the newest record, even if the process that wrote it has ended."""
         records = filter(None, (progress.read(self._state, local_rank) for local_rank in range(self._count)))
         return max(records, key=lambda record: (record.generation, record.attempt, record.step), default=None)
 
@@ -87,6 +87,6 @@ class Ranks:
 
 
 def _state(record: progress.Progress) -> str:
-    """The state letter (proc(5)) of the process that wrote a record; "" if the process has ended."""
+    """Return the state letter (proc(5)) of the process that wrote a record; "" if the process has ended."""
     state, started = progress.kernel(record.pid)
     return state if record.started in (0, started) else ""

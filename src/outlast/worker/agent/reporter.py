@@ -36,7 +36,7 @@ class Reporter:
         self.probes = ""
         """The address of the probes."""
         self.displaced = False
-        """Whether another machine has taken the run."""
+        """True if another machine has taken the run."""
         self._state, self._log, self._limit_s = state, log, limit_s
         self._logged = LoggedStep(pod=pod)
         self._written: dict[str, Any] = {}

@@ -57,7 +57,7 @@ class Ended:
     code: int
 
     def dumps(self) -> str:
-        """The answer that `ask_end` parses."""
+        """Return the answer that `ask_end` parses."""
         return json.dumps(dataclasses.asdict(self))
 
 
@@ -89,7 +89,7 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """The identity of the place that trains this pod's job, see `runs.alive`; the same for all pods of the job. Jobs of an
+    """Return the identity of the place that trains this pod's job, see `runs.alive`; the same for all pods of the job. Jobs of an
     operator are identified by their run, other jobs by the cluster's certificate authorities, if pods can read them: if the
     authorities change, pods from before and after the change count as two owners."""
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
@@ -153,7 +153,7 @@ def generation(where: store.Store, output: Path, run: str, *, stored: bool) -> i
 
 
 def newest_generation(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
-    """The newest generation of the run in the output, 0 for none. This acquires no generation: the newest one may still
+    """Return the newest generation of the run in the output, 0 for none. This acquires no generation: the newest one may still
     commit."""
     here = checkpoints.generation(output / contract.CHECKPOINTS, run)
     latest = register.read(where, run) if stored else None
@@ -161,7 +161,7 @@ def newest_generation(where: store.Store, output: Path, run: str, *, stored: boo
 
 
 def record(job: str, run: str, owner: str) -> runs.Run:
-    """The record of a run that starts now."""
+    """Return the record of a run that starts now."""
     return runs.Run(run, job, time.time(), state="Running", owner=owner)
 
 

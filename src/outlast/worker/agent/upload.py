@@ -114,7 +114,7 @@ class Uploader:
         self._unsent, self._sent_at = "", 0.0
         """The kind of ledger lines not sent yet ("event", "steps" or ""), and when the ledgers were sent last."""
         self._have_ledgers, self._count_at = False, 0.0
-        """Whether the ledgers of all workers up to now are on this disk, and when to compute the goodput next."""
+        """True if the ledgers of all workers up to now are on this disk, and when to compute the goodput next."""
         self.ended: float | None = None
         """When training ended, seconds since the epoch."""
         self.report = Report()
@@ -135,7 +135,8 @@ class Uploader:
         ]
 
     def _first(self) -> bool:
-        """Whether rank 0 writes to this directory, as far as we know: then checkpoints and metrics are uploaded from here."""
+        """Return whether rank 0 writes to this directory, as far as we know: then checkpoints and metrics are uploaded from
+        here."""
         directory = self.output / contract.CHECKPOINTS
         return checkpoints.first(directory, self._run) and (
             self._left_behind == 0 or checkpoints.generation(directory, self._run) > self._left_behind

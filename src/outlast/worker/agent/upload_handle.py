@@ -137,7 +137,7 @@ class UploadProcess:
         return float(seconds) if isinstance(seconds, int | float) else None
 
     def metrics(self) -> dict[str, float]:
-        """The last report as metrics. Ages are counted from the arrival of the report, since the wall clock may be set
+        """Return the last report as metrics. Ages are counted from the arrival of the report, since the wall clock may be set
         meanwhile."""
         if not (report := self.report):
             return {}

@@ -74,12 +74,12 @@ class RankState:
     looks: int = 0
     """Number of reports of this rank so far: if a state is not reported again, it may be over."""
     blocks: bool = True
-    """Whether the main thread in `waits` waits for the collective begun last. It does not in a GPU's backward pass, which runs in
+    """True if the main thread in `waits` waits for the collective begun last. It does not in a GPU's backward pass, which runs in
     other threads."""
 
 
 def deadlock(states: Sequence[RankState]) -> str:
-    """The error message if no rank moves and the ranks wait for each other by mistake; empty if that is not certain."""
+    """Return the error message if no rank moves and the ranks wait for each other by mistake; empty if that is not certain."""
     calling = [each for each in states if each.call]
     others = [each for each in states if not each.call]
     if not others or not all(each.waits for each in others):
@@ -101,12 +101,12 @@ def deadlock(states: Sequence[RankState]) -> str:
 
 
 def _ahead(one: RankState, other: RankState) -> bool:
-    """Whether `one` has begun a collective that `other` has not."""
+    """Return whether `one` has begun a collective that `other` has not."""
     return any(count > other.begun[group] for group, count in one.begun.items() if group in other.begun)
 
 
 def listed(places: Sequence[str], word: str, *, first: int = 0) -> str:
-    """The places of ranks as text: `rank 0 is in this, ranks 1 and 2 are in that`."""
+    """Return the places of ranks as text: `rank 0 is in this, ranks 1 and 2 are in that`."""
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places, first):
         ranks.setdefault(place, []).append(rank)
@@ -122,8 +122,8 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _frame(thread: int) -> FrameType | None:
-    """The current frame of a thread. Garbage collection is off meanwhile: in older Pythons a finalizer that runs during this call
-    may wait forever for the lock that the call holds, and so block the process
+    """Return the current frame of a thread. Garbage collection is off meanwhile: in older Pythons a finalizer that runs during
+    this call may wait forever for the lock that the call holds, and so block the process
     (https://github.com/python/cpython/issues/106883)."""
     collects = gc.isenabled()
     gc.disable()
@@ -146,7 +146,7 @@ class Watch:
         self.held = 0
         """Number of open `alive` contexts: while any is open, the process counts as moving."""
         self.broken = False
-        """Whether a collective has failed, and with it perhaps the store."""
+        """True if a collective has failed, and with it perhaps the store."""
         self.record: Callable[[str], object] = lambda _: None
         """Called with the error message before a deadlocked process ends."""
         self.last: Callable[[], object] = lambda: None
@@ -156,7 +156,7 @@ class Watch:
         self._rank, self._ranks, self._group = 0, 1, 0
         """Rank, size and identity of the process group that the store belongs to."""
         self._published = False
-        """Whether the other ranks count this rank as not moving."""
+        """True if the other ranks count this rank as not moving."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._looks = 0
@@ -247,7 +247,7 @@ class Watch:
         return self.calls, self.signs, *self._begun().items()
 
     def _still(self, main: int, sample: motion.Sample) -> bool:
-        """Whether the main thread has not moved since the sample, so that everything read from it is consistent."""
+        """Return whether the main thread has not moved since the sample, so that everything read from it is consistent."""
         return motion.place(_frame(main)) == sample.place and self._counts() == sample.counts
 
     def _connect(self) -> None:
@@ -304,8 +304,8 @@ class Watch:
         return [RankState(**json.loads(text)) for text in texts]
 
     def _deadlock(self, states: Sequence[RankState]) -> str:
-        """The error message, once all ranks have repeated the same report, which means that all were in these places at the same
-        time."""
+        """Return the error message, once all ranks have repeated the same report, which means that all were in these places at
+        the same time."""
         sentence, last = deadlock(states), self._suspected
         if not sentence or [dataclasses.replace(each, looks=0) for each in states] != [state for state, _ in last]:
             self._suspected = [(dataclasses.replace(each, looks=0), each.looks) for each in states] if sentence else []
@@ -313,7 +313,7 @@ class Watch:
         return sentence if all(each.looks > looks for each, (_, looks) in zip(states, last, strict=True)) else ""
 
     def _begun(self) -> dict[str, int]:
-        """Number of collectives begun, by group; empty if not all of them can be counted."""
+        """Return number of collectives begun, by group; empty if not all of them can be counted."""
         begun: dict[str, int] = {}
         dist: Any = sys.modules.get("torch.distributed")
         try:
@@ -330,7 +330,7 @@ _watch = Watch()
 
 
 def watch() -> Watch:
-    """The watch of this process; `start` starts it."""
+    """Return the watch of this process; `start` starts it."""
     return _watch
 
 
@@ -344,7 +344,7 @@ def store() -> Any:
 
 
 def where(frame: FrameType | None) -> tuple[str, str]:
-    """The collective that a thread waits in, if any, and the thread's line of the script."""
+    """Return the collective that a thread waits in, if any, and the thread's line of the script."""
     waits = ""
     if frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
@@ -364,12 +364,13 @@ def where(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _line(frame: FrameType) -> int:
-    """The current line of a frame. A running frame has none between two lines; then it is the first line of the function."""
+    """Return the current line of a frame. A running frame has none between two lines; then it is the first line of the
+    function."""
     return frame.f_lineno or frame.f_code.co_firstlineno  # typed as int, but may be None
 
 
 def _call(frame: FrameType) -> str:
-    """The current call of a frame, if its line starts with `if`; otherwise empty."""
+    """Return the current call of a frame, if its line starts with `if`; otherwise empty."""
     first, last, start, end = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     text = linecache.getline(frame.f_code.co_filename, _line(frame))
     if first is None or first != last or start is None or not text.lstrip().startswith("if "):
@@ -378,14 +379,14 @@ def _call(frame: FrameType) -> str:
 
 
 def _foreign(frame: FrameType) -> bool:
-    """Whether a frame runs library code rather than the script's."""
+    """Return whether a frame runs library code rather than the script's."""
     name = frame.f_globals.get("__name__", "")
     file = frame.f_code.co_filename
     return name.split(".")[0] in ("torch", "outlast") or "site-packages" in file or file.startswith((_STDLIB, "<frozen"))
 
 
 def _joins(frame: FrameType | None) -> bool:
-    """Whether a thread waits for the other ranks to join a process group."""
+    """Return whether a thread waits for the other ranks to join a process group."""
     while frame is not None:
         if frame.f_code.co_name in ("init_process_group", "new_group") and frame.f_globals["__name__"].startswith("torch."):
             return True

@@ -41,7 +41,7 @@ class Sample:
     cpu_s: float = 0.0
     """CPU seconds that all threads except the sampling one have used so far."""
     spins: bool = False
-    """Whether this process uses CPU time while it waits."""
+    """True if this process uses CPU time while it waits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Motion:
         """Places of the main thread since it last showed any other sign of motion."""
 
     def moves(self, sample: Sample, seconds: float, work: Callable[[], Work] = Work) -> bool:
-        """Whether the process has moved since the last sample, `seconds` ago."""
+        """Return whether the process has moved since the last sample, `seconds` ago."""
         last, self._last = self._last, sample
         busy = sample.cpu_s - last.cpu_s > BUSY * seconds and not (sample.spins and sample.place == last.place)
         if busy or sample.counts != last.counts:
@@ -84,7 +84,7 @@ class Motion:
 
 
 def place(frame: FrameType | None) -> Hashable:
-    """The stack of a thread, in a form that can be compared with later stacks."""
+    """Return the stack of a thread, in a form that can be compared with later stacks."""
     frames = []
     while frame is not None:
         frames.append((frame.f_code, frame.f_lasti))
@@ -98,7 +98,7 @@ def cpu_s() -> float:
 
 
 def accelerator() -> Any:
-    """The torch module of the accelerators that this process uses; None if it uses none yet."""
+    """Return the torch module of the accelerators that this process uses; None if it uses none yet."""
     torch: Any = sys.modules.get("torch")
     modules = (getattr(torch, device, None) for device in accelerators.DEVICES)
     with contextlib.suppress(AttributeError):  # half imported

@@ -25,16 +25,16 @@ class Process:
     local_rank: int
     progress: Progress
     stopped: bool
-    """Whether the kernel has stopped the process (SIGSTOP, a debugger)."""
+    """True if the kernel has stopped the process (SIGSTOP, a debugger)."""
     silent_s: float
     """Time without progress: no step, no activity of its main thread, no output of a plain script. Excludes time in which the
     agent itself did not run."""
     frozen: bool = False
-    """Whether the process cannot run Python, because native code holds the GIL."""
+    """True if the process cannot run Python, because native code holds the GIL."""
     age_s: float = math.inf
     """Time since the agent first saw the process."""
     watched: bool = True
-    """Whether the process reports the activity of its main thread; false after execv."""
+    """True if the process reports the activity of its main thread; false after execv."""
     where: str = ""
     """The process's place in the script, or the places of all ranks if none moves."""
     alone: int = 0
@@ -42,7 +42,7 @@ class Process:
 
     @property
     def early(self) -> bool:
-        """Whether the process has been silent for longer than it was active."""
+        """True if the process has been silent for longer than it was active."""
         return self.silent_s > self.age_s / 2
 
 
@@ -54,8 +54,8 @@ START_LIMIT_S = 600.0
 
 
 def hung(processes: Sequence[Process], limit_s: float) -> list[tuple[Process, str]]:
-    """The hung processes of this worker, which are to be killed, each with a sentence that says why. `limit_s` is the job's
-    `hang.limit`.
+    """Return the hung processes of this worker, which are to be killed, each with a sentence that says why. `limit_s` is the
+    job's `hang.limit`.
 
     All ranks of a world stand still together when one hangs. A rank that the kernel has stopped, or that cannot run Python, is
     the culprit; if this worker has no culprit, another worker may have it, so the ranks here count as stuck only after a longer
@@ -86,6 +86,6 @@ def _at(process: Process) -> str:
 
 
 def unhealthy(process: Process, silent_s: float, limit_s: float) -> bool:
-    """Whether `/healthz` fails: training has begun, and has been silent for longer than the limit at which its agent should have
-    killed it."""
+    """Return whether `/healthz` fails: training has begun, and has been silent for longer than the limit at which its agent
+    should have killed it."""
     return process.progress.phase in ("train", "save") and silent_s > OTHERS_FIRST * limit_s

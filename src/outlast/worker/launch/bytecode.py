@@ -8,7 +8,8 @@ import sys
 
 
 def warning(*, image: bool) -> str:
-    """A warning that training processes start slowly in this Python, with a remedy; empty if there is nothing to warn of."""
+    """Return a warning that training processes start slowly in this Python, with a remedy; empty if there is nothing to warn
+    of."""
     found = missing("torch", "outlast")
     if not found:
         return ""
@@ -31,7 +32,7 @@ def missing(*packages: str) -> dict[str, str]:
 
 
 def _valid(source: str, cached: str) -> bool:
-    """Whether Python would use this bytecode, that is, whether this Python made it from this source (PEP 552)."""
+    """Return whether Python would use this bytecode, that is, whether this Python made it from this source (PEP 552)."""
     try:
         with open(cached, "rb") as file:
             head = file.read(16)
@@ -44,7 +45,7 @@ def _valid(source: str, cached: str) -> bool:
 
 
 def remedy(packages: dict[str, str], *, image: bool = True) -> str:
-    """The command that compiles these `packages` (directories by name), in the `image` of a pod or on this machine."""
+    """Return the command that compiles these `packages` (directories by name), in the `image` of a pod or on this machine."""
     where = " ".join(sorted({os.path.dirname(path) for path in packages.values()}))
     how = "compile in the Dockerfile: RUN" if image else "compile once:"
     return f"{how} python3 -m compileall -q {where} (pip does so by itself, uv with UV_COMPILE_BYTECODE=1)"

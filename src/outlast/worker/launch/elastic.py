@@ -222,7 +222,7 @@ def _causes(state: Path, processes: int) -> dict[int, dict[str, Any]]:
 
 
 def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[str, Any]:
-    """The failure that led to the others. If all are secondary, a rank of this worker that exited with code 0 may be the
+    """Return the failure that led to the others. If all are secondary, a rank of this worker that exited with code 0 may be the
     cause."""
     first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
     records = (_read(state / contract.ERROR.format(local_rank=each)) for each in range(processes))
@@ -234,8 +234,8 @@ def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[
 
 
 def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: bool = False) -> dict[str, Any]:
-    """The failure of one training process, as the rendezvous reports it. `oom`: whether the kernel's OOM killer has killed a
-    process of this worker meanwhile."""
+    """Return the failure of one training process, as the rendezvous reports it. `oom`: whether the kernel's OOM killer has killed
+    a process of this worker meanwhile."""
     record = _read(state / contract.ERROR.format(local_rank=process.local_rank))
     verdict = _read(state / contract.VERDICT.format(local_rank=process.local_rank))
     # The error record wins: threads of torch may end the process with SIGABRT while it exits.
@@ -272,8 +272,8 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: boo
 
 
 def _cause(record: dict[str, Any]) -> FailureCause:
-    """The cause of a failure: whether a script ran out of memory or disk space. A driver's error is a RuntimeError, which only
-    CUDA's text distinguishes."""
+    """Return the cause of a failure: whether a script ran out of memory or disk space. A driver's error is a RuntimeError, which
+    only CUDA's text distinguishes."""
     kind, message = record.get("type"), record.get("message", "")
     if kind == "OSError" and any(f"[Errno {number}]" in message for number in (errno.ENOSPC, errno.EDQUOT)):
         return FailureCause.DISK_FULL
@@ -282,7 +282,7 @@ def _cause(record: dict[str, Any]) -> FailureCause:
 
 
 def _early(record: dict[str, Any], reached: progress.Progress | None) -> bool:
-    """Whether the script itself, not the machine, failed before its first step, as far as we know."""
+    """Return whether the script itself, not the machine, failed before its first step, as far as we know."""
     began = record.get("age_s", math.inf) < EARLY_S if reached is None else reached.phase in ("open", "restore", "first step")
     return began and record.get("type") in _SCRIPT_ERRORS
 

@@ -63,7 +63,7 @@ class Imported:
 
 
 def dumps(preloaded: Collection[str]) -> bytes:
-    """The `Imported` of this process as JSON, without the `preloaded` modules."""
+    """Return the `Imported` of this process as JSON, without the `preloaded` modules."""
     modules = {}
     for name, module in list(sys.modules.items()):
         if name not in preloaded:
@@ -75,7 +75,7 @@ def dumps(preloaded: Collection[str]) -> bytes:
 
 
 def loads(data: bytes) -> Imported | None:
-    """The inverse of `dumps`; None if the rank ended before it wrote everything."""
+    """Return the inverse of `dumps`; None if the rank ended before it wrote everything."""
     try:
         fields = json.loads(data)
     except ValueError:
@@ -97,12 +97,13 @@ def report(pipe: int, preloaded: Collection[str], settled_s: float = SETTLED_S) 
 
 
 def places() -> list[str]:
-    """The directories of installed packages and of the standard library."""
+    """Return the directories of installed packages and of the standard library."""
     return [os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")]
 
 
 def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str], where: Sequence[str]) -> list[str]:
-    """The modules worth a trial. Modules of the script's own code are not, since that code may differ at the next start."""
+    """Return the modules worth a trial. Modules of the script's own code are not, since that code may differ at the next
+    start."""
     names = [
         name
         for name, origin in imported.modules.items()
@@ -169,7 +170,7 @@ class _Watch:
 
 
 def _state() -> tuple[object, ...]:
-    """The parts of the process's state that an import must not change."""
+    """Return the parts of the process's state that an import must not change."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     handlers = tuple(signal.getsignal(number) for number in sorted(signal.valid_signals()))
     state: list[object] = [len(os.listdir("/proc/self/task")), sorted(os.listdir("/proc/self/fd")), handlers, random.getstate()]
@@ -216,7 +217,7 @@ class Preloader:
         """Modules to import when the warm process is idle."""
 
     def pipe(self, environ: Mapping[str, str]) -> int:
-        """The descriptor to which a rank that starts with this environment writes its `report`."""
+        """Return the descriptor to which a rank that starts with this environment writes its `report`."""
         read, write = os.pipe()
         self._reading[read] = bytearray()
         self._environ = {name: value for name, value in environ.items() if not _OF_A_RANK.fullmatch(name)}

@@ -99,7 +99,7 @@ def _enter(state: Path) -> None:
 
 
 def _below_runpy(error: BaseException) -> TracebackType | None:
-    """The traceback from the user's first frame on; None if the script could not be read or compiled."""
+    """Return the traceback from the user's first frame on; None if the script could not be read or compiled."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
@@ -107,8 +107,8 @@ def _below_runpy(error: BaseException) -> TracebackType | None:
 
 
 def _hint(error: BaseException) -> str:
-    """The remedy for a file that is missing only because the job runs in a copy of its code; empty if the file is missing for
-    another reason."""
+    """Return the remedy for a file that is missing only because the job runs in a copy of its code; empty if the file is missing
+    for another reason."""
     code, file = os.environ.get(contract.Env.CODE), os.environ.get(contract.Env.JOB_FILE)
     names = [cause.filename for cause in causes(error) if isinstance(cause, FileNotFoundError)]
     if not names or not isinstance(names[0], str) or not code or not file:
@@ -123,7 +123,8 @@ def _hint(error: BaseException) -> str:
 
 
 def missing_hint(name: str, code: Path, origin: Path | None) -> str:
-    """The hint for a missing file. `code` is the copy; `origin` is the directory that was copied, if it is on this machine."""
+    """Return the hint for a missing file. `code` is the copy; `origin` is the directory that was copied, if it is on this
+    machine."""
     if os.path.isabs(name) and not name.startswith(f"{code.parent if origin else code}/"):
         return ""
     below = os.path.relpath(name, code) if os.path.isabs(name) else os.path.normpath(name)
@@ -142,7 +143,7 @@ def missing_hint(name: str, code: Path, origin: Path | None) -> str:
 
 
 def is_secondary(record: dict[str, Any]) -> bool:
-    """Whether an error record comes from a collective that broke because another rank ended."""
+    """Return whether an error record comes from a collective that broke because another rank ended."""
     if record.get("type") not in _COLLECTIVE:
         return False
     # The message of a failed save names only the ranks; the reason is in its traceback.

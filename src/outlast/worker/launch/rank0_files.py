@@ -88,7 +88,7 @@ def leave(environ: Mapping[str, str], generation: int, over: Callable[[], bool])
 
 
 def _stored(environ: Mapping[str, str]) -> bool:
-    """Whether the workers share no directory, and their output is in a store."""
+    """Return whether the workers share no directory, and their output is in a store."""
     return bool(environ.get(Env.STORE)) and not environ[Env.RENDEZVOUS].startswith("unix://")
 
 
@@ -105,7 +105,7 @@ def _uploaded(output: Path, generation: str, over: Callable[[], bool]) -> str | 
 
 
 def requested(output: Path) -> str:
-    """The generation for which an upload is requested; empty if there is none."""
+    """Return the generation for which an upload is requested; empty if there is none."""
     return _read(output / _REQUEST)
 
 

@@ -141,7 +141,7 @@ def main() -> None:
 
 
 def error_path() -> str:
-    """The path of the training process's error record, see `contract.ERROR`."""
+    """Return the path of the training process's error record, see `contract.ERROR`."""
     return os.path.join(os.environ.get("OUTLAST_WORKER_STATE", "/nonexistent"), f"error-{os.environ.get('LOCAL_RANK', '0')}.json")
 
 

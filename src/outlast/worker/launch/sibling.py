@@ -39,7 +39,7 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, or the negative signal number; None while the child runs."""
+        """Return the exit code, or the negative signal number; None while the child runs."""
         return self._reap(os.WNOHANG)
 
     def wait(self) -> int:
@@ -88,8 +88,8 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
 
 
 def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] | None:
-    """The variables of the `new` worker's environment that differ from our `own`. None if the worker must be started the usual
-    way: libraries have read other variables already, and a longer value does not fit."""
+    """Return the variables of the `new` worker's environment that differ from our `own`. None if the worker must be started the
+    usual way: libraries have read other variables already, and a longer value does not fit."""
     devices = {row.visible for row in accelerators.TABLE}
     changed = {name: value for name, value in new.items() if own.get(name) != value}
     if own.keys() != new.keys() or not all(name.startswith("OUTLAST_") or name in devices for name in changed):

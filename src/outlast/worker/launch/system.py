@@ -84,7 +84,7 @@ L2."""
 
 
 def streaming(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that make copies of `LARGE` bytes bypass the caches, unless `environ` sets another limit.
+    """Return the variables that make copies of `LARGE` bytes bypass the caches, unless `environ` sets another limit.
 
     To write memory in the usual way, a core reads it first. `memcpy` avoids that for copies that are too large for the caches,
     and derives the limit from the cache size that the processor reports. A virtual machine often reports the cache size of its

@@ -49,7 +49,7 @@ class _Row(NamedTuple):
 
 
 def writable(environ: Mapping[str, str]) -> Path:
-    """The cache directory, created if missing. Raises OutlastError if it is not writable."""
+    """Return the cache directory, created if missing. Raises OutlastError if it is not writable."""
     directory = room.cache(environ)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ class Version:
 
 
 def has_pin(url: str, pins: Path) -> bool:
-    """Whether a run has pinned a version of a place."""
+    """Return whether a run has pinned a version of a place."""
     return bool(_pinned(_pin(url, pins)))
 
 
@@ -94,7 +94,7 @@ class Source:
         self._say, self._stop = say, stop or threading.Event()
 
     def acquire(self) -> Version:
-        """The version that this run uses, fetched if missing, and protected from removal until it is closed.
+        """Return the version that this run uses, fetched if missing, and protected from removal until it is closed.
 
         Raises OutlastError if the store fails, or no longer has the version that the run began with, and OSError.
         """
@@ -215,7 +215,7 @@ class Source:
 
 
 def things(cache: Path) -> list[room.Thing]:
-    """All evictable entries of the cache: shards, and complete and partial versions."""
+    """Return all evictable entries of the cache: shards, and complete and partial versions."""
     entries = list(room.shards(cache))
     for directory in cache.glob("data/*/*/"):
         with contextlib.suppress(OSError):
@@ -301,7 +301,7 @@ def _read(path: Path) -> list[_Row]:
 
 
 def _changed(tree: Path, listing: Path) -> list[Path]:
-    """The files of a complete version that have changed since they were fetched."""
+    """Return the files of a complete version that have changed since they were fetched."""
     changed = []
     for row in _read(listing):
         with contextlib.suppress(OSError):

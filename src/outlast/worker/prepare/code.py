@@ -123,7 +123,7 @@ class _Note:
     time: float
     """When the code was fetched."""
     current: bool
-    """Whether the code was fetched for the newest submission; if not, the source is checked for changes."""
+    """True if the code was fetched for the newest submission; if not, the source is checked for changes."""
 
     @classmethod
     def read(cls, path: Path) -> _Note | None:
@@ -182,7 +182,7 @@ _Fetch = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
 
 
 def _look(code: str) -> tuple[str, _Fetch]:
-    """The current version of code in an archive or a store, and the function that fetches it."""
+    """Return the current version of code in an archive or a store, and the function that fetches it."""
     where, checksum = spec.pinned(code)
     if path := spec.local(where):
         here, version = path, archives.checksum(path)

@@ -68,7 +68,7 @@ class Cache:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Cache:
-        """The cache of the job whose agent has this environment. Raises OutlastError if the cache is not writable."""
+        """Return the cache of the job whose agent has this environment. Raises OutlastError if the cache is not writable."""
         if not environ.get(Env.STORE):
             return cls(Path(environ[Env.OUTPUT]).absolute().parent / NAME)
         from outlast.storage import store
@@ -78,7 +78,7 @@ class Cache:
         return cls(machine.writable(environ) / "compiled" / digest, store.open_(url))
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The variables that make compilers use the cache, except those that are set already."""
+        """Return the variables that make compilers use the cache, except those that are set already."""
         return {name: str(self.directory / below) for name, below in VARIABLES.items() if name not in environ}
 
     def fetch(self, stop: threading.Event) -> int:
@@ -139,7 +139,7 @@ class Cache:
 
 
 def _linked(path: Path) -> bool:
-    """Whether a file, if it is a library, is complete: GNU's linker, which inductor runs, writes the first bytes last."""
+    """Return whether a file, if it is a library, is complete: GNU's linker, which inductor runs, writes the first bytes last."""
     if path.suffix != ".so":
         return True
     with path.open("rb") as file:

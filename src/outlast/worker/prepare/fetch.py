@@ -90,7 +90,8 @@ def look(url: str, field: str) -> Listing:
 
 
 def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
-    """The entries without directory markers: consoles create empty objects `directory/`, which are listed without the slash."""
+    """Return the entries without directory markers: consoles create empty objects `directory/`, which are listed without the
+    slash."""
     empty = (pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
     absent = set()
     with contextlib.closing(pool.work(empty, threading.Event())) as outcomes:

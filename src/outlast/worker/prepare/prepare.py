@@ -101,12 +101,12 @@ def _check_remote(places: Sequence[tuple[str, str]], script: str | None, pins: P
 
 
 def _layered(job: spec.Job) -> bool:
-    """Whether the job has an environment with packages of its own."""
+    """Return whether the job has an environment with packages of its own."""
     return bool(job.spec.environment.requirements or job.spec.environment.conda)
 
 
 def _runs(job: spec.Job) -> str:
-    """The job's entry point in its code: a script's path, or a module's top-level package."""
+    """Return the job's entry point in its code: a script's path, or a module's top-level package."""
     return job.spec.script or str(job.spec.module).partition(".")[0]
 
 
@@ -240,7 +240,7 @@ class Preparation:
 
 
 def _copied_at_submission(code: str) -> bool:
-    """Whether code was copied to this machine at submission, because it is in neither a store nor a ConfigMap."""
+    """Return whether code was copied to this machine at submission, because it is in neither a store nor a ConfigMap."""
     path = spec.local(spec.pinned(code)[0])
     return path is not None and Path(Pod.SHIPPED) not in path.parents
 
@@ -270,7 +270,7 @@ def evaluate(job: spec.Job, environ: dict[str, str], args: Sequence[str], *, say
 
 
 def command(job: spec.Job, environ: Mapping[str, str]) -> list[str]:
-    """The training command for `launch.rank`, with each `$(NAME)` in an argument replaced from the environment, as in
+    """Return the training command for `launch.rank`, with each `$(NAME)` in an argument replaced from the environment, as in
     Kubernetes."""
     args = [substitution.replaced(arg, environ) for arg in job.spec.args]
     if job.spec.module:

@@ -78,7 +78,7 @@ def check(environment: spec.Environment, code: Path | None = None) -> None:
 
 
 def frozen(environment: spec.Environment, directory: Path) -> spec.Environment:
-    """The environment with a copy of its file in `directory`, so that editing the original does not change the run."""
+    """Return the environment with a copy of its file in `directory`, so that editing the original does not change the run."""
     path = _file(environment, None)
     if path is None:
         return environment
@@ -130,7 +130,7 @@ def make(
 
 
 def finds(made: Made, package: str, code: Path, environ: Mapping[str, str]) -> bool:
-    """Whether the environment's Python finds a module from the code's directory."""
+    """Return whether the environment's Python finds a module from the code's directory."""
     look = "import importlib.util, sys; sys.path.insert(0, sys.argv[1]); sys.exit(not importlib.util.find_spec(sys.argv[2]))"
     argv = [made.python, "-c", look, str(code), package]
     return subprocess.run(argv, env={**environ, **made.variables}, capture_output=True, check=False).returncode == 0
@@ -203,7 +203,7 @@ class _Venv:
 
 
 def _below() -> list[Path]:
-    """The site-packages of our own Python."""
+    """Return the site-packages of our own Python."""
     user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     return [Path(directory) for directory in (*user, *site.getsitepackages()) if os.path.isdir(directory)]
 
@@ -214,7 +214,7 @@ def _uv(environ: Mapping[str, str]) -> str | None:
 
 
 def _pip(python: str, shell: Shell, name: str) -> list[str]:
-    """The pip command for another Python: our pip, or its own from ensurepip."""
+    """Return the pip command for another Python: our pip, or its own from ensurepip."""
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip", "--python", python]
     shell.run([python, "-m", "ensurepip"], name)
@@ -288,7 +288,7 @@ def _conda_tool(environ: Mapping[str, str]) -> str:
 
 
 def _conda_file(path: Path) -> dict[str, Any]:
-    """A conda environment file, with its requirements for pip flattened."""
+    """Return a conda environment file, with its requirements for pip flattened."""
     field = "environment.conda"
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
@@ -311,7 +311,7 @@ def _conda_file(path: Path) -> dict[str, Any]:
 
 
 def _package(cache: Path) -> Path:
-    """A directory that contains only a link to our package, for use in the PYTHONPATH of other Pythons."""
+    """Return a directory that contains only a link to our package, for use in the PYTHONPATH of other Pythons."""
     package = Path(outlast.__file__).resolve().parent
     directory = cache / "outlast" / hashlib.sha256(str(package).encode()).hexdigest()[:16]
     link = directory / "outlast"

@@ -32,17 +32,17 @@ class Requirements:
     """Local packages, which are installed from their files on this machine."""
 
     def names(self, package: str) -> bool:
-        """Whether a package is required by name."""
+        """Return whether a package is required by name."""
         normal = re.sub(r"[-_.]+", "-", package).lower()
         names = (re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line) for line in (*self.lines, *self.constraints))
         return any(name and re.sub(r"[-_.]+", "-", name[0]).lower() == normal for name in names)
 
     def hashed(self) -> bool:
-        """Whether pip runs in hash-checking mode, in which every requirement needs a hash."""
+        """Return whether pip runs in hash-checking mode, in which every requirement needs a hash."""
         return any("--hash=" in line or line == "--require-hashes" for line in self.lines)
 
     def fingerprint(self) -> list[object]:
-        """A value that changes if an environment made from these requirements would change."""
+        """Return a value that changes if an environment made from these requirements would change."""
         return [self.lines, self.constraints, [list(_stat(path)) for path in self.paths]]
 
     def write(self, path: Path) -> Path:

@@ -51,7 +51,7 @@ class Thing:
 
 
 def cache(environ: Mapping[str, str]) -> Path:
-    """The cache directory of this machine."""
+    """Return the cache directory of this machine."""
     if given := environ.get(Env.CACHE):
         return Path(given).expanduser()
     home = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -103,7 +103,7 @@ def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mappin
 
 
 def _still(home: Path) -> bool:
-    """Whether the process that fetches a shard has stopped writing, e.g. because of SIGSTOP."""
+    """Return whether the process that fetches a shard has stopped writing, e.g. because of SIGSTOP."""
     newest = home.stat().st_mtime
     for path in home.iterdir():
         with contextlib.suppress(FileNotFoundError):

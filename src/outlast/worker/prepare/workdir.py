@@ -61,7 +61,7 @@ def forget_code(directory: Path) -> None:
 
 
 def listed(directory: Path) -> dict[str, tuple[int, int] | None]:
-    """The record written by `note_code`; empty if it cannot be read."""
+    """Return the record written by `note_code`; empty if it cannot be read."""
     try:
         record = json.loads((directory / _FILES).read_text())
         return {name: tuple(stat) if stat else None for name, stat in record.items()}
@@ -93,7 +93,8 @@ class Results:
         """Paths that this pass holds back, and their directories."""
 
     def skipped(self, path: str) -> bool:
-        """Whether a path in the output is in the working directory but is not a result: code, hidden files or compiled files."""
+        """Return whether a path in the output is in the working directory but is not a result: code, hidden files or compiled
+        files."""
         first, _, inside = path.partition("/")
         if first != contract.WORK:
             return False
@@ -120,8 +121,8 @@ class Results:
             self._read_at, self._listed = mtime_ns, listed(self._output / contract.WORK)
 
     def expired(self, path: str) -> bool:
-        """Whether a missing result belongs to a checkpoint that the script has deleted in favour of a later one in the store. A
-        checkpoint that this pass holds back is not in the store."""
+        """Return whether a missing result belongs to a checkpoint that the script has deleted in favour of a later one in the
+        store. A checkpoint that this pass holds back is not in the store."""
         *above, name = path.split("/")
         numbered = [(place, step) for place, part in enumerate(above) if (step := plain_scripts.step_of(part)) is not None]
         of_file = plain_scripts.step_of_file(name)[1]
@@ -186,7 +187,7 @@ class Results:
 
 
 def generation(output: Path) -> int:
-    """The last generation whose rank 0 worked in this output, or whose files were fetched; 0 if there is none."""
+    """Return the last generation whose rank 0 worked in this output, or whose files were fetched; 0 if there is none."""
     try:
         return int((output / contract.WORK / contract.WORKED).read_text())
     except (OSError, ValueError):
@@ -201,8 +202,8 @@ def _in_store(place: Store) -> int:
 
 
 def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
-    """Whether to push the files here: rank 0 of this pod's generation works here, and no later generation has pushed. On one
-    machine all workers share the directory. Raises StoreError."""
+    """Return whether to push the files here: rank 0 of this pod's generation works here, and no later generation has pushed. On
+    one machine all workers share the directory. Raises StoreError."""
     here = generation(output)
     if not here:
         return False
@@ -262,7 +263,7 @@ def _set_aside(directory: Path, run: str) -> None:
 
 
 def _sources(code: Path) -> dict[str, Path] | None:
-    """The files and links of code by name, without `tree.NEVER`; None if they are too large to copy."""
+    """Return the files and links of code by name, without `tree.NEVER`; None if they are too large to copy."""
     sources: dict[str, Path] = {}
     size = 0
     for above, names, inside in os.walk(code):
@@ -283,8 +284,8 @@ def _inside(path: str) -> bool:
 
 
 def saves_itself(output: Path, place: Store) -> bool:
-    """Whether the script also saves on this worker, although rank 0 is elsewhere: it has saved here since the store's files were
-    written. Raises StoreError."""
+    """Return whether the script also saves on this worker, although rank 0 is elsewhere: it has saved here since the store's
+    files were written. Raises StoreError."""
     try:
         return plain_scripts.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
     except Missing:

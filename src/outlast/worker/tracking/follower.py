@@ -74,7 +74,7 @@ class Session:
         self._received = b""
 
     def ending(self, timeout_s: float) -> Ending | None:
-        """The final message; None if the session has not ended within `timeout_s`."""
+        """Return the final message; None if the session has not ended within `timeout_s`."""
         if self._ending is None:
             if os.getppid() != self._parent:
                 self._ending = self._orphaned
@@ -156,7 +156,7 @@ def follow(output: Path, directory: Path, session: Session, environ: Mapping[str
 
 
 def lost(forwarder: Forwarder) -> str:
-    """A sentence about the metrics that a tracker lacks when we end; empty if it lacks none."""
+    """Return a sentence about the metrics that a tracker lacks when we end; empty if it lacks none."""
     what = forwarder.missing()
     why = forwarder.problem.removeprefix(f"{forwarder.sink.title}: ") or "there was no time"
     lacks = f"{what} of the metrics are not there" if what else "it does not know how the run has ended"
@@ -164,7 +164,7 @@ def lost(forwarder: Forwarder) -> str:
 
 
 def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
-    """The trackers that the environment requests."""
+    """Return the trackers that the environment requests."""
     requested = settings(environ)
     trackers: list[Sink] = []
     if requested.tensorboard:
@@ -178,8 +178,8 @@ def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
 
 
 def identity(output: Path) -> str:
-    """An id for a run that has none, under plain python and torchrun. It is stored beside the checkpoints: without checkpoints a
-    run begins again, and is a new run."""
+    """Return an id for a run that has none, under plain python and torchrun. It is stored beside the checkpoints: without
+    checkpoints a run begins again, and is a new run."""
     path = output / contract.CHECKPOINTS / ".tracking"
     try:
         return path.read_text()

@@ -41,7 +41,7 @@ class Forwarder(threading.Thread):
         self._ending = threading.Event()
         self._status: Status | None = None
         self.complete = False
-        """Whether everything, including the end, has arrived in the tracker."""
+        """True if everything, including the end, has arrived in the tracker."""
 
     def forward(self) -> None:
         """Send everything new. Raises the sink's exceptions; the next call then opens it again."""
@@ -108,7 +108,7 @@ class Forwarder(threading.Thread):
             self._changed()
 
     def missing(self) -> str:
-        """The steps that have not arrived, as text; empty if none are missing as far as we know."""
+        """Return the steps that have not arrived, as text; empty if none are missing as far as we know."""
         reader = lines.Reader(self._reader.path)
         lost: set[int] = set()
         with contextlib.suppress(OSError):
@@ -121,7 +121,7 @@ class Forwarder(threading.Thread):
 
 
 def sentence(error: BaseException) -> str:
-    """The first line of an error's message, without the inner errors that HTTP libraries add, and without passwords."""
+    """Return the first line of an error's message, without the inner errors that HTTP libraries add, and without passwords."""
     text = url_logins.hidden(str(error).strip().partition("\n")[0] or repr(error))
     if "Connection refused" in text or "NewConnectionError" in text:
         return "connection refused"

@@ -36,8 +36,8 @@ def same(name: str) -> str:
 
 
 def points(lines: bytes, position: Mapping[str, int], rename: Callable[[str], str] = same) -> list[Point]:
-    """The values in `lines` that are new at `position`, in order; each step of a name occurs once. `rename` maps a name to one
-    that the tracker accepts."""
+    """Return the values in `lines` that are new at `position`, in order; each step of a name occurs once. `rename` maps a name to
+    one that the tracker accepts."""
     last = dict(position)
     new = []
     for line in lines.splitlines():
@@ -69,7 +69,7 @@ class PositionFile:
         self._position: Position = {}
 
     def read(self) -> Position:
-        """The position in the file; empty if it is missing or damaged."""
+        """Return the position in the file; empty if it is missing or damaged."""
         try:
             self._position = dict(json.loads(self._path.read_text()))
         except (OSError, ValueError, TypeError):
@@ -92,8 +92,8 @@ class Reader:
         """The last line before the offset. Lines contain the time, so a replaced file has another line there."""
 
     def read(self) -> bytes:
-        """The next complete lines, about `BLOCK` bytes at most; empty if there are none. Returns the same lines until `commit`.
-        Raises OSError."""
+        """Return the next complete lines, about `BLOCK` bytes at most; empty if there are none. Returns the same lines until
+        `commit`. Raises OSError."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:

@@ -92,8 +92,8 @@ class MLflow:
         return str(self._client.create_experiment(self._experiment))
 
     def _ensure_run(self, experiment: str, tag: str, value: str, tags: Mapping[str, str]) -> str:
-        """The id of the run with this tag, created if missing. Run and tag are created in one request, so there is never a second
-        run with the tag."""
+        """Return the id of the run with this tag, created if missing. Run and tag are created in one request, so there is never a
+        second run with the tag."""
         if runs := self._client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1):
             return str(runs[0].info.run_id)
         return str(self._client.create_run(experiment, run_name=self._run.name, tags={tag: value, **tags}).info.run_id)

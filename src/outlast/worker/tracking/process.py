@@ -38,7 +38,7 @@ class Follower:
         self._looked, self._problem = time.monotonic(), ""
 
     def news(self) -> str | None:
-        """The trackers' problem if it has changed, "" when they work again. None in most calls, which cost nothing."""
+        """Return the trackers' problem if it has changed, "" when they work again. None in most calls, which cost nothing."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return None
@@ -90,7 +90,7 @@ class Trackers:
             log.warning("outlast: %s", self.problem)
 
     def news(self) -> dict[str, str]:
-        """A new warning for the progress record; empty in most calls, which cost nothing."""
+        """Return a new warning for the progress record; empty in most calls, which cost nothing."""
         self.follow()
         if self._follower is None or (problem := self._follower.news()) is None:
             return {}
@@ -108,7 +108,8 @@ class Trackers:
 
 
 def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> tuple[Status | None, bool]:
-    """The status of a run for its trackers, and whether it continues. `error` is the exception that ended its session, if any.
+    """Return the status of a run for its trackers, and whether it continues. `error` is the exception that ended its session, if
+    any.
 
     `restarted`: whether Outlast, rather than this process, decides if a failed run has ended.
     """
@@ -120,7 +121,7 @@ def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> t
 
 
 def problem(directory: Path) -> str:
-    """The problem that the follower currently reports; empty if there is none."""
+    """Return the problem that the follower currently reports; empty if there is none."""
     try:
         return (directory / PROBLEM).read_text()
     except OSError:

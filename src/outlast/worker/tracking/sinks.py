@@ -40,13 +40,13 @@ class Run:
 
     @classmethod
     def of(cls, output: Path, id: str, environ: Mapping[str, str]) -> Run:
-        """The run of a process with this environment."""
+        """Return the run of a process with this environment."""
         job = environ.get(Env.JOB, "")
         place = environ.get(Env.STORE) or str(output.absolute())
         return cls(id, job or output.absolute().name, job, output, place.rstrip("/"))
 
     def checkpoints(self) -> dict[str, str]:
-        """The places of the committed checkpoints, by name."""
+        """Return the places of the committed checkpoints, by name."""
         try:
             commits = sorted((self.output / contract.CHECKPOINTS).glob(f"step-*/{contract.COMMIT}"))
         except OSError:
@@ -68,7 +68,7 @@ class Sink(Protocol):
         """Find or create the run in the tracker. Returns the last step of each name that the tracker has."""
 
     def rename(self, name: str) -> str:
-        """The name under which the tracker stores a value."""
+        """Return the name under which the tracker stores a value."""
 
     def send(self, points: Sequence[Point]) -> None:
         """Add values. They have arrived in the tracker when this call returns."""
@@ -84,12 +84,12 @@ class Sink(Protocol):
 
 
 def text(value: Any) -> str:
-    """A setting as text: strings unchanged, everything else as JSON."""
+    """Return a setting as text: strings unchanged, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The parameters in a file; empty if it is missing or damaged."""
+    """Return the parameters in a file; empty if it is missing or damaged."""
     try:
         parameters = json.loads(path.read_bytes())
     except (OSError, ValueError):
