@@ -43,8 +43,8 @@ def report(cluster: Cluster) -> goodput.Goodput:
     """What `outlast report` makes of the ledger in the store and of what the cluster shows."""
     status = shown.status(shown.Snapshot("train", cluster.job))
     entries = shown.entries(cluster.job, status)
-    stored = ledger.Events([]).and_(cluster.ledger).and_(cluster.noted)
-    return goodput.buckets(stored.and_(entries), cluster.now if status.state.active else None)
+    stored = ledger.Events([]).merged(cluster.ledger).merged(cluster.noted)
+    return goodput.buckets(stored.merged(entries), cluster.now if status.state.active else None)
 
 
 def test_all_that_happens_to_a_job_is_one_account_which_everybody_shows() -> None:

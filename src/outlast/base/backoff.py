@@ -1,7 +1,8 @@
-"""Backoff between retries, and requests that are retried until they succeed or time out. All retries take their pauses from this
-module: `exponential` lengthens a pause with each failure, and `jittered` spreads clients that failed at the same moment. obstore
-and botocore retry by themselves, for up to half of the timeout; `retried` covers the remaining cases: writes whose answer was
-lost, bodies that end early, conflicts.
+"""Backoff between retries, and requests that are retried until they succeed or time out.
+
+All retries take their pauses from this module: `exponential` lengthens a pause with each failure, and `jittered` spreads clients
+that failed at the same moment. obstore and botocore retry by themselves, for up to half of the timeout; `retried` covers the
+remaining cases: writes whose answer was lost, bodies that end early, conflicts.
 
 tenacity and stamina would replace some 25 lines. They cannot be interrupted by a signal while a library waits, and they draw
 jitter from Python's shared generator, whose state belongs to the training script: a script that seeds it would train with other

@@ -1,1 +1,1 @@
-"""A job as data: its file, its status, its ledger and report, its code, and the names that all processes agree on."""
+"""A job as data: its file, its status, its ledger and report, its code, and the contract between its processes."""

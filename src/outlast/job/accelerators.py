@@ -1,7 +1,7 @@
-"""The accelerators that Outlast knows, one row each. Pure.
+"""Table of the supported accelerators. Pure.
 
-A new accelerator is one row of `TABLE`. Only if torch's module for it differs from `torch.cuda`, it also needs a class in
-`training.device`.
+A new accelerator is one row of `TABLE`. It also needs a class in `training.device`, but only if torch's module for it differs
+from `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Accelerator:
     resource: str
     """Kubernetes resource that the device plugin offers, and the taint of nodes reserved for it."""
     name: str = ""
-    """Short name in job files. If it is empty, job files name the resource."""
+    """Short name in job files. If the name is empty, job files contain the resource."""
     about: str = ""
     """Meaning of the short name, if that is not obvious."""
     others: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Accelerator:
     backend: str = ""
     """Backend of torch.distributed for collectives between such devices."""
     package: str = ""
-    """Python package that adds the device to torch. Empty if torch itself knows it."""
+    """Python package that adds the device to torch; empty if torch supports the device itself."""
     files: str = ""
     """Pattern of the device files in /dev. The part that `[0-9]*` matches names the device."""
     visible: str = ""
@@ -38,9 +38,9 @@ class Accelerator:
     query: tuple[str, ...] = ()
     """Command that prints the model of each device on this machine, one per line."""
     vendor: str = ""
-    """Name of the vendor, for messages."""
+    """Vendor's name, for messages."""
     label: str = ""
-    """Label, with the value `true`, of nodes that have such devices, even if no device plugin offers them."""
+    """Label with the value `true` on nodes that have these devices, even if no device plugin offers them."""
 
 
 TABLE = (
@@ -77,7 +77,7 @@ NAMED = tuple(row for row in TABLE if row.name)
 RESOURCES = {row.name: row.resource for row in NAMED}
 """Kubernetes resources by short name."""
 DEVICES = {row.device: row for row in TABLE if row.device}
-"""One row for each device type of torch."""
+"""Rows by device type of torch."""
 LIBRARIES = tuple(row.backend for row in DEVICES.values() if row.backend != row.device)
 """Libraries for collectives. An error that names such a library comes from a collective; an error that names a device may be
 any error."""
@@ -91,11 +91,11 @@ def resource(name: str) -> str:
 
 
 def described() -> str:
-    """Return the short names, as listed in the reference of the job file."""
+    """Return the list of short names for the reference of the job file."""
     return ", ".join(f"`{row.name}`{f' ({row.about})' if row.about else ''}" for row in NAMED)
 
 
-def known(resource: str) -> bool:
+def is_accelerator(resource: str) -> bool:
     """Return whether a resource of a node or a pod is an accelerator or part of one."""
     return any(fnmatch.fnmatchcase(resource, pattern) for row in TABLE for pattern in (row.resource, *row.others))
 

@@ -1,8 +1,8 @@
-"""The interface to the places where jobs run, behind `outlast run`, `status`, `scale` and the other verbs.
+"""The interface to the places where jobs run, used by `outlast run`, `status`, `scale` and the other verbs.
 
-The command line and `outlast.job.chaos` know only this Protocol; `cli.which` finds the implementation. `outlast.local.backend`
-runs workers as child processes of this machine, `outlast.kubernetes.jobs.backend` as pods of a cluster. Every method raises
-`OutlastError`: `NotFound` for an unknown name, `AlreadyRunning` for a job that is running.
+The command line and `outlast.job.chaos` depend only on this Protocol; `cli.which` chooses the implementation.
+`outlast.local.backend` runs workers as child processes on this machine, `outlast.kubernetes.jobs.backend` as pods in a cluster.
+Every method may raise `OutlastError`: `NotFound` for an unknown name, `AlreadyRunning` for a job that is running.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Backend(Protocol):
     poll_s: float
     """Poll interval for the status of a job, in seconds."""
     notices: list[str]
-    """Notes for the user about the job that was submitted or resumed last."""
+    """Notes for the user about the most recently submitted or resumed job."""
 
     def submit(
         self,
@@ -47,34 +47,34 @@ class Backend(Protocol):
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Start a job, or continue its run unless that is complete; returns the run's id.
+        """Start a job, or continue its run if the run is incomplete, and return the run's id.
 
-        `source` is the job file, or the script given instead of one; relative paths in the job start from its directory. With
-        `fresh` the run starts from the beginning. With `take_over` it is taken over from a machine that trains it now;
-        otherwise, if that machine may be dead, the call waits to find out and reports this to `say`. `command` is the command
-        that runs the job again, unless that is `outlast run SOURCE`. `chaos` is a schedule of faults to inject (see
+        `source` is the job file or script; relative paths in the job start from its directory. With `fresh`, the run starts from
+        the beginning. With `take_over`, this machine takes the run over from another machine that is training it. Without
+        `take_over`, if that machine may be dead, the call waits for proof and reports this to `say`. `command` is the command
+        that runs the job again, if it is not `outlast run SOURCE`. `chaos` is a schedule of faults to inject (see
         `outlast.job.chaos`). From now on, `status` returns the status of this run. Raises AlreadyRunning.
         """
 
     def ensure(self, name: str) -> bool:
-        """Restart the process that drives an active job if that process is gone; returns whether it was gone. In a cluster,
-        controllers drive the job, and nothing is done."""
+        """Restart the process that drives an active job if that process is gone, and return whether it was gone. Does nothing in
+        a cluster, where controllers drive the job."""
 
     def list(self) -> Sequence[JobStatus]:
-        """Return all jobs, the newest last."""
+        """Return the status of every job, the newest last."""
 
     def status(self, name: str) -> JobStatus:
         """Return the current status of a job."""
 
     def scale(self, name: str, replicas: int) -> None:
-        """Change the number of workers; training saves, and a new world forms."""
+        """Change the number of workers. Training saves, and a new world forms."""
 
     def steer(self, name: str, verb: str) -> None:
         """Carry out a verb without parameters.
 
-        `suspend` saves and releases the workers until `resume`, which continues any job that has not succeeded, as it was
-        submitted. `cancel` ends the run; its checkpoints stay, and `submit` continues from them. `interrupt` saves and stops the
-        run, `kill` ends all its processes at once.
+        `suspend` saves and releases the workers. `resume` continues any job that has not succeeded, as it was submitted. `cancel`
+        ends the run; its checkpoints stay, and `submit` continues from them. `interrupt` saves and stops the run; `kill` ends all
+        its processes at once.
         """
 
     def logs(
@@ -89,13 +89,14 @@ class Backend(Protocol):
     ) -> Iterator[LogLine]:
         """Return the log lines of one worker, or of all workers, merged.
 
-        `tail` is the number of lines of each worker to begin with, counted from the end: with 0, only lines written from now on.
-        `since_s` leaves out lines older than this many seconds, if lines have times. `follow` waits for a job that has not
-        started, calling `say`, and ends when the job does.
+        `tail` limits the existing lines to the last ones of each worker; 0 returns only lines written from now on. `since_s`
+        skips lines older than this many seconds, if lines have times. `follow` waits for a job that has not started, calling
+        `say`, and ends when the job does.
         """
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        """Inject one of `chaos.ACTIONS` into a worker (None: one that `rng` picks); returns a sentence about it."""
+        """Inject one of `chaos.ACTIONS` into a worker, and return a sentence about the fault. If `worker` is None, `rng` picks
+        it."""
 
     def output(self, name: str) -> Path | str:
         """Return the place of the job's output (checkpoints, logs, ledger): a directory on this machine, or a description of
@@ -105,4 +106,4 @@ class Backend(Protocol):
         """Return the ledger of the job's run in order of time; may be iterated more than once."""
 
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
-        """Run the job's module with `--evaluate` and `args` in one process, in the foreground; returns its exit code."""
+        """Run the job's module with `--evaluate` and `args` in one foreground process, and return its exit code."""

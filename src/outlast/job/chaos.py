@@ -1,4 +1,4 @@
-"""Fault injection: kinds of faults, and schedules of them.
+"""Fault injection: kinds of faults, and their schedules.
 
 `outlast chaos` injects one fault, once or repeatedly; `outlast run --chaos FILE` and `outlast chaos FILE` carry out a schedule, a
 YAML list such as
@@ -6,7 +6,7 @@ YAML list such as
     - {step: 40, do: kill-worker, worker: 1}
     - {at: 20s, do: kill-process, worker: random}
 
-The backend injects the fault. Random choices come from a seed, so that the same command injects the same faults.
+The backend injects the fault. Random choices come from a seed, so that repeating a command injects the same faults.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ ACTIONS = {
     "term": "SIGTERM a worker, as when its machine is taken away",
     "evict": "evict a worker's pod, as draining its node does; on this machine the same as term",
 }
-"""The faults. In a cluster, kill-worker deletes the pod without a grace period, and term with one."""
+"""Faults with their descriptions. In a cluster, kill-worker deletes the pod without a grace period, and term with its grace
+period."""
 SLOW = (20, 0.4, 0.1)
 """Parameters of `slow`: number of stops, seconds stopped, seconds running in between."""
 
 _POLL_S = 0.05
-"""Poll interval for jobs on this machine."""
+"""Poll interval for jobs on this machine, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault. It is due once `at` and `step` have been reached, if they are given."""
+    """One fault. It is due once the job has reached `at` and `step`, as far as they are given."""
 
     do: str
     """One of `ACTIONS`."""
@@ -55,19 +56,19 @@ class Fault:
     step: int | None = None
 
     def due(self, elapsed: timedelta, step: int) -> bool:
-        """Return whether to inject the fault now."""
+        """Return whether to inject the fault at this time and step."""
         return (self.at is None or elapsed >= self.at) and (self.step is None or step >= self.step)
 
 
 def check(action: str) -> str:
-    """Return the action, if it exists; raises OutlastError otherwise."""
+    """Return the action if it exists; raise OutlastError otherwise."""
     if action not in ACTIONS:
         raise OutlastError(f"no fault {action!r}; choose one of {', '.join(ACTIONS)}")
     return action
 
 
 def load(path: Path) -> tuple[Fault, ...]:
-    """Return the schedule in a file; raises OutlastError with every mistake in it."""
+    """Read a schedule from a file. Raises OutlastError with all its mistakes."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -78,7 +79,7 @@ def load(path: Path) -> tuple[Fault, ...]:
 
 
 def parse(text: str, *, source: str = "chaos.yaml") -> tuple[Fault, ...]:
-    """Return the schedule in a YAML text; raises OutlastError with every mistake in it."""
+    """Read a schedule from YAML text. Raises OutlastError with all its mistakes."""
     import yaml
 
     try:
@@ -134,8 +135,8 @@ def _is_count(value: object) -> bool:
 
 
 def seed(faults: Sequence[Fault]) -> random.Random:
-    """Return a random generator for a schedule; equal schedules get equal generators. The seed is a fixed text and not a repr, so
-    that renaming a class does not change the sequence."""
+    """Return a random generator for a schedule, seeded by its content. The seed is a fixed text instead of a repr, so that
+    renaming a class does not change the sequence."""
     texts = [f"Strike(do={fault.do!r}, worker={fault.worker!r}, at={fault.at!r}, step={fault.step!r})" for fault in faults]
     return random.Random(f"({', '.join(texts)}{',' if len(texts) == 1 else ''})")
 
@@ -148,7 +149,7 @@ def play(
     *,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[str]:
-    """Inject every fault of a schedule once, when it is due; yields a sentence for each.
+    """Inject every fault of a schedule once, when it is due, and yield a sentence about each.
 
     Stops after the last fault, or when the run stops or is replaced. Calls `say` when a cluster does not answer.
     """
@@ -172,7 +173,7 @@ def repeat(
     rng: random.Random,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[str]:
-    """Inject the same fault at an interval, beginning now; yields a sentence for each.
+    """Inject the same fault at an interval, beginning now, and yield a sentence about each.
 
     Stops after `times` faults, or when the run stops or is replaced.
     """
@@ -189,12 +190,12 @@ def repeat(
 
 
 def _pause_s(backend: Backend) -> float:
-    """Poll interval: short for this machine, the backend's own for a cluster."""
+    """Return the poll interval in seconds: a short one for this machine, the backend's for a cluster."""
     return _POLL_S if backend.poll_s < 1 else backend.poll_s
 
 
 def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -> JobStatus | None:
-    """Return the status of the run; None once the run has stopped, or another run, which must not be harmed, has taken its
+    """Return the status of the run. Returns None once the run has stopped or a later run, which must not be harmed, has its
     name."""
     try:
         status = backoff.until_answered(lambda: backend.status(name), say, every_s=_pause_s(backend))
@@ -204,7 +205,7 @@ def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -
 
 
 def _attempt(backend: Backend, name: str, fault: Fault, rng: random.Random) -> str:
-    """Inject one of several faults. If a fault has no target, e.g. while workers restart, the schedule goes on."""
+    """Inject one of several faults. A fault without a target, e.g. while workers restart, does not end the schedule."""
     try:
         return backend.chaos(name, fault.do, worker=fault.worker, rng=rng)
     except OutlastError as error:

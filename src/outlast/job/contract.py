@@ -18,7 +18,7 @@ GROUP = "outlast.dev"
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of a worker (and of a training process that uses Outlast)."""
+    """Exit codes of a worker, and of a training process that uses Outlast."""
 
     DONE = 0
     FAILED = 1
@@ -27,11 +27,11 @@ class Exit(enum.IntEnum):
     MISCONFIGURED = 78
     """The configuration is wrong: a restart cannot help (EX_CONFIG)."""
     GIVEN_UP = 79
-    """The restarts of the job are used up: a controller that counts failed pods must not restart it."""
+    """The job has used up its restarts: a controller that counts failed pods must not restart it."""
 
 
 def exit_code(status: int) -> int:
-    """Return the exit code of a process as a shell reports it: `-9`, Python's code for signal 9, becomes 137."""
+    """Convert Python's exit status of a process to the exit code that a shell reports: `-9`, for signal 9, becomes 137."""
     return 128 - status if status < 0 else status
 
 
@@ -49,13 +49,13 @@ def signal_name(number: int) -> str:
 
 
 class FailureCause(enum.StrEnum):
-    """Machine-readable cause of a worker's failure; the sentence beside it is for people."""
+    """Machine-readable cause of a worker's failure; the accompanying sentence is for people."""
 
     UNKNOWN = ""
-    """Not reported, or a cause that only another version of Outlast knows."""
+    """Not reported, or reported by another version of Outlast with an unknown cause."""
     OUT_OF_MEMORY = "oom"
     DISK_FULL = "disk"
-    """The script ran out of disk space: an immediate retry would fail, too, but there may be space again later."""
+    """The script ran out of disk space: an immediate retry would fail, too, but a later one may find space."""
     HANG = "hang"
     """The process was killed because it hung."""
 
@@ -65,7 +65,7 @@ class FailureCause(enum.StrEnum):
 
 
 class End(enum.StrEnum):
-    """Reason for the final end of a job; also the reason of its condition on Kubernetes, hence CamelCase."""
+    """Reason for the final end of a job. Also the reason of its condition on Kubernetes, hence CamelCase."""
 
     UNKNOWN = ""
     SUCCEEDED = "JobSucceeded"
@@ -75,8 +75,8 @@ class End(enum.StrEnum):
     LIMIT = "BackoffLimitExceeded"
     """`restarts.limit` is used up."""
     POLICY = "PodFailurePolicy"
-    """The job's restartPolicy does not allow a restart after such a failure; the name is that of the reason in a Kubernetes
-    Job."""
+    """The job's restartPolicy does not allow a restart after this failure. The value is the reason that a Kubernetes Job
+    reports."""
     DEADLINE = "DeadlineExceeded"
     STARTUP_DEADLINE = "StartupDeadlineExceeded"
     INVALID = "InvalidJob"
@@ -91,27 +91,27 @@ class Env:
 
     JOB = "OUTLAST_JOB"
     RUN = "OUTLAST_RUN"
-    """Unique id of this run; two runs of one name never share a world."""
+    """Unique id of this run; two runs of the same name never share a world."""
     WORKER = "OUTLAST_WORKER"
     """Index of the worker, 0 ... max-1; not its rank."""
     GENERATION = "OUTLAST_GENERATION"
     """Generation of the world that trains; for the agent, the run's newest generation before this worker was started."""
     HELD = "OUTLAST_HELD"
-    """The newest completed step that any worker of the previous world is known to have had; 0 if none is known."""
+    """The newest step that any worker of the previous world is known to have completed; 0 if unknown."""
     ATTEMPT = "OUTLAST_ATTEMPT"
-    """Number of times that the members of the world have restarted its processes by themselves."""
+    """Number of times that the members of the world have restarted its processes without the coordinator."""
     LOST = "OUTLAST_LOST"
-    """For an elastic agent that replaces a killed one: generation, attempt and failure, as JSON."""
+    """Generation, attempt and failure as JSON, for an elastic agent that replaces a killed one."""
     PARENT = "OUTLAST_PARENT"
-    """Process id of the elastic agent; once the agent is gone, its training processes must not start."""
+    """Process id of the elastic agent. Once the agent is gone, its training processes must not start."""
     NEEDED = "OUTLAST_NEEDED"
-    """`1` for an elastic agent without which no world can be formed."""
+    """`1` for an elastic agent that every world needs."""
     DATA = "OUTLAST_DATA"
-    """Directory of the job's dataset; if there are several, the directory that contains them all."""
+    """Directory of the job's dataset, or the parent directory of several datasets."""
     MODELS = "OUTLAST_MODELS"
-    """Directory that contains the job's models, each under its name."""
+    """Directory of the job's models, each in a subdirectory with its name."""
     OUTPUT = "OUTLAST_OUTPUT"
-    """The job's output directory: `checkpoints/`, `logs/`, `ledger/` live in it."""
+    """The job's output directory, with `checkpoints/`, `logs/` and `ledger/`."""
     LEDGER = "OUTLAST_LEDGER"
     NOTICE = "OUTLAST_NOTICE"
     """Path of the notice file, which exists while this worker is asked to save and leave."""
@@ -132,19 +132,19 @@ class Env:
     ETCD_USER = "OUTLAST_ETCD_USER"
     ETCD_PASSWORD = "OUTLAST_ETCD_PASSWORD"
     CHECKPOINT_EVERY = "OUTLAST_CHECKPOINT_EVERY"
-    """How often to save: `300s` or `200 steps`."""
+    """Interval between checkpoints: `300s` or `200 steps`."""
     CHECKPOINT_KEEP = "OUTLAST_CHECKPOINT_KEEP"
     CHECKPOINT_BEST = "OUTLAST_CHECKPOINT_BEST"
-    """`2 min val_loss`: number of best checkpoints to keep, whether low or high values are best, and the metric; absent if none
-    are kept."""
+    """Number of best checkpoints to keep, `min` or `max` for the best value, and the metric: `2 min val_loss`. Absent if none are
+    kept."""
     MEMORY = "OUTLAST_CHECKPOINT_MEMORY"
     """Memory of a worker for snapshots: `auto`, `off`, or bytes; absent if an earlier version started the worker."""
     REPLICAS = "OUTLAST_CHECKPOINT_REPLICAS"
     """Number of other workers that hold a replica of state that only one rank has."""
     TENSORBOARD = "OUTLAST_TENSORBOARD"
-    """`1`: metrics are also written to TensorBoard event files in the output."""
+    """`1`: also write metrics to TensorBoard event files in the output."""
     MLFLOW = "OUTLAST_MLFLOW"
-    """URI of an MLflow server, or the path of its directory; `none`: no MLflow, even if MLFLOW_TRACKING_URI is set."""
+    """URI of an MLflow server, or the path of its directory; `none` disables MLflow even if MLFLOW_TRACKING_URI is set."""
     EXPERIMENT = "OUTLAST_EXPERIMENT"
     """Name of the experiment in MLflow, and of the project in Weights & Biases."""
 
@@ -152,9 +152,9 @@ class Env:
     JOB_FILE = "OUTLAST_JOB_FILE"
     """The job as submitted, with absolute paths."""
     CODE = "OUTLAST_CODE"
-    """Working directory of the command; code from an archive or a store is unpacked there."""
+    """Working directory of the command, where code from an archive or a store is unpacked."""
     SHARED = "OUTLAST_SHARED"
-    """Directory shared by the workers of one run on one machine; it records which code and data they use. Default: STATE."""
+    """Directory shared by the workers of one run on one machine, which records their code and data. Default: STATE."""
     CACHE = "OUTLAST_CACHE"
     """Directory shared by all jobs of a machine: data, models, environments. Default: `outlast` in $XDG_CACHE_HOME,
     else in ~/.cache."""
@@ -168,14 +168,14 @@ class Env:
     STORE = "OUTLAST_STORE"
     """URL of the job's output in a store; unset when the output is a directory."""
     STAY = "OUTLAST_STAY"
-    """`1`: when its run is over, this worker idles and never trains that run again (StatefulSets restart containers that
+    """`1`: after the end of its run, this worker idles and never trains that run again (StatefulSets restart containers that
     exit)."""
     ADDRESS = "OUTLAST_ADDRESS"
-    """Address by which other workers reach this one; default: 127.0.0.1, for workers on one machine."""
+    """Address at which other workers reach this one; default: 127.0.0.1, for workers on one machine."""
     NAMESPACE = "OUTLAST_NAMESPACE"
-    """Namespace of the pod, part of pod 0's host name in OUTLAST_RENDEZVOUS."""
+    """Namespace of the pod, and part of pod 0's host name in OUTLAST_RENDEZVOUS."""
     FRESH = "OUTLAST_FRESH"
-    """`1`: the run starts from the beginning, although another run of its output has not ended."""
+    """`1`: start the run from the beginning, although another run of its output has not ended."""
     POD = "OUTLAST_POD"
     """Name of the pod."""
     NODE = "OUTLAST_NODE"
@@ -184,10 +184,10 @@ class Env:
     ZONE = "OUTLAST_ZONE"
     """Failure domain of that node; empty if unknown. Replicas go to another zone if possible."""
     MEMBER = "OUTLAST_MEMBER"
-    """Uid of the pod, which distinguishes its reports on the Lease from those of an earlier pod of the same name. Only the
+    """Uid of the pod, which distinguishes its reports on the Lease from those of an earlier pod with the same name. Only the
     operator sets this variable."""
     OWNER = "OUTLAST_OWNER"
-    """Fencing token of this machine in the store of the run; a process that finds another token there is a zombie."""
+    """Fencing token of this machine in the store of the run. A process that finds another token there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
     """JSON list: the command that restarts the launcher when it cannot be reached."""
 
@@ -201,16 +201,16 @@ of the cache."""
 
 _S3_KEYS = "--from-literal=AWS_ACCESS_KEY_ID=... --from-literal=AWS_SECRET_ACCESS_KEY=..."
 S3_SECRET = f"kubectl create secret generic s3 {_S3_KEYS}, and secrets: [{{name: s3}}] in the job file"
-"""How to give pods credentials for S3 if their nodes have no role."""
+"""Commands that give pods credentials for S3 if their nodes have no role."""
 
 
 class Pod:
     """Paths and ports in a worker's pod."""
 
     TRAINER = "trainer"
-    """The container that runs the agent."""
+    """Container that runs the agent."""
     CONTAINER = "worker"
-    """The container of other pods: datasets, Spark, checks. It also runs the agent in pods of earlier versions."""
+    """Container of other pods: datasets, Spark, checks. Also runs the agent in pods of earlier versions."""
     AGENT = (TRAINER, CONTAINER)
     USER = 1000
     """User and group id of the pod's processes."""
@@ -218,12 +218,12 @@ class Pod:
     DATA = "/data"
     MODELS = "/models"
     OUTPUT = "/out"
-    """Directory above the outputs of jobs; the output of a job is `/out/<job>`."""
+    """Parent directory of the outputs of jobs: the output of a job is `/out/<job>`."""
     STATE = "/run/outlast"
     CACHE = "/var/cache/outlast"
     HOME = "/home/outlast"
     CONFIG = "/etc/outlast"
-    """Directory of the job file, and of the submitter's local files that the job names."""
+    """Directory of the job file, and of local files of the submitter that the job refers to."""
     JOB_FILE = "/etc/outlast/job.yaml"
     SHIPPED = "/etc/outlast-code"
     """Directory of a code archive that is mounted from a ConfigMap."""
@@ -239,11 +239,11 @@ class Label:
 
     JOB = f"{GROUP}/job"
     WORKER = f"{GROUP}/worker"
-    """Index of the worker, if each pod is created separately."""
+    """Index of the worker, on pods that are created one by one."""
     GENERATION = f"{GROUP}/generation"
     RUN = f"{GROUP}/run"
     DATASET = f"{GROUP}/dataset"
-    """Marks a Job that downloads a dataset instead of training."""
+    """Label of a Job that downloads a dataset instead of training."""
     SETTING = f"args.{GROUP}/"
     """Prefix of the names of arguments: `args.outlast.dev/batch: "128"`."""
 
@@ -261,22 +261,22 @@ class Annotation:
     JOB_FILE = f"{GROUP}/job-file"
     """On a pod that the operator creates: the job file as pods read it."""
     LEAVING_AT = f"{GROUP}/leaving-at"
-    """On a node that will be taken away, or a worker's pod that has to leave: the deadline, RFC 3339 in UTC."""
+    """On a node that is about to go away, or on a worker's pod that must leave: the deadline, RFC 3339 in UTC."""
     LEAVING_REASON = f"{GROUP}/leaving-reason"
-    """The reason, as one sentence, beside LEAVING_AT."""
+    """The reason as one sentence, together with LEAVING_AT."""
     CORDONED = f"{GROUP}/cordoned"
     """On a node that the node watcher has cordoned: `true`. A node that was already cordoned does not get this annotation, and
     stays cordoned."""
 
 
 class LeavingKind(enum.StrEnum):
-    """Values of the taint LEAVING: why a node will be taken away."""
+    """Values of the taint LEAVING: the reason why a node is about to go away."""
 
     SPOT = "spot"
     REBALANCE = "rebalance"
     MAINTENANCE = "maintenance"
     UNKNOWN = ""
-    """Not given, or a kind that only another version of Outlast knows."""
+    """Not given, or given by another version of Outlast with an unknown kind."""
 
     @classmethod
     def _missing_(cls, value: object) -> LeavingKind:
@@ -284,35 +284,34 @@ class LeavingKind(enum.StrEnum):
 
 
 LEAVING = f"{GROUP}/leaving"
-"""Key of the taint of a node that will be taken away, effect NoSchedule; its value is a `LeavingKind`."""
+"""Key of the taint on a node that is about to go away, effect NoSchedule. Its value is a `LeavingKind`."""
 
 
 LEASE_S = 30.0
-"""A member is considered dead when its Lease has not been renewed for this long."""
+"""Seconds without a renewal of its Lease after which a member is considered dead."""
 RENEW_S = 10.0
-"""Interval at which a member renews its Lease."""
+"""Seconds between two renewals of a member's Lease."""
 MESH_LEASE_S = 100.0
 MESH_RENEW_S = 30.0
-"""The same interval in worlds whose members watch each other: peers report a lost member at once."""
+"""The same two durations in worlds whose members watch each other: peers report a lost member at once."""
 RENEWALS_PER_S = 200
-"""Maximum number of renewals of one job per second: with many workers, Leases are renewed less often and last longer. Kubernetes
-is tested with 500 per second for its nodes."""
+"""Maximum number of Lease renewals of one job per second: with many workers, Leases are renewed less often and last longer.
+Kubernetes is tested with 500 per second for its nodes."""
 OPERATOR = "outlast-operator"
-"""The operator's Deployment, account, roles and leader lease."""
+"""Name of the operator's Deployment, account, roles and leader lease."""
 MANAGED_BY = f"{GROUP}/operator"
-"""Value of a job's `managedBy` that stands for the operator."""
+"""Value of a job's `managedBy` for the operator."""
 KUBERNETES = "kubernetes://"
-"""Scheme of the rendezvous endpoint if the operator coordinates; the name of the ElasticJob follows."""
+"""Scheme of the rendezvous endpoint if the operator coordinates, followed by the name of the ElasticJob."""
 ETCD = ("etcd://", "etcds://")
-"""Schemes of the endpoint if agents elect a coordinator through an etcd: plain, and with TLS."""
+"""Schemes of the endpoint if agents elect a coordinator through etcd: without and with TLS."""
 Backend = Literal["auto", "etcd", "c10d"]
 """Values of `rendezvous.backend` in a job file."""
 SCHEMES = {
     "c10d": {"": "c10d", "c10d": "c10d", "tcp": "c10d"},
     "etcd": {"": "etcd", "etcd": "etcd", "http": "etcd", "etcds": "etcds", "https": "etcds"},
 }
-"""For each backend, the schemes that `rendezvous.endpoint` may have, each with the scheme that it becomes in Env.RENDEZVOUS
-(see `rendezvous.transport`)."""
+"""Schemes of `rendezvous.endpoint` by backend, each with its replacement in Env.RENDEZVOUS (see `rendezvous.transport`)."""
 OPERATOR_NAMESPACE = "outlast-system"
 CLUSTER_DOMAIN = "cluster.local"
 """DNS domain of a cluster."""
@@ -329,12 +328,12 @@ def worker_name(job: str, index: int) -> str:
 
 
 LONGEST_NAME = LONGEST_HOST - len(worker_name("", MOST_WORKERS - 1))
-"""Maximum length of a job's name: the names of its pods are host names."""
+"""Maximum length of a job's name, since the names of its pods are host names."""
 
 EVALUATE = "--evaluate"
-"""The argument that makes a job's module evaluate its model instead of training it."""
+"""Argument that makes a job's module evaluate its model instead of training it."""
 EVALUATED = "--checkpoint="
-"""The checkpoint to evaluate: `--checkpoint=best` or `--checkpoint=1200`; without it the module decides."""
+"""Argument for the checkpoint to evaluate: `--checkpoint=best` or `--checkpoint=1200`. By default, the module decides."""
 
 # Below the output of a job
 CHECKPOINTS = "checkpoints"
@@ -344,17 +343,17 @@ METRICS = "metrics.jsonl"
 PARAMETERS = "parameters.json"
 """Settings of the run, see `training.parameters`."""
 TENSORBOARD = "tensorboard"
-"""TensorBoard event files: Outlast's in `metrics/`, a script's own beside that directory."""
+"""Directory of TensorBoard event files: Outlast's are in `metrics/`, a script's are beside that directory."""
 TRACKING = ".tracking"
 """Directory of the process that forwards metrics, see `tracking.process`."""
 WORK = "work"
 """The working directory of training processes, see `prepare.workdir`."""
 WORKED = ".outlast-generation"
-"""File in WORK: the generation whose rank 0 ran there last; written by `launch.rank`."""
+"""File in WORK with the generation whose rank 0 ran there last; written by `launch.rank`."""
 OWNER = ".owner"
-"""Lock file of the launcher that uses this output; it holds the path of that launcher's state directory."""
+"""Lock file of the launcher that uses this output. It contains the path of that launcher's state directory."""
 COMMIT = "COMMIT"
-"""Written last into a checkpoint's directory: a checkpoint exists once this file does."""
+"""File written last into a checkpoint's directory: a checkpoint exists once this file does."""
 
 # Below a worker's state directory
 PROGRESS = "progress-{local_rank}.json"
@@ -364,21 +363,21 @@ PULSE = "pulse-{local_rank}.json"
 ERROR = "error-{local_rank}.json"
 """The error of a failed training process: `{rank, generation, type, message, traceback, time}`; written by `launch.rank`."""
 VERDICT = "verdict-{local_rank}.json"
-"""`{pid, reason, stuck, early, time}`: the hang for which the agent killed this training process; `stuck` unless it was stopped
-from outside, `early` if it had hung for longer than it had run."""
+"""`{pid, reason, stuck, early, time}`: the hang for which the agent killed this training process. `stuck` is false if the process
+was stopped from outside; `early` is true if the process had hung for longer than it had run."""
 WORKER = "worker.json"
 """The agent's report: `{pid, state, reason, code, ranks, probes, still}`."""
 WORLD = "world.json"
-"""The current world of this worker, written by the rendezvous handler."""
+"""File with the current world of this worker, written by the rendezvous handler."""
 END = "end.json"
 """`{reason, code}`: the end of the run according to the operator; written by `kubernetes.board`."""
 NOTICE = "notice.json"
-"""`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the coordinator calls the world
-together again (then `generation` is the next one). Training saves at the next step boundary and exits with 75."""
+"""`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the coordinator requests a new
+rendezvous for `generation`. Training saves at the next step boundary and exits with 75."""
 
 LEAVE = "leave.json"
-"""`{deadline, reason}`: the operator's deadline for this worker, seconds since the epoch; written by
-`kubernetes.board`, for the agent."""
+"""`{deadline, reason}`: the operator's deadline for this worker, in seconds since the epoch; written by `kubernetes.board` for
+the agent."""
 
 SNAPSHOTS = "snapshots.sock"
 """Socket at which the agent serves memory for snapshots, see `snapshots.server`; absent if the agent serves none."""
@@ -390,25 +389,25 @@ def worker_log(index: int) -> str:
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the directory name of the checkpoint of `step`; sorts by step."""
+    """Return the directory name of the checkpoint of `step`. Names sort by step."""
     return f"step-{step:08d}"
 
 
 STAYS = "stays up and does nothing more"
-"""The end of the last log line of a worker that has ended and waits to be deleted."""
+"""Suffix of the last log line of a worker that has ended and waits to be deleted."""
 _END_LINE = re.compile(r"outlast \| worker (\S+): (?P<reason>.*) \(exit (?P<code>\d+|None)\)$")
 
 
 ECHO = "outlast echo | "
-"""Prefix of log lines that only echo another rank's end; readers of the log leave them out."""
+"""Prefix of log lines that only echo another rank's end; log readers skip these lines."""
 
 
 def end_line(worker: int | str, reason: str, code: int | None) -> str:
-    """Return the line in a worker's log about its end."""
+    """Return the log line about a worker's end."""
     return f"outlast | worker {worker}: {reason} (exit {code})"
 
 
-def ended(line: str) -> tuple[str, int | None] | None:
-    """Reason and exit code in an `end_line`; None for any other line."""
+def parse_end_line(line: str) -> tuple[str, int | None] | None:
+    """Return the reason and exit code in an `end_line`; None for any other line."""
     match = _END_LINE.search(line)
     return match and (match["reason"], None if match["code"] == "None" else int(match["code"]))

@@ -26,20 +26,20 @@ class Failure:
     """One sentence: `rank 1 on worker 1 was killed by SIGKILL`."""
     cause: FailureCause = FailureCause.UNKNOWN
     traceback: str = ""
-    """The tail of the traceback, if there was one."""
+    """The tail of the traceback, if any."""
     step: int | None = None
     generation: int = 0
     attempt: int = 0
-    """Which start of that generation's processes failed: 0 for the first, n for the nth restart by the members themselves."""
+    """The failed start of that generation's processes: 0 for the first, n for the nth restart by the members themselves."""
     time: float = 0.0
     counted: bool = True
     node: str = ""
     """The node of the worker's pod, on Kubernetes."""
     hung: bool = field(default=False, metadata=_INTERNAL)
-    """True if the process was killed because it hung by itself rather than being stopped from outside."""
+    """True if the process was killed because it hung, unless it was stopped from outside."""
     left: bool = field(default=False, metadata=_INTERNAL)
-    """True if the worker's processes exited with 0, as if done, before other workers failed: this exit is the cause if all
-    other failures are only its consequences."""
+    """True if the worker's processes exited with 0, as if done, before other workers failed. This exit is the cause if all other
+    failures are only its consequences."""
     early: str = field(default="", metadata=_INTERNAL)
     """Type of an error that the worker's processes raised before their first step, and that a restart would raise again."""
     log_tail: str = field(default="", metadata={"validation_alias": "logTail"})
@@ -52,7 +52,7 @@ class Failure:
         return self.generation, self.attempt
 
     def document(self, *, but: Collection[str] = ()) -> dict[str, Any]:
-        """Return the failure as a document for a status: the fields that have a value, except internal fields and those named in
+        """Return the failure as a document for a status: all fields with a value, except internal fields and the fields in
         `but`."""
         names = (each.name for each in dataclasses.fields(self) if each.metadata is not _INTERNAL and each.name not in but)
         return {name: value for name in names if (value := getattr(self, name)) is not None}

@@ -1,7 +1,7 @@
 """Ownership of objects in clusters and places in stores, so that no command replaces or deletes somebody else's work. Pure.
 
-Labels mark an object as Outlast's. A command may use a place in a store that is empty, or that has the mark of this very
-command: a marker, a manifest, a note.
+Labels mark an object as Outlast's. A command may use a place in a store if the place is empty, or has this command's mark: a
+marker, a manifest, a note.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _OURS = ("app.kubernetes.io/part-of", "app.kubernetes.io/managed-by")
 """Labels with the value `outlast`; some of Outlast's objects have only one of them."""
 
 
-def ours(document: Mapping[str, Any], labels: Mapping[str, str] = {}) -> bool:
-    """Return whether Outlast has created an object, with these labels."""
+def owned(document: Mapping[str, Any], labels: Mapping[str, str] = {}) -> bool:
+    """Return whether Outlast has created an object, and the object has these labels."""
     existing = document["metadata"].get("labels") or {}
     return any(existing.get(name) == "outlast" for name in _OURS) and labels.items() <= existing.items()
 
 
 def check(existing: Mapping[str, Any] | None, labels: Mapping[str, str] = {}, *, instead: str) -> None:
-    """Raise Taken for an existing object that Outlast has not created with these labels; `instead` is the remedy."""
-    if existing is None or ours(existing, labels):
+    """Raise Taken for an existing object unless Outlast has created it with these labels; `instead` is the remedy."""
+    if existing is None or owned(existing, labels):
         return
     meta = existing["metadata"]
     has, where = meta.get("labels") or {}, f" in namespace {meta['namespace']}" if meta.get("namespace") else ""

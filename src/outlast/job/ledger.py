@@ -1,4 +1,4 @@
-"""The ledger: timed events, appended by every process, read by `report.goodput`.
+"""The ledger: timestamped events, appended by every process and read by `report.goodput`.
 
 One JSON object per line, one file per source, one `write` per line (so only the last line of a killed process may be torn).
 Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds and their fields:
@@ -57,10 +57,10 @@ Event = dict[str, Any]
 TOGETHER_S = 1.0
 """Steps that end within this time are one event: steps of 100 ms would write 1 kB a second, for months."""
 _PIECE = 64 << 10
-"""Number of bytes of a source that are read at a time."""
+"""Bytes per read of a source."""
 _UNSORTED = 1024
-"""Maximum number of events between the place of an event in a file and its place in the order of time. Arbitrary: threads write
-a few events at once."""
+"""Maximum distance, in events, between an event's position in its file and its position in the order of time. Arbitrary: threads
+write a few events at once."""
 
 
 class Ledger:
@@ -70,22 +70,22 @@ class Ledger:
         self._path, self._source = directory / f"{source}.jsonl", source
         self._lock = threading.Lock()
         self._steps: Event = {}
-        """The pending event for steps that have ended but are not written yet."""
+        """The pending event for completed steps that are not written yet."""
         self._step_written = float("-inf")
         """Monotonic time of the last write of a step."""
         self._fd: int | None = None
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one event at once. If the disk is full the event is dropped, since a full disk must not end a training run."""
+        """Append one event at once. If the disk is full, drop the event, since a full disk must not end a training run."""
         with self._lock:
             self._flush()
             self._step_written = float("-inf")  # the next step, e.g. after a save or a restore, is written at once
             self._append(self._event(kind, fields))
 
     def step(self, generation: int, step: int, waited_s: float = 0.0, copied_s: float = 0.0) -> None:
-        """Append the end of a step, at once or together with other steps within TOGETHER_S, but before any other event.
+        """Record the end of a step, at once or together with other steps within TOGETHER_S, but before any other event.
 
-        `waited_s`: seconds that the step waited for data; `copied_s`: seconds in which its state was copied into memory.
+        `waited_s` and `copied_s` are the seconds that the step spent waiting for data and copying its state into memory.
         """
         with self._lock:
             last = self._steps
@@ -101,7 +101,7 @@ class Ledger:
                 self._step_written = time.monotonic()
 
     def copy(self, events: Iterable[Event]) -> None:
-        """Append events of another source unchanged."""
+        """Append events from another source unchanged."""
         with self._lock:
             for event in events:
                 self._append(event)
@@ -137,19 +137,18 @@ class Ledger:
 
 
 Source = Callable[[], Iterable[bytes]]
-"""Reads the events of one process from the beginning, piece by piece."""
+"""Function that reads the events of one process from the beginning, piece by piece."""
 
 
 class Events:
-    """The events of a ledger in the order of time. Each iteration reads the files again, in bounded memory.
-
-    A torn last line (its writer was killed) is left out.
+    """The events of a ledger in the order of time. Each iteration reads the files again, in bounded memory, and skips a last line
+    torn by the death of its writer.
     """
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self._sources = tuple(sources)
 
-    def and_(self, entries: Iterable[Event]) -> Events:
+    def merged(self, entries: Iterable[Event]) -> Events:
         """Return these events together with entries from elsewhere."""
         text = [json.dumps(entry).encode() + b"\n" for entry in entries]
         return Events((*self._sources, lambda: text))
@@ -160,7 +159,7 @@ class Events:
 
 
 def read(*directories: Path) -> Events:
-    """Yield all events that have been written so far to the ledgers in these directories."""
+    """Return all events in the ledgers of these directories, as far as they are written now."""
 
     def source(path: Path, size: int) -> Source:
         def pieces() -> Iterator[bytes]:
@@ -204,8 +203,8 @@ def _events(source: Source) -> Iterator[Event]:
 
 
 def _sorted(events: Iterable[Event], number: int) -> Iterator[tuple[float, int, int, Event]]:
-    """Yield the events of source `number` in the order of time, each with its sort key. An event that is out of order by more
-    than `_UNSORTED` events, because a clock was set back, gets the time of the event before it."""
+    """Yield the events of source `number` in the order of time, each with its sort key. After a clock was set back, an event may
+    be out of order by more than `_UNSORTED` events. It then gets the time of the event before it."""
     waiting: list[tuple[float, int, int, Event]] = []
     last = float("-inf")
 

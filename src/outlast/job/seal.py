@@ -1,14 +1,14 @@
 """Lines between a member and the coordinator, authenticated with the key of the run.
 
-Each side sends a nonce in the clear; every line after that carries an HMAC-SHA256 keyed by the run's key and both nonces, over
-the direction, a counter and the line. Without the key, therefore, nobody can write, replay or reflect a line. Lines are not
-encrypted: reports are not secret.
+Each side sends a nonce in the clear. Every later line carries an HMAC-SHA256 keyed by the run's key and both nonces, over the
+direction, a counter and the line. Without the key, therefore, nobody can write, replay or reflect a line. Lines are not
+encrypted, since reports are not secret.
 
     member <-> coordinator  {"nonce": "..."}
     then each side          <64 hex digits> {"report": ...}
 
-Used by `rendezvous.transports.sockets`, and by `rendezvous.mesh`, where the accepting side is the "decider". On a Unix socket,
-which only its user can open, lines are plain.
+Used by `rendezvous.transports.sockets` and `rendezvous.mesh`; in the mesh, the accepting side is the "decider". Lines on a Unix
+socket are plain, since only its user can open it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outlast.job.contract import Env
 
 Side = Literal["decider", "member"]
 LONGEST_NONCE = 256
-"""Maximum number of bytes of the line that contains a nonce."""
+"""Maximum length in bytes of the line that contains a nonce."""
 _OTHER: dict[Side, Side] = {"decider": "member", "member": "decider"}
 _DIGITS = 64
 
@@ -37,8 +37,8 @@ class Forged(ValueError):
 def key(environ: Mapping[str, str]) -> bytes:
     """Return the key of a run: from a Secret or the launcher, else derived from the job. Empty for a plain torchrun.
 
-    Pods that meet at worker 0 share one job file, so it is the secret. Other jobs may be changed while they run: their key comes
-    from the name of the run.
+    Pods that meet at worker 0 share one job file, which therefore serves as the secret. Other jobs may be changed while they run,
+    so their key comes from the name of the run.
     """
     if given := environ.get(Env.RENDEZVOUS_KEY):
         return given.encode()
@@ -49,8 +49,8 @@ def key(environ: Mapping[str, str]) -> bytes:
 
 
 def derived(key: bytes, purpose: str) -> bytes:
-    """Return a key derived from the run's key for a purpose other than the coordinator's lines: lines sealed with one key are
-    invalid under the other."""
+    """Derive a key from the run's key for a purpose other than the coordinator's lines. Lines sealed with one key are invalid
+    under the other."""
     return hmac.digest(key, purpose.encode(), "sha256")
 
 
@@ -100,7 +100,7 @@ def greeting(nonce: str) -> bytes:
 
 
 def greeted(line: bytes) -> str:
-    """Return the nonce in the line from the other side. Raises Forged."""
+    """Return the nonce in the peer's greeting. Raises Forged."""
     try:
         message = json.loads(line) if len(line) <= LONGEST_NONCE else None
     except (ValueError, RecursionError):

@@ -17,36 +17,36 @@ from outlast.job.failure import Failure
 
 
 class State(enum.StrEnum):
-    """State of a job. The last three are final, unless the job is run again."""
+    """State of a job. The last three are final until the job is run again."""
 
     PENDING = "Pending"
     QUEUED = "Queued"
     """The job waits in a queue to be admitted; earlier training is saved."""
     RUNNING = "Running"
     RESIZING = "Resizing"
-    """A planned change: the world saves and is formed again; nothing is lost."""
+    """A planned change: the world saves and forms again; no step is lost."""
     RESTARTING = "Restarting"
-    """A failure: the world is formed again from the newest checkpoint."""
+    """A failure: the world forms again from the newest checkpoint."""
     SUSPENDED = "Suspended"
     INTERRUPTED = "Interrupted"
-    """Training was stopped before its end (Ctrl-C, a machine that goes away, a lost launcher); `outlast run` resumes it."""
+    """Training stopped before its end (Ctrl-C, a machine that goes away, a lost launcher); `outlast run` resumes it."""
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
     CANCELLED = "Cancelled"
 
     @property
     def final(self) -> bool:
-        """True if the job has ended. Unless it has succeeded, it continues when it is run again."""
+        """True if the job has ended. Running an ended job again continues it, unless it has succeeded."""
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
 
     @property
     def active(self) -> bool:
-        """True if a process drives the job: it has not ended, and is neither suspended nor interrupted."""
+        """True if a process drives the job, which has not ended and is neither suspended nor interrupted."""
         return not self.final and self not in (State.SUSPENDED, State.INTERRUPTED)
 
     @property
     def trains(self) -> bool:
-        """True if steps are being done, so that there is a rate."""
+        """True if the job makes steps, and therefore has a rate."""
         return self in (State.RUNNING, State.RESIZING)
 
 
@@ -68,7 +68,7 @@ class WorkerStatus(_Model):
 
     index: int
     state: str = "starting"
-    """starting | fetching | waiting | training | leaving | done | gone; of pods also pending | running | failed"""
+    """starting | fetching | waiting | training | leaving | done | gone; for pods also pending | running | failed"""
     pid: int | None = None
     ranks: list[RankStatus] = Field(default_factory=list)
     restarts: int = 0
@@ -79,13 +79,13 @@ class WorkerStatus(_Model):
     node: str = ""
     """Name of the pod's node."""
     step: int | None = None
-    """Number of steps done, if nothing is known of single processes."""
+    """Number of completed steps, if the steps of single processes are unknown."""
     reason: str = ""
-    """Why the worker waits, where it hangs, or how it ended."""
+    """Why the worker waits, where the worker hangs, or how the worker ended."""
 
 
 class BestStatus(_Model):
-    """The best of the committed checkpoints."""
+    """The best committed checkpoint."""
 
     step: int
     value: float
@@ -101,11 +101,11 @@ class CheckpointStatus(_Model):
     time: float
     bytes: int = 0
     best: BestStatus | None = None
-    """The best retained checkpoint, if the script logs a metric to compare them by; only for jobs on this machine."""
+    """The best retained checkpoint, if the script logs the metric for the comparison; only for jobs on this machine."""
 
 
 class SnapshotStatus(_Model):
-    """The newest complete snapshot in the memory of the workers. Unlike a checkpoint, it is lost with the last of these
+    """The newest complete snapshot in the memory of the workers. Unlike a checkpoint, a snapshot is lost with the last of these
     workers."""
 
     step: int
@@ -114,7 +114,7 @@ class SnapshotStatus(_Model):
 
 
 class SavedStatus(_Model):
-    """The newest file or directory that looks like a checkpoint of a plain script, by its name."""
+    """The newest file or directory whose name looks like a checkpoint of a plain script."""
 
     name: str
     """Path in the output."""
@@ -130,9 +130,9 @@ class StoreStatus(_Model):
     step: int = 0
     """Step of the newest checkpoint in the store."""
     pushed: float | None = None
-    """Last time at which everything was uploaded, seconds since the epoch; None: not yet."""
+    """Last time at which the upload was complete, in seconds since the epoch; None: not yet."""
     since: float | None = None
-    """Time since which uploads have failed; None while they work."""
+    """Time of the first of the current upload failures; None while uploads succeed."""
     error: str = ""
     """Why uploads fail."""
     backlog: int = 0
@@ -142,7 +142,7 @@ class StoreStatus(_Model):
 
 
 class LostStatus(_Model):
-    """Training that failures have cost: detection, re-forming, restoring, and steps done again."""
+    """Training time lost to failures: detection, re-forming, restoring, and repeated steps."""
 
     failures: int
     """Number of failures that training has recovered from."""
@@ -163,37 +163,37 @@ class JobStatus(_Model):
     run: str
     state: State = State.PENDING
     reason: str = ""
-    """A sentence about the last decision, as in the log and the ledger."""
+    """The last decision as a sentence, as in the log and the ledger."""
     waits: str = ""
-    """While the job waits: `reason` without the remaining seconds, which change all the time."""
+    """While the job waits, `reason` without the remaining seconds, which would change constantly."""
     end: End = End.UNKNOWN
-    """Why the job ended for good, if it did."""
+    """Why the job ended for good, if it has ended."""
     replicas: int = 0
     min: int = 0
     max: int = 0
     generation: int = 0
     world: list[int] = Field(default_factory=list)
-    """Worker indices in rank order; empty while there is no world."""
+    """Worker indices in rank order; empty while the job has no world."""
     processes: int = 1
     """Number of training processes per worker."""
     step: int = 0
     steps: int | None = None
     """Total steps of the run, if training reports them."""
     epoch: int | None = None
-    """The epoch whose steps `step` counts, if the log counts steps per epoch. -1: its lines do not name the epoch."""
+    """The epoch whose steps `step` counts, if the log counts steps per epoch; -1 if the log does not name the epoch."""
     epoch_steps: int | None = None
     told: str = ""
-    """Source of the step: `session`, `script` (`outlast.training.progress`) or `log` (read from its lines); empty: none yet.
-    `data`: the job has no steps, as it downloads data."""
+    """Source of the step: `session`, `script` (`outlast.training.progress`) or `log` (parsed from log lines); empty: none yet.
+    `data`: the job downloads data and has no steps."""
     rate: float | None = None
     """Recent rate, in steps per second."""
     restarts: int = 0
-    """Number of failures that have counted since the start of the run."""
+    """Number of counted failures since the start of the run."""
     interruptions: int = 0
     checkpoint: CheckpointStatus | None = None
     snapshot: SnapshotStatus | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
-    """The last values of `run.log`, with their `step`; only for jobs on this machine."""
+    """The last values passed to `run.log`, with their `step`; only for jobs on this machine."""
     saved: SavedStatus | None = None
     """The newest checkpoint of a plain script, guessed from file names."""
     failure: Annotated[Failure | None, Field(validation_alias=AliasChoices("lastFailure", "failure"))] = None
@@ -202,14 +202,14 @@ class JobStatus(_Model):
     """Problems that training survives, e.g. a save that found the disk full."""
     workers: list[WorkerStatus] = Field(default_factory=list)
     goodput: float | None = None
-    """Share of the wall time spent on steps that were kept, 0 ... 1."""
+    """Share of the wall time spent on steps whose result was kept, 0 ... 1."""
     lost: LostStatus | None = None
     """Cost of failures so far; None before the first failure, and for jobs in a cluster, where `outlast report` computes it."""
     output: str = ""
     file: str = ""
     """Path of the job file of a job on this machine; empty if the file is gone."""
     command: str = ""
-    """The command that runs the job again, if that is not `outlast run FILE`: for a script, on this machine."""
+    """The command that runs the job again, if it differs from `outlast run FILE`: for a script on this machine."""
     store: StoreStatus | None = None
     """Uploads of the output to its store, if it has one."""
     launcher: int | None = None
@@ -221,7 +221,7 @@ class JobStatus(_Model):
 
     @property
     def again(self) -> str:
-        """The command that runs the job again, and continues it unless it has succeeded."""
+        """The command that runs the job again, or continues the job if it has not succeeded."""
         if self.command:
             return self.command
         return f"outlast run {shlex.quote(self.file)}" if self.file else "outlast run FILE"
@@ -233,7 +233,7 @@ class JobStatus(_Model):
 
     @property
     def unsaved(self) -> str:
-        """A warning that the last step of a succeeded job is not saved; empty if it is, or if the job saves nothing."""
+        """A warning that the last step of a succeeded job is not saved; empty if the step is saved, or if the job never saves."""
         last = self.checkpoint.step if self.checkpoint else 0
         saves = self.told in ("", "session") and (self.checkpoint or self.warnings)
         if self.state is not State.SUCCEEDED or not saves or last >= self.step:
@@ -243,8 +243,8 @@ class JobStatus(_Model):
 
     @property
     def eta_s(self) -> float | None:
-        """Estimated seconds until the last step, at the recent rate; None unless the job trains, and its last step and rate are
-        known."""
+        """Estimated seconds until the last step at the recent rate. None if the job does not train, or its last step or rate is
+        unknown."""
         if self.steps is None or not self.rate or not self.state.trains:
             return None
         return max(0.0, (self.steps - self.step) / self.rate)

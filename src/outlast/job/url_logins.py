@@ -1,4 +1,4 @@
-"""Logins and signatures in URLs: detected, removed from public texts, and read from the environment or ~/.netrc instead.
+"""Logins and signatures in URLs: detection, removal from public texts, and logins from the environment or ~/.netrc.
 
 The login of a store itself comes from the environment: `storage.store.s3`.
 """
@@ -20,17 +20,17 @@ _SIGNATURE = re.compile(
     r"[^#\s]*",
     re.IGNORECASE,
 )
-"""A query with a parameter that is named like a secret: `X-Amz-Signature`, `sig`, `access_token`, `Key-Pair-Id`."""
+"""A query with a parameter whose name suggests a secret: `X-Amz-Signature`, `sig`, `access_token`, `Key-Pair-Id`."""
 
 
 def hidden(text: str) -> str:
-    """Return the text with logins, and queries that contain a signature, removed from its URLs."""
+    """Remove logins, and queries with a signature, from the URLs in a text."""
     return _SIGNATURE.sub("", _LOGIN.sub("", text))
 
 
 def exposed(url: str, where: str) -> str:
-    """Return the problem with a URL that contains a secret; empty if it contains none. `where` is a clause that says who can read
-    the URL."""
+    """Return the problem with a URL that contains a secret; empty for any other URL. `where` is a clause about who can read the
+    URL."""
     if _LOGIN.search(url):
         return (
             f"holds a login, and {where}; leave it out here and put it into ~/.netrc, or the content of such a file into "

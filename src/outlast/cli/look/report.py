@@ -130,7 +130,7 @@ def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: s
         stored, ended = output.events(place), record.state if record.ended else ""
         first: Event = next(iter(stored), {})
         if record.submitted < first.get("t", 0.0):
-            stored = stored.and_([{"t": record.submitted, "kind": "submitted", "source": "run", "run": record.run}])
+            stored = stored.merged([{"t": record.submitted, "kind": "submitted", "source": "run", "run": record.run}])
         return _Job(record.job, record.run, stored, not ended, functools.partial(output.metrics, place), ended)
     backend, name = which.found(ctx, name, namespace, context)
     status, events = backend.status(name), backend.events(name)

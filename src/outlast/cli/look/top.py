@@ -168,7 +168,7 @@ def _devices(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Return the number of accelerators of each kind in lists of resources."""
     counts: Counter[str] = Counter()
     for has in found:
-        counts.update({name: round(units.quantity(amount)) for name, amount in has.items() if accelerators.known(name)})
+        counts.update({name: round(units.quantity(amount)) for name, amount in has.items() if accelerators.is_accelerator(name)})
     return dict(+counts)
 
 

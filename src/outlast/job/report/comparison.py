@@ -1,12 +1,13 @@
 """Several runs side by side: duration, workers and speed-up of each. Pure.
 
-The first run is the baseline. Speed-ups compare the times from submission to the end, so runs must have trained the same; they
-are unknown for a run that has not succeeded.
+The first run is the baseline. Speed-ups compare the times from submission to the end, so all runs must do the same training. The
+speed-up of a run that has not succeeded is unknown.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -18,7 +19,7 @@ from outlast.job.ledger import Event
 from outlast.job.report.goodput import Goodput
 from outlast.job.report.steps import Bucket
 
-HEADINGS = (*("NAME", "STATE", "WORKERS", "TIME", "SPEED-UP", "EFFICIENCY", "STEPS", "STEPS/S", "THROUGHPUT", "GOODPUT", "LOSS"),)
+HEADINGS = ("NAME", "STATE", "WORKERS", "TIME", "SPEED-UP", "EFFICIENCY", "STEPS", "STEPS/S", "THROUGHPUT", "GOODPUT", "LOSS")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +29,18 @@ class Run:
     name: str
     state: str
     workers: tuple[int, ...]
-    """Sizes of its worlds in the order of time, consecutive repeats merged."""
+    """Sizes of the run's worlds in the order of time, with consecutive repeats merged."""
     time_s: float
     """Time from submission to the end, or to now."""
     training_s: float
-    """The part of `time_s` that was spent on steps that were kept."""
+    """Part of `time_s` spent on steps whose result was kept."""
     steps: int
     steps_per_s: float | None
     """Steps per second while the run trained, without the first step of each world."""
     goodput: float
-    """Share of the time spent on steps that were kept, 0 ... 1."""
+    """Share of the time spent on steps whose result was kept, 0 ... 1."""
     loss: float | None = None
-    """The last value that was logged as `loss`."""
+    """The last value logged as `loss`."""
     throughput: tuple[str, float] | None = None
     """Name and median of a logged speed, such as `images_per_s`."""
 
@@ -73,7 +74,8 @@ def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[
 
 
 def sizes(events: Iterable[Event]) -> tuple[int, ...]:
-    """Return world sizes in order, consecutive repeats merged (in workers; in ranks under plain torchrun)."""
+    """Return the world sizes in order, with consecutive repeats merged. Sizes are numbers of workers, or of ranks under plain
+    torchrun."""
     worlds: list[int] = []
     ranks: list[int] = []
     for event in events:
@@ -84,12 +86,11 @@ def sizes(events: Iterable[Event]) -> tuple[int, ...]:
             worlds.append(len(members))
         elif event.get("kind") == "session" and isinstance(ranks_, int):
             ranks.append(ranks_)
-    found = worlds or ranks
-    return tuple(size for i, size in enumerate(found) if i == 0 or found[i - 1] != size)
+    return tuple(size for size, _ in itertools.groupby(worlds or ranks))
 
 
 def _logged(lines: Iterable[str | bytes]) -> tuple[float | None, tuple[str, float] | None]:
-    """Return the last loss, and the median of the first speed, in the lines of metrics.jsonl; other lines are skipped."""
+    """Return the last loss and the median of the first speed in the lines of metrics.jsonl."""
     loss: float | None = None
     speeds: dict[str, list[float]] = {}
     for line in lines:
@@ -108,7 +109,7 @@ def _logged(lines: Iterable[str | bytes]) -> tuple[float | None, tuple[str, floa
 
 
 def compared(runs: Sequence[Run]) -> list[Row]:
-    """Each run compared with the first one."""
+    """Compare each run with the first one."""
     first = runs[0]
     rows = []
     for each in runs:
@@ -121,7 +122,7 @@ def compared(runs: Sequence[Run]) -> list[Row]:
 
 
 def cells(row: Row) -> list[object]:
-    """Return the cells of a row of the table, one for each of HEADINGS; None for unknown values."""
+    """Return a row's cells in the order of HEADINGS, with None for unknown values."""
     each = row.run
     name, value = each.throughput or ("", 0.0)
     return [

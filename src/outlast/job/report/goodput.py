@@ -1,6 +1,6 @@
 """The account of a job's time: every instant from submission to the end belongs to exactly one bucket.
 
-Pure. The buckets sum to the wall time to the microsecond, whatever the ledger holds.
+Pure. The buckets add up to the wall time, exact to the microsecond, whatever the ledger contains.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COUNTED = ("steps_kept", "worlds", "failures", "restarts", "interruptions", "han
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of time, in seconds since the epoch. Consecutive segments touch, and differ in their bucket."""
+    """A period of time, in seconds since the epoch. Consecutive segments touch, and have different buckets."""
 
     start: float
     end: float
@@ -38,28 +38,28 @@ class Goodput:
     state: str | None
     """The final state in the ledger, e.g. `Succeeded`; None while the job runs."""
     microseconds: Mapping[Bucket, int]
-    """Time in every bucket; whole numbers, so that the sum is exact."""
+    """Microseconds in every bucket: whole numbers, so that the sum is exact."""
     segments: tuple[Segment, ...]
     incidents: tuple[Incident, ...]
     steps_kept: int
     steps_replayed: int
     step_mean_s: float | None
-    """Mean duration of all executed steps except the first step of each world, which includes the warm-up. The median is that
-    of the same steps."""
+    """Mean duration of all executed steps except the first step of each world, which includes the warm-up. The median covers the
+    same steps."""
     step_median_s: float | None
     worlds: int
     failures: int
-    """Number of failures that counted."""
+    """Number of counted failures."""
     restarts: int
     """Number of worlds formed after a failure or a hang."""
     interruptions: int
-    """Number of times that training was asked to save and leave, including planned changes."""
+    """Number of requests to save and leave, including planned changes."""
     hangs: int
     saves: int
     """Number of committed checkpoints."""
     saves_failed: int
     snapshots: Snapshots | None = None
-    """The last reported interval of snapshots; None: never reported."""
+    """The last reported interval of snapshots; None if never reported."""
 
     @property
     def wall_s(self) -> float:
@@ -73,27 +73,27 @@ class Goodput:
 
     @property
     def goodput(self) -> float:
-        """Share of the wall time spent on steps that were kept, 0 ... 1; time in which the job was suspended does not count."""
+        """Share of the wall time spent on steps whose result was kept, 0 ... 1. Suspended time does not count."""
         us = self.microseconds
         return us[Bucket.TRAINING] / max(1, sum(us.values()) - us[Bucket.SUSPENDED])
 
     def share(self, bucket: Bucket) -> float:
-        """Return the share of a bucket in the wall time, 0 ... 1."""
+        """Return a bucket's share of the wall time, 0 ... 1."""
         return self.microseconds[bucket] / max(1, sum(self.microseconds.values()))
 
 
 def buckets(events: Iterable[Event], now: float | None) -> Goodput:
-    """Return the account for the time from the first event to the end of the job, or to `now` (seconds since the epoch) if it has
-    not ended.
+    """Return the account for the time from the first event to the end of the job, or to `now` (seconds since the epoch) while the
+    job runs.
 
     A sequence of events may have any order. Any other iterable, such as `ledger.Events`, must be ordered by time and allow two
-    passes, which bounds memory. For a job without a launcher `now` is None: its account ends with its last event.
+    passes, which bounds memory. If `now` is None, for a job without a launcher, the account ends with the last event.
     """
     if isinstance(events, Sequence):
         events = sorted(events, key=lambda event: microseconds(event["t"]))
-    known = survey(in_order(events))
-    start = microseconds(now or 0.0) if known.start is None else known.start
-    timeline = Timeline(start, known)
+    facts = survey(in_order(events))
+    start = microseconds(now or 0.0) if facts.start is None else facts.start
+    timeline = Timeline(start, facts)
     for t, event in in_order(events):
         timeline.feed(max(t, timeline.seen), event)
     timeline.stop(timeline.seen if now is None else max(microseconds(now), timeline.seen))
@@ -124,8 +124,8 @@ _Stretch = tuple[int, int, Bucket]
 def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float | None) -> Iterator[_Stretch]:
     """Yield the spans, each with the final bucket of its owner.
 
-    `ordinary` is the duration of a step in microseconds; the extra time of a first step is start-up. A step waits for its data
-    first, then its state is copied, then it warms up, then it trains.
+    `ordinary` is the duration of a step in microseconds; the extra time of a first step is start-up. By convention, the phases of
+    a step are waiting for data, copying the state, warm-up and training, in this order.
     """
     stalling: dict[tuple[int, Bucket], int] = {}  # step and its stall -> microseconds of that still to be taken from its spans
     warming: dict[int, int] = {}  # id of a first step -> microseconds of start-up still to be taken from its spans
@@ -163,7 +163,7 @@ def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float |
 
 
 def _joined(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
-    """Yield the spans with neighbours of the same bucket merged."""
+    """Merge consecutive spans of the same bucket."""
     for bucket, same in itertools.groupby(stretches, key=lambda stretch: stretch[2]):
         together = list(same)
         yield together[0][0], together[-1][1], bucket

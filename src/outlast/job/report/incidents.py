@@ -1,7 +1,7 @@
 """Incidents of a run, and the training that each failure cost. Used by `report.timeline`.
 
-The measure: seconds of training lost = detection + re-forming + restoring + steps done again. They begin at the fault and end
-when a step ends again; the time of an ordinary step is not lost.
+The measure: seconds of training lost = detection + re-forming + restoring + repeated steps. The loss begins at the fault and ends
+with the next completed step; the time of an ordinary step is not lost.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outlast.job.report.steps import WAITING, Bucket
 
 @dataclasses.dataclass(slots=True)
 class Lost:
-    """Training that an incident cost, in whole microseconds, without suspended and queued time."""
+    """Training time lost to an incident, in whole microseconds, without suspended and queued time."""
 
     detection_us: int = 0
     """Time from the fault until a process noticed it."""
@@ -23,12 +23,12 @@ class Lost:
     restoring_us: int = 0
     """Reading a snapshot or a checkpoint."""
     again_us: int = 0
-    """Time of the steps whose result was lost, and of the step that was cut short."""
+    """Time of the steps whose result was lost, and of the interrupted step."""
     up_to: bool = False
     """True if the moment of the fault is unknown: the loss is then counted from the end of the last step in the ledger, and is
     an upper bound."""
     source: str = ""
-    """Source of the restored state: memory | peer | disk | store; empty: not reported."""
+    """Source of the restored state: memory | peer | disk | store; empty if not reported."""
 
     @property
     def seconds(self) -> float:
@@ -36,7 +36,7 @@ class Lost:
         return (self.detection_us + self.reforming_us + self.restoring_us + self.again_us) / 1e6
 
     def spend(self, phase: Bucket, us: int) -> None:
-        """Add time during which training stood still."""
+        """Add time without training progress."""
         if phase is Bucket.RESTORE:
             self.restoring_us += us
         elif phase is Bucket.HANG:
@@ -48,9 +48,8 @@ class Lost:
         """Subtract the ordinary time of the first step, now that training has continued."""
         self.reforming_us = max(0, self.reforming_us - us)
 
-    def was_kept(self, us: int) -> None:
-        """Subtract the time of steps that seemed lost but were kept: they had ended, although the ledger does not contain
-        them."""
+    def recover(self, us: int) -> None:
+        """Subtract the time of steps that seemed lost but had ended, although the ledger does not contain them."""
         taken = min(us, self.detection_us)
         self.detection_us -= taken
         self.again_us = max(0, self.again_us - (us - taken))
@@ -59,7 +58,7 @@ class Lost:
 def stopped(*, progress: int | None, fault: int | None, noticed: int, at: int) -> Lost:
     """Return the loss so far when a world ends at the time `at`. All times are in microseconds.
 
-    `progress` is the end of the world's last step, None if it made no step; `fault` is the moment of the fault, if known;
+    `progress` is the end of the world's last step, or None without any step; `fault` is the moment of the fault, if known;
     `noticed` is the time of the first report of the fault.
     """
     noticed = max(min(noticed, at), progress or 0)
@@ -81,21 +80,21 @@ class Incident:
     kind: str
     """failure | hang | unheard | interruption | change | launcher | save | damaged"""
     text: str
-    """One sentence, from the process that made the change or noticed the problem."""
+    """One sentence from the process that made the change or detected the problem."""
     worker: int | None = None
     generation: int = -1
-    """Generation of the world that the incident ended or happened in."""
+    """Generation of the world in which the incident happened, or which it ended."""
     recovery_s: float | None = None
-    """Time until the next step had ended, or until the next world for a script that reports no steps.
-    None: not yet, or training never stopped."""
+    """Seconds until the end of the next step, or until the next world for a script that reports no steps. None before that, or if
+    training never stopped."""
     replayed: int = 0
     """Number of steps whose result was lost."""
     attempt: int = 0
-    """Which start of that world's processes the incident ended; above 0 if the members had repaired the world by themselves
+    """The start of that world's processes that the incident ended; above 0 if the members had repaired the world by themselves
     before."""
     lost: Lost | None = None
-    """The training that the incident cost, final once `recovery_s` is known. None: training never stopped, or the script
-    reports no steps."""
+    """Training time lost to the incident, final once `recovery_s` is known. None if training never stopped, or the script reports
+    no steps."""
 
 
 SOURCES = ("memory", "peer", "disk", "store")
@@ -105,7 +104,7 @@ PLANNED = ("interruption", "change")
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Total cost of the incidents of some kinds that training has recovered from."""
+    """Total cost of all incidents of some kinds, after recovery."""
 
     failures: int
     seconds: float

@@ -1,5 +1,5 @@
-"""A comparison of runs as a picture: the time of each run, and the speed-up beside the ideal speed-up. The only module that
-imports matplotlib.
+"""Plots of a comparison of runs: the time of each run, and the measured and ideal speed-ups. The only module that imports
+matplotlib.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def check(path: Path) -> None:
 
 
 def figure(width: float, height: float) -> Any:
-    """Return an empty picture of this size in inches. Raises OutlastError when matplotlib is missing."""
+    """Return an empty figure of this size in inches. Raises OutlastError if matplotlib is missing."""
     return _figure()(figsize=(width, height), layout="constrained")
 
 
 def save(drawn: Any, path: Path) -> None:
-    """Write a picture to a file. Raises OutlastError if the file cannot be written."""
+    """Write a figure to a file. Raises OutlastError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         drawn.savefig(path)
@@ -36,10 +36,9 @@ def save(drawn: Any, path: Path) -> None:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Draw a comparison to a file: bars of minutes or seconds, and speed-ups over the number of workers, as far as they are
-    known.
+    """Plot a comparison to a file: bars of minutes or seconds, and the known speed-ups over the number of workers.
 
-    Raises OutlastError when matplotlib is missing or the file cannot be written.
+    Raises OutlastError if matplotlib is missing or the file cannot be written.
     """
     drawn = figure(9, 3.6)
     points = [(row.run.workers[0], row.speedup) for row in rows if row.efficiency is not None and row.speedup is not None]
@@ -76,7 +75,7 @@ def _speedups(axes: Any, points: Sequence[tuple[int, float]]) -> None:
 
 
 def _figure() -> Any:
-    """Return the class Figure of matplotlib, which needs no display. Raises OutlastError if matplotlib is not installed."""
+    """Return matplotlib's class Figure, which needs no display. Raises OutlastError if matplotlib is missing."""
     with importing("drawing", "plots"):
         from matplotlib.figure import Figure
     return Figure

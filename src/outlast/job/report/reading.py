@@ -1,8 +1,9 @@
-"""Selects and orders the events of a ledger for the account. Used by `report.timeline`."""
+"""Selection and order of a ledger's events for the account. Used by `report.timeline`."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ _NEEDED = {
     "unheard": ("workers", "reason"),
     "attempt": ("attempt", "reason"),
 }
-"""Required fields of each kind of event: an event without them was written by another program, or by another version."""
+"""Required fields by kind of event: an event without them comes from another program or version."""
 _NUMBERS = (
     *("attempt", "bytes", "code", "copied_s", "every", "generation", "rank", "replicas", "repaired"),
     *("silent_s", "step", "steps", "waited_s", "worker"),
@@ -33,21 +34,21 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("path", "source", "suspends"), str),
     "workers": list,
 }
-"""Types of fields, which are the same in every kind of event that has them."""
+"""Types of fields, which are the same in all kinds of events."""
 KINDS = frozenset(
     {
         *("submitted", "asked", "launcher", "worker", "failure", "resumed", "session", "restoring", "interrupted", "chaos"),
         *("saving", "staged", "committed", *_NEEDED),
     }
 )
-"""Kinds of events that the account is computed from."""
+"""Kinds of events that enter the account."""
 _REOPENS = ("submitted", "launcher", "resumed", "worker")
 Timed = tuple[int, Event]
 """An event and its time in microseconds since the epoch."""
 
 
 def microseconds(t: float) -> int:
-    """Return the seconds as a whole number of microseconds, the resolution of the ledger."""
+    """Convert seconds to whole microseconds, the resolution of the ledger."""
     return round(t * 1e6)
 
 
@@ -60,10 +61,9 @@ def usable(event: Mapping[str, Any]) -> bool:
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:
-    """Yield the events that the account is computed from, in the order of time and without duplicates: equal events at the same
-    instant count once.
+    """Yield the events for the account in the order of time, without duplicates: equal events at the same instant count once.
 
-    Events that other machines' clocks date after `finished` happened before it, unless the job was resumed.
+    An event that another machine's clock dates after `finished` happened before it, unless the job was resumed.
     """
     finished: Timed | None = None
     for t, event in _once(events):
@@ -83,18 +83,12 @@ def in_order(events: Iterable[Event]) -> Iterator[Timed]:
 
 
 def _once(events: Iterable[Event]) -> Iterator[Timed]:
-    now, heard = None, []
-    for event in events:
-        if not usable(event):
-            continue
-        t = microseconds(event["t"])
-        if t != now:
-            now, heard = t, [event]
-        elif event in heard:
-            continue
-        else:
-            heard.append(event)
-        yield t, event
+    for t, simultaneous in itertools.groupby(filter(usable, events), key=lambda event: microseconds(event["t"])):
+        seen: list[Event] = []
+        for event in simultaneous:
+            if event not in seen:
+                seen.append(event)
+                yield t, event
 
 
 @dataclasses.dataclass
@@ -102,20 +96,20 @@ class Survey:
     """Facts about all events that the timeline needs before its own pass over them."""
 
     start: int | None = None
-    """Time of the first event, microseconds since the epoch; None if there is no event."""
+    """Time of the first event in microseconds since the epoch; None without any event."""
     last_steps: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-    """End of the last step of each attempt of each generation: until then its world was intact, whatever was reported."""
+    """End of the last step of each attempt of each generation. Its world was intact up to this time, whatever was reported."""
     blind: bool = True
-    """True if the script reports no progress."""
+    """True if the script does not report progress."""
 
 
 def survey(ordered: Iterable[Timed]) -> Survey:
-    """Return a first pass over all events."""
-    found, newest, announced, begun = Survey(), -1, 0, 0
+    """Collect these facts in a first pass over all events."""
+    facts, newest, announced, begun = Survey(), -1, 0, 0
     for t, event in ordered:
-        found.start = t if found.start is None else found.start
+        facts.start = t if facts.start is None else facts.start
         kind = event["kind"]
-        found.blind = found.blind and kind not in ("session", "step")
+        facts.blind = facts.blind and kind not in ("session", "step")
         if kind in ("world", "session", "step", "attempt"):
             generation = event.get("generation", max(0, newest))
             if generation > newest:
@@ -127,5 +121,5 @@ def survey(ordered: Iterable[Timed]) -> Survey:
             elif kind == "session" and event.get("rank") in (0, None):
                 begun = announced
             elif kind == "step":
-                found.last_steps[newest, begun] = t
-    return found
+                facts.last_steps[newest, begun] = t
+    return facts

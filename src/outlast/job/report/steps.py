@@ -1,4 +1,4 @@
-"""Buckets of time, and the steps that own spans of it until their fate is known. Used by `report.timeline`."""
+"""Buckets of time, and the steps that own spans of time until their bucket is known. Used by `report.timeline`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Bucket(enum.StrEnum):
     """The use of a span of time."""
 
     TRAINING = "training"
-    """Steps whose result was kept. Goodput is the share of this time in all time in which the job was not suspended."""
+    """Steps whose result was kept. Goodput is the share of this time in all time that is not suspended."""
     REPLAYED = "replayed"
-    """Steps whose result was lost: taken back by a restore, or cut short by a failure."""
+    """Steps whose result was lost: rolled back by a restore, or cut short by a failure."""
     DATA = "data stall"
     """Waiting for data during steps whose result was kept."""
     SNAPSHOT = "snapshot stall"
     """Copying the state into memory during steps whose result was kept."""
     CHECKPOINT = "checkpoint"
-    """Training stood still for a save; a save in the background costs nothing here."""
+    """Training stalled for a save. A save in the background takes no time here."""
     RENDEZVOUS = "rendezvous"
     """Time from the end of a world (failure, interruption, planned change) until the next world was formed."""
     RESTORE = "restore"
@@ -29,12 +29,11 @@ class Bucket(enum.StrEnum):
     STARTUP = "startup"
     """Starting processes, importing, building the model; the extra time of a first step; exiting at the end."""
     QUEUE = "queue"
-    """Time from submission (or resumption) until pods were requested or the first worker started; also the time that the job
-    waited in a queue."""
+    """Time from submission (or resumption) until the request for pods or the start of the first worker, and time in a queue."""
     PODS = "pod start"
-    """Pods were requested, but none of them runs yet: scheduling, images, volumes."""
+    """Time from the request for pods until the first pod runs: scheduling, images, volumes."""
     HANG = "hang"
-    """Time from the last step until a hang was noticed."""
+    """Time from the last step until the detection of a hang."""
     IDLE = "idle"
     """The job was interrupted, or had no launcher and no workers."""
     SUSPENDED = "suspended"
@@ -47,17 +46,17 @@ WAITING = (Bucket.IDLE, Bucket.SUSPENDED, Bucket.QUEUE, Bucket.PODS)
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """One execution of a step, finished or not, or of several steps that were reported together or have been joined since."""
+    """One execution of a step, finished or not, or of several steps that were reported together or joined later."""
 
     bucket: Bucket = Bucket.TRAINING
     first: bool = False
-    """True if this is the first step of its world: its extra time is start-up."""
+    """True for the first step of a world, whose extra time is start-up."""
     before: int = 0
     """Number of the step that precedes the first of these steps."""
     number: int = 0
     """Number of the last step whose result is kept."""
     count: int = 0
-    """Number of steps that are kept; 0 while the step is under way."""
+    """Number of kept steps; 0 while the step runs."""
     life: int = 0
     us: int = 0
     waited_us: int = 0
@@ -65,12 +64,12 @@ class Step:
     copied_us: int = 0
     """The part of `us` spent copying the state into memory."""
     kept_us: int = -1
-    """The part of `us` for the kept steps, if later steps were taken back; -1: all of it."""
+    """The part of `us` for the kept steps, if later steps were rolled back; -1: all of it."""
     pieces: int = 0
     """Number of spans that the step owns."""
 
     def join(self, other: Step) -> bool:
-        """Merge the following step into this one, if nothing distinguishes them."""
+        """Merge the following step into this one unless they differ, and return whether they were merged."""
         one = (self.bucket, self.life) == (other.bucket, other.life) and self.number == other.before
         whole = self.pieces == other.pieces == 1 and self.kept_us == other.kept_us == -1 and self.count and other.count
         if not one or not whole or self.first or other.first:
@@ -104,11 +103,11 @@ class Durations:
             self._counts = rounded
 
     def mean(self) -> float | None:
-        """Return microseconds; None before the first step."""
+        """Return the mean duration in microseconds; None before the first step."""
         return self._total / self._number if self._number else None
 
     def median(self) -> float | None:
-        """Return microseconds; None before the first step."""
+        """Return the median duration in microseconds; None before the first step."""
         if not self._number:
             return None
         ordered = sorted(self._counts)

@@ -1,6 +1,6 @@
 """The goodput report for a terminal, and the same account as JSON.
 
-`plain` is for files and pipes, `rich` for a terminal that shows colours; both render the same lines.
+`plain` is for files and pipes, `rich` for terminals with colours. Both render the same lines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.base import units
 from outlast.job.report.goodput import COUNTED, Goodput
-from outlast.job.report.incidents import FAILURES, PLANNED, Incident, Total, total
+from outlast.job.report.incidents import FAILURES, PLANNED, Incident, total
 from outlast.job.report.steps import Bucket
 
 if TYPE_CHECKING:
@@ -32,16 +32,16 @@ _LOOK = {
     Bucket.IDLE: (" ", "bright_black", "idle"),
     Bucket.SUSPENDED: ("_", "bright_black", "suspended"),
 }
-"""For each bucket: its glyph in the timeline, which distinguishes it without colours; its colour; its name."""
+"""Glyph, colour and name of each bucket. The glyph identifies the bucket in a timeline without colours."""
 _FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_s", "replayed")
 """Fields of an incident that go into the JSON unchanged."""
 _TOTALS = {"failures": FAILURES, "interruptions": PLANNED}
 PROGRESS = "from outlast.training import progress; progress(step, total)"
-"""The call that a script without a session adds to have its steps counted."""
+"""Call with which a script without a session reports its steps."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _BAR = 30
 _SHOWN = 20
-"""Number of incidents listed in the terminal: the latest."""
+"""Number of latest incidents listed in the terminal."""
 
 _Line = list[tuple[str, str]]
 """Fragments of text with their style."""
@@ -60,24 +60,22 @@ def rich(goodput: Goodput, title: str = "", width: int = 100) -> Text:
 
 
 def as_json(goodput: Goodput) -> dict[str, Any]:
-    """Return the account as plain values for JSON; times are seconds, instants seconds since the epoch."""
+    """Return the account as plain values for JSON. Durations are in seconds, instants in seconds since the epoch."""
     fields = ("start", "end", "state", "wall_s", "goodput", "steps_replayed", "step_mean_s", "step_median_s", *COUNTED)
+    totals = {kind: total(goodput.incidents, kinds) for kind, kinds in _TOTALS.items()}
+    lost = {kind: {"count": each.failures, "seconds": each.seconds, "up_to": each.up_to} for kind, each in totals.items()}
     return {
         **{field: getattr(goodput, field) for field in fields},
         "seconds": {bucket.value: seconds for bucket, seconds in goodput.seconds.items()},
         "segments": [{"start": s.start, "end": s.end, "bucket": s.bucket.value} for s in goodput.segments],
         "incidents": [{**{field: getattr(i, field) for field in _FIELDS}, "lost": _lost(i)} for i in goodput.incidents],
-        "lost": {kind: _sum(total(goodput.incidents, kinds)) for kind, kinds in _TOTALS.items()},
+        "lost": lost,
         "snapshots": dataclasses.asdict(goodput.snapshots) if goodput.snapshots else None,
     }
 
 
-def _sum(total: Total) -> dict[str, Any]:
-    return {"count": total.failures, "seconds": total.seconds, "up_to": total.up_to}
-
-
 def _lost(incident: Incident) -> dict[str, Any] | None:
-    """Return the seconds of training that an incident has cost; None while the incident goes on, or if training never stopped."""
+    """Return the training time lost to an incident, in seconds. None while the incident goes on, or if training never stopped."""
     lost = incident.lost
     if lost is None or incident.recovery_s is None:
         return None
@@ -115,7 +113,7 @@ def _buckets(goodput: Goodput) -> list[_Line]:
 
 
 def _seconds(seconds: float) -> str:
-    """Like `units.human_seconds`, but with the same unit for all durations below a minute."""
+    """Format seconds as `units.human_seconds` does, but in seconds for all durations below a minute."""
     return f"{seconds:.2f}s" if seconds < 59.995 else units.human_seconds(seconds)
 
 
@@ -126,7 +124,7 @@ def _bar(share: float) -> str:
 
 
 def _strip(goodput: Goodput, width: int) -> list[_Line]:
-    """Return the run from left to right; a column shows its largest bucket, but every bucket is shown at least once."""
+    """Draw the run from left to right. A column shows its largest bucket, but every bucket appears at least once."""
     columns = max(20, width - 4)
     total = goodput.end - goodput.start
     if total <= 0:
@@ -171,32 +169,32 @@ def _counts(goodput: Goodput) -> list[_Line]:
 
 
 def _snapshots(goodput: Goodput) -> str:
-    """Return `every 3 steps, 1.2 GiB, 1 replica`; empty if none were reported."""
-    known = goodput.snapshots
-    if known is None:
+    """Return `every 3 steps, 1.2 GiB, 1 replica`; empty if no snapshots were reported."""
+    snapshots = goodput.snapshots
+    if snapshots is None:
         return ""
-    if not known.every:
-        return f"none: {known.reason}" if known.reason else "none"
-    said = ["every step" if known.every == 1 else f"every {known.every:,} steps"]
-    said += [units.human_bytes(known.bytes)] if known.bytes else []
-    return ", ".join([*said, _many(known.replicas, "replica") or "no replica"])
+    if not snapshots.every:
+        return f"none: {snapshots.reason}" if snapshots.reason else "none"
+    parts = ["every step" if snapshots.every == 1 else f"every {snapshots.every:,} steps"]
+    parts += [units.human_bytes(snapshots.bytes)] if snapshots.bytes else []
+    return ", ".join([*parts, _many(snapshots.replicas, "replica") or "no replica"])
 
 
 def _total(goodput: Goodput) -> str:
     """Return `3 failures cost 4.10s of training, 1.37s each`; empty before the first failure."""
-    said = []
+    costs = []
     for kind, kinds in _TOTALS.items():
-        found = total(goodput.incidents, kinds)
-        if count := found.failures:
-            each = f", {_seconds(found.seconds / count)} each" if count > 1 else ""
-            most = "up to " if found.up_to else ""
-            said.append(f"{_many(count, kind.removesuffix('s'))} cost {most}{_seconds(found.seconds)} of training{each}")
-    return "; ".join(said)
+        cost = total(goodput.incidents, kinds)
+        if count := cost.failures:
+            each = f", {_seconds(cost.seconds / count)} each" if count > 1 else ""
+            most = "up to " if cost.up_to else ""
+            costs.append(f"{_many(count, kind.removesuffix('s'))} cost {most}{_seconds(cost.seconds)} of training{each}")
+    return "; ".join(costs)
 
 
 def _cost(incident: Incident, steps: bool) -> str:
-    """Return the cost of an incident: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`; for a script without steps, only
-    the time."""
+    """Return the cost of an incident: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`. A script without steps has only the
+    time."""
     if not incident.recovery_s:
         return f"{_many(incident.replayed, 'step')} again" if incident.replayed else ""
     lost = incident.lost
@@ -238,7 +236,7 @@ def _incidents(goodput: Goodput, width: int) -> list[_Line]:
 
 
 def _at(seconds: float) -> str:
-    """Return a moment of the run: `0:42`, `1:02:03`, `50:00:00`."""
+    """Format a moment of the run: `0:42`, `1:02:03`, `50:00:00`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

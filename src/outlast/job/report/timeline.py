@@ -1,14 +1,14 @@
 """The timeline of a job: the ledger's events folded, in order, into spans of time that each have an owner.
 
-Called by `report.goodput` only. Events come in the order of time, each once (`reading`), with the fields that `ledger` lists.
-An event may be missing because its writer was killed, and it may come from a replaced generation or a clock that is slightly
-off. In every case each instant between the first event and the end has one owner.
+Called by `report.goodput` only. Events arrive in the order of time, each once (`reading`), with the fields listed in `ledger`. An
+event may be missing because its writer was killed, or come from a replaced generation or a slightly wrong clock. In every case,
+each instant between the first event and the end has one owner.
 
-A step owns the time from the end of the previous step to its own end. That time is training if the step is kept, except for time
-spent waiting for data, and replayed if a restore takes it back or a failure cuts it short. All other time has the bucket of the
-job's phase. Reasons: `docs/decisions/0004-goodput.md`.
+A step owns the time from the end of the previous step to its end. This time is training if the step is kept, except for time
+spent waiting for data. It is replayed if a restore rolls the step back or a failure cuts it short. All other time has the bucket
+of the job's phase. Reasons: `docs/decisions/0004-goodput.md`.
 
-Memory is bounded: neighbouring old steps of a long run are joined (`_join`).
+Memory is bounded, since consecutive old steps of a long run are joined (`_join`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from outlast.job.report.reading import Survey, microseconds
 from outlast.job.report.steps import WAITING, Bucket, Durations, Step
 
 _HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}
-"""The bucket of a stopped job, by its state: suspended by its user, or queued again after its queue has withdrawn the quota."""
+"""Bucket of a stopped job by its state: suspended by its user, or queued again after its queue has withdrawn the quota."""
 _SPANS = 1 << 16
-"""Number of spans above which old ones are joined."""
+"""Number of spans above which old spans are joined."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,17 +32,17 @@ class Snapshots:
     """Interval and size of snapshots, as last reported."""
 
     every: int
-    """Number of steps between two snapshots; 0: none are made."""
+    """Number of steps between two snapshots; 0: no snapshots."""
     bytes: int = 0
-    """Bytes of the parts of all ranks together, as reported by rank 0."""
+    """Total size of the parts of all ranks in bytes, as reported by rank 0."""
     replicas: int = 0
     reason: str = ""
 
 
 class Timeline:
-    """Folds events, in order, into spans of time. The owner of a span is a bucket, or a step whose fate decides the bucket."""
+    """Folds events, in order, into spans of time. The owner of a span is a bucket, or a step that gets its bucket later."""
 
-    def __init__(self, start: int, known: Survey) -> None:
+    def __init__(self, start: int, survey: Survey) -> None:
         self.spans: list[tuple[int, int, Bucket | Step]] = []
         self.kept: list[Step] = []
         self.steps_executed = self.steps_kept = 0
@@ -53,28 +53,28 @@ class Timeline:
         self.seen = start  # time of the newest event
         self.finished: str | None = None
         self.worlds = self.failures = self.restarts = self.interruptions = self.hangs = self.saves = self.saves_failed = 0
-        self._last_steps, self._blind = known.last_steps, known.blind
+        self._last_steps, self._blind = survey.last_steps, survey.blind
         self._since = start
         self._phase = Bucket.QUEUE
         self._after_save = Bucket.TRAINING
-        self._step: Step | None = None  # under way; owns the time spent in phase TRAINING
+        self._step: Step | None = None  # running; owns the time spent in phase TRAINING
         self._last_step = start
         self._durable = start
         self._generation = -1
         self._life = 0  # grows with every start of the training processes, and with every restore
         self._members: frozenset[int | None] | None = None
         self._broken = False
-        self._why = ""  # the planned call that the present world is to follow
-        self._next = Bucket.RENDEZVOUS  # what follows the present world
-        self._early: Event | None = None  # a newer world, formed before the last step of the present one
+        self._why = ""  # reason of the planned rendezvous that the current world is to join
+        self._next = Bucket.RENDEZVOUS  # bucket after the current world
+        self._early: Event | None = None  # a newer world, formed before the last step of the current one
         self._launchers = 0
-        self._open: list[Incident] = []  # training has not gone on since
+        self._open: list[Incident] = []  # incidents without recovery so far
         self.snapshots: Snapshots | None = None
-        self._announced = self._begun = 0  # attempts of the present world: called for, and with a session
-        self._progress: int | None = None  # end of the last step of the present processes
-        self._fault: int | None = None  # moment of a fault since then, where it is known
-        self._noticed: int | None = None  # when it was first reported
-        self._lost: Lost | None = None  # what training loses while it stands still
+        self._announced = self._begun = 0  # attempts of the current world: requested, and with a session
+        self._progress: int | None = None  # end of the last step of the current processes
+        self._fault: int | None = None  # moment of a fault after that step, if known
+        self._noticed: int | None = None  # time of the first report of that fault
+        self._lost: Lost | None = None  # the loss while training stands still
         self._cut_short: Step | None = None  # the step that the latest failure ended
 
     def feed(self, t: int, event: Event) -> None:
@@ -106,7 +106,7 @@ class Timeline:
             self._join()
 
     def _join(self) -> None:
-        """Join equal neighbours, except in the latest quarter, where a restore may take steps back."""
+        """Join consecutive equal spans, except in the latest quarter, where a restore may roll steps back."""
         old = len(self.spans) * 3 // 4
         joined, gone = self.spans[:1], set()
         for start, end, owner in self.spans[1:old]:
@@ -132,13 +132,13 @@ class Timeline:
             self._cut_short = self._step if fate in (Bucket.REPLAYED, Bucket.HANG) else None
             self._step = None
 
-    def _goes_on(self, t: int) -> bool:
-        """Return whether the current world has yet to make its last step: then it is intact, whatever was reported."""
+    def _intact(self, t: int) -> bool:
+        """Return whether the current world still has steps to make, and is therefore intact, whatever was reported."""
         return t < self._last_steps.get((self._generation, self._begun), t)
 
     def _end_world(self, fate: Bucket, t: int) -> None:
         """End training in the current world, at once or after its last step."""
-        if self._goes_on(t):
+        if self._intact(t):
             self._broken = True
         elif self._phase not in WAITING:
             self._stop(fate, t)
@@ -153,9 +153,9 @@ class Timeline:
         noticed = t if self._noticed is None else self._noticed
         self._drop(fate, t)
         self._lost = Lost() if planned else incidents.stopped(progress=self._progress, fault=self._fault, noticed=noticed, at=t)
-        bearer = next((incident for incident in reversed(self._open) if incident.lost is None), None)
-        if bearer is not None:
-            bearer.lost = self._lost
+        unpriced = next((incident for incident in reversed(self._open) if incident.lost is None), None)
+        if unpriced is not None:
+            unpriced.lost = self._lost
 
     def _form(self, generation: int, t: int) -> None:
         self._drop(Bucket.RENDEZVOUS, t)
@@ -164,12 +164,12 @@ class Timeline:
         self._generation = generation
         self._members = None
         self._announced = self._begun = 0
-        self._starts()
+        self._start_processes()
         if self._blind:
             self._phase = Bucket.TRAINING
             self._recovered(t)
 
-    def _starts(self) -> None:
+    def _start_processes(self) -> None:
         """Record that the processes of a world start."""
         self._broken, self._why, self._next = False, "", Bucket.RENDEZVOUS
         self._progress = self._fault = self._noticed = None
@@ -177,24 +177,25 @@ class Timeline:
         self._phase = Bucket.STARTUP
 
     def _current(self, event: Event, t: int) -> bool:
-        """Return whether a training event is of the current world; an event of a newer world proves that it was formed."""
+        """Return whether a training event belongs to the current world. An event of a newer world proves that the newer world was
+        formed."""
         generation = event.get("generation", max(0, self._generation))
         if generation > self._generation:
             self._form(generation, t)
         return bool(generation == self._generation)
 
     def _concerns(self, event: Event) -> bool:
-        """Return whether an event of the launcher or an agent is, or may be, about a member of the current world."""
+        """Return whether an event of the launcher or an agent may be about a member of the current world."""
         generation, worker = event.get("generation"), event.get("worker")
         late = generation is not None and generation < self._generation
         return not late and (self._members is None or worker is None or worker in self._members)
 
     def _roll_back(self, step: int) -> None:
-        """The results of all steps after this one are lost."""
+        """Record the loss of all results after this step."""
         before, again_us = self.steps_kept, 0
         while self.kept and self.kept[-1].number > step:
             last = self.kept[-1]
-            if last.before < step:  # of several, the first ones stay; they are taken to have been equally long
+            if last.before < step:  # the first of several steps stay; they are assumed to be equally long
                 stays, of = step - last.before, last.number - last.before
                 whole = last.us if last.kept_us < 0 else last.kept_us
                 last.kept_us = whole * stays // of
@@ -218,13 +219,13 @@ class Timeline:
         self.steps_kept += step.count
 
     def _ordinary(self, step: Step) -> int:
-        """Return the time of these steps, without the extra time of a world's first step."""
+        """Return the time of these steps without the extra time of a world's first step, in microseconds."""
         usual = self.durations.median() if step.first else None
         return step.us if usual is None else min(step.us, step.waited_us + step.copied_us + round(usual * max(1, step.count)))
 
-    def _kept_unsaid(self, step: int) -> None:
-        """Keep completed steps that the ledger lacks: if the restored state is newer than its last step, the interrupted span
-        included them."""
+    def _keep_unreported(self, step: int) -> None:
+        """Keep completed steps that the ledger lacks: if the restored state is newer than the ledger's last step, the interrupted
+        span included them."""
         done, last = self._cut_short, self.kept[-1].number if self.kept else 0
         if done is None or self._lost is None or step <= last:
             return
@@ -232,7 +233,7 @@ class Timeline:
         done.kept_us = done.us if usual is None else min(done.us, round(usual * (step - last)))
         done.bucket, done.before, done.number, done.count, done.life = Bucket.TRAINING, last, step, step - last, self._life
         self._keep(done)
-        (next((i.lost for i in self._open if i.lost is not None), None) or self._lost).was_kept(done.kept_us)
+        (next((i.lost for i in self._open if i.lost is not None), None) or self._lost).recover(done.kept_us)
 
     def _recovered(self, t: int) -> None:
         """End the incidents of older worlds, since training continues in a newer one."""
@@ -249,19 +250,18 @@ class Timeline:
         if self._lost is not None:
             if all(other.lost is not self._lost for other in self._open):
                 incident.lost = self._lost
-            elif kind in incidents.FAILURES:  # another failure before training went on: from now on it is this one's time
+            elif kind in incidents.FAILURES:  # another failure before recovery, which is charged from now on
                 self._cut(t)
                 incident.lost = self._lost = Lost()
         self._open.append(incident)
 
     def _cause(self) -> Incident | None:
-        """Return the incident that ended the current world, if known; later reports are its consequences."""
+        """Return the incident that ended the current world, if known. Later reports are consequences of this incident."""
         present = self._generation, self._announced
         return next((incident for incident in self._open if (incident.generation, incident.attempt) == present >= (0, 0)), None)
 
-    def _rests(self) -> None:
-        """Close incidents other than failures: after a planned stop training is not expected to go on, so the time is not
-        recovery."""
+    def _close_planned(self) -> None:
+        """Close incidents other than failures. A planned stop needs no recovery, so the time after it is no loss."""
         self._open = [incident for incident in self._open if incident.kind in incidents.FAILURES]
         if all(incident.lost is not self._lost for incident in self._open):
             self._lost = None
@@ -269,8 +269,8 @@ class Timeline:
     # Events of the launcher
 
     def _on_resumed(self, t: int, event: Event) -> None:
-        self._rests()
-        self._taken_up(t, event)
+        self._close_planned()
+        self._relaunched(t, event)
 
     def _on_launcher(self, t: int, event: Event) -> None:
         self._launchers += 1
@@ -279,18 +279,18 @@ class Timeline:
         elif event.get("adopted") and self._phase not in WAITING:
             self._incident(t, "launcher", "the launcher was started again; training went on meanwhile", event, stops=False)
         else:
-            self._taken_up(t, event)
+            self._relaunched(t, event)
 
-    def _taken_up(self, t: int, event: Event) -> None:
+    def _relaunched(self, t: int, event: Event) -> None:
         """Record that the job has a launcher again. If the job had not ended, its processes have been gone since the last
         event."""
-        if self._phase not in WAITING and not self._goes_on(t):
+        if self._phase not in WAITING and not self._intact(t):
             self._incident(self.seen, "launcher", "the launcher and its workers were gone", event, stops=True)
             self._stop(Bucket.REPLAYED, self.seen)
             self._phase = Bucket.IDLE
         self._wake(Bucket.QUEUE, t)
 
-    _on_submitted = _taken_up
+    _on_submitted = _relaunched
 
     def _on_asked(self, t: int, event: Event) -> None:
         if self._phase is Bucket.QUEUE:
@@ -313,9 +313,11 @@ class Timeline:
         self._next = _HELD.get(event.get("suspends", ""), Bucket.RENDEZVOUS)
         if event.get("planned") and not self._blind and self._phase in (Bucket.TRAINING, Bucket.CHECKPOINT):
             self._why = reason
-            return  # it saves first, and says `interrupted` when it has
+            return  # training saves first, and then reports `interrupted`
         if not event.get("planned"):
-            if not self._known(self._cause(), reason, event) and all(i.generation != self._generation for i in self._open):
+            if not self._unheard_failed(self._cause(), reason, event) and all(
+                i.generation != self._generation for i in self._open
+            ):
                 self._incident(t, "failure", reason, event, stops=True)
             self._end_world(Bucket.REPLAYED, t)
         else:
@@ -325,7 +327,7 @@ class Timeline:
 
     def _on_world(self, t: int, event: Event) -> None:
         generation = event["generation"]
-        if generation > self._generation and self._goes_on(t):  # the clock of who decides is behind
+        if generation > self._generation and self._intact(t):  # the coordinator's clock is behind
             self._early = event
         elif generation > self._generation:
             self._form(generation, t)
@@ -337,23 +339,23 @@ class Timeline:
         self.failures += counted
         reason = event.get("reason") or f"worker {event.get('worker')} failed"
         if event.get("repaired") is not None:
-            return  # by the members themselves, as `attempt` has said; counted afterwards
+            return  # the members have repaired the world themselves, as `attempt` reported; counted afterwards
         concerns = self._concerns(event)
-        cause = self._cause() if concerns else self._called_for(event.get("generation"))
+        cause = self._cause() if concerns else self._unexplained(event.get("generation"))
         if cause is None:
             self._incident(t, "failure" if counted else "interruption", reason, event, stops=concerns)
-        elif not self._known(cause, reason, event) and cause.kind == "failure" and cause.worker is None:
-            cause.text, cause.worker = reason, event.get("worker")  # so far only the call that followed it was known
+        elif not self._unheard_failed(cause, reason, event) and cause.kind == "failure" and cause.worker is None:
+            cause.text, cause.worker = reason, event.get("worker")  # so far only the resulting rendezvous was known
         if concerns:
             self._end_world(Bucket.REPLAYED, t)
 
-    def _called_for(self, generation: int | None) -> Incident | None:
-        """Set the cause of an earlier world's end, if only the call that followed it is known so far."""
+    def _unexplained(self, generation: int | None) -> Incident | None:
+        """Return the incident that ended an earlier world, if only the resulting rendezvous is known so far."""
         found = (i for i in reversed(self.incidents) if i.generation == generation and i.kind == "failure" and i.worker is None)
         return next(found, None)
 
-    def _known(self, cause: Incident | None, reason: str, event: Event) -> bool:
-        """Return whether an unreachable peer ended a world; if so, turn the incident into a failure with the peer's reason."""
+    def _unheard_failed(self, cause: Incident | None, reason: str, event: Event) -> bool:
+        """Turn an incident with an unreachable peer into a failure with the peer's reason. Returns False for any other cause."""
         if cause is None or cause.kind != "unheard":
             return False
         cause.kind, cause.text = "failure", reason
@@ -368,7 +370,7 @@ class Timeline:
         self.finished = str(event["state"])
         self._cut(t)
         if self._step is not None and self.finished == "Succeeded":
-            for i in range(len(self.spans) - 1, -1, -1):  # after the last step: until the last save was durable, then leaving
+            for i in range(len(self.spans) - 1, -1, -1):  # after the last step: the last save, then leaving
                 start, end, owner = self.spans[i]
                 if start < self._last_step:
                     break
@@ -378,7 +380,7 @@ class Timeline:
         self._phase = _HELD.get(self.finished, Bucket.IDLE)
         if self._phase is Bucket.QUEUE:
             self.finished = None
-        self._rests()
+        self._close_planned()
 
     # Events of agents
 
@@ -390,7 +392,7 @@ class Timeline:
         if not concerns or self._cause() is None:
             text = f"rank {event['rank']} on worker {event['worker']} {event['reason']}"
             self._incident(t, "hang", text, event, stops=concerns)
-        if concerns and not self._goes_on(t) and self._phase not in (*WAITING, Bucket.RENDEZVOUS):
+        if concerns and not self._intact(t) and self._phase not in (*WAITING, Bucket.RENDEZVOUS):
             if self._step is None:
                 self._cut(max(self._since, since))
             self._phase = Bucket.HANG if self._step is None else Bucket.TRAINING
@@ -402,7 +404,7 @@ class Timeline:
             return
         self._noticed = t if self._noticed is None else self._noticed
         if self._cause() is None:
-            self._incident(t, "unheard", event["reason"], of, stops=not self._goes_on(t))
+            self._incident(t, "unheard", event["reason"], of, stops=not self._intact(t))
 
     def _on_attempt(self, t: int, event: Event) -> None:
         number, reason = event["attempt"], event["reason"]
@@ -412,10 +414,10 @@ class Timeline:
         if cause is None:
             self._incident(t, "failure", reason, event, stops=True)
         else:
-            self._known(cause, reason, event)
+            self._unheard_failed(cause, reason, event)
         self._end_world(Bucket.REPLAYED, t)
         self._announced = number
-        if self._blind:  # no session tells when its processes have started
+        if self._blind:  # no session reports the start of its processes
             self._begun, self._phase = number, Bucket.TRAINING
             self.restarts += 1
             self._recovered(t)
@@ -436,7 +438,7 @@ class Timeline:
             self._drop(Bucket.RENDEZVOUS, t)
             self._begun = self._announced
             self.restarts += 1
-            self._starts()
+            self._start_processes()
         elif self._phase in (Bucket.TRAINING, Bucket.CHECKPOINT, Bucket.RESTORE):
             self._drop(Bucket.RENDEZVOUS, t)  # plain torchrun restarts in the same generation
             self._phase = Bucket.STARTUP
@@ -453,10 +455,10 @@ class Timeline:
         if not self._current(event, t):
             return
         self._life += 1
-        self._kept_unsaid(event["step"])
+        self._keep_unreported(event["step"])
         self._roll_back(event["step"])
         if self._lost is not None:
-            source = event.get("source", "")  # of events without it that is who wrote them
+            source = event.get("source", "")  # in events without this field, the writer of the event
             self._lost.source = source if source in incidents.SOURCES else ""
         if self._phase in (Bucket.STARTUP, Bucket.RESTORE, Bucket.TRAINING):
             self._drop(Bucket.STARTUP, t)
@@ -480,17 +482,17 @@ class Timeline:
         self._keep(step)
         if not step.first:
             self.durations.add(step.us, step.count)
-        self._goes_on_training(step, t)
+        self._progressed(step, t)
         self._recovered(t)
-        if self._broken and not self._goes_on(t):
+        if self._broken and not self._intact(t):
             self._broken = False
             self._end_world(Bucket.REPLAYED, t)
-        if self._early is not None and not self._goes_on(t):
+        if self._early is not None and not self._intact(t):
             early, self._early = self._early, None
             self._on_world(t, early)
 
-    def _goes_on_training(self, step: Step, t: int) -> None:
-        """Record that a step has ended: no more time is lost, and unreachable peers are back."""
+    def _progressed(self, step: Step, t: int) -> None:
+        """Record the end of a step: no more time is lost, and unreachable peers are back."""
         if self._lost is not None:
             self._lost.ordinary(self._ordinary(step))
             self._lost = None
@@ -505,7 +507,7 @@ class Timeline:
     def _on_staged(self, t: int, event: Event) -> None:
         if self._phase is Bucket.CHECKPOINT:
             self._enter(self._after_save, t)
-            self._progress = t if self._progress is not None else None  # the stall is the checkpoint's
+            self._progress = t if self._progress is not None else None  # the stall belongs to the checkpoint
 
     def _on_committed(self, t: int, event: Event) -> None:
         self.saves += 1
@@ -514,23 +516,23 @@ class Timeline:
 
     def _on_save_failed(self, t: int, event: Event) -> None:
         self.saves_failed += 1
-        self._of_checkpoint(t, "save", f"step {event['step']} could not be saved", event)
+        self._checkpoint_incident(t, "save", f"step {event['step']} could not be saved", event)
 
     def _on_not_copied(self, t: int, event: Event) -> None:
-        self._of_checkpoint(t, "save", f"step {event['step']} was saved, but not on every disk", event)
+        self._checkpoint_incident(t, "save", f"step {event['step']} was saved, but not on every disk", event)
 
     def _on_damaged(self, t: int, event: Event) -> None:
         name = event["path"].rsplit("/", 1)[-1]
-        self._of_checkpoint(t, "damaged", f"{name} is damaged and was skipped", event)
+        self._checkpoint_incident(t, "damaged", f"{name} is damaged and was skipped", event)
 
-    def _of_checkpoint(self, t: int, kind: str, text: str, event: Event) -> None:
+    def _checkpoint_incident(self, t: int, kind: str, text: str, event: Event) -> None:
         self._incident(t, kind, f"{text}: {event['reason']}", event, stops=False)
 
     def _on_interrupted(self, t: int, event: Event) -> None:
         self.interruptions += 1
         late = (event.get("generation") or self._generation) < self._generation
         stops = self._phase not in (*WAITING, Bucket.RENDEZVOUS) and not late
-        said = event.get("reason") or "told to leave"
-        self._incident(t, "interruption", f"{self._why}; {said}" if self._why else said, event, stops=stops)
+        reason = event.get("reason") or "told to leave"
+        self._incident(t, "interruption", f"{self._why}; {reason}" if self._why else reason, event, stops=stops)
         if stops:
             self._end_world(Bucket.CHECKPOINT, t)

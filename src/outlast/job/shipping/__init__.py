@@ -1,1 +1,1 @@
-"""The code in a directory, and archives of it: the same tree is packed to the same bytes."""
+"""The code in a directory, and its archives: packing the same tree yields the same bytes."""

@@ -1,4 +1,4 @@
-"""Archives of code: packed at submission, unpacked where it runs, with limits that fit code."""
+"""Archives of code: packed at submission, and unpacked with limits for code where it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outlast.base.unpack import checksum
 __all__ = ["MAX_BYTES", "MAX_ENTRIES", "check", "check_checksum", "checksum", "extract", "root"]
 
 MAX_BYTES = 4 << 30
-"""Limits for code: an archive that unpacks to more is a mistake, or a bomb."""
+"""Maximum number of unpacked bytes of code. A larger archive is a mistake, or a bomb."""
 MAX_ENTRIES = 100_000
 
 
@@ -23,7 +23,7 @@ def extract(archive: Path, into: Path, *, name: str) -> None:
 
 def check(archive: Path, name: str, sha256: str, runs: str) -> None:
     """Raise OutlastError if a local archive does not have the checksum `sha256` (unless that is empty), cannot be unpacked, or
-    lacks the script `runs`. If `runs` is a module, it is not looked for."""
+    lacks the script `runs`. A module in `runs` is not checked."""
     if sha256:
         check_checksum(archive, name, sha256)
     with tempfile.TemporaryDirectory() as directory:
@@ -39,7 +39,8 @@ def check_checksum(archive: Path, name: str, sha256: str) -> None:
 
 
 def root(tree: Path, runs: str) -> Path:
-    """Return the root of the code in an unpacked archive: its only directory if that contains `runs`, a script or module."""
+    """Return the root of the code in an unpacked archive: the tree, or its only directory if only this contains the script or
+    module `runs`."""
     entries = [entry for entry in tree.iterdir() if entry.name not in ("__MACOSX", ".DS_Store")]
     if len(entries) == 1 and entries[0].is_dir() and not entries[0].is_symlink():
         (only,) = entries

@@ -3,9 +3,9 @@
     entries = listed(root)
     pack(root, entries, Path("code.tar.gz"))
 
-Files excluded by `.gitignore` and `.outlastignore` (the latter takes precedence, and its `!` includes again), and files that
-are never code, are left out. The archive depends only on names, contents, links and the executable bit: not on times, owners or
-the order on disk. As in git, empty directories are left out.
+The archive leaves out files excluded by `.gitignore` and `.outlastignore` (the latter takes precedence, and its `!` includes
+files again), files that are never code and, as in git, empty directories. It depends only on names, contents, links and the
+executable bit: not on times, owners or the order on disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEVER = frozenset(
 )
 """Names that are never part of a job's code."""
 FILES = (".gitignore", ".outlastignore")
-"""Ignore files, in order of precedence: later ones override."""
+"""Names of ignore files; later files override earlier ones."""
 CREDENTIALS = """
 .env
 .env.*
@@ -69,8 +69,8 @@ credentials.json
 service-account*.json
 service_account*.json
 """
-"""Rules for files that usually hold credentials. Everyone with access to ConfigMaps in the namespace can read the code, so only
-an `.outlastignore` can include these files."""
+"""Rules for files that usually hold credentials. Since everyone with access to ConfigMaps in the namespace can read the code,
+only an `.outlastignore` can include these files."""
 _TRIES = 3
 """Attempts at packing while files change."""
 _CHUNK = 1 << 20
@@ -94,11 +94,11 @@ class TooLarge(Exception):
 
 
 class _Changed(Exception):
-    """A file was written to while it was read."""
+    """A file changed while it was read."""
 
 
 NameCallback = Callable[[str], object]
-"""Called with the name of a file, directory or link below the directory of code."""
+"""Callback that gets the name of a file, directory or link below the directory of code."""
 
 
 def _nothing(_: str) -> None:
@@ -113,13 +113,13 @@ def listed(
     ignored: NameCallback = _nothing,
     outside: NameCallback | None = None,
 ) -> list[Entry]:
-    """Return the files and links of a directory of code, sorted by name: the same for a run on this machine and for pods.
+    """Return the files and links of a directory of code, sorted by name. A run on this machine and pods get the same list.
 
-    `but` lists paths below `root` that are not code. `withheld` is called with names left out as probable credentials,
-    `ignored` with those left out by an ignore file. A link that leads outside is an error, since pods would not have its
-    target; with `outside`, which is called with its name, it becomes a link to the absolute path.
+    `but` lists paths below `root` that are not code. `withheld` receives the names left out as probable credentials, `ignored`
+    the names left out by an ignore file. A link that leads outside is an error, since pods would not have its target; with
+    `outside`, which receives its name, the link gets an absolute target instead.
 
-    Raises OutlastError for such a link, for unreadable files, and if there is too much for code.
+    Raises OutlastError for these links, for unreadable files, and for more files or bytes than code may have.
     """
     top = root.resolve()
     layers = _above(top)
@@ -141,14 +141,14 @@ def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[
     """Return the paths in a directory of code that are not code: `but`, the job's data, models and output, and the log of this
     command.
 
-    The script is code even if `but` names it because it was given instead of a job file.
+    The script stays code even if it is in `but`, as it is when the user runs it without a job file.
     """
     but = [place for place in but if place.absolute() != root / (fields.script or "")]
     return [*but, *_redirected(), *(place for place in _named(fields) if place != root and place not in root.parents)]
 
 
 def _redirected() -> Iterator[Path]:
-    """Yield the files that this command's output goes to: `outlast run train.py > run.log`."""
+    """Yield the files to which this command's output is redirected: `outlast run train.py > run.log`."""
     for number in (1, 2):
         with contextlib.suppress(OSError):
             yield Path(f"/proc/self/fd/{number}").resolve(strict=True)
@@ -170,18 +170,18 @@ def _named(fields: spec.Spec) -> Iterator[Path]:
 
 
 def some(names: Collection[str]) -> str:
-    """Return the first few names, for a sentence."""
+    """Join the first few names for a sentence."""
     found = sorted(names)
     return ", ".join([*found[:5], *(["..."] if found[5:] else [])])
 
 
 def without_credentials(withheld: Collection[str]) -> str:
-    """Return the sentence about files that look like credentials."""
+    """Return the message about files that look like credentials."""
     return f"without {some(withheld)}, which may hold credentials ({bring_back(withheld)})"
 
 
 def bring_back(names: Collection[str]) -> str:
-    """Return the remedy for a file that was left out."""
+    """Return the remedy for files that were left out."""
     return f"!{min(names).rpartition('/')[2]} in .outlastignore brings it back"
 
 
@@ -189,7 +189,7 @@ REMEDY = "name what is no code in .outlastignore, or keep it elsewhere"
 
 
 def biggest(entries: Sequence[Entry]) -> str:
-    """Return the biggest files, for a sentence."""
+    """List the biggest files for a sentence."""
     most = sorted(entries, key=lambda entry: -entry.size)[:3]
     return "the biggest: " + ", ".join(f"{entry.name} {units.human_bytes(entry.size)}" for entry in most)
 
@@ -203,10 +203,10 @@ def pack(
     withheld: NameCallback = _nothing,
     reading: NameCallback = _nothing,
 ) -> list[Entry]:
-    """Pack a directory of code into a new `.tar.gz`; returns its entries.
+    """Pack a directory of code into a new `.tar.gz`, and return its entries.
 
-    `reading` is called with the name of each file before it is read; `withheld` as in `listed`. Raises OutlastError as `listed`
-    does, or for a file that keeps changing, and TooLarge if the archive exceeds `room`.
+    `reading` receives the name of each file before the file is read; `withheld` is as in `listed`. Raises OutlastError as
+    `listed` does, or for a file that keeps changing, and TooLarge if the archive exceeds `room` bytes.
     """
     for left in reversed(range(_TRIES)):
         entries = listed(root, but, withheld=withheld)
@@ -269,7 +269,7 @@ class _Bounded(io.FileIO):
         return len(data)
 
 
-# ----------------------------------------------------------------------------------------------------------- what is in there
+# ----------------------------------------------------------------------------------------------------------- listing the files
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class _Walk:
                 yield Entry(name, "file", each.stat(follow_symlinks=False).st_size)
 
     def _target(self, name: str) -> str:
-        """Return the target of a link. Raises OutlastError if it leads outside and that is not allowed."""
+        """Return the target of a link. Raises OutlastError if the target is outside and `self.outside` is not set."""
         link = self.top / name
         target = os.readlink(link)
         root = os.path.realpath(self.top)
@@ -326,8 +326,8 @@ class _Walk:
 
 
 def _above(top: Path) -> list[ignore.Layer]:
-    """Return the rules of the git work tree above a directory; none if they ignore the directory itself, which the user has
-    named."""
+    """Return the rules of the git work tree above a directory. Returns no rules if they would ignore the directory itself, since
+    the user has named it."""
     work_tree = next((each for each in top.parents if (each / ".git").exists()), None) if not (top / ".git").exists() else None
     if work_tree is None:
         return []

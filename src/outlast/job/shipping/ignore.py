@@ -1,8 +1,8 @@
 """The rules of `.gitignore` files. Pure; called by `code_files`.
 
-A file's rules apply to its directory and below; later rules and deeper files take precedence, and nothing below an excluded
-directory can be included again (https://git-scm.com/docs/gitignore). A rule is matched against one name at a time, never against
-the entries below it, as in git: so `*`, `!*/`, `!*.py` works as people expect.
+A file's rules apply to its directory and below. Later rules and deeper files take precedence, and no file below an excluded
+directory can be included again (https://git-scm.com/docs/gitignore). As in git, a rule is matched against one name at a time,
+never against the entries below it, so that `*`, `!*/`, `!*.py` works as people expect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEVER = "(?!)"
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One rule: a line of the file."""
+    """One rule of an ignore file."""
 
     pattern: re.Pattern[str]
     path: bool
@@ -52,7 +52,7 @@ class Layer:
 
 
 def left_out(path: str, directory: bool, layers: Sequence[Layer]) -> bool:
-    """Return whether an entry is ignored. `layers` are the rules of the directories above it, the outermost first."""
+    """Return whether an entry is ignored. `layers` are the rules of its parent directories, the outermost first."""
     name = path.rpartition("/")[2]
     for layer in reversed(layers):
         below = path[len(layer.directory) + 1 :]
@@ -63,7 +63,7 @@ def left_out(path: str, directory: bool, layers: Sequence[Layer]) -> bool:
 
 
 def rules(text: str) -> tuple[Rule, ...]:
-    """Return the rules in the text of a file."""
+    """Parse the text of an ignore file."""
     lines = text.removeprefix("\ufeff").split("\n")
     return tuple(rule for line in lines if (rule := _rule(line.removesuffix("\r"))))
 
@@ -91,7 +91,7 @@ def _without_trailing_spaces(line: str) -> str:
 
 
 def _expression(text: str, *, path: bool) -> str:
-    """Return a pattern of git's wildmatch as a regular expression. An invalid pattern matches nothing, as in git."""
+    """Translate a pattern of git's wildmatch to a regular expression. As in git, an invalid pattern matches nothing."""
     regex, at = "", 0
     while at < len(text):
         letter = text[at]
@@ -119,7 +119,7 @@ def _expression(text: str, *, path: bool) -> str:
 
 
 def _class(text: str, at: int) -> tuple[str, int]:
-    """Return the class `[...]` at `at`, and its end."""
+    """Translate the character class `[...]` at index `at`, and return its end as well."""
     at += 1
     negated = text[at : at + 1] in ("!", "^")
     at += negated
@@ -146,7 +146,7 @@ def _class(text: str, at: int) -> tuple[str, int]:
 
 
 def _letter(text: str, at: int) -> tuple[str, int]:
-    """Return a letter in a class, which may follow a backslash."""
+    """Return the character at index `at` of a class, without its backslash, and the index after it."""
     if text[at] == "\\" and at + 1 < len(text):
         at += 1
     return text[at], at + 1

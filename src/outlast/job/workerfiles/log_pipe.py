@@ -1,5 +1,5 @@
-"""The output of a worker, which goes to its log through a pipe of the agent. A full disk therefore costs log lines but not the
-training: a process that wrote to the log directly would die of ENOSPC in a print.
+"""The output of a worker, which the agent copies from a pipe to the log. A full disk therefore costs log lines but does not stop
+the training: a process that wrote to the log directly would fail with ENOSPC in a print.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pathlib import Path
 
 _RECENT = 4096
 _EARLY = 1 << 20
-"""Maximum number of bytes retained for `keep`."""
+"""Maximum number of bytes buffered for `keep`."""
 TAIL_LINES = 20
 TAIL_BYTES = 2048
-"""Maximum size of a tail, which is sent in reports. Equal to Kubernetes' limit for a termination message taken from a log."""
+"""Maximum size in bytes of a tail, which is sent in reports. Equal to Kubernetes' limit for a termination message taken from a
+log."""
 _TAIL_WITHIN = 1 << 18
-"""Number of bytes at the end of a log that are searched for a tail. Arbitrary: other ranks write after the first rank that
-failed."""
+"""Number of bytes at the end of a log in which a tail is searched. Arbitrary: other ranks write after the first failed rank."""
 _TAIL_S = 0.5
-"""Timeout for a line to reach the log. Arbitrary: it takes a millisecond, and on a full disk it never arrives."""
+"""Seconds to wait until a line reaches the log. Arbitrary: it takes a millisecond, and on a full disk it never arrives."""
 
 
 class Output:
     """Copies the output of this process and its children to its log, the current standard output.
 
-    In pods, standard output is the container's log, and the log in the job's output is a copy: `keep` sets the path of this
-    copy once it is known.
+    In pods, standard output is the container's log, and the log in the job's output is a copy. `keep` sets the path of this copy
+    once the path is known.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Output:
         self.written = 0
         """Number of bytes written so far."""
         self.recent = b""
-        """The end of the output so far, see `saves.last_step`."""
+        """The last bytes of the output so far, see `saves.last_step`."""
         self._copy_to: int | None = None
         self._log = os.dup(1)
         self._pipe, write = os.pipe()
@@ -68,7 +68,7 @@ class Output:
                             _write(file, data)
 
     def keep(self, path: Path | None) -> None:
-        """Append everything to this file, too; None: nowhere."""
+        """Also append all output to this file, or to no file if `path` is None."""
         with self._copying:
             early, self._early = self._early, None
             if path is None:
@@ -97,7 +97,7 @@ class Output:
 
 
 def size(log: Path) -> int:
-    """Return the size of a log in bytes; 0 if there is none."""
+    """Return the size of a log in bytes; 0 if it does not exist."""
     try:
         return log.stat().st_size
     except OSError:
@@ -105,10 +105,10 @@ def size(log: Path) -> int:
 
 
 def tail(log: Path, line: str, *, since: int = 0, prefix: str = "") -> str:
-    """Return the last lines of a log from byte `since` to `line`, which has just been written to standard error: at most
-    TAIL_LINES and TAIL_BYTES, and only those that begin with `prefix`. Empty when the log cannot be read.
+    """Return the last lines of a log from byte `since` to `line`, which has just been written to standard error. The tail has at
+    most TAIL_LINES and TAIL_BYTES, and only lines that begin with `prefix`. It is empty if the log cannot be read.
 
-    Waits for the line, which passes through the pipe after everything before it; if the line does not arrive, the tail ends with
+    Waits for the line, which passes through the pipe after all earlier output. If the line does not arrive, the tail ends with
     the log.
     """
     deadline = time.monotonic() + _TAIL_S

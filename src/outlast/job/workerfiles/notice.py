@@ -1,8 +1,8 @@
 """The notice: a file that asks the training of this worker to save at the next step boundary and leave (`contract.NOTICE`).
 
-The agent writes it when the worker is interrupted (`leave`), the rendezvous handler when a new rendezvous is requested (`call`,
-with the next generation). Training only checks whether it exists. A file needs no signal handler in the training process, and it
-outlives its writer.
+The agent writes the notice when the worker is interrupted (`leave`), the rendezvous handler when a new rendezvous is requested
+(`call`, with the next generation). Training only checks whether the file exists. A file needs no signal handler in the training
+process, and outlives its writer.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from outlast.base import files
 
 
 def write(path: Path, kind: str, reason: str, deadline: float, *, generation: int = 0) -> None:
-    """Write a notice. `deadline` is in seconds since the epoch; training that has not left by then is killed."""
+    """Write a notice. `deadline` is in seconds since the epoch; later, the agent kills the training."""
     until = time.monotonic() + deadline - time.time()
     notice = {"kind": kind, "reason": reason, "generation": generation, "deadline": deadline, "until": until}
     files.replace(path, json.dumps(notice))
 
 
 def left_s(path: Path) -> float:
-    """Return the seconds until the deadline, by the monotonic clock that all processes of a machine share; infinity without a
+    """Return the seconds until the deadline, on the monotonic clock that all processes of a machine share; infinity without a
     deadline."""
     notice = read(path)
     if "until" in notice:
@@ -33,7 +33,7 @@ def left_s(path: Path) -> float:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the notice; empty when there is none."""
+    """Return the notice; empty if none exists."""
     try:
         return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError):

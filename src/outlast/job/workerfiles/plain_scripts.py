@@ -1,6 +1,6 @@
 """Checkpoints and steps of plain scripts, guessed from file names and from the usual log lines.
 
-Since they are guesses, they are only shown: they refund no restart, and nothing is removed because of them.
+Guesses are only shown: they refund no restart, and no file is removed because of them.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(.+?)\.(?:pth\.tar|ckpt|pt|pth|pkl|npz|bin|safetensors|tar)", re.IGNORECASE)
 _STEP = re.compile(r"(?<![a-z])(?:global_?)?(?:step|iter(?:ation)?)s?[-_=.]?(\d{1,15})(?![\da-z])", re.IGNORECASE)
 _TRAINER = re.compile(r"checkpoint-(\d{1,15})")
-"""A directory of the Hugging Face Trainer; in a file of that name the number may be an epoch."""
+"""Checkpoint directory of the Hugging Face Trainer. In the name of a file, the number may be an epoch."""
 _WORD = re.compile(
     r"(?<![a-z])(?:checkpoint|ckpt|chkpt|snapshot|last|latest|resume|epoch|train(?:er|ing)?_state)(?![a-z])", re.IGNORECASE
 )
 _ELSEWHERE = (contract.CHECKPOINTS, contract.LOGS, contract.LEDGER, "previous", "__pycache__")
-"""Directories in the output whose files are not the script's own."""
+"""Directories in the output that do not belong to the script."""
 _MOST = 20_000
 """Maximum number of entries visited in one search."""
 _DEPTH = 4
 
 
 def step_of(directory: str) -> int | None:
-    """Return the step in the name of a checkpoint's directory: 140 of `checkpoint-140`, 500 of `global_step500`."""
+    """Return the step in the name of a checkpoint's directory: 140 for `checkpoint-140`, 500 for `global_step500`."""
     match = _TRAINER.fullmatch(directory) or (None if _FILE.fullmatch(directory) else _STEP.search(directory))
     return int(match[1]) if match else None
 
 
 def step_of_file(name: str) -> tuple[bool, int | None]:
-    """Return whether a file's name looks like that of a checkpoint, and the step in it, if any."""
+    """Return whether a file's name looks like a checkpoint, and the step in the name, if any."""
     named = _FILE.fullmatch(name)
     if not named:
         return False, None
@@ -46,8 +46,7 @@ def step_of_file(name: str) -> tuple[bool, int | None]:
 
 
 def newest(directory: Path, since: float) -> SavedStatus | None:
-    """Return the newest of the files and directories below `directory` that look like a checkpoint and were written after
-    `since`."""
+    """Return the newest file or directory below `directory` that looks like a checkpoint and was written after `since`."""
     from outlast.job.status import SavedStatus
 
     best: SavedStatus | None = None
@@ -82,7 +81,7 @@ def newest(directory: Path, since: float) -> SavedStatus | None:
 
 
 def sentence(saved: SavedStatus | None, now: float) -> str:
-    """Return a sentence on a plain script's checkpoints, guessed from its files."""
+    """Describe a plain script's newest checkpoint, guessed from its files."""
     if saved is None:
         return "no file that looks like a checkpoint is in the output; the script saves by itself"
     step = "" if saved.step is None or str(saved.step) in saved.name else f" of step {saved.step}"
@@ -96,16 +95,16 @@ class Logged(NamedTuple):
     steps: int | None = None
     """Total number of steps, if the line gives it."""
     epoch: int | None = None
-    """The epoch whose steps are counted, UNNAMED if the line does not name it; None: steps of the run are counted."""
+    """The epoch whose steps are counted, or UNNAMED if the line does not name it. None: the line counts steps of the run."""
 
 
 UNNAMED = -1
 
 
 def begun_anew(before: SavedStatus | None, reached: Logged, now: Logged, first: Logged | None) -> str:
-    """Return a warning that a restarted script trains from the beginning: `now`, the first step of its new process, is near the
-    first step of the run, although it had `reached` a later one. Empty if the script goes on, or if that is uncertain. `before`
-    is the checkpoint that the script had saved."""
+    """Return a warning if a restarted script trains from the beginning: `now`, the first step of its new process, is near the
+    first step of the run, although the run had `reached` a later step. Empty if the script goes on, or if this is uncertain.
+    `before` is the checkpoint that the script had saved."""
     begin = first or Logged(0, None, None if now.epoch is None else 0)
     epochs = [each.epoch for each in (begin, now, reached)]
     if UNNAMED in epochs or len({epoch is None for epoch in epochs}) > 1:
@@ -126,7 +125,7 @@ def _place(logged: Logged) -> str:
 
 
 def alone(processes: int) -> str:
-    """Return a warning that processes train without a process group."""
+    """Return the warning that processes train without a process group."""
     remedy = "call torch.distributed.init_process_group (Hugging Face on CPUs: use_cpu=True, Accelerate: cpu=True)"
     return f"{processes} processes train without a process group, so each trains a model of its own: {remedy}"
 
@@ -151,11 +150,11 @@ _EMPTY = re.compile(r"\b0%\||[━╸╺]\s*0/")
 _LINES = re.compile(r"[\r\n]+")
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _LINE = 400
-"""Maximum number of characters of a line that are searched; steps are near its beginning."""
+"""Maximum number of searched characters per line. Steps are near the beginning of a line."""
 
 
 def step_in(line: str) -> Logged | None:
-    """Return the step in a line of a log, with the total if the line gives it, and the epoch if the line names one before the
+    """Parse the step in a log line, with the total if the line contains it, and the epoch if the line names one before the
     step."""
     plain = _COLOR.sub("", line[:_LINE])
     for pattern in _PATTERNS:
@@ -168,8 +167,8 @@ def step_in(line: str) -> Logged | None:
 
 
 def last_step(text: str, before: Logged | None) -> Logged | None:
-    """Return the step in the last line of a log that has one; `before` if no line has one. A progress bar with a smaller total
-    than before is a different bar, such as an evaluation's; a counter that falls begins again with each epoch."""
+    """Return the step in the last log line with a step, or `before` if no line has one. A progress bar with a smaller total than
+    before is a different bar, such as an evaluation's. A counter that decreases restarts with each epoch."""
     for line in reversed(_LINES.split(text)):
         logged = step_in(line)
         if logged is None or (before and before.steps and logged.steps and logged.steps < before.steps):
@@ -182,6 +181,6 @@ def last_step(text: str, before: Logged | None) -> Logged | None:
 
 
 def first_step(text: str) -> Logged | None:
-    """Return the step in the first line of a log that has one. Empty progress bars do not count: the bar of a resumed run begins
-    empty, too."""
+    """Return the step in the first log line with a step. Empty progress bars do not count: the bar of a resumed run starts empty,
+    too."""
     return next((logged for line in _LINES.split(text) if not _EMPTY.search(line) and (logged := step_in(line))), None)

@@ -1,7 +1,7 @@
 """The progress of one training process: a small file that the process rewrites at each step and its agent reads.
 
-The agent detects hangs from it, `outlast status` shows the step, and the committed step refunds restarts. Each write is one
-positioned write of a fixed size, so a kill between two lines leaves either the old or the new record.
+The agent uses the file to detect hangs, `outlast status` shows the step, and the committed step refunds restarts. Each write is
+one positioned write of a fixed size, so a kill between two lines leaves either the old or the new record.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class Progress:
     steps: int | None = None
     """Total steps of the run, if known."""
     committed: int = 0
-    """Step of the newest committed checkpoint that this process knows of."""
+    """Step of the newest committed checkpoint, as far as this process knows."""
     bytes: int = 0
     """Size of that checkpoint, if known."""
     snapshot: int = 0
-    """Step of the newest complete snapshot in memory; 0: none."""
+    """Step of the newest complete snapshot in memory; 0 without any."""
     every: int = 0
     """Number of steps between snapshots; 0: unknown."""
     warning: str = ""
     """A problem that training survives, e.g. a failed save."""
     pid: int = 0
     started: int = 0
-    """Start time of the process in clock ticks since the boot (proc(5)), since pids are reused. 0: unknown."""
+    """Start time of the process in clock ticks since the boot (proc(5)), because pids are reused; 0: unknown."""
     attempt: int = 0
     """The process's `contract.Env.ATTEMPT`."""
     time: float = 0.0
-    """Time of the write, seconds since the epoch. For people only; silence is measured by the agent's clock."""
+    """Time of the write in seconds since the epoch, for people only. The agent measures silence with its own clock."""
 
 
 class Writer:
@@ -58,14 +58,14 @@ class Writer:
         self._process = {"pid": os.getpid(), "started": kernel(os.getpid())[1], "attempt": attempt}
 
     def write(self, record: Progress) -> None:
-        """Replace the record, and fill in the process and the time."""
+        """Replace the record, adding the process and the time."""
         fields = {**dataclasses.asdict(record), **self._process, "time": time.time()}
         while len(line := json.dumps(fields).encode()) > _SIZE:
             fields["warning"] = fields["warning"][:-8]
         with contextlib.suppress(OSError):
             try:
                 os.pwrite(self._fd, line.ljust(_SIZE), 0)
-            except OSError:  # a full disk: better none than an earlier process's record, which readers would trust
+            except OSError:  # a full disk: readers would trust the record of an earlier process
                 os.ftruncate(self._fd, 0)
 
     def close(self) -> None:
@@ -74,14 +74,14 @@ class Writer:
 
 
 def _opened(path: Path) -> int:
-    """Return a descriptor for writing to the file, or to /dev/null if the disk cannot take the file."""
+    """Return a writable descriptor of the file, or of /dev/null if the file cannot be created."""
     with contextlib.suppress(OSError):
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     return os.open(os.devnull, os.O_RDWR)
 
 
 def read(directory: Path, local_rank: int) -> Progress | None:
-    """Return the newest record; None if there is none yet, or it is being replaced at this moment."""
+    """Return the newest record; None before the first record, or during its replacement."""
     try:
         record = json.loads((directory / contract.PROGRESS.format(local_rank=local_rank)).read_bytes())
         return Progress(**{field.name: record[field.name] for field in dataclasses.fields(Progress) if field.name in record})
@@ -90,20 +90,20 @@ def read(directory: Path, local_rank: int) -> Progress | None:
 
 
 def kernel(pid: int) -> tuple[str, int]:
-    """Return the state letter and start time, in clock ticks since the boot, of a process (proc(5)); `("", 0)` if there is
-    none."""
+    """Return the state letter and the start time of a process, in clock ticks since the boot (proc(5)); `("", 0)` if the process
+    does not exist."""
     fields = _stat(pid)
     return (fields[0].decode(), int(fields[19])) if fields else ("", 0)
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU seconds that a process has used; 0 if there is none."""
+    """Return the CPU seconds used by a process; 0 if the process does not exist."""
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat after the name, which may be any bytes; none if there is no such process."""
+    """Return the fields of /proc/PID/stat after the name, which may be any bytes; empty if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -115,21 +115,21 @@ def _stat(pid: int) -> list[bytes]:
 
 @dataclasses.dataclass(frozen=True)
 class Pulse:
-    """The heartbeat of a training process: a thread reports on its main thread about once a second."""
+    """The heartbeat of a training process: about once a second, a thread reports on the main thread."""
 
     pid: int
     started: int
     fd: int
-    """The process's descriptor for this file; a program that replaces the process by execv does not have it."""
+    """The process's descriptor of this file, which a program started by execv does not inherit."""
     looks: int
-    """Number of heartbeats. While it does not grow, the process cannot run Python."""
+    """Number of heartbeats. While this number does not grow, the process cannot run Python."""
     moves: int
     """Number of heartbeats at which the main thread had moved, or waited for a rank that had moved."""
     where: str = ""
-    """The main thread's position in the code, or the positions of all ranks if none moves: `rank 0 is in run.save(20)
+    """The main thread's position in the code, or the positions of all ranks if no rank moves: `rank 0 is in run.save(20)
     (train.py:20), rank 1 is in ...`. Empty while the main thread moves."""
     alone: int = 0
-    """Number of processes in the world while this process has not joined a process group with them; else 0."""
+    """Number of processes in the world, as long as this process has not joined their process group; else 0."""
 
 
 class Beat:
@@ -148,7 +148,7 @@ class Beat:
 
 
 def pulse(directory: Path, local_rank: int) -> Pulse | None:
-    """Return the newest heartbeat of the process that still writes this file; None if there is none."""
+    """Return the newest heartbeat in this file; None if it has none, or if its process no longer has the file open."""
     try:
         path = directory / contract.PULSE.format(local_rank=local_rank)
         fields = json.loads(path.read_bytes())

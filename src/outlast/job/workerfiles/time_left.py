@@ -1,7 +1,7 @@
 """The division of an interrupted worker's remaining time. Pure.
 
-The agent divides it between training and the last upload (`for_training`), and training checks whether another save fits
-(`too_late_to_save`). Durations are those of the last save and the last upload, with an assumption for the first upload.
+The agent divides this time between training and the last upload (`for_training`), and training checks whether another save fits
+(`too_late_to_save`). Estimates are the durations of the last save and the last upload, with an assumption for the first upload.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TypedDict
 
 END_S = 2.0
-"""Maximum time for the end of the processes and the upload of the log."""
+"""Maximum seconds for the end of the processes and the upload of the log."""
 UPLOAD_S = 30.0
-"""Assumed duration of the last upload while none has been measured; as `contract.Pod.LAST_PUSH_S`."""
+"""Assumed seconds for the last upload before the first measurement; equal to `contract.Pod.LAST_PUSH_S`."""
 MARGIN = 1.5
 """Ratio of the time reserved for the last upload to the duration of the previous one."""
 
@@ -24,11 +24,10 @@ class Share(TypedDict):
 
 
 def for_training(left_s: float, *, stored: bool, upload_s: float | None = None) -> float:
-    """Return the seconds that training may use for its current step and its save, out of the `left_s` seconds until the machine
-    is gone.
+    """Return the seconds for the current step and its save, out of the `left_s` seconds until the machine is gone.
 
-    If the output is `stored` elsewhere, the rest is for the last upload: the duration of the previous one, `upload_s`, and a
-    margin, but never more than half, since unsaved state cannot be uploaded.
+    If the output is `stored` elsewhere, the rest is for the last upload: the duration of the previous upload, `upload_s`, and a
+    margin. It never exceeds half of the time, since unsaved state cannot be uploaded.
     """
     rest_s = END_S
     if stored:
@@ -37,7 +36,7 @@ def for_training(left_s: float, *, stored: bool, upload_s: float | None = None) 
 
 
 def divided(left_s: float, *, stored: bool, upload_s: float | None = None) -> str:
-    """Return the result of `for_training` as a sentence."""
+    """Describe the result of `for_training` in a sentence."""
     training_s = for_training(left_s, stored=stored, upload_s=upload_s)
     rest_s = left_s - training_s
     if not stored:
@@ -47,10 +46,10 @@ def divided(left_s: float, *, stored: bool, upload_s: float | None = None) -> st
 
 
 def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0) -> str:
-    """Return why another save does not fit into `left_s`; empty if it may fit.
+    """Return why another save does not fit into `left_s` seconds; empty if the save may fit.
 
-    `save_s` is the minimum duration of the last save; None if no save was measured, in which case another one is tried.
-    `running_s` is the remaining time of a save in progress, which has to end first.
+    `save_s` is the minimum duration of the last save. Without a measurement it is None, and another save is tried. `running_s` is
+    the remaining time of a save in progress, which has to end first.
     """
     if save_s is None or running_s + save_s <= left_s:
         return ""
@@ -59,7 +58,7 @@ def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0
 
 
 def too_late_to_upload(left_s: float, upload_s: float | None) -> str:
-    """Return why the last upload cannot be complete within `left_s`; empty if it may be."""
+    """Return why the last upload cannot be complete within `left_s` seconds; empty if it may be."""
     if upload_s is None or upload_s <= left_s:
         return ""
     return f"the last upload of a checkpoint took {upload_s:.0f} s, and {left_s:.0f} s are left: this one may not be complete"

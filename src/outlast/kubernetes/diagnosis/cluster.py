@@ -144,7 +144,7 @@ def devices(it: Snapshot) -> Iterator[Finding]:
         return
     total: Counter[str] = Counter()
     for node in it.nodes:
-        total.update({name: round(amount) for name, amount in offered(node).items() if accelerators.known(name)})
+        total.update({name: round(amount) for name, amount in offered(node).items() if accelerators.is_accelerator(name)})
     hidden: dict[str, str] = {}
     for row in accelerators.TABLE:
         names = [kube_pods.name(node) for node in it.nodes if node["metadata"].get("labels", {}).get(row.label) == "true"]

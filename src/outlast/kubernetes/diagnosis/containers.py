@@ -88,7 +88,7 @@ def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
     lines = [line for line in snapshot.logs.get(kube_pods.name(pod), ()) if line.strip()]
     if not lines or not lines[-1].endswith(contract.STAYS):
         return None
-    codes = [end[1] for line in lines if (end := contract.ended(line)) and end[1] is not None]
+    codes = [end[1] for line in lines if (end := contract.parse_end_line(line)) and end[1] is not None]
     return {"exitCode": codes[-1]} if codes else None
 
 
@@ -148,7 +148,7 @@ def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
     """The reason in the last line of the agent about an end; empty if there is none."""
     for pod in pods:
         for line in reversed(snapshot.logs.get(kube_pods.name(pod), ())):
-            if end := contract.ended(line):
+            if end := contract.parse_end_line(line):
                 return end[0]
     return ""
 

@@ -101,7 +101,7 @@ def _resource(snapshot: Snapshot, pod: Document, resource: str) -> Finding:
     most = max(offers.values(), default=0.0)
     noun = "cores" if resource == "cpu" else resource
     short = resource if resource in ("cpu", "memory", "ephemeral-storage") else "resource"
-    name = f"unschedulable-{'gpu' if accelerators.known(resource) else short}"
+    name = f"unschedulable-{'gpu' if accelerators.is_accelerator(resource) else short}"
     asks = f"asks for {amount_text(resource, wanted)} {noun}"
     had = (f"nodes offer: {joined(f'{node} {amount_text(resource, amount)} {noun}' for node, amount in offers.items())}",)
     field = {"cpu": "resources.cpu", "memory": "resources.memory"}.get(resource, "resources.gpu")
@@ -119,9 +119,11 @@ def _resource(snapshot: Snapshot, pod: Document, resource: str) -> Finding:
 
 
 def _absent(snapshot: Snapshot, resource: str) -> str:
-    if not accelerators.known(resource):
+    if not accelerators.is_accelerator(resource):
         return f"add nodes that offer {resource}, or remove it from the template"
-    others = {each for node in snapshot.nodes for each, amount in offered(node).items() if amount and accelerators.known(each)}
+    others = {
+        each for node in snapshot.nodes for each, amount in offered(node).items() if amount and accelerators.is_accelerator(each)
+    }
     has = f"nodes have {joined(sorted(others))}: set resources.accelerator; or " if others else ""
     return f"{has}add nodes with such devices and their device plugin (which makes {resource} known), or set resources.gpu: 0"
 

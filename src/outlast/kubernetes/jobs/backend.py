@@ -75,7 +75,7 @@ class KubernetesBackend:
             raise NotFound(f"the ledger of {name} is in its pods only; give the job an output in a store to read it from here")
         from outlast.storage import store
 
-        return stored.events(store.open_(status.store.url)).and_(job_status.entries(workloads[0], status))
+        return stored.events(store.open_(status.store.url)).merged(job_status.entries(workloads[0], status))
 
     def pods(self, name: str) -> Sequence[Document]:
         """The pods of a job's workers, sorted by index."""

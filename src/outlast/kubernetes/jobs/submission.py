@@ -207,7 +207,7 @@ class Submission:
         if (found := apply_documents.there(self.cluster, document)) is None:
             return None
         kind, meta, owners = api.kind_of(document), document["metadata"], owner_references.owners(found)
-        if kind not in (*BESIDE, api.SECRET) or not foreign.ours(found) or not owners or owners & alive:
+        if kind not in (*BESIDE, api.SECRET) or not foreign.owned(found) or not owners or owners & alive:
             return found
         try:
             self.cluster.delete(kind, meta["name"], namespace=meta.get("namespace"), uid=found["metadata"]["uid"])

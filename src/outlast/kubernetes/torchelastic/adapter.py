@@ -45,7 +45,7 @@ def processes(job: Document) -> int:
     count = told[1] if told else given
     if count in ("gpu", "auto"):
         limits = (container.get("resources") or {}).get("limits") or {}
-        count = next((str(amount) for device, amount in limits.items() if accelerators.known(device)), "1")
+        count = next((str(amount) for device, amount in limits.items() if accelerators.is_accelerator(device)), "1")
     return int(count) if count.isdecimal() else 1
 
 
