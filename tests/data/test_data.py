@@ -97,7 +97,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path: Path
     replace(root, "data_batch_2", {b"data": Calls(Path.touch, witness)}, protocol)
     assert "when it is opened; only numpy arrays are allowed" in refusal(root)
     replace(root, "data_batch_2", {b"data": Calls(eval, f"open({str(witness)!r}, 'w')")}, protocol)
-    assert "data_batch_2 wants to run" in refusal(root)
+    assert "data_batch_2 would run" in refusal(root)
     assert not witness.exists()
 
 

@@ -121,7 +121,7 @@ class Calls:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"vocab_size": Calls()}, "is damaged or not nanoGPT's vocabulary (it wants to run"),
+        ({"vocab_size": Calls()}, "is damaged or not nanoGPT's vocabulary (it would run"),
         ([1], "is not nanoGPT's vocabulary: it has no vocab_size"),
         ({"vocab_size": "5"}, "is not nanoGPT's vocabulary: it has no vocab_size"),
         ({"vocab_size": 5, "stoi": {"a": 5}}, "has the token 5, and its vocabulary has 5"),

@@ -192,7 +192,7 @@ def test_a_master_without_executors_is_told_again_and_again(monkeypatch: pytest.
         now[0], before = 0.0, len(said)
         alone = spark._ExecutorWatch(SimpleNamespace(_jsc=java, master=master), said.append)
         for now[0] in range(150):
-            alone.look()
+            alone.check()
         return len(said) - before
 
     assert looked("spark://there:7077") == 2

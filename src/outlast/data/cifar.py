@@ -2,7 +2,7 @@
 
 Recipes read them with `train` and `test`; `data.digits` writes other images in the same format. Pixels stay uint8: the 50,000
 training images of CIFAR-10 are 154 MB, a quarter of their size as float32. Loading a pickle can run any code, so the unpickler
-here accepts numpy arrays and little else. Raises `NotCifar` for anything that is not CIFAR-10.
+here accepts only numpy arrays and plain values. Anything that is not CIFAR-10 raises `NotCifar`.
 
 Format: https://www.cs.toronto.edu/~kriz/cifar.html, archive `cifar-10-python.tar.gz`.
 """
@@ -32,7 +32,7 @@ SHAPE = (3, 32, 32)
 
 
 class NotCifar(OutlastError):
-    """A directory does not contain CIFAR-10. The exit code says that a restart cannot help."""
+    """Error for a directory that does not contain CIFAR-10. Its exit code means that a restart cannot help."""
 
     exit_code = contract.Exit.MISCONFIGURED
 
@@ -57,12 +57,12 @@ class Images:
 
 
 def train(directory: Path) -> Images:
-    """The training images of the CIFAR-10 dataset in `directory`, or in `cifar-10-batches-py` below it. Raises NotCifar."""
+    """Return the training images of the CIFAR-10 dataset in `directory` or its `cifar-10-batches-py`. Raises NotCifar."""
     return read(directory, TRAIN)
 
 
 def test(directory: Path) -> Images:
-    """The held-out images of the same dataset. Raises NotCifar."""
+    """Return the test images of the CIFAR-10 dataset in `directory` or its `cifar-10-batches-py`. Raises NotCifar."""
     return read(directory, (TEST,))
 
 
@@ -86,7 +86,7 @@ def _dump(path: Path, content: Mapping[bytes, Any]) -> None:
 
 
 def read(directory: Path, files: Sequence[str]) -> Images:
-    """The images of the given batch files, in order. Raises NotCifar."""
+    """Return the images of the given batch files, in order. Raises NotCifar."""
     below = directory / "cifar-10-batches-py"  # the directory in the archive
     root = below if below.is_dir() and not (directory / META).exists() else directory
     if not root.is_dir():
@@ -130,8 +130,8 @@ def _load(root: Path, file: str) -> dict[bytes, Any]:
             content = _Unpickler(opened).load()
         except OSError:
             raise  # a fault of the disk, not of the file
-        except _Refused as refused:
-            raise NotCifar(root, f"{file} {refused}") from refused
+        except _Disallowed as error:
+            raise NotCifar(root, f"{file} {error}") from error
         except Exception as error:  # the unpickler raises anything on bytes that are no pickle
             raise NotCifar(root, f"{file} is damaged or not a pickle ({type(error).__name__}: {error})") from error
     if not isinstance(content, dict):
@@ -139,43 +139,43 @@ def _load(root: Path, file: str) -> dict[bytes, Any]:
     return {key.encode() if isinstance(key, str) else key: value for key, value in content.items()}
 
 
-class _Refused(Exception):
-    """A pickle refers to something that CIFAR-10 does not need."""
+class _Disallowed(Exception):
+    """Error for a pickle that refers to a name outside the allow-list."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that loads only numpy arrays, bytes, text, numbers, lists and dicts."""
+    """Unpickler that loads only numpy arrays, bytes, text, numbers, lists and dicts."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, encoding="bytes")  # the originals come from Python 2, whose str is bytes
 
     def find_class(self, module: str, name: str) -> Any:
-        """Resolve a name if it is in the allow-list; raises _Refused otherwise."""
+        """Return the replacement for an allowed name. Raises _Disallowed for any other name."""
         allowed = _ALLOWED.get((module.replace("numpy.core.", "numpy._core."), name))  # numpy 1's name and numpy 2's
         if allowed is None:
-            raise _Refused(f"wants to run {module}.{name} when it is opened; only numpy arrays are allowed")
+            raise _Disallowed(f"would run {module}.{name} when it is opened; only numpy arrays are allowed")
         return allowed
 
 
 def _empty_array(*_: object) -> NDArray[np.uint8]:
-    """Replacement for numpy's `_reconstruct`; shape, type and bytes follow as the array's state, which numpy checks."""
+    """Replace numpy's `_reconstruct`. The array's state follows in the pickle: shape, type and bytes, which numpy checks."""
     return np.empty(0, np.uint8)
 
 
 def _array_of_buffer(buffer: bytes, dtype: np.dtype[Any], shape: tuple[int, ...], order: str) -> NDArray[Any]:
     if order not in ("C", "F"):
-        raise _Refused(f"has an array of order {order!r}")
+        raise _Disallowed(f"has an array of order {order!r}")
     return np.frombuffer(buffer, dtype).reshape(shape, order="F" if order == "F" else "C")
 
 
 def _bytes_of_text(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", b"latin1"):
-        raise _Refused(f"has text in {encoding!r}")
+        raise _Disallowed(f"has text in {encoding!r}")
     return text.encode("latin1")
 
 
 class _Name:
-    """A class that a pickle may name but not call."""
+    """Placeholder for a class that a pickle may name but not call."""
 
 
 _ALLOWED: dict[tuple[str, str], Callable[..., Any] | _Name] = {

@@ -28,7 +28,7 @@ class Summary:
     train: int
     test: int
     written: bool
-    """Whether the digits were written now; false if they existed already."""
+    """True if this call wrote the digits; False if they existed already."""
 
     def __str__(self) -> str:
         verb = "wrote" if self.written else "already there:"
@@ -50,9 +50,9 @@ def write(directory: Path | str) -> Summary:
 
 
 def fill(directory: Path) -> tuple[int, int]:
-    """Write the digits to an empty directory. Returns the number of training and of held-out images."""
+    """Write the digits to an empty directory. Returns the numbers of training and test images."""
     x, y = _digits()
-    held_out = _count(y) % 5 == 4  # an equal share of every class, and no random numbers that a library could change
+    held_out = _count(y) % 5 == 4  # an equal share of every class, without random numbers that a library could change
     train_x, train_y = x[~held_out], y[~held_out]
     batch = _count(train_y) % 5  # every batch has its share of every class
     for i, file in enumerate(cifar.TRAIN):
@@ -80,7 +80,10 @@ def _write(directory: Path) -> Summary:
 
 
 def _existing(directory: Path) -> Summary | None:
-    """The digits in `directory`, or None if it is missing or empty. Raises OutlastError if it contains something else."""
+    """Return the summary of the digits in `directory`, or None if the directory is missing or empty.
+
+    Raises OutlastError if the directory contains something else.
+    """
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return None
     try:
@@ -93,7 +96,7 @@ def _existing(directory: Path) -> Summary | None:
 
 
 def _digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """All digits, (1797, 3, 32, 32) with values from 0 to 255, and their labels."""
+    """Return all digits, uint8 (1797, 3, 32, 32), and their labels, int64 (1797,)."""
     with importing("the data set of digits", "digits"):
         from sklearn.datasets import load_digits  # type: ignore[import-untyped, import-not-found, unused-ignore]
     small, y = load_digits(return_X_y=True)  # (1797, 64) in 0 ... 16, (1797,)
@@ -104,14 +107,14 @@ def _digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def _interpolation(n: int, m: int) -> NDArray[np.float64]:
-    """The matrix (m, n) that stretches a line of n pixels to m pixels, bilinear between the pixels' centres."""
+    """Return the matrix (m, n) that stretches a line of n pixels to m pixels, bilinear between the pixels' centres."""
     centres = np.clip((np.arange(m) + 0.5) * n / m - 0.5, 0, n - 1)
     weights: NDArray[np.float64] = np.maximum(0, 1 - np.abs(centres[:, None] - np.arange(n)[None, :]))
     return weights
 
 
 def _count(y: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each label, the number of equal labels before it."""
+    """Return, for each label, the number of equal labels before it, (n,)."""
     count = np.zeros(len(y), dtype=np.int64)
     for label in np.unique(y):
         count[y == label] = np.arange(np.count_nonzero(y == label))

@@ -2,12 +2,12 @@
 
     path = Download(Remote(url, sha256=...), directory, ...).fetch()
 
-While the file is incomplete, `directory` contains the part of it that has arrived, and `state.json` with the file's version and
-the number of bytes on the disk. The rest is requested on condition that the version is still the same (If-Range). If the file has
-changed, or the server sends no parts, the file is fetched again from its first byte.
+While the file is incomplete, `directory` contains the received bytes, and `state.json` with the file's version and the number of
+bytes on the disk. The missing bytes are requested on condition that the version is unchanged (If-Range). If the file has changed,
+or the server sends no parts, the file is fetched again from its first byte.
 
-`fetch` returns once length and checksum are right, and raises an exception otherwise. A file that arrived in parts and has a
-wrong checksum is fetched once more as a whole, since only a strong ETag proves that parts belong together.
+`fetch` verifies the length and the checksum. If a file that was received in parts has a wrong checksum, it is fetched once more
+as a whole, because only a strong ETag proves that the parts have the same version.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ from pathlib import Path
 from outlast.base import backoff, files, units, unpack
 from outlast.base.errors import OutlastError, Stopped
 from outlast.data import http
-from outlast.data.http import Address, Answer, Away, OutOfRange, Version
+from outlast.data.http import Address, OutOfRange, Response, Unavailable, Version
 from outlast.data.place import Say
 
 Progress = Callable[[int, int], None]
-"""Called with the number of bytes that have arrived and the total number of bytes, which is 0 if unknown."""
+"""Function of the number of bytes received and the total number of bytes, which is 0 if unknown."""
 
 _BUFFER = 1 << 18
 _READ = 1 << 20
 _STOPPED = "the download was stopped; the same command goes on from here"
-_COMPLAIN_S = 10.0
+_WARN_S = 10.0
 _LARGE = 1 << 30
-"""Size in bytes from which a checksum takes seconds."""
+"""Size in bytes above which a checksum takes seconds."""
 _SAVE_S = 2.0
-"""Interval at which the state is written: a kill loses the bytes that have arrived since the last write."""
+"""Interval between writes of the state; a kill loses the bytes received since the last write."""
 _BEGINNINGS = 4
-"""Maximum number of times that a file is fetched from its first byte, because it changes meanwhile or because the server sends it
-only as a whole."""
+"""Maximum number of downloads from the first byte, after the file has changed or if the server sends no parts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Remote:
-    """A file to download, with its published size and checksums."""
+    """File to download, with its published size and checksums."""
 
     url: str
     size: int = 0
@@ -54,16 +53,16 @@ class Remote:
     sha256: str = ""
     md5: str = ""
     name: str = ""
-    """Local name of the file; empty: the name in the URL."""
+    """Local name of the file; if empty, the name in the URL."""
 
     @property
     def checked(self) -> bool:
-        """Whether a checksum is known."""
+        """True if a checksum is published."""
         return bool(self.sha256 or self.md5)
 
     @property
     def shown(self) -> str:
-        """The URL as shown in messages."""
+        """URL for messages."""
         return Address.parse(self.url).shown
 
     @property
@@ -74,22 +73,22 @@ class Remote:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to download. The numbers are arbitrary, and suit most networks."""
+    """Timeouts of a download. The defaults are arbitrary, and suit most networks."""
 
     patience_s: float = 300.0
-    """How long to retry without a byte arriving."""
+    """Seconds without a received byte after which retries stop."""
     absent_s: float = 20.0
-    """How long to retry while no server has answered at all: the host name is wrong, or there is no internet."""
+    """Seconds without any response after which retries stop: the host name may be wrong, or the network may be down."""
     timeout_s: float = 60.0
-    """How long a connection may be silent."""
+    """Timeout in seconds of a connection that sends no data."""
 
 
 class _Changed(Exception):
-    """The server has another version of the file than the one on the disk."""
+    """Error for a file whose version on the server differs from the bytes on the disk."""
 
 
 class Download:
-    """The download of one file to a directory of its own."""
+    """Download of one file to a separate directory."""
 
     def __init__(
         self,
@@ -106,28 +105,28 @@ class Download:
         self._state = directory / "state.json"
         self._say, self._progress, self._stop, self._options = say, progress, stop, options
         self._done = self._size = 0
-        """Number of bytes on the disk, and size of the whole file in bytes (0 if unknown)."""
+        """Bytes on the disk, and size of the whole file in bytes (0 if unknown)."""
         self._version = Version()
         self._parts = self._beginnings = 0
-        """Number of responses that the bytes on the disk came from, and number of responses that began at the first byte."""
+        """Number of responses that provided the bytes on the disk, and number of responses that began at the first byte."""
         self._whole = False
-        """Whether the server's partial responses are unusable."""
+        """True if the server's partial responses are unusable."""
         self._answered = False
         self._host = self._address.shown.split("/")[2]
         self._arrived = time.monotonic()
-        """When bytes last arrived."""
-        self._complained = self._saved = -_COMPLAIN_S
+        """Time when bytes last arrived, by `time.monotonic`."""
+        self._warned = self._saved = -_WARN_S
 
     def fetch(self) -> Path:
-        """Download the whole file and check it. Returns its path. Raises OutlastError, Stopped and OSError."""
+        """Download and verify the file, and return its path. Raises OutlastError, Stopped and OSError."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._resume()
         for left in reversed(range(_BEGINNINGS)):
             try:
-                self._all()
+                self._fetch()
             except _Changed:
                 self._say(f"{self._address.shown} has changed on the server; beginning anew")
-                self._forget()
+                self._discard()
                 continue
             if self._remote.checked and self._size > _LARGE:
                 self._say(f"checking {self._remote.file}")
@@ -135,7 +134,7 @@ class Download:
             if not problem:
                 return self.path
             proven = self._parts == 1 and self._size > 0 and (self._version.strong or self._whole)
-            self._forget()
+            self._discard()
             if proven or not left:
                 raise OutlastError(problem)
             self._say(f"{problem}; fetching it once more, as a whole")
@@ -153,45 +152,45 @@ class Download:
         except (OSError, ValueError, KeyError, TypeError):
             usable = False
         if not usable or not (self._version.given or self._remote.checked):
-            return self._forget()
-        self._parts = 2  # nobody knows how many
+            return self._discard()
+        self._parts = 2  # the state does not record the number
         if left := self._size - self._done:
             self._say(f"going on with {self._address.shown}: {units.human_bytes(left)} are missing")
 
     @property
     def _identity(self) -> str:
-        """Identifies the file: an earlier download is continued only if it is of the same file."""
+        """Identifier of the file. An earlier download is continued only if its identifier is the same."""
         return self._remote.sha256 or self._address.identity
 
     def _save(self, fd: int) -> None:
-        """Flush the bytes on the disk, then write the state that counts them."""
+        """Flush the received bytes, then write the state."""
         os.fdatasync(fd)
         state = {"of": self._identity, "size": self._size, "etag": self._version.etag, "modified": self._version.modified}
         files.replace(self._state, json.dumps({**state, "done": self._done}), durable=True)
         self._saved = time.monotonic()
 
-    def _forget(self) -> None:
-        """Discard everything on the disk."""
+    def _discard(self) -> None:
+        """Delete the received bytes and the state."""
         for path in (self._state, self.path):
             path.unlink(missing_ok=True)
         self._done, self._size, self._version, self._parts = 0, 0, Version(), 0
 
     # The file
 
-    def _all(self) -> None:
+    def _fetch(self) -> None:
         """Fetch the missing bytes, with retries. Raises _Changed, OutlastError, Stopped and OSError."""
         self._arrived = time.monotonic()
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             try:
-                self._retried(lambda: self._rest(fd))
+                self._retry(lambda: self._fetch_missing(fd))
             finally:
                 if self._resumable:
                     self._save(fd)
             os.fsync(fd)
         except BaseException:
             if not self._state.exists():
-                self._forget()  # nothing that could be resumed
+                self._discard()  # nothing that could be resumed
             raise
         finally:
             os.close(fd)
@@ -200,60 +199,58 @@ class Download:
     def _resumable(self) -> bool:
         return bool(self._size and not self._whole and (self._version.given or self._remote.checked))
 
-    def _rest(self, fd: int) -> None:
-        """Fetch the missing bytes with one request. Raises Away if the response ends too early."""
+    def _fetch_missing(self, fd: int) -> None:
+        """Fetch the missing bytes with one request. Raises Unavailable if the response ends too early."""
         first = self._done if self._resumable else 0
         if first and first == self._size:
             return
         try:
-            with http.request(self._address, first=first, version=self._version, timeout_s=self._options.timeout_s) as answer:
-                if answer.part:
-                    self._check_part(answer, first)
+            with http.request(self._address, first=first, version=self._version, timeout_s=self._options.timeout_s) as response:
+                if response.part:
+                    self._check_part(response, first)
                 else:
-                    self._begin(fd, answer, first)
+                    self._begin(fd, response, first)
                 self._parts += 1
-                self._copy(fd, answer)
+                self._copy(fd, response)
         except OutOfRange as shorter:
             if first:
                 raise _Changed from shorter
-            self._sized(shorter.total)
+            self._set_size(shorter.total)
 
-    def _check_part(self, answer: Answer, first: int) -> None:
-        if answer.encoding or answer.first != first:
+    def _check_part(self, response: Response, first: int) -> None:
+        if response.encoding or response.first != first:
             self._whole = True
-            raise Away("it sends other parts than it is asked for")
-        if (answer.total, answer.version) != (self._size, self._version):
+            raise Unavailable("it sends other parts than it is asked for")
+        if (response.total, response.version) != (self._size, self._version):
             raise _Changed
 
-    def _begin(self, fd: int, answer: Answer, first: int) -> None:
-        """Prepare for a response with the whole file. Raises OutlastError, also if it would go unnoticed that the body was cut
-        off."""
-        if not answer.bounded and not (self._remote.checked or self._remote.size):
+    def _begin(self, fd: int, response: Response, first: int) -> None:
+        """Truncate the file for a response with the whole file. Raises OutlastError if a truncated body could not be detected."""
+        if not response.bounded and not (self._remote.checked or self._remote.size):
             raise OutlastError(
                 f"{self._address.shown}: the server does not say how long the file is, so a part of it would look like the "
                 "whole; give its checksum (URL#sha256=...)"
             )
-        if answer.encoding and not (self._remote.checked or unpack.kind(self._remote.file)):
+        if response.encoding and not (self._remote.checked or unpack.kind(self._remote.file)):
             raise OutlastError(
-                f"{self._address.shown}: the server sends the file packed ({answer.encoding}), although it was asked not to; "
+                f"{self._address.shown}: the server sends the file packed ({response.encoding}), although it was asked not to; "
                 "download it by hand (outlast data get --from FILE)"
             )
-        if first and self._version.condition and answer.version != self._version:
+        if first and self._version.condition and response.version != self._version:
             self._say(f"{self._address.shown} has changed on the server; beginning anew")
         os.ftruncate(fd, 0)
         self._state.unlink(missing_ok=True)
-        self._done, self._parts, self._version = 0, 0, answer.version
+        self._done, self._parts, self._version = 0, 0, response.version
         self._beginnings += 1
-        self._whole |= bool(answer.encoding)
-        self._size = answer.total or 0
-        if answer.total is not None:
-            self._sized(answer.total)
+        self._whole |= bool(response.encoding)
+        self._size = response.total or 0
+        if response.total is not None:
+            self._set_size(response.total)
 
-    def _sized(self, size: int) -> None:
-        """Set the size of the file. Raises OutlastError if this is not the published size, or if the disk has too little
-        space."""
+    def _set_size(self, size: int) -> None:
+        """Set the size of the file. Raises OutlastError if the published size differs, or if the disk has too little space."""
         if self._remote.size not in (0, size):
-            self._forget()
+            self._discard()
             raise OutlastError(
                 f"{self._address.shown} has {size:,} bytes and must have {self._remote.size:,}; "
                 "it is not the file that is wanted, or the server is broken"
@@ -263,12 +260,12 @@ class Download:
             sizes = f"{units.human_bytes(needed)}, and its disk has {units.human_bytes(free)} left"
             raise OutlastError(f"{self._address.shown} needs {sizes}; make room there, or choose another directory")
 
-    def _copy(self, fd: int, answer: Answer) -> None:
-        """Append the body of a response. Raises Away if the body ends too early."""
-        while answer.total is None or self._done < answer.total:
+    def _copy(self, fd: int, response: Response) -> None:
+        """Append the body of a response to the file. Raises Unavailable if the body ends too early."""
+        while response.total is None or self._done < response.total:
             if self._stop.is_set():
                 raise Stopped(_STOPPED)
-            data = answer.read(_BUFFER if answer.total is None else min(_BUFFER, answer.total - self._done))
+            data = response.read(_BUFFER if response.total is None else min(_BUFFER, response.total - self._done))
             if not data:
                 break
             left = memoryview(data)
@@ -279,32 +276,32 @@ class Download:
             self._progress(self._done, self._size)
             if self._resumable and time.monotonic() - self._saved > _SAVE_S:
                 self._save(fd)
-        if answer.total is not None and self._done < answer.total:
-            raise Away(f"the connection ended at byte {self._done:,} of {answer.total:,}")
+        if response.total is not None and self._done < response.total:
+            raise Unavailable(f"the connection ended at byte {self._done:,} of {response.total:,}")
 
-    def _retried(self, attempt: Callable[[], None]) -> None:
-        """Repeat `attempt` until it succeeds. Gives up if nothing has arrived for too long, or if the download began at the first
-        byte too often."""
+    def _retry(self, attempt: Callable[[], None]) -> None:
+        """Repeat `attempt` until it succeeds. Raises OutlastError after too long without a byte, or after `_BEGINNINGS` downloads
+        from the first byte."""
         number = self._beginnings = 0
         while True:
             last = self._arrived
             try:
                 return attempt()
-            except Away as problem:
+            except Unavailable as problem:
                 self._answered |= problem.answered
                 progressed = self._arrived != last
                 pause = max(problem.after_s, 0.05 if progressed else backoff.jittered(backoff.exponential(number, 0.25, 15.0)))
                 number = 0 if progressed else number + 1
                 patience = self._options.patience_s if self._answered else self._options.absent_s
                 if time.monotonic() + pause - self._arrived > patience or self._beginnings >= _BEGINNINGS:
-                    raise OutlastError(self._given_up(problem)) from problem
-                if time.monotonic() - self._complained >= _COMPLAIN_S:
-                    self._complained = time.monotonic()
+                    raise OutlastError(self._failure(problem)) from problem
+                if time.monotonic() - self._warned >= _WARN_S:
+                    self._warned = time.monotonic()
                     self._say(f"{self._host}: {problem}; trying again")
             if self._stop.wait(pause):
                 raise Stopped(_STOPPED)
 
-    def _given_up(self, problem: Away) -> str:
+    def _failure(self, problem: Unavailable) -> str:
         if not self._answered:
             remedy = "check the network, or download the file elsewhere and give it with outlast data get --from FILE"
             return f"cannot reach {self._host}: {problem}; {remedy}"
@@ -316,7 +313,7 @@ class Download:
 
 
 def mismatch(path: Path, remote: Remote, name: str, stop: threading.Event) -> str:
-    """Compare a file with its published size and checksum. Returns a message if it differs, else "". Raises Stopped."""
+    """Compare a file with its published size and checksum. Returns a message if they differ, else "". Raises Stopped."""
     size = path.stat().st_size
     if remote.size not in (0, size):
         return f"{name} has {size:,} bytes and must have {remote.size:,}; it is not the file that is wanted, or it is damaged"

@@ -1,10 +1,10 @@
-"""Gets a dataset: downloads or makes it, checks it, unpacks it, puts it in place, and marks it complete. Called by `outlast data
-get` and by the cache of a machine.
+"""Gets a dataset: downloads or generates it, verifies and unpacks it, and writes the marker. `outlast data get` and the cache of
+a machine call `get`.
 
     marker, written = get(registry.named("cifar10"), Path("data/cifar10"), How(say=print))
 
-If a call is killed at any point, the next one completes it. A download is unpacked only after its checksum has been verified,
-nothing appears in the directory before everything is unpacked, and the marker is written last.
+If a call is killed, the next call completes the dataset. A download is unpacked only after its checksum has been verified. Files
+appear in the directory only after all of them are unpacked, and the marker is written last.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ LIMITS = unpack.Limits(
     instead="unpack it by hand if it is what you want, and use the directory",
     again="the URL is not that of an archive, or the file is damaged where it comes from",
 )
-"""Limits against decompression bombs, which unpack to thousands of times their size; images, text and numbers do not reach a
-hundred times. ImageNet-21k has 14 million files."""
+"""Limits against decompression bombs, which unpack to thousands of times their size. Images, text and numbers unpack to less than
+a hundred times their size, and ImageNet-21k has 14 million files."""
 
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How to get a dataset."""
+    """Options of `get`."""
 
     say: Say
     progress: Progress = lambda done, total: None
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     options: Options = dataclasses.field(default_factory=Options)
     archive: Path | None = None
-    """A file that has been downloaded already, or a directory with several such files."""
+    """File that has been downloaded already, or a directory of such files."""
 
 
 def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
-    """Put a dataset into a directory unless it is complete there. Returns its marker and whether anything was written.
+    """Put a dataset into a directory unless it is complete there. Returns the marker, and whether this call wrote anything.
 
-    Raises OutlastError.
+    Raises OutlastError and Stopped.
     """
     if marker := checked(dataset, place.marker(directory), str(directory)):
         return marker, False
@@ -68,7 +68,7 @@ def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
 
 
 def checked(dataset: Dataset, marker: Marker | None, where: str) -> Marker | None:
-    """The marker of a place, if there is one. Raises OutlastError if it is that of another dataset or version."""
+    """Return the marker of a place unchanged. Raises OutlastError if it belongs to another dataset or version."""
     if marker is None:
         return None
     expected = [remote.sha256 for remote in dataset.remotes]
@@ -89,7 +89,7 @@ def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how:
                 raise OutlastError(problem)
             paths[remote] = given[remote]
         else:
-            into = opened.coming / f"{number}"
+            into = opened.staging / f"{number}"
             paths[remote] = Download(remote, into, say=how.say, progress=how.progress, stop=how.stop, options=how.options).fetch()
     tree = opened.tree()
     for remote, path in paths.items():
@@ -101,7 +101,7 @@ def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how:
             raise
         except OutlastError:
             if not given:
-                shutil.rmtree(path.parent)  # if it is damaged at its source, the next call must not try the same file
+                shutil.rmtree(path.parent)  # the next call must not reuse a file that is damaged at its source
             raise
     return opened.finish(
         Marker(
@@ -114,7 +114,7 @@ def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how:
 
 
 def _unpacked(remote: Remote, path: Path, tree: Path, stop: threading.Event, *, given: bool) -> None:
-    """Put the contents of a download, unpacked, into `tree`."""
+    """Unpack a download into `tree`, or move the file there."""
     kind, name = unpack.kind(remote.file), str(path) if given else remote.shown
     if kind in ("tar", "zip"):
         unpack.extract(path, tree, name=name, limits=LIMITS, kind=kind, stop=stop)
@@ -130,7 +130,7 @@ def _unpacked(remote: Remote, path: Path, tree: Path, stop: threading.Event, *, 
 
 
 def _given(dataset: Dataset, archive: Path) -> dict[Remote, Path]:
-    """Local paths of the files that were given instead of a download. Raises OutlastError if one of them is missing."""
+    """Return the local paths of files that need no download. Raises OutlastError if one of them is missing."""
     if dataset.made:
         raise OutlastError(f"{dataset.name} needs no download; leave out --from")
     if len(dataset.remotes) == 1 and not archive.is_dir():

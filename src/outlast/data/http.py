@@ -1,10 +1,10 @@
 """One HTTP request for a file or a part of it. No other module of `data` uses Python's HTTP client.
 
-    with request(Address.parse(url), first=0, last=99, version=None, timeout_s=60) as answer:
-        answer.total, answer.version, answer.first, answer.read(1 << 18)
+    with request(Address.parse(url), first=0, version=None, timeout_s=60) as response:
+        response.total, response.version, response.first, response.read(1 << 18)
 
 urllib follows redirects, uses the proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates, and needs
-no package. There are two kinds of errors: `Away`, where a retry may help, and OutlastError, where it cannot.
+no package. After `Unavailable` a retry may help; after OutlastError it cannot.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _REMEDY = {
 }
 
 
-class Away(Exception):
-    """The server cannot be reached, or its answer is unusable; a retry may help."""
+class Unavailable(Exception):
+    """Error for a server that is unreachable or whose response is unusable. A retry may help."""
 
     def __init__(self, reason: str, *, after_s: float = 0.0, answered: bool = True) -> None:
         super().__init__(reason)
         self.after_s = after_s
-        """Number of seconds that the server asks us to wait (`Retry-After`)."""
+        """Seconds to wait before a retry, from the header `Retry-After`."""
         self.answered = answered
-        """Whether any server answered."""
+        """True if a server responded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Address:
     """The URL of a file."""
 
     url: str
-    """The URL without login and fragment."""
+    """URL without login and fragment."""
     login: str = ""
-    """`Basic ...`, if the URL has a login; the login is not sent on redirects."""
+    """Authorization header from the login in the URL, `Basic ...`; empty without a login. Redirects do not receive it."""
 
     @classmethod
     def parse(cls, url: str) -> Address:
@@ -79,72 +79,76 @@ class Address:
 
     @property
     def shown(self) -> str:
-        """The URL as shown in messages: without the query, which may contain a signature."""
+        """URL for messages, without the query, which may contain a signature."""
         return self.url.partition("?")[0]
 
     @property
     def identity(self) -> str:
-        """The URL that identifies the file: without a query that contains a signature, since signatures differ each time."""
+        """URL that identifies the file, without a query that contains a signature, because signatures differ each time."""
         return url_logins.hidden(self.url)
 
     @property
     def name(self) -> str:
-        """The file's name; empty if the URL has none."""
+        """Name of the file; empty if the URL has none."""
         name = urllib.parse.unquote(urllib.parse.urlsplit(self.url).path.rpartition("/")[2])
         return re.sub(r"[/\0]", "_", name) if name not in ("", ".", "..") else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """Version of the file that a response belongs to."""
+    """Version of a file, from the headers of a response."""
 
     etag: str = ""
     modified: str = ""
 
     @property
     def strong(self) -> bool:
-        """Whether equal versions are equal byte for byte, by RFC 9110, section 8.8.3."""
+        """True if equal versions mean equal bytes (RFC 9110, section 8.8.3)."""
         return bool(self.etag) and not self.etag.startswith("W/")
 
     @property
     def given(self) -> bool:
-        """Whether the server reports versions at all."""
+        """True if the server reports versions."""
         return bool(self.etag or self.modified)
 
     @property
     def condition(self) -> str:
-        """The value of `If-Range`, which takes a strong tag or a date."""
+        """Value of the header `If-Range`: a strong tag or a date."""
         return self.etag if self.strong else "" if self.etag else self.modified
 
 
 @dataclasses.dataclass
-class Answer:
-    """The response of a server: the whole file, or a part of it."""
+class Response:
+    """Response of a server with the whole file or a part of it."""
 
     part: bool
-    """Whether this is the requested part; false for the whole file."""
+    """True for the requested part; False for the whole file."""
     first: int
     """Offset of the part's first byte; 0 for the whole file."""
     total: int | None
     """Size of the whole file in bytes; None if the server does not report it."""
     bounded: bool
-    """Whether the end of the body can be distinguished from a broken connection."""
+    """True if the end of the body can be distinguished from a broken connection."""
     version: Version
     encoding: str
-    """Content encoding that the server applied without being asked to, such as `gzip`; usually empty."""
+    """Content encoding that was not requested, such as `gzip`; usually empty."""
     _body: Any
 
-    def read(self, most: int) -> bytes:
-        """The next bytes, at most `most` of them, as soon as there are any. Empty at the end of the body, or where the connection
-        broke. Raises Away."""
-        with _mapped():
-            return bytes(self._body.read1(most))
+    def read(self, limit: int) -> bytes:
+        """Wait for bytes and return at most `limit` of them. Returns b"" at the end of the body, or if the connection broke.
+
+        Raises Unavailable.
+        """
+        with _mapped_errors():
+            return bytes(self._body.read1(limit))
 
 
 @contextlib.contextmanager
-def request(address: Address, *, first: int = 0, version: Version | None = None, timeout_s: float) -> Iterator[Answer]:
-    """Request a file from byte `first` on if the file is still this version, else all of it. Raises Away, OutOfRange,
-    OutlastError."""
+def request(address: Address, *, first: int = 0, version: Version | None = None, timeout_s: float) -> Iterator[Response]:
+    """Request the bytes of a file from offset `first` if it still has this version, otherwise the whole file.
+
+    Raises Unavailable, OutOfRange and OutlastError.
+    """
     outgoing = urllib.request.Request(
         address.url, headers={"User-Agent": f"outlast/{__version__}", "Accept-Encoding": "identity"}
     )
@@ -155,24 +159,24 @@ def request(address: Address, *, first: int = 0, version: Version | None = None,
         outgoing.add_header("Range", f"bytes={first}-")
         if version and version.condition:
             outgoing.add_header("If-Range", version.condition)
-    with _mapped(address):
+    with _mapped_errors(address):
         body = _opener().open(outgoing, timeout=timeout_s)
     with contextlib.closing(body):
-        yield _answer(body, address, part=first > 0)
+        yield _response(body, address, part=first > 0)
 
 
 def _basic(user: str, password: str) -> str:
-    """The value of an Authorization header (RFC 7617)."""
+    """Return the value of an Authorization header (RFC 7617)."""
     return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
 
 
-def look(url: str, *, timeout_s: float) -> None:
-    """Raise OutlastError if a server refuses the file. A server that cannot be reached raises nothing."""
-    with contextlib.suppress(Away, OutOfRange), request(Address.parse(url), timeout_s=timeout_s):
+def check(url: str, *, timeout_s: float) -> None:
+    """Raise OutlastError if a server refuses to send the file. An unreachable server raises nothing."""
+    with contextlib.suppress(Unavailable, OutOfRange), request(Address.parse(url), timeout_s=timeout_s):
         pass
 
 
-def _answer(body: Any, address: Address, *, part: bool) -> Answer:
+def _response(body: Any, address: Address, *, part: bool) -> Response:
     """Parse the response to a request for a `part`, or for the whole file."""
     headers = body.headers
     encoding = headers.get("Content-Encoding", "").strip().lower().replace("identity", "")
@@ -185,16 +189,16 @@ def _answer(body: Any, address: Address, *, part: bool) -> Answer:
             what = "a part without saying which" if part else "a part of the file where all of it was asked for"
             raise OutlastError(f"{address.shown}: the server sends {what}; {remedy}")
         total = None if match[3] == "*" else int(match[3])
-        return Answer(True, int(match[1]), total, True, version, encoding, body)
+        return Response(True, int(match[1]), total, True, version, encoding, body)
     if body.status != 200:
         raise OutlastError(f"{address.shown}: the server answers {body.status}, which is no file; correct the URL")
     length = headers.get("Content-Length", "").strip()
     total = int(length) if length.isdecimal() and not chunked else None
-    return Answer(False, 0, total, total is not None or chunked, version, encoding, body)
+    return Response(False, 0, total, total is not None or chunked, version, encoding, body)
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """Handlers of http and https only, so that no redirect leads to a file of this machine."""
+    """Return an opener for http and https only, so that no redirect can read a local file."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,
@@ -210,8 +214,8 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 @contextlib.contextmanager
-def _mapped(address: Address | None = None) -> Iterator[None]:
-    """Map the client's exceptions to Away, OutOfRange and OutlastError."""
+def _mapped_errors(address: Address | None = None) -> Iterator[None]:
+    """Map the client's exceptions to Unavailable, OutOfRange and OutlastError."""
     try:
         yield
     except urllib.error.HTTPError as error:
@@ -224,22 +228,24 @@ def _mapped(address: Address | None = None) -> Iterator[None]:
                 f"the certificate of {host} is not valid: {error.reason.verify_message}; "
                 "let SSL_CERT_FILE name your certificates, or download the file by hand (outlast data get --from FILE)"
             ) from error
-        raise Away(f"{getattr(error.reason, 'strerror', None) or error.reason}", answered=False) from error
+        raise Unavailable(f"{getattr(error.reason, 'strerror', None) or error.reason}", answered=False) from error
     except http.client.IncompleteRead as error:
-        raise Away("the connection ended too early") from error
+        raise Unavailable("the connection ended too early") from error
     except http.client.HTTPException as error:
-        raise Away(f"its answer is no HTTP ({type(error).__name__})", answered=False) from error
+        raise Unavailable(f"its answer is no HTTP ({type(error).__name__})", answered=False) from error
     except TimeoutError as error:
-        raise Away("it sends nothing any more") from error
+        raise Unavailable("it sends nothing any more") from error
     except OSError as error:
-        raise Away(error.strerror or str(error), answered=False) from error
+        raise Unavailable(error.strerror or str(error), answered=False) from error
 
 
 def _refusal(error: urllib.error.HTTPError, address: Address | None) -> Exception:
     if error.code == 416 and (match := re.fullmatch(r"bytes \*/(\d+)", (error.headers.get("Content-Range") or "").strip())):
         return OutOfRange(int(match[1]))
     if error.code in _AGAIN:
-        return Away(f"it answers {error.code} {error.reason}".rstrip(), after_s=_seconds(error.headers.get("Retry-After") or ""))
+        return Unavailable(
+            f"it answers {error.code} {error.reason}".rstrip(), after_s=_seconds(error.headers.get("Retry-After") or "")
+        )
     where = address.shown if address else "the server"
     reason = str(error.reason).partition("\n")[0].rstrip(".")  # urllib adds more lines about endless redirects
     remedy = _REMEDY.get(error.code, "correct the URL, or download the file by hand (outlast data get --from FILE)")
@@ -247,7 +253,7 @@ def _refusal(error: urllib.error.HTTPError, address: Address | None) -> Exceptio
 
 
 class OutOfRange(Exception):
-    """The requested part does not exist: the file has only `total` bytes."""
+    """Error for a requested part beyond the end of a file of `total` bytes."""
 
     def __init__(self, total: int) -> None:
         super().__init__(total)
@@ -255,7 +261,7 @@ class OutOfRange(Exception):
 
 
 def _seconds(after: str) -> float:
-    """Parse `Retry-After`, a number of seconds or a date, into seconds from now."""
+    """Return the seconds from now for a value of `Retry-After`, which is a number of seconds or a date; 0 if invalid."""
     if after.strip().isdecimal():
         return float(after)
     try:

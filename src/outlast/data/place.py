@@ -1,4 +1,4 @@
-"""The directory of a dataset: its files appear once they are complete, and its marker is written last.
+"""Directory of a dataset: its files appear once they are complete, and its marker is written last.
 
     DIR/.outlast-get/          staging: the lock, downloads, unpacked files
     DIR/...                    the dataset: files and directories, renamed out of the staging directory
@@ -26,9 +26,9 @@ from outlast.job import foreign, url_logins
 
 MARKER = ".outlast-data.json"
 COMING = ".outlast-get"
-"""The staging directory; in a store, the object that marks a dataset as incomplete."""
+"""Name of the staging directory; in a store, the object that marks a dataset as incomplete."""
 MANIFEST = "manifest.json"
-"""The manifest of shards, which is written last."""
+"""Name of the manifest of shards, which is written last."""
 EMPTY = frozenset({"lost+found"})
 """Names that a new, empty volume may contain."""
 _ATTEMPTS = 100
@@ -46,20 +46,20 @@ class Marker:
     name: str
     """The dataset's name, or its URL."""
     source: str
-    """Where the dataset came from: a URL, `Python 3.12.4`."""
+    """Origin of the dataset: a URL, or a version such as `Python 3.12.4`."""
     sha256: str = ""
     """Digest of the download; empty if the dataset was made on this machine or consists of several downloads."""
     checked: bool = False
-    """Whether the download was compared with a published checksum."""
+    """True if the download was compared with a published checksum."""
     files: int = 0
     size: int = 0
     """Total size of all files in bytes, unpacked."""
     entries: tuple[str, ...] = ()
-    """The first names in the directory that belong to the dataset."""
+    """First names in the directory that belong to the dataset."""
 
     @classmethod
     def parse(cls, text: str | bytes) -> Marker | None:
-        """Parse a marker that `text` returned, perhaps in another version of Outlast; None if `text` is not a marker."""
+        """Parse a marker, perhaps of another version of Outlast. Returns None if `text` is not a marker."""
         try:
             fields = json.loads(text)
             values = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
@@ -68,12 +68,12 @@ class Marker:
             return None
 
     def text(self) -> str:
-        """The content of the marker file."""
+        """Return the content of the marker file."""
         return json.dumps({"version": 1, **dataclasses.asdict(self)}, indent=2) + "\n"
 
 
 def marker(directory: Path) -> Marker | None:
-    """The marker of a complete dataset; None if there is none, or if one of its entries is missing.
+    """Return the marker of a complete dataset; None without a marker, or if one of its entries is missing.
 
     Raises OutlastError if the marker cannot be read.
     """
@@ -89,50 +89,53 @@ def marker(directory: Path) -> Marker | None:
 
 
 def incomplete(directory: Path) -> bool:
-    """Whether a download to a directory was begun but not finished."""
+    """Return whether a download to a directory was begun but not finished."""
     return (directory / COMING).is_dir() and not (directory / MARKER).exists()
 
 
 class Place:
-    """A directory that receives a dataset. Made by `opened`, which holds the lock of the directory."""
+    """Directory that receives a dataset. `opened` creates it, and holds the lock of the directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.coming = directory / COMING
+        self.staging = directory / COMING
         self._new = not directory.exists()
         self._finished = False
 
     def tree(self) -> Path:
-        """A new, empty directory for the files of the dataset."""
+        """Create and return an empty directory for the files of the dataset."""
         self.discard_tree()
-        tree = self.coming / "tree"
+        tree = self.staging / "tree"
         tree.mkdir()
         return tree
 
     def discard_tree(self) -> None:
         """Remove the unpacked files."""
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.coming / "tree")
+            shutil.rmtree(self.staging / "tree")
 
     def leave(self) -> None:
-        """Remove empty download directories. If only the lock and the dataset's name remain, also remove the staging directory,
-        and the dataset's directory too if this call created it and it is empty. After `finish`, do nothing."""
-        if self._finished or not self.coming.is_dir():  # any existing files are another process's
+        """Remove empty directories.
+
+        A staging directory with only the lock and the dataset's name counts as empty. The dataset's directory is removed only if
+        this object created it. After `finish`, do nothing.
+        """
+        if self._finished or not self.staging.is_dir():  # existing files belong to another process
             return
-        for directory in self.coming.glob("[0-9]*"):
+        for directory in self.staging.glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 directory.rmdir()
-        if {entry.name for entry in self.coming.iterdir()} <= {"lock", "name"}:
-            shutil.rmtree(self.coming, ignore_errors=True)
+        if {entry.name for entry in self.staging.iterdir()} <= {"lock", "name"}:
+            shutil.rmtree(self.staging, ignore_errors=True)
             if self._new:  # and empty
                 with contextlib.suppress(OSError):
                     self.directory.rmdir()
 
     def finish(self, marker: Marker) -> Marker:
-        """Move the tree's content to its place and mark the dataset complete. Returns the marker with the files and bytes
-        counted."""
-        tree = self.coming / "tree"
-        for name in (MARKER, COMING):  # an archive of such a directory contains them; only our own count
+        """Move the content of the tree to the directory and write the marker. Returns the marker with the counts of files and
+        bytes."""
+        tree = self.staging / "tree"
+        for name in (MARKER, COMING):  # an archive of a dataset's directory contains them, and they would count as ours
             _removed(tree / name)
         count = size = 0
         for parent, _, names in os.walk(tree):
@@ -148,19 +151,19 @@ class Place:
             os.rename(tree / name, self.directory / name)
         files.replace(self.directory / MARKER, marker.text(), durable=True)
         self._finished = True
-        for entry in self.coming.iterdir():  # the lock last: the next holder must not see files that we still remove
+        for entry in self.staging.iterdir():  # the lock last: the next holder must not see files that we still remove
             if entry.name != "lock":
                 with contextlib.suppress(OSError):
                     _removed(entry)
-        shutil.rmtree(self.coming, ignore_errors=True)
+        shutil.rmtree(self.staging, ignore_errors=True)
         return marker
 
 
 @contextlib.contextmanager
 def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> Iterator[Place]:
-    """A directory for a dataset, locked. `what` is the dataset's name, for messages.
+    """Lock and yield the directory of a dataset. `what` is the dataset's name, for messages.
 
-    Raises OutlastError if the directory contains something else or cannot be written, or if its disk is full.
+    Raises OutlastError if the directory contains other files or cannot be written, or if its disk is full.
     """
     place = Place(directory)
     try:
@@ -177,11 +180,11 @@ def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> It
 
 @contextlib.contextmanager
 def _locked(place: Place, waiting: Callable[[], None], stop: threading.Event) -> Iterator[None]:
-    lock, attempts = place.coming / "lock", 0
+    lock, attempts = place.staging / "lock", 0
     while True:
         with contextlib.ExitStack() as held:
             try:
-                place.coming.mkdir(parents=True, exist_ok=True)
+                place.staging.mkdir(parents=True, exist_ok=True)
                 fd = held.enter_context(file_locks.exclusive(lock, waiting=waiting, stop=stop))
                 current = os.path.samestat(os.fstat(fd), os.stat(lock))
             except (FileNotFoundError, FileExistsError):  # removed in between
@@ -189,13 +192,13 @@ def _locked(place: Place, waiting: Callable[[], None], stop: threading.Event) ->
                 if attempts > _ATTEMPTS:
                     raise
                 continue
-            if current:  # else the previous holder has removed the file that we locked
+            if current:  # otherwise the previous holder has removed the file that we locked
                 yield
                 return
 
 
 def unwritable(problem: OSError, directory: Path, what: str) -> OutlastError:
-    """The error for a full disk or a directory that cannot be written."""
+    """Return the error for a full disk or a directory that cannot be written."""
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         return OutlastError(
             f"the disk of {directory} is full; make room there and run the same command again, which goes on, or choose another"
@@ -211,13 +214,13 @@ def _check_empty_or_own(directory: Path) -> None:
     if not directory.is_dir() or (directory / COMING).is_dir() or (directory / MARKER).is_file():
         return
     names = {entry.name for entry in directory.iterdir()}
-    mark = "" if names & {COMING, MARKER} else None  # another process has begun, or even finished, just now
+    mark = "" if names & {COMING, MARKER} else None  # another process has just begun or finished
     foreign.check_place(str(directory), names - EMPTY, mark, instead="choose a new or an empty directory")
 
 
 def _note_name(place: Place, what: str) -> None:
-    """Note which dataset is being downloaded. Raises OutlastError if the download of another dataset was begun here."""
-    note = place.coming / "name"
+    """Record the name of the dataset. Raises OutlastError if the directory has a part of another dataset."""
+    note = place.staging / "name"
     begun = url_logins.hidden(note.read_text()) if note.exists() else ""
     if begun not in ("", what):
         raise OutlastError(
@@ -228,7 +231,7 @@ def _note_name(place: Place, what: str) -> None:
 
 
 def _removed(path: Path) -> None:
-    """Remove a file or directory that an interrupted attempt may have left."""
+    """Remove a file or directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,7 +1,7 @@
-"""The datasets that `outlast data get` knows by name, and datasets that are named by a URL.
+"""Registry of the datasets of `outlast data get`, by name or by URL.
 
-Sizes and checksums are published by the authors of a dataset or by libraries that load it. If a download has no published
-checksum, its length is checked and, if it is an archive, whether it is damaged; its SHA-256 is noted in the marker.
+The authors of a dataset, or libraries that load it, publish the sizes and checksums. Without a published checksum, `get` checks
+the length of a download and the integrity of an archive, and records the SHA-256 in the marker.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from outlast.data.http import Address
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """How to make a dataset that needs no download."""
+    """Generator of a dataset that needs no download."""
 
     write: Callable[[Path], object]
-    """Writes the dataset's files to an empty directory."""
+    """Function that writes the dataset's files to an empty directory."""
     source: Callable[[], str]
-    """Returns the origin of the dataset, for the marker."""
+    """Function that returns the origin of the dataset, for the marker."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Dataset:
     """A one-line description for `outlast data get`."""
     made: Made | None = None
     remotes: tuple[Remote, ...] = ()
-    """The files to download. Archives are unpacked; other files are kept as they are."""
+    """Files to download. Archives are unpacked; other files are kept as they are."""
 
     @property
     def directory(self) -> str:
@@ -69,8 +69,7 @@ def _digits() -> Made:
 
 
 def _kinetics(place: str, prefix: str, annotations: tuple[str, str, str]) -> tuple[Remote, ...]:
-    """The lists of one version of Kinetics: the labels of the clips, and the URLs of the mirror's archives that contain the
-    clips."""
+    """Return the lists of one version of Kinetics: the labels of the clips, and the URLs of the archives with the clips."""
     above = f"https://s3.amazonaws.com/kinetics/{place}"
     paths = [f"{prefix}_{part}_path.txt" for part in ("train", "val", "test")]
     return (
@@ -118,14 +117,16 @@ NAMES = tuple(each.name for each in _KNOWN)
 
 
 def named(name: str) -> Dataset:
-    """The dataset of this name, one of `NAMES`."""
+    """Return the dataset with this name, which is one of `NAMES`."""
     dataset = next(each for each in _KNOWN if each.name == name)
     return dataclasses.replace(dataset, made=_MADE[name]()) if name in _MADE else dataset
 
 
 def of_url(text: str) -> Dataset:
-    """The dataset that consists of the file at a URL, which may end in `#sha256=` and 64 hexadecimal digits. Raises
-    OutlastError."""
+    """Return a dataset with one file, the file at a URL. The URL may end in `#sha256=` and 64 hexadecimal digits.
+
+    Raises OutlastError for an invalid URL or checksum.
+    """
     url, mark, pin = text.partition("#")
     checksum = ""
     if mark:
@@ -139,5 +140,5 @@ def of_url(text: str) -> Dataset:
 
 
 def is_url(name: str) -> bool:
-    """Whether a dataset is named by a URL."""
+    """Return whether the name of a dataset is a URL."""
     return "://" in name

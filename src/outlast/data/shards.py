@@ -1,12 +1,13 @@
 """Prepared datasets: shard files and the manifest that names them, in a directory or below a store's prefix.
 
 `outlast data prepare` writes prepared datasets (`Manifest.text`, `Writer`, `write_columns`), training reads them (`read` or
-`parse`, then `tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last: a place without a
-manifest is unfinished, unless it is nanoGPT's plain directory (`train.bin`, `val.bin`, perhaps `meta.pkl`), which is read as it
-is. This module does not import torch.
+`parse`, then `tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last, so a place without
+a manifest is unfinished. The exception is a plain directory of nanoGPT (`train.bin`, `val.bin`, optionally `meta.pkl`), which
+needs no manifest. This module does not import torch.
 
-Text shards are raw little-endian token ids, nanoGPT's format. All other shards are safetensors files of columns: a column of
-fixed shape has the samples as its first dimension; a ragged one is flat, with `NAME.offsets` (int64, samples + 1) beside it.
+Text shards are raw little-endian token ids, nanoGPT's format. All other shards are safetensors files of columns. A column of
+fixed shape has the samples as its first dimension. A ragged column is flat, with its offsets in `NAME.offsets` (int64,
+samples + 1).
 Formats: https://github.com/karpathy/nanoGPT (data/*/prepare.py), https://huggingface.co/docs/safetensors (Format).
 """
 
@@ -42,25 +43,25 @@ OFFSETS = ".offsets"
 UINT16 = 1 << 16
 """Maximum size of a vocabulary whose tokens fit uint16."""
 CHUNK = 8 << 20
-"""Number of bytes read or written at a time; a multiple of every item size."""
+"""Number of bytes per read; a multiple of every item size."""
 HEADER = 100_000_000
 """Maximum size in bytes of the header of a safetensors file, as in the reference implementation."""
 
 
 class BadDataset(OutlastError):
-    """A place does not contain a complete, readable dataset. The exit code says that a restart cannot help."""
+    """Error for a place without a complete, readable dataset. Its exit code means that a restart cannot help."""
 
     exit_code = contract.Exit.MISCONFIGURED
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One file of samples."""
+    """File of samples."""
 
     file: str
     """Name within the dataset."""
     samples: int
-    """Number of samples; for text, number of documents that begin in this shard."""
+    """Number of samples; for text, number of documents that begin in the shard."""
     bytes: int
     sha256: str
     """Hexadecimal digest; empty in a directory without a manifest."""
@@ -68,11 +69,11 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of a dataset, `train` or `val`: its shards, in order."""
+    """Part of a dataset, `train` or `val`: its shards, in order."""
 
     shards: tuple[Shard, ...]
     tokens: int | None = None
-    """Number of tokens; None unless this is text."""
+    """Number of tokens of a text; None for other datasets."""
 
     @property
     def samples(self) -> int:
@@ -81,7 +82,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`."""
+    """Content of `manifest.json`."""
 
     kind: str
     """Kind of the dataset, one of KINDS."""
@@ -89,18 +90,18 @@ class Manifest:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of `prepare`."""
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Description of the source: number of files, number of bytes, classes, damaged samples."""
+    """Description of the source: numbers of files and bytes, classes, damaged samples."""
     dtype: str = ""
-    """Type of the tokens, uint16 or uint32; empty unless this is text."""
+    """Type of the tokens of a text, uint16 or uint32; empty for other datasets."""
     vocab_size: int | None = None
     """Size of the tokenizer's vocabulary; None if unknown."""
     tokenizer: str = ""
-    """Name of the tokenizer's file; empty if there is none."""
+    """Name of the tokenizer's file; empty without a tokenizer."""
     place: str = dataclasses.field(default="the dataset", compare=False)
-    """Directory or URL that the manifest was read from, for messages."""
+    """Directory or URL of the dataset, for messages."""
 
     def part(self, name: str) -> Part:
-        """The part with this name. Raises BadDataset if there is none or if it is empty."""
+        """Return the part with this name. Raises BadDataset if the part is missing or empty."""
         if name not in self.parts:
             raise BadDataset(f"{self.place} has no part {name}, it has {_listed(sorted(self.parts))}; prepare it again with one")
         part = self.parts[name]
@@ -111,7 +112,7 @@ class Manifest:
 
     @property
     def text(self) -> str:
-        """The manifest as JSON: the same bytes for the same dataset."""
+        """Manifest as JSON, with the same bytes for the same dataset."""
         parts = {}
         for name, part in self.parts.items():
             tokens = {} if part.tokens is None else {"tokens": part.tokens}
@@ -128,7 +129,7 @@ class Manifest:
 
 
 def dtype(vocab_size: int) -> str:
-    """The narrowest type for the tokens of a vocabulary: uint16 or uint32."""
+    """Return the smallest type for the tokens of a vocabulary, uint16 or uint32."""
     return "uint16" if vocab_size <= UINT16 else "uint32"
 
 
@@ -136,9 +137,9 @@ def dtype(vocab_size: int) -> str:
 
 
 def read(directory: Path | str) -> Manifest:
-    """The manifest of a dataset in a directory; for nanoGPT's plain directory, a manifest is derived. Raises BadDataset.
+    """Return the manifest of a dataset in a directory, or derive a manifest for nanoGPT's plain directory.
 
-    This reads no shard, but calls `stat` for each: a missing shard or a wrong size raises BadDataset.
+    Calls `stat` for every shard, but does not read them. Raises BadDataset, also for a missing shard or one of the wrong size.
     """
     directory = Path(directory)
     try:
@@ -157,7 +158,7 @@ def read(directory: Path | str) -> Manifest:
 
 
 def parse(text: bytes | str, place: str) -> Manifest:
-    """The manifest in `text`, the content of `manifest.json` of the dataset at `place`. Raises BadDataset."""
+    """Parse `text`, the content of `manifest.json` of the dataset at `place`. Raises BadDataset."""
     name = f"{place}/{MANIFEST}"
     try:
         content = json.loads(text)
@@ -180,13 +181,13 @@ def parse(text: bytes | str, place: str) -> Manifest:
             place=place,
         )
         _consistent(manifest)
-    except _Wrong as wrong:
+    except _Invalid as wrong:
         raise BadDataset(f"{name} is damaged: {wrong}; get or prepare the dataset again") from wrong
     return manifest
 
 
-class _Wrong(Exception):
-    """A field of a manifest or a header has an unexpected type or value."""
+class _Invalid(Exception):
+    """Error for a field of a manifest or a header with an unexpected type or value."""
 
 
 def _typed(content: Any, key: str, kind: type, *default: Any) -> Any:
@@ -194,7 +195,7 @@ def _typed(content: Any, key: str, kind: type, *default: Any) -> Any:
     if default and value == default[0]:
         return value
     if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
-        raise _Wrong(f"{key} is {json.dumps(value)[:60]}, not {_TYPES[kind]}")
+        raise _Invalid(f"{key} is {json.dumps(value)[:60]}, not {_TYPES[kind]}")
     return value
 
 
@@ -208,32 +209,32 @@ def _part(content: Any) -> Part:
             _typed(each, "file", str), _typed(each, "samples", int), _typed(each, "bytes", int), _typed(each, "sha256", str)
         )
         if not re.fullmatch(r"[\w.-]+", shard.file) or shard.file.startswith("."):
-            raise _Wrong(f"{shard.file[:60]!r} is not the name of a shard")
+            raise _Invalid(f"{shard.file[:60]!r} is not the name of a shard")
         shards.append(shard)
     part = Part(tuple(shards), _typed(content, "tokens", int, None))
     if (samples := _typed(content, "samples", int)) != part.samples:
-        raise _Wrong(f"its shards have {part.samples} samples, and it says {samples}")
+        raise _Invalid(f"its shards have {part.samples} samples, and it says {samples}")
     return part
 
 
 def _consistent(manifest: Manifest) -> None:
     if manifest.kind not in KINDS:
-        raise _Wrong(f"kind is {manifest.kind[:60]!r}, not {_listed(KINDS, 'or')}")
+        raise _Invalid(f"kind is {manifest.kind[:60]!r}, not {_listed(KINDS, 'or')}")
     if manifest.kind != "text":
         return
     if manifest.dtype not in ("uint16", "uint32"):
-        raise _Wrong(f"dtype is {manifest.dtype[:60]!r}, not uint16 or uint32")
-    fits(manifest.vocab_size, manifest.dtype, manifest.place)
+        raise _Invalid(f"dtype is {manifest.dtype[:60]!r}, not uint16 or uint32")
+    check_dtype(manifest.vocab_size, manifest.dtype, manifest.place)
     for part in manifest.parts.values():
         for shard in part.shards:
-            whole(shard.bytes, manifest.dtype, f"{manifest.place}/{shard.file}")
+            token_count(shard.bytes, manifest.dtype, f"{manifest.place}/{shard.file}")
         tokens = sum(shard.bytes for shard in part.shards) // np.dtype(manifest.dtype).itemsize
         if tokens != part.tokens:
-            raise _Wrong(f"its shards have {tokens} tokens, and it says {part.tokens}")
+            raise _Invalid(f"its shards have {tokens} tokens, and it says {part.tokens}")
 
 
-def fits(vocab_size: int | None, dtype: str, place: str) -> None:
-    """Raise BadDataset if the tokens of a vocabulary of this size do not fit the type."""
+def check_dtype(vocab_size: int | None, dtype: str, place: str) -> None:
+    """Raise BadDataset if the type is too small for the tokens of a vocabulary."""
     if vocab_size is not None and dtype == "uint16" and vocab_size > UINT16:
         raise BadDataset(
             f"{place} has a vocabulary of {vocab_size} tokens in uint16, whose largest token is {UINT16 - 1}: larger ones "
@@ -241,8 +242,8 @@ def fits(vocab_size: int | None, dtype: str, place: str) -> None:
         )
 
 
-def whole(size: int, dtype: str, file: str) -> int:
-    """Number of tokens in a file of `size` bytes. Raises BadDataset if this is not a whole number."""
+def token_count(size: int, dtype: str, file: str) -> int:
+    """Return the number of tokens in a file of `size` bytes. Raises BadDataset if it is not a whole number."""
     tokens, rest = divmod(size, np.dtype(dtype).itemsize)
     if rest:
         raise BadDataset(f"{file} has {size} bytes, which is no whole number of {dtype} tokens; it is cut off or of another type")
@@ -250,8 +251,7 @@ def whole(size: int, dtype: str, file: str) -> int:
 
 
 def _plain(directory: Path) -> Manifest:
-    """The manifest for nanoGPT's directory: `train.bin` and `val.bin` in uint16, and the vocabulary in `meta.pkl`, if there is
-    one."""
+    """Derive the manifest of nanoGPT's directory: uint16 tokens in `train.bin` and `val.bin`, vocabulary in `meta.pkl` if any."""
     bins = {part: directory / f"{part}.bin" for part in ("train", "val")}
     if not bins["train"].is_file():
         unfinished = (
@@ -265,17 +265,17 @@ def _plain(directory: Path) -> Manifest:
     for part, path in bins.items():
         if path.is_file():
             size = path.stat().st_size
-            parts[part] = Part((Shard(path.name, 1, size, ""),), whole(size, "uint16", str(path)))
+            parts[part] = Part((Shard(path.name, 1, size, ""),), token_count(size, "uint16", str(path)))
     about = vocabulary(directory / META) if (directory / META).exists() else None
     vocab_size = about.vocab_size if about else None
-    fits(vocab_size, "uint16", str(directory))
+    check_dtype(vocab_size, "uint16", str(directory))
     tokenizer = TOKENIZER if (directory / TOKENIZER).exists() else META if about and about.itos else ""
     return Manifest("text", parts, dtype="uint16", vocab_size=vocab_size, tokenizer=tokenizer, place=str(directory))
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The content of nanoGPT's `meta.pkl`."""
+    """Content of nanoGPT's `meta.pkl`."""
 
     vocab_size: int
     stoi: Mapping[str, int]
@@ -285,8 +285,7 @@ class Vocabulary:
 
 
 def vocabulary(path: Path) -> Vocabulary:
-    """Read `meta.pkl` without running any code in the file: only dicts, lists, texts and numbers are accepted. Raises
-    BadDataset."""
+    """Read `meta.pkl`, but only dicts, lists, texts and numbers, so no code in the file runs. Raises BadDataset."""
     with path.open("rb") as file:
         try:
             content = _Plain(file).load()
@@ -306,21 +305,18 @@ def vocabulary(path: Path) -> Vocabulary:
 
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it wants to run {module}.{name} when it is opened")
+        raise pickle.UnpicklingError(f"it would run {module}.{name} when it is opened")
 
 
 def tokens(path: Path, dtype: str) -> NDArray[Any]:
-    """The tokens of a text shard, (n,), mapped into memory read-only. Raises BadDataset."""
+    """Map the tokens of a text shard, (n,), into memory, read-only. Raises BadDataset."""
     kind = np.dtype(dtype).newbyteorder("<")
-    try:
-        n = whole(path.stat().st_size, dtype, str(path))
-        return np.memmap(path, kind, "r", shape=(n,)) if n else np.empty(0, kind)
-    except FileNotFoundError as error:
-        raise BadDataset(f"{path} does not exist; get or prepare the dataset again") from error
+    n = token_count(_size(path), dtype, str(path))
+    return np.memmap(path, kind, "r", shape=(n,)) if n else np.empty(0, kind)
 
 
-def beyond(ids: NDArray[Any], vocab_size: int) -> tuple[int, int] | None:
-    """Position and value of the first token outside the vocabulary; None if there is none."""
+def first_unknown(ids: NDArray[Any], vocab_size: int) -> tuple[int, int] | None:
+    """Return position and value of the first token outside the vocabulary, or None."""
     for start in range(0, len(ids), CHUNK):
         some = np.asarray(ids[start : start + CHUNK])
         if some.size and int(some.max()) >= vocab_size:
@@ -330,14 +326,12 @@ def beyond(ids: NDArray[Any], vocab_size: int) -> tuple[int, int] | None:
 
 
 def columns(path: Path) -> dict[str, NDArray[Any]]:
-    """The columns of a safetensors shard, mapped into memory read-only. Raises BadDataset."""
+    """Map the columns of a safetensors shard into memory, read-only. Raises BadDataset."""
+    size = _size(path)
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
             header, start = _header(file, size)
-    except FileNotFoundError as error:
-        raise BadDataset(f"{path} does not exist; get or prepare the dataset again") from error
-    except _Wrong as wrong:
+    except _Invalid as wrong:
         raise BadDataset(f"{path} is not a whole safetensors file: {wrong}; get or prepare the dataset again") from wrong
     whole_file = np.memmap(path, np.uint8, "r")
     return {
@@ -346,15 +340,22 @@ def columns(path: Path) -> dict[str, NDArray[Any]]:
     }
 
 
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError as error:
+        raise BadDataset(f"{path} does not exist; get or prepare the dataset again") from error
+
+
 def samples(shard: Mapping[str, NDArray[Any]]) -> int:
-    """Number of samples in the columns of a shard."""
+    """Return the number of samples in the columns of a shard."""
     return min(
         (len(column) - name.endswith(OFFSETS) for name, column in shard.items() if f"{name}{OFFSETS}" not in shard), default=0
     )
 
 
 def sample(shard: Mapping[str, NDArray[Any]], i: int) -> dict[str, NDArray[Any]]:
-    """Sample i of a shard's columns, as views; ragged columns are cut to the length of the sample."""
+    """Return views of sample i of a shard's columns. The view of a ragged column has the sample's own length."""
     one = {}
     for name, column in shard.items():
         if (offsets := shard.get(f"{name}{OFFSETS}")) is not None:
@@ -374,10 +375,10 @@ _Header = dict[str, tuple[np.dtype[Any], tuple[int, ...], int, int]]
 
 
 def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
-    """Type, shape, begin and end of every column, and the offset of the first column. Raises _Wrong."""
+    """Return type, shape, begin and end of every column, and the offset of the first column. Raises _Invalid."""
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(HEADER, size - 8):
-        raise _Wrong(f"its header would have {length} bytes of its {size}")
+        raise _Invalid(f"its header would have {length} bytes of its {size}")
     try:
         content = json.loads(file.read(length))
         header = {}
@@ -386,12 +387,12 @@ def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
                 continue
             kind, shape, (begin, end) = np.dtype(_DTYPES[each["dtype"]]), tuple(map(int, each["shape"])), each["data_offsets"]
             if min((*shape, begin), default=0) < 0 or end - begin != kind.itemsize * int(np.prod(shape, dtype=object)):
-                raise _Wrong(f"column {name} has {end - begin} bytes, and its shape {shape} needs another number")
+                raise _Invalid(f"column {name} has {end - begin} bytes, and its shape {shape} needs another number")
             header[name] = (kind, shape, begin, end)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _Wrong(f"its header is damaged ({type(error).__name__})") from error
+        raise _Invalid(f"its header is damaged ({type(error).__name__})") from error
     if 8 + length + max((end for *_, end in header.values()), default=0) != size:
-        raise _Wrong(f"it has {size} bytes, and its columns need another number")
+        raise _Invalid(f"it has {size} bytes, and its columns need another number")
     return header, 8 + length
 
 
@@ -399,10 +400,10 @@ def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
 
 
 class Writer:
-    """Writes the shards of one part of a text in order. A shard gets its final name when it is complete.
+    """Writer of the shards of one part of a text, in order. A shard gets its final name when it is complete.
 
-    With `limit` (in bytes) the shards are `PART-00000.bin` ... of that size, otherwise a single file, `PART.bin`. Their
-    concatenation is the same.
+    With `limit` (in bytes) the shards are `PART-00000.bin`, `PART-00001.bin` and so on. Otherwise there is a single file,
+    `PART.bin`. The concatenated bytes are the same.
     """
 
     def __init__(self, directory: Path, part: str, itemsize: int, limit: int | None = None) -> None:
@@ -419,7 +420,7 @@ class Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file:  # after an error: the unfinished shard is written again another time
+        if self._file:  # after an error: the next run writes the unfinished shard again
             self._file.close()
 
     def write(self, data: bytes | memoryview[int], samples: int = 0) -> None:
@@ -470,8 +471,7 @@ def ragged(rows: Sequence[NDArray[Any]], dtype: str) -> tuple[NDArray[Any], NDAr
 
 
 def write_columns(path: Path, table: Mapping[str, NDArray[Any]], check: Callable[[], None] = lambda: None) -> Shard:
-    """Write columns as a safetensors file, which is renamed to `path` when it is complete; `check` may raise before that.
-    Deterministic."""
+    """Write columns as a safetensors file, deterministically. Calls `check` before the complete file is renamed to `path`."""
     names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
     ordered = sorted(table.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # so that each begins aligned
     about, end = {}, 0
@@ -515,17 +515,17 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 class Files(Protocol):
-    """The files of a dataset in a directory (`Local`) or a store (`cli.data.prepare`)."""
+    """Files of a dataset in a directory (`Local`) or a store (`cli.data.prepare`)."""
 
     def size(self, name: str) -> int | None:
-        """Size of a file in bytes; None if there is no such file."""
+        """Return the size of a file in bytes, or None if it is missing."""
 
     def chunks(self, name: str) -> Iterable[bytes]:
-        """Content of a file in pieces of CHUNK bytes; the last piece may be shorter."""
+        """Yield the content of a file in pieces of CHUNK bytes; the last piece may be shorter."""
 
 
 class Local:
-    """The files in a directory."""
+    """Files in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -541,7 +541,7 @@ class Local:
 
 
 def verify(manifest: Manifest, place: Files) -> list[str]:
-    """Read every shard. Returns a message for each wrong size, sha256, number of samples, or token outside the vocabulary."""
+    """Read every shard. Returns a message per wrong size, sha256 or number of samples, and per token outside the vocabulary."""
     problems = []
     for name, part in manifest.parts.items():
         problems += [problem for shard in part.shards if (problem := _problem(manifest, shard, place))]
@@ -567,7 +567,12 @@ def _problem(manifest: Manifest, shard: Shard, place: Files) -> str:
     kind = np.dtype(manifest.dtype).newbyteorder("<") if text else np.dtype(np.uint8)
     for chunk in place.chunks(shard.file):
         digest.update(chunk)
-        if text and manifest.vocab_size and not unknown and (stray := beyond(np.frombuffer(chunk, kind), manifest.vocab_size)):
+        if (
+            text
+            and manifest.vocab_size
+            and not unknown
+            and (stray := first_unknown(np.frombuffer(chunk, kind), manifest.vocab_size))
+        ):
             position = at // kind.itemsize + stray[0]
             unknown = (
                 f"{shard.file} has the token {stray[1]} at position {position}, and the vocabulary has {manifest.vocab_size}"
@@ -581,11 +586,10 @@ def _problem(manifest: Manifest, shard: Shard, place: Files) -> str:
 
 
 def _count_problem(shard: Shard, first: bytes) -> str:
-    """Compare the number of samples in a safetensors file, of which the first bytes are given, with the manifest. Returns a
-    message if they differ."""
+    """Return a message if the header in `first`, the first bytes of a file, disagrees with the number of samples, else ""."""
     try:
         header, _ = _header(io.BytesIO(first), shard.bytes)
-    except _Wrong as wrong:
+    except _Invalid as wrong:
         return f"{shard.file} is not a safetensors file: {wrong}"
     empty = {name: np.broadcast_to(np.empty((), kind), shape) for name, (kind, shape, *_) in header.items()}
     count = samples(empty)

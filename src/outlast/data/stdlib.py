@@ -1,8 +1,8 @@
 """The Python standard library's own sources as text: real text for a first language model, without a download.
 
-Every machine has these 600 or so modules, 10 MB in one style. The same Python version gives the same files: sorted by name,
+The library has about 600 modules, 10 MB of text in one style. The same Python version gives the same files: sorted by name,
 UTF-8, `\\n` at the end of a line. Files that differ between installations of one version are left out: packages
-(`site-packages`), the modules that record how Python was built (`_sysconfigdata_*`), and the tests. `outlast data get
+(`site-packages`), the modules with the build configuration (`_sysconfigdata_*`), and the tests. `outlast data get
 python-stdlib` calls `write`.
 """
 
@@ -19,18 +19,20 @@ from pathlib import Path
 from outlast.base.errors import OutlastError
 
 _LEFT_OUT = ("site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test", "__pycache__")
-"""Names of directories to leave out: each is missing in some installations, or contains packages that the user installed."""
+"""Names of directories to skip, which some installations lack, or which contain packages that the user installed."""
 _SITE = ("sitecustomize.py", "usercustomize.py")
 
 
 def source() -> str:
-    """The Python whose library the sources belong to: `Python 3.12.4`."""
+    """Return the Python version that the sources belong to, such as `Python 3.12.4`."""
     return f"Python {platform.python_version()}"
 
 
 def write(directory: Path) -> None:
-    """Write the sources below `directory` under their paths in the library: `json/decoder.py`. Raises OutlastError and
-    OSError."""
+    """Write the sources below `directory` under their paths in the library, such as `json/decoder.py`.
+
+    Raises OutlastError if this Python has no sources, and OSError.
+    """
     library = Path(sysconfig.get_path("stdlib"))
     written = 0
     for name in sorted(_modules(library)):
@@ -49,7 +51,7 @@ def write(directory: Path) -> None:
 
 
 def _modules(library: Path) -> Iterator[str]:
-    """The modules, as paths relative to the library."""
+    """Yield the modules as paths relative to the library."""
     for parent, directories, names in os.walk(library):
         here = Path(parent).relative_to(library)
         directories[:] = [each for each in directories if each not in _LEFT_OUT and not each.startswith("config-")]
@@ -59,7 +61,7 @@ def _modules(library: Path) -> Iterator[str]:
 
 
 def _text(path: Path) -> str:
-    """A module's text, decoded as Python itself decodes it, with `\n` at the end of each line."""
+    """Return a module's text, decoded as Python decodes it, with `\n` at the end of each line."""
     content = path.read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")

@@ -42,7 +42,7 @@ class Corpus:
         manifest = self.train.manifest
         self.tokenizer = Tokenizer.read(self.train.file(manifest.tokenizer)) if manifest.tokenizer else None
         self.vocab_size: int = manifest.vocab_size or VOCABULARY
-        shards.fits(self.vocab_size, manifest.dtype, place)
+        shards.check_dtype(self.vocab_size, manifest.dtype, place)
 
     def check(self, tokens: Tensor) -> None:
         """Raise OutlastError for a token beyond the vocabulary. `tokens`: on the CPU."""

@@ -1,7 +1,7 @@
-"""Datasets made from raw files: text, images, records and videos become the shards of `data.shards`.
+"""Turns raw files into datasets: text, images, records and videos become the shards of `data.shards`.
 
-A module per kind (`text`, `images`, `jsonl`, `video`), each with a function `prepare(request, ...)` that returns the manifest.
-They share `plan` (files, their order, and units of work, as pure functions) and `work` (processes that do the units and note each
-result, so that a killed run can continue). The resulting bytes depend only on the source and the settings, not on the number of
-processes or on interruptions.
+Each kind has a module (`text`, `images`, `jsonl`, `video`) with a function `prepare(request, ...)`, which returns the manifest.
+The modules share `plan` (files, their order, and units of work, as pure functions) and `work` (processes that do the units and
+record each result, so that a killed run can continue). The resulting bytes depend only on the source and the settings, not on
+the number of processes or on interruptions.
 """

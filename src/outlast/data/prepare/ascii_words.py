@@ -1,8 +1,8 @@
-"""Tokenizes ASCII text with a byte-level BPE, a piece of text at a time in numpy, without a Python object per word.
+"""Tokenizes ASCII text with a byte-level BPE in numpy, without a Python object per word.
 
-`starts` finds GPT-2's words from the classes of neighbouring characters; `Table` stores the tokens of words of up to 16 bytes in
-a direct-mapped table, whose keys are the bytes of a word as two integers, and the tokens of all other words in a dict. The
-results are exact: `tests/data/test_prepare_text.py` compares both with the library.
+`starts` splits a text into GPT-2's words by the classes of neighbouring characters. `Table` stores the tokens of words of up to
+16 bytes in a direct-mapped table, whose keys are the bytes of a word as two integers. The tokens of all other words are in a
+dict. The results are exact: `tests/data/test_prepare_text.py` compares both with the library.
 
 The pattern is `'(?:[sdmt]|ll|ve|re)| ?L+| ?N+| ?P+|\\s+(?!\\S)|\\s+`, with letters L, digits N, and P all other characters except
 spaces: https://github.com/openai/gpt-2/blob/master/src/encoder.py.
@@ -25,25 +25,25 @@ _CLASS[48:58] = _DIGIT
 _CONTRACTED = np.zeros(256, bool)
 _CONTRACTED[list(b"sdmtlvr")] = True
 _MASK = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
-"""Masks: entry n keeps the first n bytes of a little-endian integer."""
+"""Masks of little-endian integers: entry n keeps the first n bytes."""
 _LONGEST = 16
 _SLOTS = 18
 """Binary logarithm of the number of slots: 262,144, 6 MiB."""
 _WORDS, _BYTES = 300_000, 16 << 20
-"""Maximum number of words in a table and maximum total size of the words in bytes; some 60 MiB of memory in all. Arbitrary:
-Python's sources have 95,000 words."""
+"""Maximum number of words in a table, and maximum total size of the words in bytes: about 60 MiB of memory. Arbitrary: Python's
+sources have 95,000 words."""
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
-"""Odd multipliers with bits set everywhere, so that the highest bits of a product depend on all bytes of a word."""
+"""Odd multipliers with well-spread bits, so that the highest bits of a product depend on all bytes of a word."""
 
 
 def starts(data: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Offsets of the words of a text, (words,). `data`: the bytes of the text, which is ASCII and not empty."""
+    """Return the offsets of the words of a text, (words,). `data`: the bytes of the text, which is ASCII and not empty."""
     kind = _CLASS[data]
     begins = np.ones(len(data), bool)
     np.not_equal(kind[1:], kind[:-1], out=begins[1:])
     after = np.flatnonzero(begins[1:] & (kind[:-1] == _SPACE)) + 1  # the first character after spaces
-    begins[after - 1] = True  # the last of several spaces is a word of its own,
-    begins[after[data[after - 1] == 32]] = False  # to which, if it is a blank, the next word belongs
+    begins[after - 1] = True  # the last of several spaces begins a word,
+    begins[after[data[after - 1] == 32]] = False  # and if it is a blank, the next characters belong to the same word
     quotes = begins[:-1] & (data[:-1] == 39) & _CONTRACTED[data[1:]]
     for quote in np.flatnonzero(quotes).tolist():
         tail = data[quote + 1 : quote + 3].tobytes()
@@ -64,11 +64,11 @@ class Table:
 
     @property
     def full(self) -> bool:
-        """Whether to `clear` the table before the next text."""
+        """True if the caller should `clear` the table before the next text."""
         return len(self._words) > _WORDS or self._bytes > _BYTES
 
     def clear(self) -> None:
-        """Forget all words."""
+        """Remove all words."""
         self._words: dict[bytes, tuple[int, int]] = {}
         self._store = array("H" if self._dtype.itemsize == 2 else "I")
         self._bytes = 0
@@ -77,7 +77,7 @@ class Table:
         self._length = np.zeros(1 << _SLOTS, np.int64)
 
     def __call__(self, text: bytes) -> bytes:
-        """The tokens of an ASCII text without zero bytes, as little-endian bytes."""
+        """Return the tokens of an ASCII text without zero bytes, as little-endian bytes."""
         padded = np.zeros(len(text) + _LONGEST, np.uint8)
         padded[: len(text)] = np.frombuffer(text, np.uint8)
         begin = starts(padded[: len(text)])

@@ -1,8 +1,8 @@
 """Turns records into tokens with a Hugging Face tokenizer: a directory with `tokenizer.json` and, for chats, a template.
 
-Apart from the recipe, only this module imports transformers. The tokenizer's chat template renders `messages`; the assistant's
-messages are learned, including the token that ends each turn. `prompt` and `completion`, or `text`, are encoded as they are,
-between the tokenizer's first token and its end token. A tokenizer without a template gets `TEMPLATE`.
+Apart from the recipe, only this module imports transformers. The tokenizer's chat template renders `messages`. The assistant's
+messages are learned, including the token that ends each turn. `prompt` and `completion`, or `text`, are encoded unchanged,
+between the tokenizer's first token and its end token. `TEMPLATE` is the default for tokenizers without a template.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ TEMPLATE = (
     "{{ eos_token }}{% endgeneration %}{{ '\\n' }}{% else %}{{ m.content + '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-"""The template for tokenizers that have none: a marker of the role, a newline, the content."""
+"""Default chat template: a marker of the role, a newline, the content."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 """Files that determine how a tokenizer encodes."""
 NOT_LEARNED = -100
-"""The label that torch's cross entropy ignores by default."""
+"""Label that torch's cross entropy ignores by default."""
 Sample = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Tokens and labels, both int32 of shape (t,)."""
 
 
 class Refused(OutlastError):
-    """The chat template cannot render a record. The caller adds file and line to the message."""
+    """Error for a record that the chat template cannot render. The caller adds file and line to the message."""
 
 
 def digest(directory: Path) -> str:
-    """Identifies a tokenizer: a hash of the files that determine how it encodes. Raises OutlastError if there is no
-    tokenizer.json."""
+    """Return a hash of the files that determine how a tokenizer encodes. Raises OutlastError without a tokenizer.json."""
     if not (directory / FILES[0]).is_file():
         raise OutlastError(
             f"{directory} has no tokenizer.json; name a directory of Hugging Face that has one (--tokenizer-local-dir)"
@@ -53,8 +52,10 @@ def digest(directory: Path) -> str:
 
 @functools.lru_cache(maxsize=1)
 def load(directory: Path, digest: str) -> Any:
-    """The tokenizer in a directory, with a chat template. One tokenizer per process is cached, by its `digest`. Raises
-    OutlastError."""
+    """Load the tokenizer in a directory, with a chat template. One tokenizer per process is cached, by its `digest`.
+
+    Raises OutlastError.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that texts are longer than the model's positions
     with importing("a tokenizer of Hugging Face", "llm"):
         from transformers import AutoTokenizer
@@ -75,15 +76,17 @@ def load(directory: Path, digest: str) -> Any:
 
 
 def sample(record: Mapping[str, Any], segments: Sequence[tuple[str, str, bool]], tokenizer: Any) -> Sample:
-    """Tokens and labels (int32) of a record with the given `jsonl.segments`. Raises Refused if the template does not render the
-    record."""
+    """Return tokens and labels (int32) of a record with the given `jsonl.segments`.
+
+    Raises Refused if the template cannot render the record.
+    """
     ids, learned = _chat(record, tokenizer) if "messages" in record else _plain(segments, tokenizer)
     tokens = np.array(ids, np.int32)
     return tokens, np.where(np.array(learned, bool), tokens, NOT_LEARNED).astype(np.int32)
 
 
 def _plain(segments: Sequence[tuple[str, str, bool]], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Encode texts one by one, so that no token is half prompt and half completion."""
+    """Encode the texts separately, so that no token spans the prompt and the completion."""
     ids = list(_first(tokenizer))
     learned = [False] * len(ids)
     for _, text, learn in segments:
@@ -94,14 +97,16 @@ def _plain(segments: Sequence[tuple[str, str, bool]], tokenizer: Any) -> tuple[l
 
 
 def _first(tokenizer: Any) -> list[int]:
-    """The token that this tokenizer puts before every text, as a list; empty if there is none."""
+    """Return the token that the tokenizer puts before every text, as a list; empty if it puts none."""
     some = tokenizer("a")["input_ids"]
     return some[:1] if some and some[0] == tokenizer.bos_token_id else []
 
 
 def _chat(record: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Tokens of a rendered conversation, and whether each is learned: the tokens in `{% generation %}`, or else the assistant's
-    turns."""
+    """Return the tokens of a rendered conversation, and for each token whether it is learned.
+
+    The tokens in `{% generation %}` are learned; in a template without it, the assistant's turns.
+    """
     messages, tools = record["messages"], record.get("tools")
     if "generation %}" in tokenizer.chat_template or "generation -%}" in tokenizer.chat_template:
         options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
@@ -130,5 +135,5 @@ def _rendered(tokenizer: Any, messages: Any, tools: Any, **options: Any) -> Any:
 
 
 def _common(one: str, other: str) -> int:
-    """Length of the common prefix: templates may render the last turn differently from earlier ones, e.g. with its reasoning."""
+    """Return the length of the common prefix: some templates render the last turn differently, e.g. with its reasoning."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

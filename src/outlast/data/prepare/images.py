@@ -6,7 +6,7 @@ account (`outlast.recipes.pixels.boxes`) has the same proportions as it would in
 
 Layouts: `CLASS/...`, `train/CLASS/...` with `val/CLASS/...` (ImageNet), tiny-imagenet-200 (whose val has a list of labels), and
 CIFAR-10's batches. Classes are numbered in order of their names. Samples are sorted by a hash of their names, so that every shard
-has some of every class. Without `size` all images must have the same shape. Memory: one shard per process, plus some 600 bytes
+has a mixture of classes. Without `size` all images must have the same shape. Memory: one shard per process, plus about 600 bytes
 per image.
 
 https://www.image-net.org, http://cs231n.stanford.edu/tiny-imagenet-200.zip.
@@ -33,9 +33,9 @@ from outlast.data.prepare.plan import TRAIN, VAL, BadSource, File
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
 LARGEST = 256 << 20
-"""Maximum size in bytes of a file to decode; arbitrary: a camera's largest JPEG has a tenth of it."""
+"""Maximum size in bytes of a file to decode. Arbitrary: the largest JPEGs of cameras have a tenth of this size."""
 NAMED = 5
-"""Maximum number of damaged images that the manifest names; all are counted."""
+"""Maximum number of damaged images that the manifest lists; all are counted."""
 _TINY = "val/val_annotations.txt"
 _WORDS = "words.txt"
 
@@ -45,25 +45,25 @@ class Settings:
     """Settings of `outlast data prepare images`."""
 
     size: int | None = None
-    """Size in pixels to which the shorter side is resized before the centre is cropped; None keeps the shape."""
+    """Length in pixels of the shorter side after resizing, before the centre is cropped; None keeps the shape."""
     encoded: bool = False
-    """Whether to keep the files' bytes; every image is still decoded once to find damaged ones."""
+    """True to keep the files' bytes; every image is still decoded once to find damaged images."""
     val: float = 0.1
-    """Share of val, if the source has no val of its own."""
+    """Fraction of the images in val, if the source has no val directory."""
     shard_size: int = tables.SHARD
     skip_damaged: bool = False
     stretch: bool = False
-    """Whether to resize the whole image to `size` x `size` instead, and record its aspect."""
+    """True to resize the whole image to `size` x `size` instead, and to record its aspect."""
 
     def about(self) -> dict[str, Any]:
-        """The settings for the manifest; `stretch` is included only if it is on, so that older manifests still compare equal."""
+        """Return the settings for the manifest. A false `stretch` is left out, so that older manifests still compare equal."""
         fields = dataclasses.asdict(self)
         return fields if self.stretch else {name: value for name, value in fields.items() if name != "stretch"}
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An image that belongs to a part of the dataset."""
+    """Image of the dataset."""
 
     file: str
     label: int
@@ -71,7 +71,7 @@ class Item:
 
 
 def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
-    """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
+    """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for invalid settings."""
     if settings.size is not None and (settings.size < 1 or settings.encoded):
         raise OutlastError(f"--size {settings.size} cannot be met: it is 1 or more pixels, and not for --encoded; leave it out")
     if settings.stretch and settings.size is None:
@@ -106,14 +106,14 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
 
 
 def pillow() -> Any:
-    """The library Pillow. Raises OutlastError if it is not installed."""
+    """Import and return Pillow's module Image. Raises OutlastError if Pillow is not installed."""
     with importing("decoding images", "data"):
         from PIL import Image
     return Image
 
 
 def inside(source: Path) -> Path:
-    """The source, or its only directory if that directory has parts, as in unpacked archives: `tiny-imagenet-200/train/...`."""
+    """Return the source, or its only directory if that contains `train`, as in an archive: `tiny-imagenet-200/train/...`."""
     inner = [path for path in source.iterdir() if not path.name.startswith(".")] if source.is_dir() else []
     return inner[0] if len(inner) == 1 and (inner[0] / "train").is_dir() else source
 
@@ -122,11 +122,14 @@ def inside(source: Path) -> Path:
 
 
 def layout(root: Path, sources: Sequence[File], val: float) -> tuple[dict[str, list[Item]], list[str], dict[str, Any]]:
-    """The images of each part, the names of the classes, and further entries of the manifest's source. Raises BadSource."""
+    """Return the images of each part, the names of the classes, and further entries of the manifest's source.
+
+    Raises BadSource.
+    """
     images = [file for file in sources if file.name.lower().endswith(SUFFIXES)]
     if not images:
         raise BadSource(f"{root} has no images ({', '.join(SUFFIXES)}); name a directory with a directory per class")
-    divided = {TRAIN} <= {plan.named_part(file.name) for file in images if file.name.count("/") > 1}
+    divided = TRAIN in {plan.named_part(file.name) for file in images if file.name.count("/") > 1}
     if divided:  # leave out others, such as test/, which have no labels or must not be trained on
         images = [file for file in images if plan.named_part(file.name)]
     annotated = _annotations(root, sources)
@@ -135,7 +138,7 @@ def layout(root: Path, sources: Sequence[File], val: float) -> tuple[dict[str, l
     number = {each: i for i, each in enumerate(names)}
     part = plan.parts(images, val)
     items: dict[str, list[Item]] = {TRAIN: [], VAL: []}
-    for file in sorted(images, key=lambda file: (plan.drawn(file.name), file.name)):
+    for file in sorted(images, key=lambda file: (plan.hash_fraction(file.name), file.name)):
         items[part[file.name]].append(Item(file.name, number[classes[file.name]], file.size))
     return items, names, {"words": words} if (words := _words(root, sources, names)) else {}
 
@@ -150,7 +153,7 @@ def _class(name: str, annotated: Mapping[str, str], *, divided: bool) -> str:
 
 
 def _annotations(root: Path, sources: Sequence[File]) -> dict[str, str]:
-    """The classes of tiny-imagenet-200's `val/images/*`, by file."""
+    """Return the classes of tiny-imagenet-200's `val/images/*`, by file."""
     if all(file.name != _TINY for file in sources):
         return {}
     lines = [line.split("\t") for line in (root / _TINY).read_text("utf-8").splitlines()]
@@ -158,7 +161,7 @@ def _annotations(root: Path, sources: Sequence[File]) -> dict[str, str]:
 
 
 def _words(root: Path, sources: Sequence[File], names: Sequence[str]) -> list[str]:
-    """Descriptions of the classes from `words.txt`, in the order of `names`: `goldfish, Carassius auratus`."""
+    """Return descriptions of the classes from `words.txt`, in the order of `names`, such as `goldfish, Carassius auratus`."""
     if all(file.name != _WORDS for file in sources):
         return []
     table = dict(line.split("\t", 1) for line in (root / _WORDS).read_text("utf-8").splitlines() if "\t" in line)
@@ -169,7 +172,7 @@ def _words(root: Path, sources: Sequence[File], names: Sequence[str]) -> list[st
 
 
 def shape_of(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings) -> tuple[int, ...] | None:
-    """The shape that all images must have, which is the shape of the first; None if each may have its own."""
+    """Return the shape that all images must have, which is the first image's; None if shapes may differ."""
     if settings.encoded:
         return None
     if settings.size:
@@ -184,16 +187,15 @@ def shape_of(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings
 
 
 def unequal(file: str, shape: tuple[int, ...], others: tuple[int, ...]) -> BadSource:
-    """The error for an image whose shape differs from that of the first image."""
+    """Return the error for an image whose shape differs from the first image's."""
     (h, w, _), (h0, w0, _) = shape, others
     return BadSource(f"{file} has {w}x{h} pixels and others {w0}x{h0}; make them equal with --size, or use --encoded")
 
 
 def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8], float]:
-    """An image, (H, W, 3), and its width / height in the file.
+    """Decode an image. Returns the pixels, (H, W, 3), and width / height of the image in the file.
 
-    Raises BadSource if it is damaged, and OutlastError if the file cannot be read, in which case another machine may be able to
-    read it.
+    Raises BadSource for a damaged image, and OutlastError for a file that cannot be read here, but perhaps on another machine.
     """
     image_library = pillow()
     try:
@@ -213,8 +215,7 @@ def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8]
 
 
 def _rgb(image: Any) -> Any:
-    """Convert to 8 bits per channel. 16-bit grey keeps its upper 8 bits, since Pillow by itself would clip nearly all of it to
-    white."""
+    """Convert to 8 bits per channel. 16-bit grey keeps its upper 8 bits; Pillow would clip nearly all of it to white."""
     if image.mode.startswith("I;16"):
         image = pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
@@ -273,7 +274,7 @@ def _write(batch: tables.Batch[Item], *, root: Path, to: Path, settings: Setting
 
 
 def cifar_batches(source: Path) -> Path | None:
-    """The directory of CIFAR-10's batches, if the source has them."""
+    """Return the directory of CIFAR-10's batches, or None if the source has no batches."""
     return next((path for path in (source, source / "cifar-10-batches-py") if (path / cifar.META).is_file()), None)
 
 

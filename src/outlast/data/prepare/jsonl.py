@@ -1,11 +1,10 @@
-"""Turns records into tokens for fine-tuning: `input_ids` and `labels`, both int32 and ragged; a label of -100 is ignored by the
-loss.
+"""Turns records into tokens for fine-tuning: `input_ids` and `labels`, both int32 and ragged. The loss ignores labels of -100.
 
 A line of a .jsonl file is a record: `{"prompt": ..., "completion": ...}`, `{"text": ...}` or `{"messages": [{"role": ...,
-"content": ...}, ...]}`. Completions, texts and messages of the assistant are learned, each with the separator after it. In
-messages a role is encoded as a token, `<|assistant|>`, if the tokenizer has such a token (a tokenizer trained here does), else as
-the same text; a newline follows. Text in a record that looks like such a token stays text. A Hugging Face tokenizer in a
-directory has its own chat template and end token, see `chat`. Memory: some four shards per process.
+"content": ...}, ...]}`. Completions, texts and messages of the assistant are learned, each with the separator after it. A role
+in messages is encoded as a special token such as `<|assistant|>`, which every tokenizer trained here has. For other tokenizers
+the role is encoded as text. A newline follows the role. Text in a record that looks like a special token is encoded as text. A
+Hugging Face tokenizer has its own chat template and end token, see `chat`. Memory: about four shards per process.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ SHARD = 8 << 20
 """Size in bytes of the records in a shard. Arbitrary, like `tables.SHARD`; tokens and labels take twice as many bytes."""
 ROLES = ("system", "user", "assistant")
 Segments = list[tuple[str, str, bool]]
-"""Role (empty if there is none), text, and whether the text is learned."""
+"""Role (empty in records without roles), text, and whether the text is learned."""
 _Record = tuple[dict[str, Any], Segments]
-"""A record as parsed, and its segments."""
+"""Parsed record, and its segments."""
 T = TypeVar("T")
 NAMED = 3
-"""Maximum number of damaged records that the manifest names; all are counted."""
+"""Maximum number of damaged records that the manifest lists; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +47,19 @@ class Settings:
     val: float = 0.1
     separator: str | None = None
     max_length: int | None = None
-    """Maximum number of tokens in a sample; longer samples are cut off at the end. None: no limit."""
+    """Maximum number of tokens in a sample; longer samples are truncated. None: no limit."""
     patterns: tuple[str, ...] = ("*.jsonl",)
     shard_size: int = SHARD
     skip_damaged: bool = False
 
     @property
     def of_text(self) -> text.Settings:
-        """The settings of the tokenizer, as for `text`."""
+        """Settings of the tokenizer, as for `text`."""
         return text.Settings(self.tokenizer, self.vocab_size, self.val, self.separator)
 
     @property
     def described(self) -> dict[str, Any]:
-        """The settings for the manifest, which are the same on every machine. Raises OutlastError for settings that cannot be
-        met."""
+        """Settings for the manifest, the same on every machine. Raises OutlastError for invalid settings."""
         about = dataclasses.asdict(self) | {"patterns": list(self.patterns)}
         if not Path(self.tokenizer).is_dir():
             return about | {key: text.described(self.of_text)[key] for key in ("tokenizer", "vocab_size")}
@@ -82,7 +80,7 @@ class Coder:
 
 
 def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
-    """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
+    """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for invalid settings."""
     if settings.tokenizer == "char" or (settings.max_length is not None and settings.max_length < 1):
         raise OutlastError(
             "records need --tokenizer bpe, gpt2-like or a tokenizer.json, and --max-length 1 or more; correct them"
@@ -109,7 +107,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
 
 
 def _coder(place: work.Place, settings: Settings, reader: text.Reader, units: Sequence[Unit]) -> tuple[Coder, int]:
-    """The given tokenizer or a trained one, and the size of its vocabulary."""
+    """Return the settings of the given tokenizer, or train a tokenizer; also return the size of its vocabulary."""
     if (given := Path(settings.tokenizer)).is_dir():
         digest = chat.digest(given)
         return Coder(given.resolve(), digest, None, settings.max_length), len(chat.load(given.resolve(), digest))
@@ -124,7 +122,7 @@ def _coder(place: work.Place, settings: Settings, reader: text.Reader, units: Se
 
 
 def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
-    """The segments of a record. Raises BadSource for a record of another form."""
+    """Return the segments of a record. Raises BadSource for a record of another form."""
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
@@ -144,8 +142,10 @@ def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
 
 
 def _encoded(unit: Unit, reader: text.Reader, damaged: list[str], encode: Callable[[_Record], T]) -> Iterator[tuple[str, T]]:
-    """For each record of a unit, the part that it belongs to and the result of `encode`. Bad records raise BadSource, or are
-    added to `damaged`."""
+    """Yield the part and the result of `encode` for each record of a unit.
+
+    Bad records raise BadSource; with `skip_damaged` the message is appended to `damaged` instead.
+    """
     for piece in unit.pieces:
         with text.opened(reader, piece.document) as file:
             for at, line in records.lines(file, piece):
@@ -161,7 +161,7 @@ def _encoded(unit: Unit, reader: text.Reader, damaged: list[str], encode: Callab
                     damaged.append(str(error))
                     file.seek(at + len(line))
                     continue
-                yield piece.document.part or (VAL if plan.drawn(line.strip()) < reader.val else TRAIN), made
+                yield piece.document.part or (VAL if plan.hash_fraction(line.strip()) < reader.val else TRAIN), made
 
 
 def _train(path: Path, size: int, *, reader: text.Reader, units: Sequence[Unit]) -> None:
@@ -174,7 +174,7 @@ def _train(path: Path, size: int, *, reader: text.Reader, units: Sequence[Unit])
 
 
 def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work.Note:
-    """Write the shards of a unit, one for each part."""
+    """Write the shards of a unit, one per part."""
     rows: dict[str, list[chat.Sample]] = {TRAIN: [], VAL: []}
     damaged: list[str] = []
     cut = 0
@@ -191,7 +191,7 @@ def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work.N
 
 
 def _encoder(coder: Coder) -> Callable[[_Record], chat.Sample]:
-    """The function that turns a record into tokens and labels."""
+    """Return the function that turns a record into tokens and labels."""
     if coder.path.is_dir():
         from_hub = chat.load(coder.path, coder.digest)
         return lambda record: chat.sample(*record, from_hub)
@@ -200,7 +200,7 @@ def _encoder(coder: Coder) -> Callable[[_Record], chat.Sample]:
 
 
 def sample(segments: Segments, coder: Coder, loaded: Any) -> chat.Sample:
-    """Tokens and labels (int32) of a record's segments. `loaded`: the library's tokenizer."""
+    """Return tokens and labels (int32) of a record's segments. `loaded`: the library's tokenizer."""
     encoder = tokenizer.encoder(coder.path, coder.digest)
     dtype = shards.dtype(tokenizer.vocab_size(loaded))
     ids: list[NDArray[np.int32]] = []

@@ -1,7 +1,7 @@
-"""The files of a source, the part that each belongs to, and the units of work: pure functions of names and sizes.
+"""Divides the files of a source into parts and units of work: pure functions of names and sizes.
 
-A process does one unit at a time: several small files, or a range of a large file. Neither the units nor the bytes that are made
-from them depend on the number of processes. Memory is bounded by the size of a unit.
+A process does one unit at a time: several small files, or a range of a large file. The units, and the resulting bytes, do not
+depend on the number of processes. The size of a unit limits the memory of a process.
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ from outlast.data import place
 
 TRAIN, VAL = "train", "val"
 PARTS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "eval": VAL, "dev": VAL}
-"""Names of directories and files that stand for a part. `test` is not among them, since nobody should optimize for the test
-set."""
+"""Part by the name of a directory or file. `test` is left out, because nobody should optimize for the test set."""
 UNIT = 2 << 20
-"""Size in bytes of the text in a unit. Arbitrary: small enough that no core waits long for the last unit."""
+"""Size in bytes of the text in a unit. Arbitrary: small enough that no core idles long at the end."""
 T = TypeVar("T")
 
 
 class BadSource(OutlastError):
-    """The source contains something that cannot be prepared. The message names the file."""
+    """Error for a source that cannot be prepared. The message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of the source."""
+    """File of the source."""
 
     name: str
-    """Relative to the source, with slashes."""
+    """Path relative to the source, with slashes."""
     size: int
     changed: int = 0
-    """Time of the last change, in ns: a killed run is continued only if the files are unchanged."""
+    """Time of the last change, in ns. A killed run is continued only if the files are unchanged."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text: a file, or the bytes `low` to `high` of a file."""
+    """Text in a file, or in the bytes `low` to `high` of a file."""
 
     file: str
     size: int
@@ -51,12 +50,12 @@ class Document:
     low: int
     high: int
     part: str
-    """TRAIN or VAL; empty if each record of the file decides."""
+    """TRAIN or VAL; empty if the part is decided per record."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a document, roughly the bytes `begin` to `end`: the reader moves both ends to places where a text may be cut."""
+    """Range of a document, from about byte `begin` to about byte `end`. The reader moves both ends to places to cut a text."""
 
     document: Document
     begin: int
@@ -69,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """The pieces that one process handles at a time."""
+    """Pieces that one process handles at a time."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -80,10 +79,10 @@ class Unit:
 
 
 def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
-    """The files of a source that match any of the patterns, sorted by name. A source may be a single file. Raises BadSource.
+    """Return the files of a source that match any of the patterns, sorted by name. A source may be a single file.
 
-    Hidden files and the target directory `to` are left out. A pattern matches the name or the path below
-    the source: `*.py`, `src/*.md`.
+    Hidden files and the target directory `to` are left out. A pattern, such as `*.py` or `src/*.md`, matches the name or the path
+    below the source. Raises BadSource.
     """
     if source.is_file():
         about = source.stat()
@@ -107,24 +106,23 @@ def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
 
 
 def unreadable(path: Path, error: OSError) -> OutlastError:
-    """The error for an I/O failure. This does not count as damage, which --skip-damaged would leave out: another machine may be
-    able to read the file."""
+    """Return the error for an I/O failure. It does not count as damage (--skip-damaged): another machine may read the file."""
     return OutlastError(f"cannot read {path}: {error.strerror or error}; correct that, and run the same again")
 
 
 def root(source: Path) -> Path:
-    """The directory that file names are relative to."""
+    """Return the directory that file names are relative to."""
     return source.parent if source.is_file() else source
 
 
 def _below(directory: Path, prefix: str, above: list[os.stat_result], target: os.stat_result | None) -> Iterator[File]:
-    """The files below a directory. `above`: that directory and its parents."""
+    """Yield the files below a directory. `above`: the directory and its parents."""
     with os.scandir(directory) as entries:
         for entry in entries:
             name = f"{prefix}{entry.name}"
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir():  # links are followed: large datasets are often linked together
+            if entry.is_dir():  # follows links: large datasets are often assembled from links
                 about = entry.stat()
                 if any(os.path.samestat(about, each) for each in above):
                     raise BadSource(f"{entry.path} links to a directory that it is in; remove it, or name another source")
@@ -141,37 +139,37 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def described(files: Sequence[File]) -> dict[str, Any]:
-    """Description of a source for the manifest. Sources with the same `listing`, a digest of names and sizes, count as equal."""
+    """Describe a source for the manifest. Sources with the same `listing`, a digest of names and sizes, count as equal."""
     lines = (f"{file.name}\0{file.size}\n".encode(errors="surrogateescape") for file in files)
     listing = hashlib.sha256(b"".join(lines)).hexdigest()
     return {"files": len(files), "bytes": sum(file.size for file in files), "listing": listing}
 
 
 def named_part(name: str) -> str:
-    """The part named by the first segment of a path: `val/cat/1.png`, `val.jsonl`; empty if the segment names none."""
+    """Return the part that the first segment of a path names, as in `val/cat/1.png` or `val.jsonl`; otherwise ""."""
     return PARTS.get(PurePosixPath(name).parts[0].partition(".")[0].lower(), "")
 
 
 def named(files: Iterable[File]) -> bool:
-    """Whether some file names stand for train, and others for val."""
+    """Return whether the file names divide the files into train and val."""
     return {TRAIN, VAL} <= {named_part(file.name) for file in files}
 
 
-def drawn(key: str | bytes) -> float:
-    """A number from 0 to 1, hashed from a name or a content: the same on every machine, whatever other files there are."""
+def hash_fraction(key: str | bytes) -> float:
+    """Hash a name or a content to a number from 0 to 1, which is the same on every machine and for every set of files."""
     data = key.encode(errors="surrogateescape") if isinstance(key, str) else key
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / (1 << 64)
 
 
 def parts(files: Sequence[File], share: float) -> dict[str, str]:
-    """The part of each file, by its name.
+    """Return the part of each file, by name.
 
-    If some file names stand for train and others for val, the names decide; otherwise a file is in val if `drawn` of its name is
-    below `share`. Both parts get a file if there are at least two.
+    If the file names do not divide the files (`named`), a file is in val if `hash_fraction` of its name is below `share`. With at
+    least two files, each part gets one.
     """
     if named(files):
         return {file.name: named_part(file.name) or TRAIN for file in files}
-    lots = {file.name: drawn(file.name) for file in files}
+    lots = {file.name: hash_fraction(file.name) for file in files}
     limit = share
     if share > 0 and len(lots) > 1:
         ordered = sorted(lots.values())
@@ -180,9 +178,9 @@ def parts(files: Sequence[File], share: float) -> dict[str, str]:
 
 
 def units(documents: Sequence[Document], size: int = UNIT) -> list[Unit]:
-    """Units of about `size` bytes, in the order of the documents.
+    """Divide documents into units of about `size` bytes, in order.
 
-    Small documents share a unit, a document larger than `size` is divided into ranges of that size, and empty documents are left
+    Small documents share a unit, a document larger than `size` bytes is divided into several units, and empty documents are left
     out.
     """
     made: list[tuple[Piece, ...]] = []
@@ -204,7 +202,7 @@ def units(documents: Sequence[Document], size: int = UNIT) -> list[Unit]:
 
 
 def grouped(items: Sequence[T], sizes: Sequence[int], limit: int) -> list[list[T]]:
-    """Items in groups of at most `limit` bytes, in order; an item that is larger forms a group of its own."""
+    """Group items in order, with at most `limit` bytes per group; a larger item forms a separate group."""
     groups: list[list[T]] = []
     room = 0
     for item, size in zip(items, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Parses records of .jsonl files, which are the lines of a range; errors name the file and the line."""
+"""Parses records, which are lines of .jsonl files. Errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUFFIX = ".jsonl"
 
 
 def lines(file: BinaryIO, piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in a range of a file, each with its offset in bytes."""
+    """Yield the lines that begin in a range of a file, each with its offset in bytes."""
     at = piece.begin
     if at:
         file.seek(at - 1)
@@ -27,7 +27,7 @@ def lines(file: BinaryIO, piece: Piece) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(line: bytes, file: BinaryIO, at: int) -> dict[str, Any]:
-    """The JSON object in a line. Raises BadSource, which names the file and the number of the line."""
+    """Parse the JSON object in a line. Raises BadSource, which names the file and the line."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -38,7 +38,7 @@ def parsed(line: bytes, file: BinaryIO, at: int) -> dict[str, Any]:
 
 
 def where(file: BinaryIO, at: int) -> str:
-    """`train.jsonl, line 7` for the line at byte `at`. It counts lines from the start of the file: use it only in messages."""
+    """Return `train.jsonl, line 7` for the line at byte `at`. Only for messages, because it reads the file up to that line."""
     file.seek(0)
     number = 1
     while at > 0 and (some := file.read(min(at, 1 << 20))):
@@ -48,7 +48,7 @@ def where(file: BinaryIO, at: int) -> str:
 
 
 def text(value: Any, name: str, file: BinaryIO, at: int) -> str:
-    """Check that a value of a record is text. Raises BadSource if not, or if it has half a surrogate pair."""
+    """Return the value of a field if it is text. Raises BadSource if it is not, or if it has half a surrogate pair."""
     if not isinstance(value, str):
         instead = "no" if value is None else f"{type(value).__name__} as"
         raise BadSource(f"{where(file, at)} has {instead} {name}; each record needs a text there")

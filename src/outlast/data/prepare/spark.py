@@ -1,9 +1,9 @@
 """Spark as the engine of `outlast data prepare`: Spark's executors do the units of work of a `work.Place`.
 
-No other module imports pyspark. Driver and executors see source and target under the same paths; Spark sends descriptions of
-units to the executors and their notes back. Neither the division into tasks nor retries change the result.
+No other module imports pyspark. Driver and executors access source and target under the same paths. Spark sends descriptions of
+units to the executors, and returns their notes. Neither the division into tasks nor retries change the result.
 
-Under spark-submit this process is the driver's program: Java is running, and the submission has set master and configuration.
+Under spark-submit this process is the driver: Java is already running, and the submission has set master and configuration.
 
 https://spark.apache.org/docs/latest/configuration.html, https://spark.apache.org/docs/latest/submitting-applications.html.
 """
@@ -25,6 +25,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,43 +36,43 @@ from outlast.data.place import Say
 from outlast.data.prepare import plan, work
 
 PARTITIONS = 4096
-"""Default maximum number of tasks per stage. Units take from a tenth of a second to several seconds, and a task costs
-milliseconds, so one task per unit balances best, also if executors start late; more tasks would burden Spark's driver."""
+"""Default maximum number of tasks per stage. A unit takes from a tenth of a second to several seconds, and the overhead of a task
+is milliseconds, so one task per unit balances the load best. More tasks would overload Spark's driver."""
 FAILURES = 4
-"""Maximum number of attempts at a task, as in Spark by default."""
+"""Maximum number of attempts per task, which is also Spark's default."""
 _MASTER = re.compile(r"local(\[[^\]]+\])?|local-cluster\[\d+,\d+,\d+\]|spark://[^:/,]+:\d+(,[^:/,]+:\d+)*|k8s://.+|yarn")
 _RESERVED = {"spark.master": "--master", "spark.submit.deployMode": "--master"}
 """Configuration keys that --conf may not set, and the option to use instead."""
 _POLL_S = 0.1
 _END_S = 10.0
-"""How long to wait for the end of a cancelled job: Spark kills the Python process of a task after two seconds."""
+"""Timeout in seconds for the end of a cancelled job; Spark kills the Python process of a task after two seconds."""
 _ANSWER_S = 5.0
-"""Timeout of a connection to a master."""
-_ALONE_S = 60.0
-"""Time without executors after which we report that there are none. Arbitrary: an executor starts within seconds."""
+"""Timeout in seconds of a connection to a master."""
+_NO_EXECUTOR_S = 60.0
+"""Seconds without an executor before a warning. Arbitrary: an executor starts within seconds."""
 _PENDING = " (kubectl get pods -l spark-role=executor shows those that wait; a quota or Pod Security lets none be made)"
 _U = TypeVar("_U", bound=work.Work)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a session. Made by `settings`."""
+    """Settings of a session, from `settings`."""
 
     master: str = "local[*]"
     """URL of the Spark master; empty under spark-submit, which has set the master."""
     partitions: int | None = None
-    """Number of tasks per stage; None: one per unit, at most PARTITIONS."""
+    """Number of tasks per stage; None means one per unit, at most PARTITIONS."""
     conf: Mapping[str, str] = field(default_factory=dict)
-    """Spark's own configuration."""
+    """Configuration of Spark, by key."""
 
     @property
     def failures(self) -> int:
-        """Maximum number of attempts at a task."""
+        """Maximum number of attempts per task."""
         return int(self.conf.get("spark.task.maxFailures", FAILURES))
 
 
 def settings(master: str | None, partitions: int | None, conf: Sequence[str]) -> Settings:
-    """The settings from `--master`, `--partitions` and `--conf KEY=VALUE`s. Raises OutlastError for invalid ones."""
+    """Return the settings from the options `--master`, `--partitions` and `--conf`. Raises OutlastError for invalid options."""
     given = {}
     for each in conf:
         key, equals, value = each.partition("=")
@@ -96,12 +97,12 @@ def settings(master: str | None, partitions: int | None, conf: Sequence[str]) ->
 
 
 def submitted() -> bool:
-    """Whether this process was started by spark-submit."""
+    """Return whether spark-submit started this process."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def configuration(settings: Settings) -> dict[str, str]:
-    """The whole configuration of a session. A unit uses one core, so libraries get one thread."""
+    """Return the configuration of a session. Libraries get one thread, because a unit uses one core."""
     local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", settings.master)  # Spark retries there only with a number of attempts
     master = f"local[{local[1] or 1},{settings.failures}]" if local else settings.master
     threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -114,14 +115,14 @@ def configuration(settings: Settings) -> dict[str, str]:
 
 
 def pyspark() -> Any:
-    """The library pyspark. Raises OutlastError if it is not installed."""
+    """Import and return pyspark. Raises OutlastError if it is not installed."""
     with importing("--engine spark", "spark"):
         import pyspark
     return pyspark
 
 
 def check_home(version: str, home: str | None) -> None:
-    """Raise OutlastError if SPARK_HOME, where pyspark finds Java classes, has a different version than pyspark."""
+    """Raise OutlastError if the Java classes in SPARK_HOME have a different version than pyspark."""
     jars = [path.name for path in Path(home, "jars").glob("spark-core_*.jar")] if home else []
     match = re.match(r"spark-core_[\d.]+-((\d+\.\d+).*)\.jar", jars[0]) if jars else None
     if home and (not match or match[2] != ".".join(version.split(".")[:2])):
@@ -132,7 +133,7 @@ def check_home(version: str, home: str | None) -> None:
 
 
 def _check_answers(master: str) -> None:
-    """Raise OutlastError if no master of a standalone cluster accepts connections; otherwise Spark would wait for a minute."""
+    """Raise OutlastError if no master of a standalone cluster accepts connections, for which Spark would wait a minute."""
     problem: OSError | None = None
     for address in master.removeprefix("spark://").split(",") if master.startswith("spark://") else ():
         host, _, port = address.partition(":")
@@ -149,7 +150,7 @@ def _check_answers(master: str) -> None:
 
 
 def _check_reached(settings: Settings) -> None:
-    """Raise OutlastError if executors on Kubernetes could not connect to this driver."""
+    """Raise OutlastError if executors on Kubernetes cannot connect to this driver."""
     outside = settings.master.startswith("k8s://") and "KUBERNETES_SERVICE_HOST" not in os.environ
     if outside and "spark.driver.host" not in settings.conf:
         raise OutlastError(
@@ -159,7 +160,7 @@ def _check_reached(settings: Settings) -> None:
 
 
 def explained(message: str, log: str) -> OutlastError:
-    """The error to show for an error of Spark itself. `log`: the file with Spark's output."""
+    """Return the error to show for an error message of Spark. `log`: the file with Spark's output."""
     if module := re.search(r"No module named '(\w+)", message):
         return OutlastError(
             f"Spark's executors lack the Python package {module[1]}; install Outlast there as it is here, or name "
@@ -191,7 +192,7 @@ def explained(message: str, log: str) -> OutlastError:
 
 
 def _reason(message: str) -> str:
-    """The reason in an error message of Spark, without class names."""
+    """Return the reason in an error message of Spark, without class names."""
     first = re.search(r"^: *(.+)$", message, re.MULTILINE)
     line = first[1] if first else message.strip().partition("\n")[0] or "it does not say why"
     line = re.sub(r"^.*most recent failure: Lost task.*? executor \S+\): ", "", line)
@@ -205,7 +206,7 @@ def _reason(message: str) -> str:
 
 
 class Engine:
-    """Runs units on Spark, which is started for the first units. Made by `opened`."""
+    """Engine that runs units on Spark, which starts with the first units. `opened` creates it."""
 
     def __init__(self, settings: Settings, context: Any = None, say: Say = lambda line: None) -> None:
         self._settings = settings
@@ -214,7 +215,7 @@ class Engine:
         self._session: _Session | None = None
 
     def start(self, check: Callable[[], None] = lambda: None) -> None:
-        """Start Spark unless it is running."""
+        """Start Spark unless it is running. Calls `check` while Spark starts."""
         if self.context is None:
             self._session = self._session or _Session(self._settings)
             self.context = self._session.started(check)
@@ -235,11 +236,11 @@ class Engine:
             context.setJobGroup(group, f"{task.stage} of {task.private.parent}", interruptOnCancel=True)
             return context.parallelize(groups, parts).mapPartitions(run).collect()
 
-        job, reported, watch = _Call(collected), 0, _ExecutorWatch(context, self._say)
+        job, reported, watch = _in_thread(collected), 0, _ExecutorWatch(context, self._say)
         try:
-            while not job.ended():
+            while not _ended(job):
                 check()
-                watch.look()
+                watch.check()
                 count, errors = progress.value
                 if errors:
                     raise errors[0]
@@ -247,9 +248,9 @@ class Engine:
                     finished(count - reported)
                     reported = count
         except BaseException:
-            with contextlib.suppress(Exception):  # Java may be gone
+            with contextlib.suppress(Exception):  # Java may have ended
                 context.cancelJobGroup(group)
-            job.ended(_END_S)
+            wait([job], _END_S)
             raise
         notes: dict[int, work.Note] = {}
         try:
@@ -264,33 +265,33 @@ class Engine:
         return notes
 
     def close(self) -> None:
-        """End the session, if we started it."""
+        """End the session, if this engine started it."""
         if self._session:
             self._session.close()
 
 
 class _ExecutorWatch:
-    """Reports that a stage has no executors, which Spark writes only to its log."""
+    """Watcher that reports a stage without executors, which Spark reports only in its log."""
 
     def __init__(self, context: Any, say: Say) -> None:
         self._context, self._master, self._say = context, str(context.master), say
-        self._at = math.inf if re.match(r"local(\[|$)", self._master) else time.monotonic() + _ALONE_S
+        self._next_check = math.inf if re.match(r"local(\[|$)", self._master) else time.monotonic() + _NO_EXECUTOR_S
 
-    def look(self) -> None:
-        if time.monotonic() < self._at:
+    def check(self) -> None:
+        if time.monotonic() < self._next_check:
             return
-        self._at += _ALONE_S
-        with contextlib.suppress(Exception):  # Java may be gone: the waiting call reports that
+        self._next_check += _NO_EXECUTOR_S
+        with contextlib.suppress(Exception):  # Java may have ended: the job reports that
             if self._context._jsc.sc().getExecutorMemoryStatus().size() < 2:  # the driver is one
                 self._say(
-                    f"no executor has come for {_ALONE_S:.0f} s: {self._master} has no free cores or memory for one, or its "
-                    f"machines do not reach this one{_PENDING if self._master.startswith('k8s://') else ''}; waiting for them"
+                    f"no executor has come for {_NO_EXECUTOR_S:.0f} s: {self._master} has no free cores or memory for one, or "
+                    f"its machines do not reach this one{_PENDING if self._master.startswith('k8s://') else ''}; waiting for them"
                 )
 
 
 @contextlib.contextmanager
 def opened(settings: Settings, say: Say = lambda line: None) -> Iterator[Engine]:
-    """Spark as an engine; `say` gets messages about missing executors. Raises OutlastError if it cannot be used."""
+    """Yield Spark as an engine, which reports missing executors to `say`. Raises OutlastError if Spark cannot run."""
     version = pyspark().__version__
     check_home(version, os.environ.get("SPARK_HOME"))
     java.home(version)
@@ -304,22 +305,22 @@ def opened(settings: Settings, say: Say = lambda line: None) -> Iterator[Engine]
 
 
 class _Session:
-    """A Java process that we start, with a SparkContext."""
+    """Java process with a SparkContext."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._context: Any = None
         self._gateway: Any = None
         self._log: Path | None = None
-        if not submitted():  # there Spark's output goes where ours goes
+        if not submitted():  # under spark-submit, Spark shares this process's output
             fd, name = tempfile.mkstemp(prefix="outlast-spark-", suffix=".log")
             os.close(fd)
             self._log = Path(name)
 
     def started(self, check: Callable[[], None]) -> Any:
         """Start Spark and return its context."""
-        call = _Call(self._start)  # in a thread: in the main one pyspark would handle Ctrl-C
-        while not call.ended():
+        call = _in_thread(self._start)  # in the main thread pyspark would handle Ctrl-C
+        while not _ended(call):
             check()
         try:
             return call.result()
@@ -342,7 +343,7 @@ class _Session:
         return self._context
 
     def explained(self, error: Exception) -> OutlastError:
-        """The error to show. It names the log, which is kept."""
+        """Return the error to show, which names the log. The log file is kept."""
         log, self._log = self._log, None
         message = str(error)
         if log and self._context is None and "JAVA_GATEWAY_EXITED" in message:
@@ -352,7 +353,7 @@ class _Session:
 
     def close(self) -> None:
         """End Spark and its Java process."""
-        with contextlib.suppress(Exception):  # Java may be gone
+        with contextlib.suppress(Exception):  # Java may have ended
             if self._context:
                 self._context.stop()
         if self._gateway:
@@ -366,47 +367,39 @@ class _Session:
             return  # spark-submit ends its own Java
         with contextlib.suppress(Exception):
             self._gateway.shutdown()
-        library.SparkContext._gateway = library.SparkContext._jvm = None  # else the next context would use this Java
+        library.SparkContext._gateway = library.SparkContext._jvm = None  # otherwise the next context would use this Java
         if process:
-            process.stdin.close()  # makes it end
+            process.stdin.close()  # Java ends when its input is closed
             try:
                 process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
 
 
-class _Call:
-    """A call in a separate thread, so that the caller can do other checks meanwhile."""
+def _in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """Run a call in a daemon thread, which does not delay the exit of this process."""
+    future: Future[Any] = Future()
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._result = self._call()
+            future.set_result(call())
         except BaseException as error:
-            self._error = error
+            future.set_exception(error)
 
-    def ended(self, timeout_s: float = _POLL_S) -> bool:
-        """Wait for the end of the call for at most `timeout_s`. Returns whether it has ended."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
-    def result(self) -> Any:
-        if self._error:
-            raise self._error
-        return self._result
+
+def _ended(future: Future[Any]) -> bool:
+    """Wait for the end of a call for at most _POLL_S, and return whether it has ended."""
+    return bool(wait([future], _POLL_S).done)
 
 
 # ---- in executors
 
 
 class _Progress:
-    """Spark's accumulator of the number of bytes done and the errors in tasks: (int, tuple of exceptions)."""
+    """Accumulator for Spark of the number of bytes done and the errors in tasks: (int, tuple of exceptions)."""
 
     def zero(self, value: Any) -> Any:
         return (0, ())
@@ -418,9 +411,9 @@ class _Progress:
 def _run(
     groups: Iterable[Sequence[_U]], *, task: work.Task[_U], progress: Any, attempts: int
 ) -> Iterator[tuple[dict[int, work.Note], Exception | None]]:
-    """Do the units of a task. Yields their notes and the error that ended it, if any.
+    """Do the units of a task. Yields their notes, and the error that ended the task, or None.
 
-    An exception that might not occur on another machine is raised, so that Spark retries, unless this is the last attempt.
+    An exception that may be due to this machine is raised, so that Spark retries, unless this is the last attempt.
     """
     from pyspark import TaskContext
 
@@ -440,15 +433,18 @@ def _run(
 
 
 def _of_machine(error: Exception) -> bool:
-    """Whether the error may be due to this machine, so that another may succeed. An OutlastError is a mistake of the user, unless
-    an OSError caused it and it is no BadSource; all other exceptions, such as MemoryError, may be due to the machine."""
+    """Return whether an error may be due to this machine, so that another machine may succeed.
+
+    An OutlastError is a mistake of the user, unless an OSError caused it. A BadSource is always a mistake of the user. All other
+    exceptions, such as MemoryError, may be due to the machine.
+    """
     if isinstance(error, OutlastError):
         return isinstance(error.__cause__, OSError) and not isinstance(error, plan.BadSource)
     return True
 
 
 def _sendable(error: Exception) -> Exception:
-    """An exception that can be pickled. Unexpected exceptions include their traceback."""
+    """Return an exception that can be pickled. Unexpected exceptions include their traceback."""
     if isinstance(error, MemoryError):
         return OutlastError(
             "an executor had too little memory for a unit of work; run the same command, which goes on, with fewer cores or more "

@@ -1,4 +1,4 @@
-"""Samples in columns: each unit of work is one shard, which one process writes as a whole."""
+"""Writes samples in columns: each unit of work is one shard, written by one process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from outlast.data.prepare import plan, work
 
 T = TypeVar("T")
 SHARD = 64 << 20
-"""Size in bytes of the samples in a shard. Arbitrary: large enough for one request to a store, small enough for a process's
-memory."""
+"""Size in bytes of the samples in a shard. Arbitrary: large enough for efficient requests, small enough for memory."""
 
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """The items that become one shard of a part."""
+    """Items that become one shard of a part."""
 
     number: int
     part: str
@@ -33,8 +32,10 @@ class Batch(Generic[T]):
 
 
 def batches(items: Mapping[str, Sequence[T]], sizes: Mapping[str, Sequence[tuple[int, int]]], limit: int) -> list[Batch[T]]:
-    """The items of each part in batches of at most `limit` bytes of samples. `sizes`: size of the sample and of its file in
-    bytes, per item."""
+    """Divide the items of each part into batches of at most `limit` bytes of samples.
+
+    `sizes`: for each item, the size of the sample and the size of its file, in bytes.
+    """
     made: list[Batch[T]] = []
     for part, some in items.items():
         numbered = list(range(len(some)))
@@ -45,17 +46,17 @@ def batches(items: Mapping[str, Sequence[T]], sizes: Mapping[str, Sequence[tuple
 
 
 def name(part: str, shard: int) -> str:
-    """File name of a shard."""
+    """Return the file name of a shard."""
     return f"{part}-{shard:05d}.safetensors"
 
 
 def write(to: Path, part: str, shard: int, columns: Mapping[str, NDArray[Any]]) -> work.Note:
-    """Write a shard and return its note. No file is written for a shard without samples."""
+    """Write a shard and return its note; do nothing for a shard without samples."""
     if not shards.samples(columns):
         return {}
     return dataclasses.asdict(shards.write_columns(to / name(part, shard), columns, work.check_attempt))
 
 
 def parts(notes: Sequence[Mapping[str, work.Note]], names: Sequence[str]) -> dict[str, shards.Part]:
-    """The parts of a dataset, from the notes of the shards."""
+    """Return the parts of a dataset, from the notes of the shards."""
     return {part: shards.Part(tuple(shards.Shard(**note[part]) for note in notes if note.get(part))) for part in names}

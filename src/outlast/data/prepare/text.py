@@ -1,12 +1,12 @@
 """Turns text into tokens: UTF-8 files, or records of .jsonl files, become nanoGPT's `train.bin`, `val.bin` and `meta.pkl`.
 
-There are several stages, done by all processes and resumable: `survey` (the set and number of characters; only where needed), the
-tokenizer (trained on a sample), `encode` (the tokens of each unit, in a separate file). At the end the tokens are joined in the
-order of the files. A document is a file or a record; the separator follows it.
+All processes share the work of each stage, and every stage is resumable: `survey` (the set and number of characters, only if
+needed), the tokenizer (trained on a sample), and `encode` (the tokens of each unit, in a separate file). At the end the tokens
+are joined in the order of the files. A document is a file or a record; the separator follows it.
 
 A hash of the file's name, or of the record's text, decides whether a document is in val. So no document is divided, and each
-document stays in its part when others are added. A source that is a single file is an exception: its last characters are val, as
-in nanoGPT. Memory: some 20 times a unit (`plan.UNIT`) per process, whatever the size of the source.
+document keeps its part when others are added. A source that is a single file is an exception: its last characters are val, as in
+nanoGPT. Memory: about 20 times a unit (`plan.UNIT`) per process, for any size of the source.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class Settings:
     tokenizer: str = "bpe"
     """`char`, `bpe`, `gpt2-like`, or the path of a tokenizer.json."""
     vocab_size: int | None = None
-    """Number of tokens of a trained BPE; default 4096 for `bpe`, 50,257 for `gpt2-like`."""
+    """Number of tokens of a trained BPE; by default 4096 for `bpe`, 50,257 for `gpt2-like`."""
     val: float = 0.1
-    """Share of the documents that are in val."""
+    """Fraction of the documents in val."""
     separator: str | None = None
-    """The token after each document; None: the tokenizer's own, empty: no token."""
+    """Token after each document; None means the tokenizer's own, empty means no token."""
     patterns: tuple[str, ...] = ()
     """Patterns for the names of files to read; empty: all files."""
     field: str = "text"
-    """The field of a record that contains the text."""
+    """Field of a record that contains the text."""
     shard_size: int | None = None
-    """Size of a shard in bytes; None: one file per part."""
+    """Size of a shard in bytes; None means one file per part."""
     skip_damaged: bool = False
-    """Whether to leave out, and count, files and records that cannot be read."""
+    """True to leave out, and count, damaged files and records."""
 
     @property
     def trained(self) -> int | None:
-        """The size of the BPE to train; None if none is trained."""
+        """Size of the vocabulary of the BPE to train; None for other tokenizers."""
         return {"bpe": self.vocab_size or 4096, "gpt2-like": self.vocab_size or tokenizer.GPT2_VOCABULARY}.get(self.tokenizer)
 
 
@@ -74,7 +74,7 @@ class Reader:
 def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     """Make or finish the dataset, and return its manifest. Any number of processes produces the same bytes.
 
-    Raises BadSource, and OutlastError for settings that cannot be met, or if the target contains other files.
+    Raises BadSource, and OutlastError for invalid settings, or if the target contains other files.
     """
     sources = plan.listed(request.source, request.to, settings.patterns)
     about = described(settings)
@@ -88,7 +88,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
         if not path.exists() and settings.tokenizer == "char":
             tokenizer.save(path, tokenizer.of_characters(characters or ()))
         elif not path.exists():
-            sample = units[:: -(-sum(unit.bytes for unit in units) // SAMPLE) or 1]  # evenly chosen if there are many
+            sample = units[:: -(-sum(unit.bytes for unit in units) // SAMPLE) or 1]  # every n-th unit of a large source
             make_tokenizer(place, path, settings, functools.partial(_train, reader=reader, units=sample))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         loaded = tokenizer.load(path)
@@ -119,7 +119,7 @@ def _check(settings: Settings) -> None:
 
 
 def described(settings: Settings) -> dict[str, Any]:
-    """The settings for the manifest, which are the same on every machine. Raises OutlastError for settings that cannot be met."""
+    """Return the settings for the manifest, the same on every machine. Raises OutlastError for invalid settings."""
     _check(settings)
     about = dataclasses.asdict(settings)
     about["patterns"] = list(settings.patterns)
@@ -137,7 +137,7 @@ def described(settings: Settings) -> dict[str, Any]:
 def _documents(
     place: work.Place, reader: Reader, settings: Settings, sources: Sequence[File]
 ) -> tuple[list[Unit], set[str] | None]:
-    """The units to encode, and the characters of all documents if the documents were surveyed."""
+    """Return the units to encode, and the characters of all documents, or None without a survey."""
     plain = [file for file in sources if not file.name.endswith(records.SUFFIX)]
     part = plan.parts(sources if len(plain) < len(sources) and plan.named(sources) else plain, settings.val)
     documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in sources]
@@ -157,7 +157,7 @@ def _documents(
 
 
 def _survey(unit: Unit, *, reader: Reader) -> work.Note:
-    """The distinct characters of a unit, and the total number of its characters."""
+    """Return the distinct characters of a unit, and the total number of its characters."""
     seen, length = np.zeros(0x110000, bool), 0
     for _, text, _ in texts(unit, reader, []):
         points = tokenizer.code_points(text)
@@ -167,7 +167,7 @@ def _survey(unit: Unit, *, reader: Reader) -> work.Note:
 
 
 def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: float) -> int:
-    """The byte at which the last share `val` of a file's characters begins."""
+    """Return the byte offset at which the last fraction `val` of a file's characters begins."""
     left = int(sum(lengths) * (1 - val))
     for unit, length in zip(units, lengths, strict=True):
         if left < length:
@@ -180,7 +180,7 @@ def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: fl
 
 
 def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
-    """For each text of a unit: the part, the text, and whether the text ends its document.
+    """Yield the part, the text, and whether the text ends its document, for each text of a unit.
 
     Unreadable texts raise BadSource; with `skip_damaged` the message is appended to `damaged` instead.
     """
@@ -219,8 +219,11 @@ def _range(file: BinaryIO, piece: Piece) -> bytes:
 
 
 def _cut(file: BinaryIO, document: Document, near: int) -> int:
-    """The first place to cut a document at or after byte `near`: before a space or newline that follows a printable character, so
-    that GPT-2's words are those of the whole text; otherwise between two characters."""
+    """Return the offset of the first place to cut a document at or after byte `near`.
+
+    The place is before a space or newline that follows a printable character, so that the cut splits no word of GPT-2. Without
+    such a space it is between two characters.
+    """
     if near in (document.low, document.high):
         return near
     file.seek(near - 1)
@@ -251,20 +254,20 @@ def _records(file: BinaryIO, piece: Piece, reader: Reader, damaged: list[str]) -
             damaged.append(str(error))
             file.seek(at + len(line))
             continue
-        yield piece.document.part or (VAL if plan.drawn(text) < reader.val else TRAIN), text, True
+        yield piece.document.part or (VAL if plan.hash_fraction(text) < reader.val else TRAIN), text, True
 
 
 # ---- tokens
 
 
 def make_tokenizer(place: work.Place, path: Path, settings: Settings, train: Callable[[Path, int], None]) -> None:
-    """Write `tokenizer.json`: a copy of the given tokenizer, or one that `train(path, size)` writes in a process of its own."""
+    """Write `tokenizer.json`: copy the given tokenizer, or call `train(path, size)` in a separate process."""
     if settings.trained is None:
         tokenizer.save(path, Path(settings.tokenizer).read_text("utf-8"))
         return
     tokenizer.library()
     place.request.progress("train the tokenizer", 0, 0)
-    place.alone(train, path, settings.trained)
+    place.in_subprocess(train, path, settings.trained)
 
 
 def _train(path: Path, size: int, *, reader: Reader, units: Sequence[Unit]) -> None:
@@ -278,7 +281,7 @@ def _train(path: Path, size: int, *, reader: Reader, units: Sequence[Unit]) -> N
 
 
 def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, into: Path) -> work.Note:
-    """Write the tokens of a unit, one file per part. The note has the number of documents and bytes of each part."""
+    """Write the tokens of a unit, one file per part. Returns a note with the numbers of documents and bytes of each part."""
     encoder = tokenizer.encoder(path, digest)
     tokens: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
     documents = {TRAIN: 0, VAL: 0}

@@ -1,8 +1,8 @@
-"""Tokenizers as `tokenizer.json`: by character, a byte-level BPE trained here, or a given tokenizer; and fast encoders for texts.
+"""Tokenizers (by character, a byte-level BPE trained here, or a given tokenizer), and fast encoders for texts.
 
 No other module imports the library `tokenizers`. All three kinds are written as `tokenizer.json`, so a single `encoder` reads
-them. A byte-level BPE like GPT-2's never joins two words, so the encoder looks each word up in a table and asks the library only
-for new words, see `ascii_words`. Special tokens in a text are encoded as text.
+them. A byte-level BPE like GPT-2's never joins two words, so the encoder caches the tokens of each word in a table, and calls the
+library only for new words, see `ascii_words`. Special tokens in a text are encoded as text.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from outlast.data import shards
 from outlast.data.prepare import ascii_words, plan
 
 SEPARATOR = "<|endoftext|>"
-"""GPT-2's token between documents."""
+"""Token between documents in GPT-2."""
 SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
-"""Names of the token between documents in various tokenizers."""
+"""Tokens between documents in various tokenizers."""
 GPT2_VOCABULARY = 50_257
 PIECE = 1 << 18
-"""Number of characters encoded at a time, which bounds the memory of the encoder."""
+"""Number of characters encoded at a time, which limits the memory of the encoder."""
 _CHARACTER = r"[\s\S]"
 _CUT = re.compile(r"(?<=\S)(?=[ \n])")
 """Places to cut a text without changing its words: no word of GPT-2's pattern has a space inside."""
 
 
 class Encoder(Protocol):
-    """A function that tokenizes a text."""
+    """Function that tokenizes a text."""
 
     def __call__(self, text: str) -> bytes:
-        """The tokens of a text, as little-endian bytes. Raises plan.BadSource for a character outside the vocabulary."""
+        """Return the tokens of a text as little-endian bytes. Raises plan.BadSource for a character outside the vocabulary."""
 
 
 def library() -> Any:
-    """The library `tokenizers`. Raises OutlastError if it is not installed."""
+    """Import and return the library `tokenizers`. Raises OutlastError if it is not installed."""
     with importing("tokenizing", "data"):
         import tokenizers
     return tokenizers
 
 
 def load(path: Path) -> Any:
-    """The tokenizer in a `tokenizer.json`. Raises OutlastError."""
+    """Load the tokenizer in a `tokenizer.json`. Raises OutlastError."""
     try:
         tokenizer = library().Tokenizer.from_str(path.read_text("utf-8"))
     except FileNotFoundError as error:
@@ -65,15 +65,14 @@ def load(path: Path) -> Any:
 
 
 def vocab_size(tokenizer: Any) -> int:
-    """The largest token id plus one, since a vocabulary may have gaps."""
+    """Return the largest token id plus one, because a vocabulary may have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def separator(tokenizer: Any, name: str | None) -> int | None:
-    """The token after each document: `name`, by default one of SEPARATORS; None if `name` is empty or the tokenizer has no such
-    token.
+    """Return the token after each document: `name`, or for None the first of SEPARATORS in the vocabulary.
 
-    Raises OutlastError if the tokenizer has no token `name`.
+    Returns None if `name` is empty, or if the vocabulary has none of SEPARATORS. Raises OutlastError if it lacks `name`.
     """
     if name is None:
         tokens = (tokenizer.token_to_id(each) for each in SEPARATORS)
@@ -85,7 +84,7 @@ def separator(tokenizer: Any, name: str | None) -> int | None:
 
 
 def of_characters(characters: Iterable[str]) -> str:
-    """A `tokenizer.json` with a token for each character, in the order of their code points, as nanoGPT does."""
+    """Return a `tokenizer.json` with a token for each character, in order of the code points, as in nanoGPT."""
     lib = library()
     table = {character: token for token, character in enumerate(sorted(characters))}
     tokenizer = lib.Tokenizer(lib.models.WordLevel(table))
@@ -95,7 +94,7 @@ def of_characters(characters: Iterable[str]) -> str:
 
 
 def train(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> str:
-    """A `tokenizer.json` with a byte-level BPE of at most `size` tokens, the last of which are `special` and SEPARATOR.
+    """Train a byte-level BPE of at most `size` tokens, the last of which are `special` and SEPARATOR. Returns `tokenizer.json`.
 
     The same texts in the same order give the same tokens: ties between merges are broken by token ids.
     """
@@ -113,7 +112,7 @@ def train(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> str:
 
 
 def write_vocabulary(path: Path, tokenizer: Any) -> None:
-    """Write nanoGPT's `meta.pkl`, from which `train.py` reads the vocabulary's size and with which `sample.py` decodes."""
+    """Write nanoGPT's `meta.pkl`: its `train.py` reads the size of the vocabulary, and its `sample.py` decodes with it."""
     size = vocab_size(tokenizer)
     shards.write_vocabulary(path, size, {i: tokenizer.decode([i], skip_special_tokens=False) for i in range(size)})
 
@@ -124,7 +123,7 @@ def save(path: Path, text: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def encoder(path: Path, digest: str) -> Encoder:
-    """The fastest encoder for a `tokenizer.json`. One encoder per process is cached, by the file's `digest`."""
+    """Return the fastest encoder for a `tokenizer.json`. One encoder per process is cached, by the file's `digest`."""
     tokenizer = load(path)
     about = json.loads(path.read_text("utf-8"))
     dtype = np.dtype(shards.dtype(vocab_size(tokenizer))).newbyteorder("<")
@@ -139,7 +138,7 @@ def encoder(path: Path, digest: str) -> Encoder:
 
 
 class _Plain:
-    """An encoder for any tokenizer. Long texts are cut between words."""
+    """Encoder for any tokenizer, which cuts long texts between words."""
 
     def __init__(self, tokenizer: Any, dtype: np.dtype[Any]) -> None:
         self._tokenizer, self._dtype = tokenizer, dtype
@@ -155,7 +154,7 @@ class _Plain:
 
 
 class _Words(_Plain):
-    """An encoder for a byte-level BPE with GPT-2's words. Lines with non-ASCII characters are left to the library."""
+    """Encoder for a byte-level BPE with GPT-2's words. The library encodes lines with non-ASCII characters."""
 
     def __init__(self, tokenizer: Any, dtype: np.dtype[Any]) -> None:
         super().__init__(tokenizer, dtype)
@@ -174,11 +173,11 @@ class _Words(_Plain):
 
 _LINES = re.compile(r"(?<=\S)(?=\n)")
 _SHORT = 100
-"""Number of characters up to which the library is as fast as the table."""
+"""Maximum number of characters for which the library is as fast as the table."""
 
 
 class _Characters:
-    """An encoder for tokenizers with one token per character, which needs only one look-up in an array for a whole text."""
+    """Encoder for tokenizers with one token per character, which looks up a whole text in an array at once."""
 
     def __init__(self, table: dict[str, int], dtype: np.dtype[Any]) -> None:
         self._in_vocabulary = np.zeros(0x110000, bool)
@@ -196,7 +195,7 @@ class _Characters:
 
 
 def code_points(text: str) -> Any:
-    """The code points of a text, uint32 (n,)."""
+    """Return the code points of a text, uint32 (n,)."""
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 

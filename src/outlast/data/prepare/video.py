@@ -1,8 +1,8 @@
 """Turns videos into columns: `video` uint8 (n, 16, 224, 224, 3), `audio` int16 (n, 30720) and `label` int64 (n,).
 
 A clip has 16 frames at 25 per second, and 0.64 s of sound at 48 kHz in one channel, 1,920 samples per frame: the input of
-Perceiver IO. From a video with another frame rate, the frames shown at these moments are taken; the shorter side is resized to
-`size` pixels, and the centre is cropped. Missing sound is replaced by silence, missing frames by the last frame. Labels are read
+Perceiver IO. A video with another frame rate contributes the frames visible at these times. The shorter side is resized to `size`
+pixels, and the centre is cropped. Silence replaces missing sound, and the last frame replaces missing frames. Labels are read
 from a CSV (the lists of Kinetics, or `file,label`); without a CSV the label is the name of the directory. Memory: one shard per
 process.
 
@@ -48,9 +48,9 @@ class Settings:
     size: int = 224
     """Side of a frame in pixels."""
     clips: int = 1
-    """Number of clips per video, evenly spaced; a single clip is in the middle."""
+    """Number of clips per video, evenly spaced; a single clip is from the middle."""
     labels: str = ""
-    """Path of a list of labels; empty: the directories' names."""
+    """Path of a CSV with labels; if empty, the label is the name of the directory."""
     val: float = 0.1
     shard_size: int = SHARD
     skip_damaged: bool = False
@@ -63,16 +63,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Clip:
-    """A clip of a video, not yet decoded."""
+    """Clip of a video, before decoding."""
 
     file: str
     at: int
-    """Number of the clip in its video."""
+    """Index of the clip in its video."""
     label: int
 
 
 def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
-    """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
+    """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for invalid settings."""
     if min(settings.frames, settings.size, settings.clips) < 1:
         raise OutlastError("--frames, --size and --clips are 1 or more; correct them")
     pyav()
@@ -100,7 +100,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
 
 
 def pyav() -> Any:
-    """The library PyAV. Raises OutlastError if it is not installed."""
+    """Import and return PyAV. Raises OutlastError if it is not installed."""
     with importing("decoding videos", "data"):
         import av
     return av
@@ -110,13 +110,13 @@ def pyav() -> Any:
 
 
 def layout(videos: Sequence[File], listed: Mapping[str, str], settings: Settings) -> tuple[dict[str, list[Clip]], list[str]]:
-    """The clips of each part, in the order of a hash of their names, and the names of the classes. Raises BadSource."""
+    """Return the clips of each part, in order of a hash of their names, and the names of the classes. Raises BadSource."""
     divided = plan.named(videos)
     classes = {file.name: _label(file.name, listed, divided=divided) for file in videos}
     names = sorted(set(classes.values()))
     number = {each: i for i, each in enumerate(names)}
     part = plan.parts(videos, settings.val)
-    ordered = sorted(videos, key=lambda file: (plan.drawn(file.name), file.name))
+    ordered = sorted(videos, key=lambda file: (plan.hash_fraction(file.name), file.name))
     items: dict[str, list[Clip]] = {TRAIN: [], VAL: []}
     for at in range(settings.clips):
         for file in ordered:
@@ -140,7 +140,7 @@ def _label(name: str, listed: Mapping[str, str], *, divided: bool) -> str:
 
 
 def listed(path: str) -> tuple[dict[str, str], str]:
-    """Labels by file or id from a CSV, and the digest of the CSV; both empty without a path. Raises BadSource, with the line."""
+    """Read a CSV. Returns labels by file or id, and the CSV's digest; both are empty without a path. Raises BadSource."""
     if not path:
         return {}, ""
     content = Path(path).read_bytes() if Path(path).is_file() else b""
@@ -169,7 +169,7 @@ def listed(path: str) -> tuple[dict[str, str], str]:
 def _write(batch: tables.Batch[Clip], *, root: Path, to: Path, settings: Settings) -> work.Note:
     count = len(batch.items)
     videos = np.empty((count, settings.frames, settings.size, settings.size, 3), np.uint8)
-    sounds = np.zeros((count, settings.frames * PER_FRAME), np.int16)  # silent where there is none
+    sounds = np.zeros((count, settings.frames * PER_FRAME), np.int16)  # silence for videos without sound
     labels: list[int] = []
     damaged = silent = 0
     for clip in batch.items:
@@ -192,14 +192,16 @@ def _write(batch: tables.Batch[Clip], *, root: Path, to: Path, settings: Setting
 
 
 def decoded(path: Path, clip: Clip, settings: Settings) -> tuple[NDArray[np.uint8], NDArray[np.int16] | None]:
-    """Frames (16, 224, 224, 3) and sound (30720,) of a clip; the sound is None if the video has none. Raises BadSource for a
-    damaged video."""
+    """Decode the frames (16, 224, 224, 3) and the sound (30720,) of a clip; a video without sound gives None.
+
+    Raises BadSource for a damaged video.
+    """
     frames, sound = shown(path, clip, settings)
     return np.stack(frames + frames[-1:] * (settings.frames - len(frames))), sound
 
 
 def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.uint8]], NDArray[np.int16] | None]:
-    """The result of `decoded` before the last frame of a short video is repeated: 1 to 16 frames of (224, 224, 3)."""
+    """Decode a clip without repeating the last frame of a short video: 1 to 16 frames of (224, 224, 3)."""
     av = pyav()
     try:
         path.open("rb").close()
@@ -223,7 +225,7 @@ def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.u
 
 
 def _begin(container: Any, at: int, settings: Settings) -> Fraction:
-    """The second at which clip `at` of a video begins."""
+    """Return the second at which clip `at` of a video begins."""
     stream = container.streams.video[0]
     timed = stream.duration is not None
     late = max(Fraction(0), (stream.start_time or 0) * stream.time_base)  # the duration of a whole file includes it
@@ -233,7 +235,7 @@ def _begin(container: Any, at: int, settings: Settings) -> Fraction:
 
 
 def _frames(container: Any, begin: Fraction, settings: Settings) -> list[NDArray[np.uint8]]:
-    """The frames shown at the moments of a clip; fewer if the video ends."""
+    """Return the frames visible at the times of a clip; fewer if the video ends."""
     stream = container.streams.video[0]
     stream.thread_type = "NONE"  # a process per core is enough
     start = (stream.start_time or 0) * stream.time_base
@@ -256,7 +258,7 @@ def _frames(container: Any, begin: Fraction, settings: Settings) -> list[NDArray
 
 
 def _cut(frame: Any, size: int) -> NDArray[np.uint8]:
-    """The centre of a frame, (size, size, 3), rotated as players show it."""
+    """Return the centre of a frame, (size, size, 3), rotated as players show it."""
     scale = Fraction(size, min(frame.width, frame.height))
     width, height = (max(size, round(side * scale)) for side in (frame.width, frame.height))
     pixels = frame.to_ndarray(format="rgb24", width=width, height=height)
@@ -265,7 +267,7 @@ def _cut(frame: Any, size: int) -> NDArray[np.uint8]:
 
 
 def _sound(container: Any, begin: Fraction, settings: Settings) -> NDArray[np.int16]:
-    """The sound samples of a clip, silent where the video has none."""
+    """Return the sound samples of a clip, (30720,), with zeros where the video has no sound."""
     av = pyav()
     stream = container.streams.audio[0]
     video = container.streams.video[0]
@@ -274,7 +276,7 @@ def _sound(container: Any, begin: Fraction, settings: Settings) -> NDArray[np.in
     resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE)
     sound = np.zeros(settings.frames * PER_FRAME, np.int16)
     at: int | None = None
-    for frame in itertools.chain(container.decode(stream), [None]):  # None: what the resampler still holds
+    for frame in itertools.chain(container.decode(stream), [None]):  # None flushes the resampler
         if at is None:
             if frame is None or frame.pts is None:
                 continue

@@ -2,9 +2,9 @@
 
 Engines are processes of this machine (`Processes`) or Spark (`spark`).
 
-`.prepare/` below the target holds the lock, the plan's digest, a note per finished unit, and intermediate files of units. This
-directory is removed once the manifest is written. Processes are not forked from ours, because tokenizers and PyAV have threads.
-They end when we do, even if SIGKILL ends us.
+`.prepare/` below the target contains the lock, the plan's digest, a note per finished unit, and intermediate files of units. This
+directory is removed after the manifest is written. The processes are not forked from this process, because tokenizers and PyAV
+have threads. They end with this process, even after SIGKILL.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ _PARTIAL = re.compile(rf"\.({_OUTPUTS}|{re.escape(shards.MANIFEST)}|encode-\d+\.
 """Names of unfinished files beside and in PRIVATE, see `files.beside`."""
 _PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
 _PROCESS = 64 << 20
-"""Memory in bytes that a process needs beside its samples: measured, with a tokenizer or decoders imported, plus a read
-buffer."""
+"""Memory in bytes of a process without its samples: measured, with a tokenizer or decoders imported, plus a read buffer."""
 Note = dict[str, Any]
 
 
 class Work(Protocol):
-    """A unit of work."""
+    """Unit of work."""
 
     @property
     def number(self) -> int: ...
@@ -58,9 +57,9 @@ _U = TypeVar("_U", bound=Work)
 
 @dataclass(frozen=True)
 class Task(Generic[_U]):
-    """Does a unit of a stage: calls `do`, then writes its note. Pickled to the process that does the unit.
+    """Function that does a unit of a stage: it calls `do`, then writes the unit's note. Pickled for the processes of an engine.
 
-    Two processes may do a unit at once: they write the same files and rename them when they are complete.
+    Two processes may do the same unit at once: they write the same bytes to temporary files, and rename the complete files.
     """
 
     do: Callable[[_U], Note]
@@ -70,7 +69,7 @@ class Task(Generic[_U]):
     """Digest of the plan. A task of an outdated plan writes nothing."""
 
     def __call__(self, unit: _U) -> Note:
-        """Do a unit that has no note yet, and return its note. Raises the exceptions of `do`."""
+        """Do a unit unless it has a note, and return the note. Raises the exceptions of `do`."""
         if (existing := self.note(unit)) is not None:
             return existing
         self.check()
@@ -84,14 +83,13 @@ class Task(Generic[_U]):
         return made
 
     def notes(self, units: Sequence[_U]) -> dict[int, Note]:
-        """Notes of the finished units, by number. This opens only files in the directory's listing, which saves requests on a
-        network disk."""
+        """Return the notes of the finished units, by number. A listing of the directory saves requests to a network disk."""
         names = set(os.listdir(self.private))
         notes = ((unit.number, self.note(unit)) for unit in units if self._path(unit).name in names)
         return {number: note for number, note in notes if note is not None}
 
     def note(self, unit: _U) -> Note | None:
-        """The note of a unit; None if the unit is not done."""
+        """Return the note of a unit, or None if the unit is not done."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return dict(json.loads(self._path(unit).read_bytes()))
         return None
@@ -112,23 +110,23 @@ _attempt: ContextVar[Task[Any] | None] = ContextVar("attempt", default=None)
 def check_attempt() -> None:
     """Raise OutlastError if this unit belongs to an outdated plan. Call this function after opening a file from `files.beside`.
 
-    A new run first removes the old plan, then unfinished files. So an outdated unit either fails here, or its file is gone before
-    it is renamed, and nothing old replaces anything new.
+    A new run first removes the old plan, then unfinished files. So an outdated unit fails either here or at the rename, because
+    its file has been removed. It never replaces a new file.
     """
     if attempt := _attempt.get():
         attempt.check()
 
 
 class Engine(Protocol):
-    """Does the units of a stage: processes, or Spark."""
+    """Executor of the units of a stage: processes, or Spark."""
 
     def done(
         self, task: Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
     ) -> Mapping[int, Note]:
-        """Do the units. Returns the note of each unit by its number.
+        """Do the units, and return their notes by number.
 
-        Calls `check`, which may raise Stopped, a few times per second, and `finished` with the number of bytes of the units done
-        since the last call. Raises the exceptions of the task, and OutlastError if a process is killed.
+        Calls `check`, which may raise Stopped, a few times per second. Calls `finished` with the number of bytes done since the
+        last call. Raises the exceptions of the task, and OutlastError if a process is killed.
         """
 
 
@@ -139,21 +137,21 @@ class Request:
     source: Path
     to: Path
     processes: int = 1
-    """Number of processes on this machine; 0: as many as cores and memory allow (`fitting`)."""
+    """Number of processes on this machine; 0 means as many as cores and memory allow (`fitting`)."""
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
-    """Called with the stage, the number of bytes done, and the total number of bytes."""
+    """Function of the stage, the number of bytes done, and the total number of bytes."""
     uploaded: shards.Manifest | None = None
-    """The dataset that already is in the store to which `to` will be uploaded."""
+    """Dataset that already exists in the store to which `to` will be uploaded."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Event that ends the run soon after it is set; the next run continues."""
+    """Event that stops the run; the next run continues."""
     unit: int = plan.UNIT
     """Size in bytes of the text in a unit; tests make it small."""
     engine: Engine | None = None
-    """The engine that does the units; None: `processes` of this machine."""
+    """Engine that does the units; None means `processes` of this machine."""
 
 
 def cores() -> int:
-    """Number of cores that this process may use, limited by the quota of its cgroup."""
+    """Return the number of cores that this process may use, limited by the quota of its cgroup."""
     count = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -162,9 +160,9 @@ def cores() -> int:
 
 
 def fitting(request: Request, each: int) -> Request:
-    """Fill in the number of processes: one per core, or fewer if memory is short for `each` bytes of samples per process.
+    """Set the number of processes, if it is 0: one per core, or fewer if memory is short for `each` bytes of samples per process.
 
-    The result does not depend on the number.
+    The resulting dataset does not depend on the number.
     """
     if request.processes:
         return request
@@ -174,8 +172,10 @@ def fitting(request: Request, each: int) -> Request:
 
 
 def existing(request: Request, kind: str, settings: Mapping[str, Any], source: Mapping[str, Any]) -> shards.Manifest | None:
-    """The existing dataset if source and settings are unchanged, else None. Raises OutlastError if the target contains other
-    files."""
+    """Return the manifest of the existing dataset, or None if the target has no dataset yet.
+
+    Raises OutlastError if the target contains other files, or if source or settings have changed.
+    """
     to = request.to
     if request.uploaded or (to / shards.MANIFEST).exists():
         made = request.uploaded or shards.read(to)
@@ -191,7 +191,7 @@ def existing(request: Request, kind: str, settings: Mapping[str, Any], source: M
 
 
 class Place:
-    """The target directory during a run. Made by `opened`."""
+    """Target directory during a run. `opened` creates it."""
 
     def __init__(self, request: Request, private: Path, digest: str) -> None:
         self.request = request
@@ -199,11 +199,11 @@ class Place:
         self._digest = digest
 
     def results(self, stage: str, do: Callable[[_U], Note], units: Sequence[_U]) -> list[Note]:
-        """Results of `do` for each unit, in order. Units that an earlier run has finished are not done again.
+        """Return the results of `do` for the units, in order. Units that an earlier run has finished are not done again.
 
-        `do` is pickled, so it must be a module's function or a `functools.partial` of such a function. Its files must be complete
-        when it returns, and may be written twice, even at the same time. Raises the exceptions of `do`, Stopped, and OutlastError
-        if a process is killed.
+        `do` is pickled, so it must be a module's function, or a `functools.partial` of a module's function. Its files must be
+        complete when it returns, and may be written twice, even at the same time. Raises the exceptions of `do`, Stopped, and
+        OutlastError if a process is killed.
         """
         task = Task(do, stage, self.private, self._digest)
         notes = task.notes(units)
@@ -223,12 +223,12 @@ class Place:
         return [notes[unit.number] for unit in units]
 
     def check(self) -> None:
-        """Raise Stopped if the run is to end."""
+        """Raise Stopped if the run was stopped."""
         if self.request.stop.is_set():
             raise Stopped("preparing was stopped; the same command goes on from here")
 
-    def alone(self, do: Callable[..., Any], *args: Any) -> Any:
-        """The result of a call in a separate process, which has `request.processes` threads."""
+    def in_subprocess(self, do: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a call in a separate process, which has `request.processes` threads."""
         with pool(1, threads=self.request.processes) as executor:
             future = executor.submit(do, *args)
             while not future.done():
@@ -237,7 +237,7 @@ class Place:
             return _result(future)
 
     def finish(self, manifest: shards.Manifest) -> shards.Manifest:
-        """Write the manifest, which makes the dataset complete, and remove the notes. Raises BadSource for an empty part."""
+        """Write the manifest, which makes the dataset complete, and remove the notes. Raises plan.BadSource for an empty part."""
         for name, part in manifest.parts.items():
             if not (part.tokens if manifest.kind == "text" else part.samples):
                 raise plan.BadSource(
@@ -253,7 +253,7 @@ _EMPTY = {plan.VAL: "give more data or a larger --val, or --val 0 for none; ", p
 
 
 class Processes:
-    """Processes of this machine as an engine; at most two units per process are in flight."""
+    """Engine of processes of this machine, with at most two units per process in flight."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
@@ -268,24 +268,24 @@ class Processes:
         return notes
 
     def _each(self, task: Task[_U], units: Sequence[_U], check: Callable[[], None]) -> Iterator[tuple[_U, Note]]:
-        """Units and notes as they finish."""
+        """Yield units and their notes in the order of completion."""
         if self._processes <= 1 or len(units) <= 1:
             for unit in units:
                 check()
                 yield unit, task(unit)
             return
         with pool(min(self._processes, len(units))) as executor:
-            flying: dict[Future[Note], _U] = {}
+            in_flight: dict[Future[Note], _U] = {}
             rest = iter(units)
             while True:
                 check()
-                for unit in itertools.islice(rest, 2 * self._processes - len(flying)):
-                    flying[executor.submit(task, unit)] = unit
-                if not flying:
+                for unit in itertools.islice(rest, 2 * self._processes - len(in_flight)):
+                    in_flight[executor.submit(task, unit)] = unit
+                if not in_flight:
                     return
-                ended, _ = wait(flying, timeout=0.2, return_when=FIRST_COMPLETED)
+                ended, _ = wait(in_flight, timeout=0.2, return_when=FIRST_COMPLETED)
                 for future in ended:
-                    unit = flying.pop(future)
+                    unit = in_flight.pop(future)
                     yield unit, _result(future)
 
 
@@ -300,7 +300,7 @@ def _result(future: Future[Any]) -> Any:
 
 @contextlib.contextmanager
 def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes that end with us. They are forked from a server without threads that has imported the heavy modules."""
+    """Yield a pool of processes, which are forked from a server that has imported the heavy modules and has no threads."""
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")
@@ -310,7 +310,7 @@ def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
         yield executor
     except BaseException:
         executor.shutdown(wait=False, cancel_futures=True)
-        for process in list((executor._processes or {}).values()):  # their results are not needed, and may take long
+        for process in list((executor._processes or {}).values()):  # their results are not needed
             process.terminate()
         raise
     finally:
@@ -318,7 +318,7 @@ def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin(threads: int) -> None:
-    """Initialize a process: ignore Ctrl-C, which the parent handles, end with the parent, and set the number of threads."""
+    """Initialize a process of a pool: ignore Ctrl-C, which the parent handles, set the threads, and exit with the parent."""
     import multiprocessing
     import signal
     from multiprocessing.connection import wait as wait_for
@@ -337,9 +337,9 @@ def _begin(threads: int) -> None:
 
 @contextlib.contextmanager
 def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> Iterator[Place]:
-    """Lock the target. Results of an earlier run are used if settings and source are unchanged; otherwise they are removed.
+    """Lock the target. Results of an earlier run are kept if settings and source are unchanged, and otherwise removed.
 
-    Raises OutlastError if the target cannot be written, or if its disk is full.
+    Raises AlreadyRunning, and OutlastError if the target cannot be written or its disk is full.
     """
     private = request.to / PRIVATE
     try:
@@ -357,7 +357,7 @@ def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan
 
 
 def _cleaned(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> str:
-    """Remove the results of an earlier run with other settings or another source. Returns the digest of settings and source."""
+    """Remove the results of a run with other settings or another source. Returns the digest of settings and source."""
     private = request.to / PRIVATE
     names = [[file.name, file.size, file.changed] for file in sources]
     about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)

@@ -140,7 +140,7 @@ class Shards:
             )
         if self.block is None:
             return shard.samples
-        tokens = prepared.whole(shard.bytes, self.manifest.dtype, f"{self._place.name}/{shard.file}")
+        tokens = prepared.token_count(shard.bytes, self.manifest.dtype, f"{self._place.name}/{shard.file}")
         return max(0, tokens - 1) // self.block
 
     def _forget(self) -> None:

@@ -74,7 +74,7 @@ def _check_remote(places: Sequence[tuple[str, str]], script: str | None, pins: P
             if spec.web(url):
                 from outlast.data import http
 
-                return http.look(url, timeout_s=REACH_S)
+                return http.check(url, timeout_s=REACH_S)
             place = store.open_(url)
             above, _, key = place.url.rpartition("/")
             if next(iter(place.entries()), None) is None:
