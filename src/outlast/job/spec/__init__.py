@@ -7,7 +7,7 @@
     schema()     JSON schema, for editors
 
 Reading returns a complete, consistent job or raises `InvalidJob` with every mistake and its line. Attributes are snake_case,
-names in the file camelCase. The package imports nothing heavier than pydantic.
+names in the file camelCase. The heaviest import of this package is pydantic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Differences between two versions of a job, and whether the newer one only asks for more steps or epochs. Pure."""
+"""Differences between two versions of a job, and a check for versions that only extend the training. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from outlast.job.spec.model import Job
 _SECRET = re.compile(r"(-[\w-]*(?:token|key|secret|passw|credential)[\w-]*(?:=|\s))\S+", re.IGNORECASE)
 """Arguments that may be secrets, as in `manifests.labels`."""
 _LENGTH = re.compile(r"-*(?:.*\.)?(?:(?:max|n|num|total|train|training)[-_])*(?:steps|iters|iterations|epochs)", re.IGNORECASE)
-"""Options for the length of training, such as `--max_iters`, but not `--warmup-steps`."""
+"""Options for the length of the training, such as `--max_iters`, but not `--warmup-steps`."""
 _ELSEWHERE = ("args", "code", "environment", "output", "suspend", "workers")
-"""Fields for the place and size of a job, and its arguments."""
+"""Fields for the place, the size and the arguments of a job."""
 _LONGEST = 60
 """Maximum number of characters of a value in a sentence."""
 
@@ -37,8 +37,8 @@ def between(old: Job, new: Job, but: Collection[str] = ()) -> Iterator[str]:
 
 
 def longer(old: Job, new: Job, step: int) -> bool:
-    """Return whether a job differs from its previous version only by asking for more steps or epochs. `step` is the step of its
-    newest checkpoint: a new option, such as `--max-iters 5000`, asks for more if its value is above that step."""
+    """Return whether a job differs from its previous version only in more steps or epochs. `step` is the step of its newest
+    checkpoint: a new option, such as `--max-iters 5000`, extends the training if its value is above that step."""
     if [*between(old, new, but=_ELSEWHERE)]:
         return False
     was, now = (_options(job.spec.args) for job in (old, new))
@@ -49,7 +49,7 @@ def longer(old: Job, new: Job, step: int) -> bool:
 
 
 def _options(args: Sequence[Any]) -> dict[str, str]:
-    """Return the values by the names of their options, or by position for positional arguments."""
+    """Return the values by option name, or by position for positional arguments."""
     found, name = {}, ""
     for n, word in enumerate(map(str, args)):
         if word.startswith("-"):
@@ -79,7 +79,7 @@ def _changed(was: Any, now: Any) -> str:
 
 
 def _named(words: Sequence[Any], start: int, end: int) -> Sequence[Any]:
-    """Return the words from `start` to `end`, preceded by an option if the first word is that option's value."""
+    """Return the words from `start` to `end`, with the preceding option if the first word is its value."""
     value = 0 < start < end and not str(words[start]).startswith("-") and str(words[start - 1]).startswith("-")
     return words[start - value : end]
 

@@ -1,9 +1,9 @@
 """A YAML document as plain data with the line of every value.
 
-`spec` reads job files with it, so that each mistake can be reported with its line. The reader is stricter than `yaml.safe_load`
-where that function hides a mistake (two equal keys, two documents in a file), and more lenient where YAML is a trap: keys are
-always text, and below `verbatim` places scalars are the written text: `3e-3` and `yes`, not `0.003` and true. This module
-imports only PyYAML.
+`spec` uses this reader for job files, so that it can report each mistake with its line. The reader is stricter than
+`yaml.safe_load` where that function hides a mistake (two equal keys, two documents in a file). It is more lenient where YAML is a
+trap: keys are always text, and at `verbatim` places scalars keep their written text: `3e-3` and `yes`, not `0.003` and true. The
+only library that this module imports is PyYAML.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from outlast.base.errors import InvalidJob
 _NULL = "tag:yaml.org,2002:null"
 _MERGE = "tag:yaml.org,2002:merge"
 _REPEATS = 10_000
-"""Maximum number of values that aliases may repeat. Aliases of aliases multiply: nine lines of them are 10^9 values."""
+"""Maximum number of values repeated by aliases. Aliases of aliases multiply: nine lines make 10^9 values."""
 
 Place = tuple[str | int, ...]
-"""Path of a value: keys and list indices from the top, `("spec", "args", 0)`."""
+"""Path of a value, as keys and list indices from the top: `("spec", "args", 0)`."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Document:
     lines: dict[Place, int]
     """The line (from 1) of each value, or of its key in a mapping."""
     problems: list[tuple[int, str]] = field(default_factory=list)
-    """Line and sentence of each mistake in a readable document: a key that is given twice."""
+    """Line and sentence of each mistake in a readable document, such as a repeated key."""
 
     def line(self, place: Place) -> int | None:
-        """Return the line of a value, or of the nearest enclosing one if it is not in the document."""
+        """Return the line of a value, or of the nearest enclosing value if it is missing in the document."""
         for end in range(len(place), -1, -1):
             if place[:end] in self.lines:
                 return self.lines[place[:end]]
@@ -51,9 +51,9 @@ def read(
     kind: str = "job",
     start: str = "apiVersion: outlast.dev/v1alpha1",
 ) -> Document:
-    """Return the only document in `text`; raises InvalidJob if there is none, or several, or it is not YAML.
+    """Parse the only document in `text`. Raises InvalidJob if the text has no document, has several, or is not YAML.
 
-    For error messages, `kind` names the content of such a file, and `start` is its beginning.
+    For error messages, `kind` is the kind of file, and `start` is the usual first line of these files.
     """
 
     def wrong(line: int | None, sentence: str) -> InvalidJob:
@@ -97,7 +97,7 @@ class _Walk:
     document: Document
     verbatim: Callable[[Place], bool]
     seen: set[int] = field(default_factory=set)
-    """Ids of visited nodes; a node that is visited again is an alias, or below one."""
+    """Ids of visited nodes. A second visit means that the node is an alias, or below an alias."""
     repeats: int = 0
 
     def value(self, node: yaml.Node, place: Place) -> Any:

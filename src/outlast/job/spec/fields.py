@@ -1,4 +1,4 @@
-"""The types of a job file's fields: accepted values, the error message for other values, and the pattern for schemas."""
+"""The types of a job file's fields: their accepted values, error messages, and patterns for schemas."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _enough_memory(value: Any) -> int:
 
 
 def _snapshot_memory(value: Any) -> int | str:
-    """Return `auto`, `off` or bytes. YAML reads `off` as false."""
+    """Parse `auto`, `off` or a number of bytes. YAML reads `off` as false."""
     if value is False or value in ("auto", "off"):
         return value or "off"
     try:
@@ -56,7 +56,7 @@ def _snapshot_memory(value: Any) -> int | str:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Text that matches a regular expression, which must be valid RE2 too; `sentence` is the error for text that does not."""
+    """Text that matches a regular expression. The expression must also be valid RE2; `sentence` is the error for other text."""
 
     pattern: str
     sentence: str
@@ -76,13 +76,13 @@ class Pattern:
 
 
 def label(longest: int) -> Pattern:
-    """Return a DNS label that begins with a letter."""
+    """Return the pattern of a DNS label that begins with a letter."""
     sentence = f"must be lower-case letters, digits and dashes, from a letter on, at most {longest} characters"
     return Pattern(r"[a-z]([-a-z0-9]*[a-z0-9])?", sentence, longest)
 
 
 def object_name(longest: int) -> Pattern:
-    """Return the name of a Kubernetes object (an RFC 1123 subdomain), or an empty text."""
+    """Return the pattern of a Kubernetes object's name (an RFC 1123 subdomain), which also matches empty text."""
     part = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
     sentence = f"must be a name in the cluster: lower-case letters, digits, dashes and dots, at most {longest} characters"
     return Pattern(rf"{part}(\.{part})*|", sentence, longest)
@@ -156,14 +156,14 @@ def _inside(value: str) -> str:
 
 
 def auto_or_count(value: Any) -> Any:
-    """Return `auto` or a positive number."""
+    """Accept `auto` or a positive number."""
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
     raise ValueError("must be auto or a number from 1 on")
 
 
 def unreserved(value: dict[str, str]) -> dict[str, str]:
-    """Return environment variables with valid names, none of which Outlast sets itself."""
+    """Accept environment variables with valid names, except variables that Outlast sets itself."""
     broken: list[tuple[Place, str]] = []
     for name in value:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):

@@ -17,9 +17,9 @@ from outlast.job.spec.model import Job, Spec
 
 
 def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:
-    """Return the job in a file. Its relative paths are relative to that file, and absolute in the returned job.
+    """Read the job in a file. Paths relative to this file become absolute.
 
-    With `code`, the code and requirements that it names must exist, with `data` the data and models. Raises InvalidJob with every
+    With `code`, the job's code and requirements must exist; with `data`, its data and models. Raises InvalidJob with every
     mistake, and NotFound or another OutlastError if the job file does not exist or cannot be read.
     """
     path = Path(path)
@@ -32,23 +32,23 @@ def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:
 
 
 def parse(text: str, *, source: str = "job.yaml") -> Job:
-    """Return the job in a text; raises InvalidJob with every mistake in it. Relative paths stay as they are."""
+    """Parse a job from text, without changing its relative paths. Raises InvalidJob with every mistake."""
     return validation.validated(Job, _document(text, source), source=source)
 
 
 def of(fields: dict[str, Any], *, source: str = "job") -> Job:
-    """Return the job in a document of an API server; raises InvalidJob with every mistake in it."""
+    """Parse a job from a document of an API server. Raises InvalidJob with every mistake."""
     return validation.validated(Job, document.Document(fields, {}), source=source)
 
 
 def dump(job: Job) -> str:
-    """Return the job as YAML that `parse` turns into an equal job, without fields that have their default."""
+    """Format a job as YAML without default values. `parse` turns the result into an equal job."""
     document = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return yaml.safe_dump(document, sort_keys=False, width=120)  # not allow_unicode: PyYAML 6.0.3 cannot read its own U+0085
 
 
 def anchor(job: Job, directory: Path) -> Job:
-    """Return the job with its relative paths taken from `directory` and made absolute, and `code` filled in for a `script`."""
+    """Resolve a job's relative paths against `directory`, and set the default `code` of a `script`."""
 
     def absolute(place: str | None) -> str | None:
         path = place and local(place)
@@ -73,15 +73,15 @@ def anchor(job: Job, directory: Path) -> Job:
 
 
 def absent(spec: Spec) -> Iterator[str]:
-    """Yield sentences about files that a job read by `load` names and that are missing or of the wrong kind."""
+    """Yield sentences about local files of a job, read by `load`, that are missing or of the wrong kind."""
     for _, sentence in (*_absent_code(spec), *_absent_data(spec)):
         yield sentence
 
 
-def no_such_file(path: Path, pattern: str, wanted: str) -> NotFound:
-    """Return the error for a missing file, with the closest existing name of this pattern."""
+def no_such_file(path: Path, pattern: str, expected: str) -> NotFound:
+    """Return the error for a missing file, with the most similar name that matches this pattern."""
     near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob(pattern)], 1)
-    remedy = f"did you mean {path.with_name(near[0])}?" if near else f"give the path of {wanted}"
+    remedy = f"did you mean {path.with_name(near[0])}?" if near else f"give the path of {expected}"
     return NotFound(f"{path}: there is no such file; {remedy}")
 
 
@@ -108,8 +108,8 @@ def _document(text: str, source: str) -> document.Document:
 
 
 def _verbatim(place: Place) -> bool:
-    """Return whether a value stays as written: in arguments, environment variables and labels, `3e-3` is no number and `yes` no
-    boolean."""
+    """Return whether a value keeps its written text. In arguments, environment variables and labels, `3e-3` is not a number, and
+    `yes` is not a boolean."""
     return place[:-1] in (
         ("spec", "args"),
         ("spec", "env"),
@@ -120,7 +120,7 @@ def _verbatim(place: Place) -> bool:
 
 
 def _absent_code(spec: Spec) -> Iterator[tuple[Place, str]]:
-    """Yield sentences about code and requirements that are missing on this machine."""
+    """Yield the place and a sentence for code and requirements that are missing on this machine."""
     place, checksum = pinned(spec.code or "")
     code = local(place) if place else None
     if code and not code.exists():
@@ -138,7 +138,7 @@ def _absent_code(spec: Spec) -> Iterator[tuple[Place, str]]:
 
 
 def _absent_data(spec: Spec) -> Iterator[tuple[Place, str]]:
-    """Yield sentences about data and models that are missing on this machine."""
+    """Yield the place and a sentence for data and models that are missing on this machine."""
     sources = [(("data", i, "from"), data.from_) for i, data in enumerate(spec.data)]
     sources += [(("models", i, "from"), model.from_) for i, model in enumerate(spec.models)]
     for place, source in sources:

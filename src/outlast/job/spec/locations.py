@@ -1,20 +1,20 @@
-"""Locations in a job file: a path of this machine or the URL of a store, with a checksum for archives. Pure."""
+"""Locations in a job file: a path on this machine or the URL of a store, with a checksum for archives. Pure."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 STORES = ("s3", "gs", "az", "file", "memory")
-"""URL schemes of places where data, code and outputs may live, besides plain paths."""
+"""URL schemes for data, code and outputs, besides plain paths."""
 WEB = ("http", "https")
-"""URL schemes of single files, which data and models may come from as well, with their checksum."""
+"""URL schemes of single files, which can also be data and models if they have a checksum."""
 ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
 """File name extensions of archives of code."""
 OTHER_ARCHIVES = (".tbz", ".tbz2", ".txz", ".bz2", ".xz", ".zst", ".gz", ".rar", ".7z")
 
 
 def pinned(code: str) -> tuple[str, str]:
-    """Return a place without its checksum, and the checksum (empty: none)."""
+    """Split a place into the place without its checksum, and the checksum (empty: none)."""
     place, _, checksum = code.partition("#sha256=")
     return place, checksum.lower()
 

@@ -20,7 +20,7 @@ from outlast.job.spec.locations import local
 from outlast.job.spec.validation import Checked
 
 OWN = "/(etc|opt|run|var|usr|bin|sbin|lib|lib64)|/(proc|sys|dev|opt/outlast|etc/outlast|etc/outlast-code|run/outlast)(/.*)?"
-"""Directories of a pod that nothing may be mounted over, since programs there need their files. Valid RE2."""
+"""Directories of a pod that must not be mount points, since programs need their files. Valid RE2."""
 
 MLFLOW = "none|databricks|[A-Za-z][A-Za-z0-9+.-]*:.+|/.*"
 """Values of `tracking.mlflow`: a URI, the name of a profile of Databricks, or an absolute path. Valid RE2."""
@@ -63,8 +63,8 @@ class Weights(Checked):
 
 
 def _sizes(given: dict[str, Any]) -> list[int]:
-    """Return the numbers of workers given. Before pydantic 2.12 this also runs for invalid values, which are missing from
-    `given`."""
+    """Return the given numbers of workers. Before pydantic 2.12, this function also runs for invalid values, which are missing
+    from `given`."""
     return list(given.get("sizes") or [given.get("replicas", 1) or 1])
 
 
@@ -85,7 +85,7 @@ class Workers(Checked):
     """Largest number of workers to train with. Default: the largest of `sizes`, else `replicas`."""
 
     def allowed(self) -> tuple[int, ...]:
-        """Return the numbers of workers that a world may have, ascending."""
+        """Return the allowed numbers of workers in a world, in ascending order."""
         return tuple(
             size for size in sorted(set(self.sizes or range(self.min, self.max + 1, self.step))) if self.min <= size <= self.max
         )
@@ -232,7 +232,7 @@ class Scheduling(Checked):
     priority_class_name: Annotated[str, fields.object_name(253)] = ""
     """PriorityClass of the pods."""
     spot: Literal["prefer", "require", "avoid", "any"] = "prefer"
-    """If true, run on spot machines."""
+    """Use of spot machines: `prefer` or `require` them, `avoid` them, or run on `any` machine."""
     worker0: Literal["any", "on-demand"] = "any"
     """`on-demand`: worker 0 does not run on a spot machine, whatever `spot` says about the other workers. Not for Indexed Jobs
     and StatefulSets, whose pods are all alike."""
@@ -420,7 +420,7 @@ class Spec(Checked):
     environment: Environment = Environment()
     """Packages to install."""
     compile: Compile = Compile()
-    """If true, compiled programs are kept."""
+    """Cache of compiled programs."""
     env: Annotated[dict[str, str], AfterValidator(fields.unreserved)] = Field({})
     """Environment variables for training: `NCCL_DEBUG: INFO`. `$(NAME)` is replaced by the value of another variable, from `env`
     or the worker's environment; `$$(NAME)` stands for `$(NAME)` itself. Variables that Outlast or torchrun set (`OUTLAST_*`,
@@ -460,7 +460,8 @@ class Spec(Checked):
             yield (), "there is nothing to run; give script (a file in code) or module"
 
     def processes(self) -> int:
-        """Return the number of training processes of each worker: with `auto` one for each accelerator, else one."""
+        """Return the number of training processes per worker. `auto` means one for each accelerator, and one without
+        accelerators."""
         count = self.processes_per_worker
         return max(1, self.resources.gpu) if count == "auto" else int(count)
 

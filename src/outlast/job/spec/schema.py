@@ -22,7 +22,7 @@ def schema() -> dict[str, Any]:
 
 
 class _Schema(GenerateJsonSchema):
-    """Generates a schema whose defaults are written as in a job file."""
+    """Generates a schema with defaults as written in a job file."""
 
     def encode_default(self, dft: Any) -> Any:
         match dft:

@@ -14,7 +14,7 @@ _REFERENCE = re.compile(r"\$?\$\((\w+)\)")
 
 
 def replaced(text: str, values: Mapping[str, str]) -> str:
-    """Return the text with references to these variables replaced by their values."""
+    """Replace references to these variables in a text by their values."""
 
     def value(match: re.Match[str]) -> str:
         return match[0][1:] if match[0].startswith("$$") else values.get(match[1], match[0])
@@ -23,7 +23,7 @@ def replaced(text: str, values: Mapping[str, str]) -> str:
 
 
 def values(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the variables in `env`, with references to `env` or `environ` replaced."""
+    """Return the values of the variables in `env`, after replacing references to `env` or `environ`."""
     circle = circular(env)
     values = {name: value for name, value in environ.items() if name not in env}
 
@@ -39,7 +39,7 @@ def values(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]
 
 
 def circular(env: Mapping[str, str]) -> set[str]:
-    """Return the variables that refer to themselves, directly or through others; these are left unchanged."""
+    """Return the variables that refer to themselves, directly or through others, and therefore stay unchanged."""
 
     def reached(name: str, seen: set[str]) -> set[str]:
         for other in _named(env[name]):

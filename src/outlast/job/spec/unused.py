@@ -1,7 +1,7 @@
 """Fields of a job file that have no effect where the job runs, or anywhere.
 
-`run`, `submit` and `render` print surprising ones; `validate` prints all. `manifests.warnings` adds the fields that a topology
-ignores. Pure.
+`run`, `submit` and `render` print the surprising fields; `validate` prints all. `manifests.warnings` adds the fields that a
+topology ignores. Pure.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PODS = (
     "tolerations",
     "template",
 )
-"""Fields that are not read on this machine and make no difference to training."""
+"""Fields that have no effect on this machine and make no difference to training."""
 
 
 def anywhere(job: Job) -> Iterator[str]:
-    """Yield warnings about settings that have no effect, or less than written, wherever the job runs."""
+    """Yield warnings about settings that have no effect, or a smaller effect than requested, wherever the job runs."""
     for name in sorted(substitution.circular(job.spec.env)):
         yield f"env.{name} ({job.spec.env[name]}) refers to itself and stays as it is; write the whole value"
     replicas, most = job.spec.checkpoint.replicas, job.spec.workers.max - 1
@@ -60,8 +60,7 @@ def here(job: Job) -> Iterator[str]:
 
 
 def pods(job: Job) -> Iterator[str]:
-    """Yield a warning about fields for pods that have no effect on this machine and make no difference to training, if there are
-    any."""
+    """Yield at most one warning, about fields for pods that have no effect on this machine and make no difference to training."""
     given = [path for path in PODS if _given(job if path.startswith("metadata.") else job.spec, path)]
     if given:
         named = ", ".join(".".join(map(to_camel, path.split("."))) for path in given)

@@ -1,7 +1,7 @@
 """Validation of a document: every mistake at once, each a sentence with its line, its value and the remedy.
 
-Unknown fields are checked first and, if the intended name is clear, read as that field, so that one misspelt name does not hide
-further mistakes. Then pydantic validates the rest, and its errors are rewritten as sentences for users.
+Unknown fields are checked first. If the intended field is clear, its value is validated, too, so that one misspelt name does not
+hide further mistakes. Then pydantic validates the rest, and its errors are rewritten as sentences for users.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound="Checked")
 
 
 class Broken(ValueError):
-    """Violated rules between the fields of a model: (place below the model, sentence) for each."""
+    """Violated rules between the fields of a model, as pairs (place below the model, sentence)."""
 
     def __init__(self, rules: list[tuple[Place, str]]) -> None:
         self.rules = rules
@@ -40,15 +40,15 @@ class Checked(BaseModel):
     )
 
     instead: ClassVar[Mapping[str, str]] = {}
-    """Names from other tools, with the name to use here."""
+    """Names from other tools, with the names to use here."""
 
     @classmethod
     def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
-        """Return the mistakes in the set of given fields, whatever their values: place below this part, and sentence."""
+        """Return mistakes in the choice of fields, regardless of their values, as pairs (place below this part, sentence)."""
         return iter(())
 
     def rules(self) -> Iterator[tuple[Place, str]]:
-        """Return the violated rules between the values of fields: place below this part, and sentence."""
+        """Return violated rules between the values of fields, as pairs (place below this part, sentence)."""
         return iter(())
 
     @model_validator(mode="after")
@@ -60,14 +60,14 @@ class Checked(BaseModel):
 
 
 def name(place: Place) -> str:
-    """Return a place as users write it: `data[0].from`, without `spec.`."""
+    """Format a place as users write it: `data[0].from`, without `spec.`."""
     if len(place) > 1 and place[0] == "spec":
         place = place[1:]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
 
 
 def validated(model: type[Model], document: Document, *, source: str) -> Model:
-    """Return the document as a `model`; raises InvalidJob with every mistake in it, in the order of lines."""
+    """Validate a document as a `model`. Raises InvalidJob with every mistake, in the order of lines."""
     problems: list[tuple[int | None, str]] = list(document.problems)
     data = document.data
     if isinstance(data, dict):
@@ -75,7 +75,7 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
         if slash and group != contract.GROUP:  # the fields of another program's document are no mistakes in one of ours
             said = f"apiVersion ({group}/...) must be {contract.API_VERSION}; outlast init SCRIPT writes a job file"
             raise InvalidJob([(document.line(("apiVersion",)), said)], source=source)
-        data = _Names(model, document, problems).known(model, data, ())
+        data = _Names(model, document, problems).checked(model, data, ())
     try:
         valid = model.model_validate(data)
     except ValidationError as error:
@@ -90,7 +90,7 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
 
 
 class _Names:
-    """Checks the names in a document: unknown names, their probable meaning, and names that exclude each other."""
+    """Checks the names in a document: unknown names, with their probable meaning, and names that exclude each other."""
 
     def __init__(self, model: type[Checked], document: Document, problems: list[tuple[int | None, str]]) -> None:
         self.document = document
@@ -105,7 +105,7 @@ class _Names:
             if isinstance(annotation, type) and issubclass(annotation, Checked):
                 self._index(annotation, (*place, field))
 
-    def known(self, model: type[Checked], data: dict[str, Any], place: Place) -> dict[str, Any]:
+    def checked(self, model: type[Checked], data: dict[str, Any], place: Place) -> dict[str, Any]:
         """Return the data without unknown fields, and without fields that have no value (`args:`)."""
         known = fields(model)
         result: dict[str, Any] = {}
@@ -126,13 +126,13 @@ class _Names:
 
     def _value(self, model: type[Checked] | None, value: Any, place: Place) -> Any:
         if model and isinstance(value, dict):
-            return self.known(model, value, place)
+            return self.checked(model, value, place)
         if model and isinstance(value, list):
             return [self._value(model, item, (*place, index)) for index, item in enumerate(value)]
         return value
 
     def _meant(self, place: Place, known: list[str], instead: Mapping[str, str]) -> str | None:
-        """Report the unknown field at `place`; returns the field of the same part that was probably meant."""
+        """Report the unknown field at `place`, and return the field of the same part that the user probably meant."""
         field = str(place[-1])
         spelt = {each.lower(): each for each in known}
         near = difflib.get_close_matches(field.lower().replace("_", "").replace("-", ""), spelt, 1)
@@ -157,12 +157,12 @@ class _Names:
 
 
 def fields(model: type[Checked]) -> dict[str, Any]:
-    """Return the fields of a model by their names in a document, with their types."""
+    """Return the types of a model's fields by their names in a document."""
     return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
 
 
 def _part(annotation: Any) -> type[Checked] | None:
-    """Return the model `Part` in the annotation `Part`, `Part | None` or `tuple[Part, ...]`; None if there is none."""
+    """Return the model `Part` in the annotation `Part`, `Part | None` or `tuple[Part, ...]`; None for any other annotation."""
     if isinstance(annotation, type) and issubclass(annotation, Checked):
         return annotation
     if get_origin(annotation) is dict:
@@ -214,7 +214,7 @@ def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallbac
 
 
 def _shown(value: Any) -> str:
-    """Return a value as written in a document, shortened."""
+    """Format a value as written in a document, shortened."""
     if value is None:
         return "nothing"
     if isinstance(value, dict):

@@ -2,8 +2,9 @@
 
     from outlast import notebooks
 
-    notebooks.follow("gpt")     # a panel that changes until the job has ended notebooks.draw("gpt")       # the job's loss, and
-    where its time went notebooks.report("gpt")     # the same as a dict
+    notebooks.follow("gpt")     # a panel that updates until the job has ended
+    notebooks.draw("gpt")       # the job's loss, and its time by cause
+    notebooks.report("gpt")     # the same as a dict
 
 As for `outlast status`, only jobs of the notebook's directory can be shown. In a terminal, the panel is a line of text.
 `notebooks.jupyter` starts JupyterLab for `outlast notebook`, and `first.ipynb` is the notebook to begin with.
