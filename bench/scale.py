@@ -216,12 +216,12 @@ class Simulated:
 
         def change(line: bytes) -> api.Change:
             found = api.Change("modified", json.loads(line))
-            reported.note(found)
+            reported.record(found)
             return found
 
         yield from (change(line) for line in self.first[kind])
         self.first[kind] = []
-        pace.listening(str(next(self.versions)))
+        pace.on_version(str(next(self.versions)))
         yield from (change(line) for line in (self.renewed() if kind == kinds.LEASE else self.queued(kind)))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:

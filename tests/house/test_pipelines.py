@@ -46,7 +46,7 @@ class Ending(apiserver.ApiServer):
 
     def put(self, document: Document) -> Document:
         if document["kind"] == kube.ELASTIC_JOB.kind and "status" not in document:
-            ended = {"state": "Succeeded", "run": "gpt-1", "step": 8, "finished": pod_status.seconds(apiserver.NOW) + 2.5}
+            ended = {"state": "Succeeded", "run": "gpt-1", "step": 8, "finished": pod_status.timestamp(apiserver.NOW) + 2.5}
             document = {**document, "status": ended}
         return super().put(document)
 

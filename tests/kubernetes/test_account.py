@@ -73,7 +73,7 @@ def test_all_that_happens_to_a_job_is_one_account_which_everybody_shows() -> Non
 
     account, status = report(cluster), shown.status(shown.Snapshot("train", cluster.job))
     assert account.start == int(BEGAN)
-    assert account.end == pytest.approx(podwords.seconds(cluster.status["completionTime"]), abs=1)
+    assert account.end == pytest.approx(podwords.timestamp(cluster.status["completionTime"]), abs=1)
     assert sum(account.seconds.values()) == pytest.approx(account.end - account.start)
     assert account.seconds[Bucket.SUSPENDED] == pytest.approx(302, abs=5)
     assert account.seconds[Bucket.PODS] > 0

@@ -94,7 +94,7 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(
     told = " | ".join(incident.text for incident in account.incidents)
     print({bucket.value: round(seconds, 2) for bucket, seconds in account.seconds.items()}, told, sep="\n")
     created = json.loads(namespace.kubectl("get", "ej", "job", "-o", "json"))["metadata"]["creationTimestamp"]
-    whole_s = pod_status.seconds(ended["completionTime"]) - pod_status.seconds(created)
+    whole_s = pod_status.timestamp(ended["completionTime"]) - pod_status.timestamp(created)
     assert sum(account.seconds.values()) == pytest.approx(whole_s, rel=0.01)
     assert account.seconds[Bucket.SUSPENDED] > 0
     assert (account.state, shown.state, listed.state, ended["state"]) == ("Succeeded",) * 4

@@ -78,7 +78,7 @@ LONG_RULE = f"metadata.name is longer than 51 characters; {'shorten it, ' * 10}s
 def test_threads_do_not_share_a_client_until_there_are_many(
     api: apiserver.ApiServer, cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "_CLIENTS", 3)
+    monkeypatch.setattr(requests, "_MAX_CLIENTS", 3)
     mine, others = cluster.connection.clients.for_thread(), []
 
     def look() -> None:
@@ -166,7 +166,11 @@ ASKED = Subject("apply", kube.JOB, "train", "team-a", "https://c")
             "cannot be applied: .spec.x: field not declared in schema",
         ),
         (apiserver.status(409, "AlreadyExists", "exists"), errors.Taken, "Job train in namespace team-a exists already"),
-        (apiserver.status(409, "Conflict", "the object has been modified"), errors.Conflict, "somebody else has changed it"),
+        (
+            apiserver.status(409, "Conflict", "the object has been modified"),
+            errors.Conflict,
+            "it has been changed since it was read",
+        ),
         (
             apiserver.status(404, "NotFound", 'namespaces "team-a" not found', name="team-a", kind="namespaces"),
             errors.Absent,
@@ -188,7 +192,7 @@ ASKED = Subject("apply", kube.JOB, "train", "team-a", "https://c")
 )
 def test_a_refusal_is_one_sentence(answer: tuple[int, object], error: type[Exception], said: str) -> None:
     body = answer[1].encode() if isinstance(answer[1], str) else json.dumps(answer[1]).encode()
-    found = error_mapping.mistake(answer[0], body, ASKED)
+    found = error_mapping.error_for(answer[0], body, ASKED)
     assert type(found) is error
     assert said in str(found)
     assert "\n" not in str(found)
@@ -214,7 +218,9 @@ def test_a_document_is_applied_to_the_object_that_was_read_and_to_no_later_one(c
         if change == "another":
             cluster.delete(kube.POD, "one")
         cluster.apply(theirs)
-        with pytest.raises(errors.Conflict, match="Pod one in namespace default cannot be applied: somebody else has changed it"):
+        with pytest.raises(
+            errors.Conflict, match="Pod one in namespace default cannot be applied: it has been changed since it was read"
+        ):
             apply_documents.apply(cluster, wanted, old=read)
         assert cluster.get(kube.POD, "one")["metadata"]["labels"] == {"app": "theirs"}
         cluster.apply(wanted)
@@ -499,7 +505,7 @@ def test_a_watch_of_what_never_changes_is_neither_lost_nor_begun_late(
 ) -> None:
     paused: list[int] = []
     monkeypatch.setattr(requests, "pause", lambda failures: paused.append(failures) or 0.0)
-    monkeypatch.setattr(watch, "_STOOD_S", 0.0)
+    monkeypatch.setattr(watch, "_STABLE_S", 0.0)
     watched = Watched(cluster)
     for times in (1, 2, 3):
         api.until(lambda: sum("watch=true" in path for path in api.asked) == times and len(api.watchers) == 1)  # noqa: B023

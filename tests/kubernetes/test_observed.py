@@ -104,7 +104,7 @@ def test_failures_are_counted_and_interruptions_are_not() -> None:
             "was OOMKilled: it used more than its limit of 16Gi; raise resources.memory",
             True,
         ),
-        (ended(code=78), 78, "found its configuration wrong (exit code 78); its log says what", True),
+        (ended(code=78), 78, "has an invalid configuration (exit code 78); see its log", True),
         (ended(code=75), 75, "was told to leave (exit code 75)", False),
         (ended(code=139), 139, "failed with exit code 139", True),
         (ended(code=0), 0, "is done", False),

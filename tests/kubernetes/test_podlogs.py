@@ -280,7 +280,7 @@ def test_following_asks_for_one_kind_and_leaves_agents_alone(connected: Connecte
 
 def test_following_waits_for_an_api_server_that_is_away(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
     api, cluster = connected
-    monkeypatch.setattr(kube.requests, "_TRIES", 1)
+    monkeypatch.setattr(kube.requests, "_ATTEMPTS", 1)
     monkeypatch.setattr(backend, "_AGENTS_S", 0)
     a_stateful_set(api)
     api.prescribe("train-0/log.*follow=true", goes_on(at(1, "before")))
@@ -306,7 +306,7 @@ def test_following_waits_for_an_api_server_that_is_away(connected: Connected, mo
 
 def test_the_first_request_of_following_may_fail(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
     api, cluster = connected
-    monkeypatch.setattr(kube.requests, "_TRIES", 1)
+    monkeypatch.setattr(kube.requests, "_ATTEMPTS", 1)
     api.well = False
     with pytest.raises(Unanswered, match="HTTP 503"):
         list(backend.KubernetesBackend(cluster).logs("train", follow=True))

@@ -75,7 +75,7 @@ def test_what_is_nested_too_deep_is_left_out_and_said(kind: Any, depth: int, usu
 
 
 def test_what_is_not_too_deep_is_read_whole() -> None:
-    text = a_job(nested(document_parsing.DEEPEST - 5))
+    text = a_job(nested(document_parsing.MAX_DEPTH - 5))
     assert document_parsing.document(text, ELASTIC_JOB) == json.loads(text)
 
 

@@ -9,7 +9,7 @@ from outlast.kubernetes.api import pod_status as podwords
 Document = dict[str, Any]
 
 
-T0 = podwords.seconds("2026-01-01T00:00:00Z")
+T0 = podwords.timestamp("2026-01-01T00:00:00Z")
 
 
 def a_node(**spec: Any) -> Document:

@@ -427,7 +427,7 @@ class Cluster:
             self.kueue.admits()
         for pod in list(self.pods):
             uid = pod["metadata"]["uid"]
-            if (until := podwords.seconds(pod["metadata"].get("deletionTimestamp"))) and self.now > until and self.answers(pod):
+            if (until := podwords.timestamp(pod["metadata"].get("deletionTimestamp"))) and self.now > until and self.answers(pod):
                 self.gone(pod)
                 continue
             if pod["status"]["phase"] == "Pending" and "nodeName" in pod["spec"] and self.answers(pod):

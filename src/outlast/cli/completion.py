@@ -66,7 +66,7 @@ def _jobs(ctx: typer.Context) -> Iterator[str]:
     if not (ctx.params.get("namespace") or ctx.params.get("context")):
         local = [status.name for status in LocalBackend(state_dir.root()).list()]
         yield from local
-        if local or not kubeconfig.any_(os.environ):
+        if local or not kubeconfig.available(os.environ):
             return
     from outlast.kubernetes.jobs.job_documents import Workloads, job_name
 

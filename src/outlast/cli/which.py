@@ -85,7 +85,7 @@ def place(ctx: typer.Context, name: str | None, namespace: str | None, context: 
         return here
     from outlast.kubernetes.api import kubeconfig
 
-    return cluster(ctx) if kubeconfig.any_(os.environ) else here
+    return cluster(ctx) if kubeconfig.available(os.environ) else here
 
 
 def cluster(ctx: typer.Context, namespace: str | None = None, context: str | None = None) -> KubernetesBackend:

@@ -1,1 +1,1 @@
-"""Jobs in a cluster: the API server, manifests, the operator, jobs as a user sees them, what is wrong."""
+"""Jobs in a Kubernetes cluster: API client, manifests, operator, users' view of jobs, and diagnosis."""

@@ -418,7 +418,7 @@ class Connection:
     def cluster(self) -> api.Cluster:
         """Return the client; log in if necessary. Raises ClusterError."""
         if self._cluster is None:
-            self._cluster = api.connect(namespace=self._namespace or None, own=True)
+            self._cluster = api.connect(namespace=self._namespace or None, prefer_pod=True)
         return self._cluster
 
     def close(self) -> None:

@@ -109,7 +109,7 @@ def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
     from outlast.kubernetes import api
     from outlast.kubernetes.api import pod_status
 
-    running = [pod for pod in place.pods(name) if not pod_status.over(pod)]
+    running = [pod for pod in place.pods(name) if not pod_status.finished(pod)]
     notes: list[str] = []
     usage = _usage(place, api.POD_METRICS, notes, labels=f"{contract.Label.JOB}={name}")
     nodes = sorted({pod["spec"]["nodeName"] for pod in running if pod["spec"].get("nodeName")})

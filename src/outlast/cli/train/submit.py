@@ -148,7 +148,7 @@ def _change(cluster: Cluster, document: Document) -> str:
     from outlast.kubernetes.api import apply_documents
     from outlast.kubernetes.manifests import configmaps_and_service
 
-    old = apply_documents.there(cluster, document)
+    old = apply_documents.existing(cluster, document)
     if old is not None and api.kind_of(document) is api.CLAIM:
         return configmaps_and_service.kept(document, old)
     done = apply_documents.apply(cluster, document, old=old, dry_run=True)

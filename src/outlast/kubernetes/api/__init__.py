@@ -1,11 +1,11 @@
-"""A Kubernetes cluster: documents in, documents out, as plain dicts.
+"""Client for the API server of a Kubernetes cluster. Documents are plain dicts.
 
     cluster = api.connect()
     for pod in cluster.list_(api.POD, labels="outlast.dev/job=train"): ...
 
-`client` has the requests, `paths` their paths and pages, `watch` the changes, `streams` commands in pods, `login` the connection
-to a cluster, `error_mapping` the errors, `kinds` the kinds of documents, and `pod_status` the functions that read pods.
-`pod_status`, `document_parsing` and `kinds` are pure.
+`client` has the requests, `paths` their paths and pages, `watch` watches, `streams` commands in pods, `login` the connection to a
+cluster, `error_mapping` the errors, `kinds` the kinds of documents, and `pod_status` the functions that read pods. `pod_status`,
+`document_parsing` and `kinds` are pure.
 """
 
 from outlast.kubernetes.api.client import Cluster, LogOptions, without_server_fields

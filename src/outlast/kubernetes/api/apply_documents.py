@@ -1,7 +1,7 @@
-"""Apply documents to a cluster: who owns existing objects of these names, and whether each was created or changed.
+"""Applies documents to a cluster. Checks who owns existing objects, and reports whether each object was created or changed.
 
-applied.check(cluster, documents, instead="choose another name")     if one is somebody else's, nothing has changed
-done = applied.apply(cluster, document, old=applied.there(cluster, document))
+applied.check(cluster, documents, instead="choose another name")     raises Taken before anything is changed
+done = applied.apply(cluster, document, old=applied.existing(cluster, document))
 done.what                                                            created, changed or unchanged
 """
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Applied:
-    """The outcome for one document; in a dry run, the outcome that it would have."""
+    """The outcome for one document. In a dry run, the outcome of a real run."""
 
     old: Document | None
-    """The object before; None if there was none."""
+    """The object before the change; None if it did not exist."""
     new: Document
-    """The object after."""
+    """The object after the change."""
 
     @property
     def what(self) -> str:
@@ -38,34 +38,36 @@ class Applied:
         return "unchanged" if without_server_fields(self.old) == without_server_fields(self.new) else "changed"
 
 
-def there(cluster: Cluster, document: Document) -> Document | None:
-    """The existing object; None if it is absent, or if its kind is not served."""
+def existing(cluster: Cluster, document: Document) -> Document | None:
+    """Return the existing object, or None if it is absent or its kind is not served."""
     meta = document["metadata"]
     try:
         return cluster.find(kind_of(document), meta["name"], namespace=meta.get("namespace"))
-    except NotServed:  # the error follows when it is applied
+    except NotServed:  # `apply` raises the error
         return None
 
 
 def check(cluster: Cluster, documents: Iterable[Document], labels: Mapping[str, str] = {}, *, instead: str) -> None:
-    """Raise Taken for the first document whose name belongs to an object that Outlast has not made with these labels; `instead`
-    is the remedy in the error."""
+    """Raise Taken for the first document whose name belongs to an object that Outlast has not created with these labels.
+    `instead` is the remedy in the error."""
     for document in documents:
-        foreign.check(there(cluster, document), labels, instead=instead)
+        foreign.check(existing(cluster, document), labels, instead=instead)
 
 
 def apply(cluster: Cluster, document: Document, *, old: Document | None, dry_run: bool = False) -> Applied:
-    """Apply a document server-side to `old` as it was read, and once more if it has changed since. Raises ClusterError, and
-    Conflict if the object may belong to somebody else by now."""
+    """Apply a document server-side. If the object has changed since `old` was read, try once more. Raises ClusterError, and
+    Conflict if the object may now belong to another owner."""
 
     def applied(old: Document | None) -> Applied:
-        seen = {name: old["metadata"][name] for name in ("uid", "resourceVersion")} if old else {}
-        return Applied(old, cluster.apply({**document, "metadata": {**document["metadata"], **seen}}, dry_run=dry_run))
+        precondition = {name: old["metadata"][name] for name in ("uid", "resourceVersion")} if old else {}
+        return Applied(old, cluster.apply({**document, "metadata": {**document["metadata"], **precondition}}, dry_run=dry_run))
 
     try:
         return applied(old)
     except Conflict:
-        now = there(cluster, document)
-        if old is None or (now and any(now["metadata"].get(name) != old["metadata"].get(name) for name in ("uid", "labels"))):
+        current = existing(cluster, document)
+        if old is None or (
+            current and any(current["metadata"].get(name) != old["metadata"].get(name) for name in ("uid", "labels"))
+        ):
             raise
-        return applied(now)
+        return applied(current)

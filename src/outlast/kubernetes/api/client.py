@@ -1,7 +1,7 @@
-"""The API server of a cluster: documents in, documents out, as plain dicts.
+"""The requests to the API server of a cluster. Documents are plain dicts.
 
-Documents are not parsed into models, so fields that we do not know stay as they are. All errors are `ClusterError`s of
-`error_mapping`. All functions here may be called from several threads. Long calls end as soon as their `Stop` is set.
+Documents are not parsed into models, so unknown fields are preserved. All errors are `ClusterError`s of `error_mapping`. All
+functions here are thread-safe. Long calls end as soon as their `Stop` is set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outlast.kubernetes.api.streams import Ended
 from outlast.kubernetes.api.watch import Change
 
 MANAGER = "outlast"
-"""Outlast's name in `managedFields`."""
+"""Outlast's field manager in `managedFields`."""
 _WRITTEN_BY_SERVER = ("managedFields", "resourceVersion", "uid", "creationTimestamp", "generation", "selfLink")
 """Metadata that the API server writes."""
 _WRITE = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
@@ -37,7 +37,7 @@ class LogOptions:
     since_s: float | None = None
     """Only the lines of the last `since_s` seconds."""
     since: str = ""
-    """Only lines after this time, which is written as `timestamps` shows it."""
+    """Only lines after this time, in the format of `timestamps`."""
     tail: int | None = None
     previous: bool = False
     """Whether to read the log of the container before its last restart."""
@@ -45,25 +45,25 @@ class LogOptions:
     """Whether each line begins with its time."""
 
     def params(self) -> dict[str, str]:
-        """The options as parameters of the request."""
+        """Return the options as query parameters."""
         flags = {"follow": self.follow, "previous": self.previous, "timestamps": self.timestamps}
-        given = {name: "true" for name, value in flags.items() if value}
-        given |= {"container": self.container} if self.container else {}
-        given |= {"sinceSeconds": str(max(1, round(self.since_s)))} if self.since_s is not None else {}
-        given |= {"sinceTime": self.since} if self.since else {}
-        given |= {"tailLines": str(self.tail)} if self.tail is not None else {}
-        return given
+        params = {name: "true" for name, value in flags.items() if value}
+        params |= {"container": self.container} if self.container else {}
+        params |= {"sinceSeconds": str(max(1, round(self.since_s)))} if self.since_s is not None else {}
+        params |= {"sinceTime": self.since} if self.since else {}
+        params |= {"tailLines": str(self.tail)} if self.tail is not None else {}
+        return params
 
 
 class Cluster(Api):
-    """The API server of a cluster, and the namespace for documents that name none."""
+    """The API server of a cluster, and the default namespace for documents."""
 
     # Documents
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None, subresource: str = "") -> Document:
         """Return a document. Raises Absent."""
-        asked, path = self.address("get", kind, name, namespace, subresource=subresource)
-        return self.document(Request(asked, "GET", path, repeat=True))
+        subject, path = self.address("get", kind, name, namespace, subresource=subresource)
+        return self.document(Request(subject, "GET", path, repeat=True))
 
     def find(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document | None:
         """Return a document, or None if it does not exist."""
@@ -75,7 +75,7 @@ class Cluster(Api):
     def list_(
         self, kind: Kind, *, namespace: str | None = None, everywhere: bool = False, labels: str = "", fields: str = ""
     ) -> list[Document]:
-        """All documents of a kind that the selectors match, in one namespace or `everywhere`."""
+        """Return all documents of a kind that the selectors match, in one namespace or in all namespaces (`everywhere`)."""
         selection = Selection(kind, namespace, everywhere, labels, fields)
         try:
             return [document for page, _ in self.pages(selection) for document in page]
@@ -85,21 +85,21 @@ class Cluster(Api):
     def create(self, document: Document, *, dry_run: bool = False) -> Document:
         """Create a document. Raises Taken if a document of this name exists."""
         kind, name, namespace = _named(document)
-        at, path = self.address("create", kind, "", namespace)
-        asked = replace(at, name=name)
-        return self.document(Request(asked, "POST", path, {**_WRITE, **_dry(dry_run)}, document))
+        collection, path = self.address("create", kind, "", namespace)
+        subject = replace(collection, name=name)
+        return self.document(Request(subject, "POST", path, {**_WRITE, **_dry(dry_run)}, document))
 
     def apply(
         self, document: Document, *, dry_run: bool = False, tries: int | None = None, timeout_s: float | None = None
     ) -> Document:
-        """Create a document, or change its fields to the given values (server-side apply). Unknown fields are an error. Set
-        `tries=1` if the caller retries with fresher data."""
+        """Create a document, or set its fields to the given values (server-side apply). Unknown fields are an error. Callers
+        that retry with fresher data set `tries=1`."""
         kind, name, namespace = _named(document)
-        asked, path = self.address("apply", kind, name, namespace)
+        subject, path = self.address("apply", kind, name, namespace)
         params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **_dry(dry_run)}
         content_type = "application/apply-patch+yaml"
         return self.document(
-            Request(asked, "PATCH", path, params, document, content_type, repeat=True, tries=tries, timeout_s=timeout_s)
+            Request(subject, "PATCH", path, params, document, content_type, repeat=True, tries=tries, timeout_s=timeout_s)
         )
 
     def patch(
@@ -112,17 +112,17 @@ class Cluster(Api):
         subresource: str = "",
         type: Literal["merge", "strategic", "json"] = "merge",
     ) -> Document:
-        """Change some fields. With a `metadata.resourceVersion` in the change, raises Conflict if the document has another
-        version."""
+        """Change some fields. If the change contains `metadata.resourceVersion`, raises Conflict for any other version of the
+        document."""
         content_type = {"merge": "merge-patch", "strategic": "strategic-merge-patch", "json": "json-patch"}[type]
-        asked, path = self.address("patch", kind, name, namespace, subresource=subresource)
-        return self.document(Request(asked, "PATCH", path, _WRITE, change, f"application/{content_type}+json"))
+        subject, path = self.address("patch", kind, name, namespace, subresource=subresource)
+        return self.document(Request(subject, "PATCH", path, _WRITE, change, f"application/{content_type}+json"))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:
-        """Replace a document that was read before. Raises Conflict if it has been written since."""
+        """Replace a document. Raises Conflict if another client has written it since it was read."""
         kind, name, namespace = _named(document)
-        asked, path = self.address("update", kind, name, namespace, subresource=subresource)
-        return self.document(Request(asked, "PUT", path, _WRITE, document))
+        subject, path = self.address("update", kind, name, namespace, subresource=subresource)
+        return self.document(Request(subject, "PUT", path, _WRITE, document))
 
     def delete(
         self,
@@ -137,15 +137,15 @@ class Cluster(Api):
     ) -> Document:
         """Delete a document and its dependents. Returns the document with its deletion time, or a Status.
 
-        Raises Absent, and Conflict if the document has another uid by now.
+        Raises Absent, and Conflict if the document now has another uid.
         """
         options: Document = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": propagation}
         if grace_s is not None:
             options["gracePeriodSeconds"] = round(grace_s)
         if uid is not None:
             options["preconditions"] = {"uid": uid}
-        asked, path = self.address("delete", kind, name, namespace)
-        return self.document(Request(asked, "DELETE", path, body=options, repeat=True, timeout_s=timeout_s))
+        subject, path = self.address("delete", kind, name, namespace)
+        return self.document(Request(subject, "DELETE", path, body=options, repeat=True, timeout_s=timeout_s))
 
     def evict(
         self,
@@ -156,7 +156,7 @@ class Cluster(Api):
         grace_s: float | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Evict a pod, as draining its node does. Raises Refused if a PodDisruptionBudget forbids the eviction."""
+        """Evict a pod, as `kubectl drain` does. Raises Refused if a PodDisruptionBudget forbids the eviction."""
         name = {"name": pod, "namespace": namespace or self.namespace}
         options: Document = {"preconditions": {"uid": uid}} if uid else {}
         if grace_s is not None:
@@ -167,8 +167,8 @@ class Cluster(Api):
             "metadata": name,
             **({"deleteOptions": options} if options else {}),
         }
-        asked, path = self.address("evict", POD, pod, namespace, subresource="eviction")
-        self.document(Request(asked, "POST", path, body=body, tries=1, timeout_s=timeout_s))
+        subject, path = self.address("evict", POD, pod, namespace, subresource="eviction")
+        self.document(Request(subject, "POST", path, body=body, tries=1, timeout_s=timeout_s))
 
     def watch(
         self,
@@ -181,12 +181,12 @@ class Cluster(Api):
         fields: str = "",
         pace: watch.Pace = watch.PACE,
     ) -> Iterator[Change]:
-        """All existing documents, then every change, until `stop` is set.
+        """Yield all existing documents, then every change, until `stop` is set.
 
-        No state is missed permanently: if the server no longer has the changes since the last connection, everything is listed
-        again, and documents that have vanished are reported as deleted. While the server is away, the watch retries with growing
-        pauses. Raises refusals, and a failure to reach the server before the first list is complete. Documents are parsed one at
-        a time.
+        No state is missed permanently. If the server no longer has the changes since the last connection, the watch lists
+        everything again, and reports documents that have vanished as deleted. While the server is down, the watch retries with
+        growing pauses. Raises refusals, and Unanswered if the server is down before the first list is complete. Documents are
+        parsed one at a time.
         """
         return watch.changes(self, Selection(kind, namespace, everywhere, labels, fields), stop, pace)
 
@@ -195,23 +195,23 @@ class Cluster(Api):
     def logs(
         self, pod: str, options: LogOptions | None = None, *, namespace: str | None = None, stop: Stop | None = None
     ) -> Iterator[str]:
-        """The lines of a container's log, without line ends. Raises Refused for a container that has not started."""
+        """Yield the lines of a container's log, without line ends. Raises Refused for a container that has not started."""
         options = options or LogOptions()
-        asked, path = self.address("log", POD, pod, namespace, subresource="log")
+        subject, path = self.address("log", POD, pod, namespace, subresource="log")
         silence_s = None if options.follow else requests.READ_S
-        with self.connection.stream(asked, path, options.params(), stop or Stop(), silence_s=silence_s) as lines:
+        with self.connection.stream(subject, path, options.params(), stop or Stop(), silence_s=silence_s) as lines:
             for line in lines:
                 yield line.decode(errors="replace")
 
     def proxy(self, pod: str, port: int, path: str, *, namespace: str | None = None, timeout_s: float | None = None) -> str:
-        """The response of a server in a pod to a GET request that is sent through the API server. Raises Unanswered."""
-        asked, base = self.address("proxy", POD, f"{pod}:{port}", namespace, subresource="proxy")
-        return self.connection.answer(Request(asked, "GET", f"{base}/{path.lstrip('/')}", timeout_s=timeout_s)).text
+        """Send a GET request to a server in a pod through the API server, and return the response. Raises Unanswered."""
+        subject, base = self.address("proxy", POD, f"{pod}:{port}", namespace, subresource="proxy")
+        return self.connection.answer(Request(subject, "GET", f"{base}/{path.lstrip('/')}", timeout_s=timeout_s)).text
 
     def exec_(
         self, pod: str, command: Sequence[str], *, namespace: str | None = None, container: str = "", stdin: bytes | None = None
     ) -> Ended:
-        """Run a command in a container, with `stdin` as its input."""
+        """Run a command in a container, with `stdin` as input."""
         return streams.execute(self, pod, command, namespace=namespace, container=container, stdin=stdin)
 
     # The cluster
@@ -226,7 +226,7 @@ class Cluster(Api):
         namespace: str | None = None,
         everywhere: bool = False,
     ) -> bool:
-        """Whether we have the right to perform an action (SelfSubjectAccessReview)."""
+        """Return whether the current user has the right to perform an action (SelfSubjectAccessReview)."""
         attributes = {"verb": verb, "group": kind.group, "resource": kind.plural, "name": name, "subresource": subresource}
         if kind.namespaced and not everywhere:
             attributes["namespace"] = namespace or self.namespace
@@ -240,28 +240,31 @@ class Cluster(Api):
         return bool(self.document(request)["status"].get("allowed"))
 
     def version(self) -> str:
-        """The server's version, such as `v1.36.2`."""
+        """Return the server's version, such as `v1.36.2`."""
         return str(self.raw("version")["gitVersion"])
 
     def time(self) -> float:
-        """The server's time, to half a second. Raises Refused if its answers carry no time."""
+        """Return the server's time in seconds since the epoch, accurate to half a second. Raises Refused if the response has no
+        `Date` header."""
         request = Request(Subject("get", server=self.server), "GET", "version", repeat=True)
         date = self.connection.answer(request).headers.get("date", "")
         try:
             return email.utils.parsedate_to_datetime(date).timestamp() + 0.5  # whole seconds, cut off
         except ValueError as error:
-            raise Refused(f"the API server says no time (Date: {date!r}); a proxy before it may remove that header") from error
+            raise Refused(
+                f"the API server sends no time (Date: {date!r}); a proxy in front of it may remove that header"
+            ) from error
 
     def serves(self, kind: Kind) -> bool:
-        """Whether the cluster serves a kind of document."""
+        """Return whether the cluster serves a kind of document."""
         try:
-            found = self.raw(kind.root)
+            group_version = self.raw(kind.root)
         except (Absent, NotServed):
             return False
-        return any(resource["name"] == kind.plural for resource in found.get("resources", ()))
+        return any(resource["name"] == kind.plural for resource in group_version.get("resources", ()))
 
     def has_namespace(self, namespace: str | None = None) -> bool:
-        """Whether a namespace exists; True if we may not read it."""
+        """Return whether a namespace exists; True if reading it is forbidden."""
         try:
             self.get(NAMESPACE, namespace or self.namespace)
         except Absent:
@@ -271,7 +274,7 @@ class Cluster(Api):
         return True
 
     def raw(self, path: str) -> Document:
-        """The document at a path, for discovery and the server's version, which have no kind."""
+        """Return the document at a path. For documents without a kind: API discovery and the server's version."""
         return self.document(Request(Subject("get", server=self.server), "GET", path, repeat=True))
 
     def close(self) -> None:
@@ -280,7 +283,7 @@ class Cluster(Api):
 
 
 def without_server_fields(document: Document) -> Document:
-    """A document without its status and the metadata that the API server writes."""
+    """Return a document without its status and without the metadata that the API server writes."""
     meta = {key: value for key, value in document["metadata"].items() if key not in _WRITTEN_BY_SERVER}
     return {**{key: value for key, value in document.items() if key != "status"}, "metadata": meta}
 

@@ -1,9 +1,9 @@
-"""Parsing of documents from an API server within limits, since users choose the shape of their JSON.
+"""Parses documents from an API server within limits, since users choose the shape of their JSON. Pure.
 
-A job may be nested 10,000 levels deep, which Python's parser cannot read, or hold a million empty objects, which take 25 times
-the memory of their text once they are parsed. The text is therefore measured first, without recursion: a value that is nested too
-deep or is too long is left out, and the document has a message about that under `UNREADABLE`. The document's name, uid and
-version are always kept. `kube` calls this module for everything that it receives. Pure.
+A job may be nested 10,000 levels deep, which Python's parser cannot read. It may also contain a million empty objects, which take
+25 times the memory of their text after parsing. The text is therefore measured first, without recursion. A value that is nested
+too deep or too long is omitted, and the document has a message about that under `UNREADABLE`. The document's name, uid and
+version are always preserved.
 """
 
 from __future__ import annotations
@@ -19,33 +19,31 @@ from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE, POD, Kind
 Document = dict[str, Any]
 
 UNREADABLE = "unreadable"
-"""Top-level key for a message in a document from which a value was left out. The API server prunes unknown keys, so no user can
-write it."""
-DEEPEST = 100
-"""Maximum nesting depth that is read. A PodSpec has 12 levels."""
-LARGEST = 128 * 1024
-"""Maximum size in bytes of JSON of a job's spec that is read."""
-_ANNOTATED = 3
-"""Maximum size of metadata, as a multiple of the maximum size of the document: Kubernetes accepts 256 KiB of annotations."""
-FREE = (ELASTIC_JOB, *dropins.KINDS)
-"""Kinds with fields of any shape, which may be nested deeply. The nesting of other kinds is bounded by their type."""
-_BOUNDED: dict[Kind, int] = {**dict.fromkeys((*FREE, LEASE), LARGEST), POD: 4 * LARGEST}
-"""Maximum size in bytes of a document that is read, for kinds that users create and the operator caches. A pod contains its job's
-file."""
+"""Top-level key for a message about omitted values of a document. The API server prunes unknown keys, so no user can write it."""
+MAX_DEPTH = 100
+"""Maximum nesting depth of a value. A PodSpec has 12 levels."""
+MAX_BYTES = 128 * 1024
+"""Maximum size of a job's spec in bytes of JSON."""
+_METADATA_FACTOR = 3
+"""Maximum size of metadata, as a multiple of the document's maximum size: Kubernetes accepts 256 KiB of annotations."""
+FREE_FORM = (ELASTIC_JOB, *dropins.KINDS)
+"""Kinds with free-form fields, which may be nested deeply. The schema of other kinds limits their nesting."""
+_MAX_BYTES: dict[Kind, int] = {**dict.fromkeys((*FREE_FORM, LEASE), MAX_BYTES), POD: 4 * MAX_BYTES}
+"""Maximum size of a document in bytes, for kinds that users create and the operator caches. A pod contains its job's file."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
-"""Metadata that the API server writes or whose size it limits."""
-_ALWAYS = ("apiVersion", "kind", "metadata", "status")
-"""Keys that only the API server and controllers write; they are read whatever their length."""
-_SHORT = 256
-"""Maximum length of a scalar that is retained from an object that is left out."""
-_SCALARS = 32
+"""Metadata fields that the API server writes, or whose size it limits."""
+_SERVER_KEYS = ("apiVersion", "kind", "metadata", "status")
+"""Keys that only the API server and controllers write. Their length is not limited."""
+_MAX_SCALAR = 256
+"""Maximum length in bytes of a scalar that is preserved from an omitted object."""
+_MAX_SCALARS = 32
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _PLAIN = rb"[^\"{}\[\]]*+(?:" + _STRING + rb"[^\"{}\[\]]*+)*+"
 
 
 def _flat(inside: bytes) -> bytes:
-    """The expression for text that matches `inside`, and for up to 1,000 objects and lists of such text.
+    """Return a pattern for text with up to 1,000 objects and lists whose content matches `inside`.
 
     The group is atomic because possessive quantifiers over alternatives are broken before Python 3.11.5 (cpython#106052). The
     number of repetitions is limited because each takes memory.
@@ -65,186 +63,186 @@ class _Span(NamedTuple):
     begin: int
     end: int
     depth: int
-    """Nesting depth, or up to three less than that; 0 for a scalar."""
+    """Nesting depth, up to three too small; 0 for a scalar."""
 
 
 def document(text: bytes, kind: Kind | None = None) -> Document:
-    """The document in an answer. Raises ValueError unless the text is a JSON object."""
-    if _quick(len(text), kind):
+    """Return the document in a response. Raises ValueError unless the text is a JSON object."""
+    if _is_small(len(text), kind):
         try:
-            found = json.loads(text)
+            parsed = json.loads(text)
         except RecursionError:
             pass
         else:
-            if not isinstance(found, dict):
+            if not isinstance(parsed, dict):
                 raise ValueError(f"no document: {text[:40]!r}")
-            return found
-    span = _value(text, _skipped(text, 0))
+            return parsed
+    span = _value(text, _skip_space(text, 0))
     if text[span.end :].strip():
         raise ValueError(f"there is more after the document: {text[span.end : span.end + 40]!r}")
     return _document(text, span, kind)
 
 
 def event(text: bytes, kind: Kind) -> tuple[str, Document]:
-    """Type and object in a line of a watch. Raises ValueError."""
-    found: dict[str, Any] = {}
-    if _quick(len(text), kind):
-        found = document(text)
+    """Return the type and the object of an event, from a line of a watch. Raises ValueError."""
+    parts: dict[str, Any] = {}
+    if _is_small(len(text), kind):
+        parts = document(text)
     else:
-        for key, span in _members(text, _skipped(text, 0)):
-            found[key] = _document(text, span, kind) if key == "object" else _loaded(text, span)
-    if not isinstance(found.get("type"), str) or not isinstance(found.get("object"), dict):
+        for key, span in _members(text, _skip_space(text, 0)):
+            parts[key] = _document(text, span, kind) if key == "object" else _parse(text, span)
+    if not isinstance(parts.get("type"), str) or not isinstance(parts.get("object"), dict):
         raise ValueError(f"no event of a watch: {text[:80]!r}")
-    return found["type"], found["object"]
+    return parts["type"], parts["object"]
 
 
 def page(text: bytes, kind: Kind) -> tuple[Document, Iterator[Document]]:
-    """The metadata of a list, and its documents, each parsed when the iterator reaches it. Raises ValueError, also during the
-    iteration."""
+    """Return the metadata and the documents of a list. The iterator parses each document when it reaches it. Raises ValueError,
+    also during the iteration."""
     meta: Document = {}
     items: _Span | None = None
-    for key, span in _members(text, _skipped(text, 0)):
+    for key, span in _members(text, _skip_space(text, 0)):
         if key == "metadata":
-            meta = _loaded(text, span)
+            meta = _parse(text, span)
         elif key == "items" and text[span.begin] == ord("["):
             items = span
     return meta, (_document(text, span, kind) for span in (_elements(text, items.begin) if items else ()))
 
 
-def _quick(size: int, kind: Kind | None) -> bool:
-    """Whether a text of this size can be parsed without measuring it."""
-    return kind not in FREE and (kind is None or size <= _BOUNDED.get(kind, size))
+def _is_small(size: int, kind: Kind | None) -> bool:
+    """Return whether a text of this size can be parsed without measuring it."""
+    return kind not in FREE_FORM and (kind is None or size <= _MAX_BYTES.get(kind, size))
 
 
 def _document(text: bytes, span: _Span, kind: Kind | None) -> Document:
     if text[span.begin] != ord("{"):
         raise ValueError(f"no document: {text[span.begin : span.begin + 80]!r}")
-    largest = _BOUNDED.get(kind) if kind is not None else None
-    if span.depth <= DEEPEST and (largest is None or span.end - span.begin <= largest):
-        found: Document = _loaded(text, span)
-        return found
-    return _outline(text, span, largest)
+    max_bytes = _MAX_BYTES.get(kind) if kind is not None else None
+    if span.depth <= MAX_DEPTH and (max_bytes is None or span.end - span.begin <= max_bytes):
+        parsed: Document = _parse(text, span)
+        return parsed
+    return _outline(text, span, max_bytes)
 
 
-def _outline(text: bytes, whole: _Span, largest: int | None) -> Document:
-    """The readable part of a document."""
-    found: Document = {}
+def _outline(text: bytes, outer: _Span, max_bytes: int | None) -> Document:
+    """Return the readable part of a document."""
+    outline: Document = {}
     problems: list[str] = []
-    for key, span in _members(text, whole.begin):
+    for key, span in _members(text, outer.begin):
         if key == "metadata":
-            found[key] = _metadata(text, span, largest, problems)
-        elif problem := _problem(key, span, None if key in _ALWAYS else largest):
+            outline[key] = _metadata(text, span, max_bytes, problems)
+        elif problem := _problem(key, span, None if key in _SERVER_KEYS else max_bytes):
             problems.append(problem)
-            found[key] = _scalars(text, span)
+            outline[key] = _scalars(text, span)
         else:
-            found[key] = _loaded(text, span)
+            outline[key] = _parse(text, span)
     if problems:
-        found[UNREADABLE] = "; ".join(problems)
-    return found
+        outline[UNREADABLE] = "; ".join(problems)
+    return outline
 
 
-def _metadata(text: bytes, whole: _Span, largest: int | None, problems: list[str]) -> Document:
-    """Metadata without `managedFields`, which are as deep and long as the fields that they describe."""
-    spans = {key: span for key, span in _members(text, whole.begin) if key != "managedFields"}
+def _metadata(text: bytes, outer: _Span, max_bytes: int | None, problems: list[str]) -> Document:
+    """Return metadata without `managedFields`, which are as deep and long as the fields that they describe."""
+    spans = {key: span for key, span in _members(text, outer.begin) if key != "managedFields"}
     size = sum(span.end - span.begin for span in spans.values())
     depth = 1 + max((span.depth for span in spans.values()), default=0)
-    if problem := _problem("metadata", _Span(0, size, depth), largest and _ANNOTATED * largest):
+    if problem := _problem("metadata", _Span(0, size, depth), max_bytes and _METADATA_FACTOR * max_bytes):
         problems.append(problem)
         spans = {key: span for key, span in spans.items() if key in _IDENTITY}
-    return {key: _loaded(text, span) for key, span in spans.items()}
+    return {key: _parse(text, span) for key, span in spans.items()}
 
 
-def _problem(name: str, span: _Span, largest: int | None) -> str:
-    """A sentence that says why a value is not read; empty if it is read."""
-    if span.depth > DEEPEST:
-        return f"its {name} is nested more than {DEEPEST} levels deep; make it flatter"
-    if largest is not None and span.end - span.begin > largest:
-        return f"its {name} takes {(span.end - span.begin) >> 10} KiB; at most {largest >> 10} KiB are read: make it smaller"
+def _problem(name: str, span: _Span, max_bytes: int | None) -> str:
+    """Return why a value is omitted; empty if it is not omitted."""
+    if span.depth > MAX_DEPTH:
+        return f"its {name} is nested more than {MAX_DEPTH} levels deep; make it flatter"
+    if max_bytes is not None and span.end - span.begin > max_bytes:
+        return f"its {name} takes {(span.end - span.begin) >> 10} KiB; at most {max_bytes >> 10} KiB are read: make it smaller"
     return ""
 
 
-def _scalars(text: bytes, whole: _Span) -> Document:
-    """The short scalars of an object that is left out, such as `managedBy`."""
-    found: Document = {}
-    if text[whole.begin] != ord("{"):
-        return found
-    for key, span in _members(text, whole.begin):
-        if span.depth == 0 and span.end - span.begin <= _SHORT and len(key) <= _SHORT and len(found) < _SCALARS:
-            found[key] = _loaded(text, span)
-    return found
+def _scalars(text: bytes, outer: _Span) -> Document:
+    """Return the short scalars of an omitted object, such as `managedBy`."""
+    scalars: Document = {}
+    if text[outer.begin] != ord("{"):
+        return scalars
+    for key, span in _members(text, outer.begin):
+        if span.depth == 0 and span.end - span.begin <= _MAX_SCALAR and len(key) <= _MAX_SCALAR and len(scalars) < _MAX_SCALARS:
+            scalars[key] = _parse(text, span)
+    return scalars
 
 
 # ---------------------------------------------------------------------------------------------------------------- the text
 
 
 def _members(text: bytes, at: int) -> Iterator[tuple[str, _Span]]:
-    """Keys and values of the object that begins at `at`."""
-    at = _passed(text, at, b"{")
+    """Yield the keys and values of the object that begins at `at`."""
+    at = _skip_mark(text, at, b"{")
     if text[at : at + 1] == b"}":
         return
     while True:
         key = _value(text, at)
-        span = _value(text, _passed(text, key.end, b":"))
-        yield str(_loaded(text, key)), span
-        at = _skipped(text, span.end)
+        span = _value(text, _skip_mark(text, key.end, b":"))
+        yield str(_parse(text, key)), span
+        at = _skip_space(text, span.end)
         if text[at : at + 1] == b"}":
             return
-        at = _passed(text, at, b",")
+        at = _skip_mark(text, at, b",")
 
 
 def _elements(text: bytes, at: int) -> Iterator[_Span]:
-    """The values of the list that begins at `at`."""
-    at = _passed(text, at, b"[")
+    """Yield the values of the list that begins at `at`."""
+    at = _skip_mark(text, at, b"[")
     if text[at : at + 1] == b"]":
         return
     while True:
         span = _value(text, at)
         yield span
-        at = _skipped(text, span.end)
+        at = _skip_space(text, span.end)
         if text[at : at + 1] == b"]":
             return
-        at = _passed(text, at, b",")
+        at = _skip_mark(text, at, b",")
 
 
 def _value(text: bytes, begin: int) -> _Span:
-    """The value that begins at `begin`."""
+    """Return the span of the value that begins at `begin`."""
     if text[begin : begin + 1] not in (b"{", b"["):
         scalar = _SCALAR.match(text, begin)
         if scalar is None:
-            raise _broken(text, begin)
+            raise _syntax_error(text, begin)
         return _Span(begin, scalar.end(), 0)
-    at, depth, deepest = begin + 1, 1, 1
+    at, depth, max_depth = begin + 1, 1, 1
     while depth > 0:
         step = _STEP.match(text, at)
         if step is None or step.end() == at:
-            raise _broken(text, at)
+            raise _syntax_error(text, at)
         at = step.end()
         if step.lastgroup == "open":
             depth += at - step.start("open")
-            deepest = max(deepest, depth)
+            max_depth = max(max_depth, depth)
         elif step.lastgroup == "close":
             depth -= at - step.start("close")
-    return _Span(begin, at + depth, deepest)  # a further closing mark belongs to an outer value
+    return _Span(begin, at + depth, max_depth)  # surplus closing brackets belong to an outer value
 
 
-def _loaded(text: bytes, span: _Span) -> Any:
+def _parse(text: bytes, span: _Span) -> Any:
     return json.loads(text[span.begin : span.end])
 
 
-def _skipped(text: bytes, at: int) -> int:
-    """Position of the next character that is not white space."""
-    found = _SPACE.match(text, at)
-    assert found is not None, "it matches nothing as well"
-    return found.end()
+def _skip_space(text: bytes, at: int) -> int:
+    """Return the position of the next character that is not white space."""
+    space = _SPACE.match(text, at)
+    assert space is not None, "the pattern also matches an empty text"
+    return space.end()
 
 
-def _passed(text: bytes, at: int, mark: bytes) -> int:
-    """Position after an expected mark and the white space that follows it."""
-    at = _skipped(text, at)
+def _skip_mark(text: bytes, at: int, mark: bytes) -> int:
+    """Return the position after an expected mark and the white space that follows."""
+    at = _skip_space(text, at)
     if text[at : at + 1] != mark:
-        raise _broken(text, at)
-    return _skipped(text, at + 1)
+        raise _syntax_error(text, at)
+    return _skip_space(text, at + 1)
 
 
-def _broken(text: bytes, at: int) -> ValueError:
+def _syntax_error(text: bytes, at: int) -> ValueError:
     return ValueError(f"no JSON at byte {at}: {text[at : at + 40]!r}")

@@ -1,11 +1,11 @@
-"""Kinds of jobs that are not Outlast's and that the operator runs in place of another controller: one entry for each package that
-adds such a kind.
+"""Registry of drop-ins: foreign kinds of jobs that the operator runs in place of their own controller.
+
+Each package that adds a kind has one entry.
 
     if (drop_in := dropins.of(workload)) is not None:
         drop_in.sizes(workload)
 
-The rest of Outlast uses drop-ins only through this module, and names none: to remove a kind, delete its package and its entry
-here.
+The rest of Outlast uses drop-ins only through this module. To remove a kind, delete its package and its entry here.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ class Functions(Protocol):
     """The functions of a drop-in's `registration` module."""
 
     def sizes(self, job: Document, /) -> tuple[int, int, int]:
-        """The minimum, desired and maximum number of workers."""
+        """Return the minimum, desired and maximum number of workers."""
 
     def processes(self, job: Document, /) -> int:
-        """Number of processes in each worker."""
+        """Return the number of processes in each worker."""
 
     def end(self, job: Document, /) -> str | None:
-        """`Succeeded` or `Failed`; None while the job has not ended."""
+        """Return `Succeeded` or `Failed`, or None if the job has not ended."""
 
     def scaled(self, replicas: int, /) -> dict[str, Any]:
-        """The merge patch that gives a job's spec another number of workers."""
+        """Return the merge patch of a job's spec that sets the number of workers."""
 
     def rival(self, deployment: Document, /) -> bool:
-        """Whether this Deployment is the controller that the operator replaces."""
+        """Return whether this Deployment is the controller that the operator replaces."""
 
     def definition(self) -> dict[str, Any]:
-        """The CustomResourceDefinition of this kind of job."""
+        """Return the CustomResourceDefinition of this kind of job."""
 
     def reconcile(self, limits: Any, known: Any, now: float, features: Any, /) -> Any:
-        """A reconciler for the operator, see `operator.reconcilers`."""
+        """Return the plan for one job, see `operator.reconcilers`."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class DropIn:
 
     kind: Kind
     container: str
-    """Name of the container that runs the training, in pods with several containers."""
+    """Name of the training container in pods with several containers."""
     index: str
-    """Label with the index of a worker, on pods that Outlast has not made."""
+    """Label with the worker's index, on pods that the other controller created."""
     rival: str
-    """Namespace and usual name (`namespace/name`) of the Deployment of the controller that the operator replaces."""
+    """Usual Deployment of the replaced controller: `namespace/name`."""
     module: str
 
     @property
     def functions(self) -> Functions:
-        """The functions of the drop-in's package, which is imported on first use."""
+        """The functions of the drop-in. Its package is imported on first use."""
         return cast(Functions, importlib.import_module(self.module))
 
 
@@ -79,11 +79,16 @@ KINDS = tuple(each.kind for each in DROP_INS)
 
 
 def has(workload: Document) -> bool:
-    """Whether a drop-in runs this workload."""
-    return (workload.get("apiVersion"), workload.get("kind")) in [(kind.api_version, kind.kind) for kind in KINDS]
+    """Return whether a drop-in runs this workload."""
+    return _entry(workload) is not None
 
 
 def of(workload: Document) -> Functions | None:
-    """The functions for this workload; None if no drop-in runs it."""
-    names = (workload.get("apiVersion"), workload.get("kind"))
-    return next((each.functions for each in DROP_INS if (each.kind.api_version, each.kind.kind) == names), None)
+    """Return the functions for this workload, or None if no drop-in runs it."""
+    entry = _entry(workload)
+    return entry.functions if entry else None
+
+
+def _entry(workload: Document) -> DropIn | None:
+    identity = (workload.get("apiVersion"), workload.get("kind"))
+    return next((each for each in DROP_INS if (each.kind.api_version, each.kind.kind) == identity), None)

@@ -1,6 +1,6 @@
-"""Errors of an API server, mapped from its Status to Outlast's errors with a remedy.
+"""Maps error responses of an API server to Outlast's errors, each with a remedy.
 
-This is the only place where answers become errors. Pure; tests/kubernetes/test_kube.py checks it with answers of real servers.
+No other module does that. Pure; tests/kubernetes/test_kube.py checks it with responses of real servers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from outlast.base.errors import Absent, ClusterError, Conflict, Forbidden, NotServed, Refused, Taken, Unanswered, Unauthorized
 from outlast.kubernetes.api.kinds import INSTALLED_BY, Kind
 
-_LONGEST = 600
-"""Maximum length of the part of a server's message that is passed on, since some messages quote whole documents."""
-_DONE = {
+_MAX_LENGTH = 600
+"""Maximum number of characters of a server's message in an error, since some messages quote whole documents."""
+_PARTICIPLES = {
     "get": "read",
     "list": "listed",
     "watch": "watched",
@@ -51,104 +51,104 @@ class Subject:
     subresource: str = ""
 
     @property
-    def thing(self) -> str:
-        """The subject in words: `Pod train-0 in namespace team-a`."""
+    def description(self) -> str:
+        """The subject as text: `Pod train-0 in namespace team-a`."""
         words = [str(self.kind) if self.kind else "it", self.name]
         words += [f"in namespace {self.namespace}"] if self.namespace else []
         return " ".join(filter(None, words))
 
 
-def mistake(status: int, body: bytes, asked: Subject) -> ClusterError:
-    """The error for an answer other than 2xx."""
-    said = _status(body)
-    message = _short(str(said.get("message") or body.decode(errors="replace").strip() or f"HTTP {status}"))
-    reason = str(said.get("reason") or "")
-    details: Mapping[str, Any] = said.get("details") or {}
-    undone = f"{asked.thing} cannot be {_DONE.get(asked.verb, 'reached')}"
+def error_for(status: int, body: bytes, subject: Subject) -> ClusterError:
+    """Return the error for a response other than 2xx."""
+    status_body = _status(body)
+    message = _shortened(str(status_body.get("message") or body.decode(errors="replace").strip() or f"HTTP {status}"))
+    reason = str(status_body.get("reason") or "")
+    details: Mapping[str, Any] = status_body.get("details") or {}
+    cannot = f"{subject.description} cannot be {_PARTICIPLES.get(subject.verb, 'reached')}"
     if status == 401:
         return Unauthorized(
-            f"the API server {asked.server} does not accept the login, which has expired or is not for this cluster; "
-            "a person logs in again, a pod goes on with its next token"
+            f"the API server {subject.server} does not accept the login, which has expired or is not for this cluster; "
+            "log in again (a pod retries with its next token)"
         )
-    if status == 403 and (found := _CANNOT.search(message)):
-        return Forbidden(_forbidden(found))
+    if status == 403 and (match := _CANNOT.search(message)):
+        return Forbidden(_forbidden(match))
     if status == 404:
-        return _absent(details, message, asked)
+        return _absent(details, message, subject)
     if status == 409 and reason == "AlreadyExists":
-        return Taken(f"{asked.thing} exists already")
+        return Taken(f"{subject.description} exists already")
     if status == 409:
-        return Conflict(f"{undone}: somebody else has changed it meanwhile, or deletes it ({message}); try again")
+        return Conflict(f"{cannot}: it has been changed since it was read, or is being deleted ({message}); try again")
     if "failed calling webhook" in message or "failed to call webhook" in message:
-        return Refused(f"{undone}: an admission webhook of the cluster does not answer: {message}")
-    if asked.verb == "proxy" and (not said or "error trying to reach service" in message):
-        return Unanswered(f"{asked.thing} does not answer on its port (HTTP {status}: {message})")
-    if "failed to create typed" in message:  # 500, of what is applied
-        return Refused(f"{undone}: {message.partition('): ')[2] or message}")
-    if status >= 500 and asked.verb in ("log", "exec"):  # the server only forwards these
-        return Unanswered(f"{undone}: its node does not answer, or is not well (HTTP {status}: {message}); try again later")
-    if status == 429 and asked.verb == "evict":
-        return Refused(f"{undone} now: {message}")
+        return Refused(f"{cannot}: an admission webhook of the cluster does not answer: {message}")
+    if subject.verb == "proxy" and (not status_body or "error trying to reach service" in message):
+        return Unanswered(f"{subject.description} does not answer on its port (HTTP {status}: {message})")
+    if "failed to create typed" in message:  # 500, from server-side apply
+        return Refused(f"{cannot}: {message.partition('): ')[2] or message}")
+    if status >= 500 and subject.verb in ("log", "exec"):  # the server forwards these requests to the kubelet
+        return Unanswered(f"{cannot}: its node does not answer, or is not well (HTTP {status}: {message}); try again later")
+    if status == 429 and subject.verb == "evict":
+        return Refused(f"{cannot} now: {message}")
     if status == 429 or status >= 500:
-        return Unanswered(f"{undone}: the API server {asked.server} is not well (HTTP {status}: {message}); try again later")
-    return Refused(f"{undone}: {_refused(message, details)}")
+        return Unanswered(f"{cannot}: the API server {subject.server} is not well (HTTP {status}: {message}); try again later")
+    return Refused(f"{cannot}: {_refused(message, details)}")
 
 
 def _status(body: bytes) -> Mapping[str, Any]:
     try:
-        found = json.loads(body)
+        status = json.loads(body)
     except ValueError:  # a proxy's page, or plain text
         return {}
-    return found if isinstance(found, dict) else {}
+    return status if isinstance(status, dict) else {}
 
 
-def _forbidden(found: re.Match[str]) -> str:
-    """A sentence about a missing right, with its verb, resource and namespace."""
-    resource = f"{found['resource']}.{found['group']}" if found["group"] else found["resource"]
-    where = f" in namespace {found['namespace']}" if found["namespace"] else " in the whole cluster" if found["scope"] else ""
+def _forbidden(match: re.Match[str]) -> str:
+    """Return a sentence about a missing right: verb, resource and namespace."""
+    resource = f"{match['resource']}.{match['group']}" if match["group"] else match["resource"]
+    where = f" in namespace {match['namespace']}" if match["namespace"] else " in the whole cluster" if match["scope"] else ""
     return (
-        f"{found['user']} may not {found['verb']} {resource}{where}; ask the cluster's administrator for a role with that right,"
+        f"{match['user']} may not {match['verb']} {resource}{where}; ask the cluster's administrator for a role with that right,"
         " or choose another namespace (-n) or context (--context)"
     )
 
 
-def _absent(details: Mapping[str, Any], message: str, asked: Subject) -> ClusterError:
+def _absent(details: Mapping[str, Any], message: str, subject: Subject) -> ClusterError:
     name, kind = details.get("name"), details.get("kind")
-    if kind == "namespaces" and asked.namespace:
+    if kind == "namespaces" and subject.namespace:
         return Absent(f"there is no namespace {name}; create it (kubectl create namespace {name}), or choose another with -n")
-    if asked.kind and not name and ("requested resource" in message or "page not found" in message or not details):
-        if asked.subresource and asked.name:
-            return Absent(f"{asked.thing} does not exist, or has no {asked.subresource} ({message})")
-        remedy = INSTALLED_BY.get(asked.kind.group, f"this cluster is too old or too new for {asked.kind.api_version}")
-        return NotServed(f"{asked.kind} ({asked.kind.api_version}) is not known to this cluster; {remedy}")
-    return Absent(f"{asked.thing} does not exist")
+    if subject.kind and not name and ("requested resource" in message or "page not found" in message or not details):
+        if subject.subresource and subject.name:
+            return Absent(f"{subject.description} does not exist, or has no {subject.subresource} ({message})")
+        remedy = INSTALLED_BY.get(subject.kind.group, f"this cluster is too old or too new for {subject.kind.api_version}")
+        return NotServed(f"{subject.kind} ({subject.kind.api_version}) is not known to this cluster; {remedy}")
+    return Absent(f"{subject.description} does not exist")
 
 
 def _refused(message: str, details: Mapping[str, Any]) -> str:
-    """The server's message, without the parts of the document that it repeats."""
-    if found := _WEBHOOK.search(message):
-        return f"the admission webhook {found['name']} denied it: {found['said'] or 'it does not say why'}"
-    if found := _POLICY.search(message):
-        return f"the policy {found['name']} denied it: {found['said']}"
+    """Return the server's message, without quoted parts of the document."""
+    if match := _WEBHOOK.search(message):
+        return f"the admission webhook {match['name']} denied it: {match['said'] or 'it does not say why'}"
+    if match := _POLICY.search(message):
+        return f"the policy {match['name']} denied it: {match['said']}"
     causes = details.get("causes") or []
-    told = [f"{c['field']}: {_cause(str(c.get('message', '')))}" for c in causes if c.get("field") and c["field"] != "<nil>"]
-    if told:
-        return _short("; ".join(dict.fromkeys(told)))
+    texts = [f"{c['field']}: {_cause(str(c.get('message', '')))}" for c in causes if c.get("field") and c["field"] != "<nil>"]
+    if texts:
+        return _shortened("; ".join(dict.fromkeys(texts)))
     return message
 
 
 def _cause(message: str) -> str:
-    """The cause in a message: `field is immutable` for `Invalid value: {a whole pod}: field is immutable`; for a CEL rule, the
-    whole message."""
-    said = message.removeprefix("Invalid value: ")
-    if len(message) < 120 or said == message:
+    """Return the cause in a message: `field is immutable` for `Invalid value: {a whole pod}: field is immutable`. The message of
+    a CEL rule is returned as it is."""
+    rest = message.removeprefix("Invalid value: ")
+    if len(message) < 120 or rest == message:
         return message
-    with contextlib.suppress(ValueError):  # no value, or as Go writes it: core.PodSpec{...}
-        _, end = json.JSONDecoder().raw_decode(said)
-        if said.startswith(": ", end):
-            return said[end + 2 :]
-    return said.rpartition("}: ")[2]
+    with contextlib.suppress(ValueError):  # no value, or a value in Go's format: core.PodSpec{...}
+        _, end = json.JSONDecoder().raw_decode(rest)
+        if rest.startswith(": ", end):
+            return rest[end + 2 :]
+    return rest.rpartition("}: ")[2]
 
 
-def _short(message: str) -> str:
+def _shortened(message: str) -> str:
     message = " ".join(message.split())
-    return message if len(message) <= _LONGEST else f"{message[: _LONGEST * 2 // 3]} ... {message[-_LONGEST // 3 :]}"
+    return message if len(message) <= _MAX_LENGTH else f"{message[: _MAX_LENGTH * 2 // 3]} ... {message[-_MAX_LENGTH // 3 :]}"

@@ -1,7 +1,4 @@
-"""The kinds of documents that Outlast uses, and the address of each.
-
-`kind_of` returns the kind of a document. Pure.
-"""
+"""The kinds of documents that Outlast uses, with their API paths. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class Kind:
 
     @property
     def root(self) -> str:
-        """The path of the group and version, such as `apis/batch/v1`."""
+        """The URL path of the group and version, such as `apis/batch/v1`."""
         return f"apis/{self.api_version}" if "/" in self.api_version else f"api/{self.api_version}"
 
     @property
@@ -68,7 +65,7 @@ CRD = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourc
 
 ELASTIC_JOB = Kind(contract.API_VERSION, contract.KIND, "elasticjobs")
 LEGACY_JOB = Kind("elastic.pytorch.org/v1alpha1", "ElasticJob", "elasticjobs")
-"""Kind of job of the archived controller of torchelastic, which the operator replaces."""
+"""The kind of job of torchelastic's archived controller, which the operator replaces."""
 VOLCANO_GROUP = Kind("scheduling.volcano.sh/v1beta1", "PodGroup", "podgroups")
 POD_GROUP = Kind("scheduling.x-k8s.io/v1alpha1", "PodGroup", "podgroups")
 """PodGroup of the coscheduling plugin."""
@@ -94,13 +91,13 @@ INSTALLED_BY = {
     "metrics.k8s.io": "ask the cluster's administrator for metrics-server",
     "argoproj.io": "ask the cluster's administrator for Argo Workflows (https://argoproj.github.io/workflows)",
 }
-"""How to install the kinds of a group in a cluster."""
+"""Instructions to install the kinds of an API group in a cluster."""
 
 
 def kind_of(document: Mapping[str, Any]) -> Kind:
-    """The kind of a document. Raises OutlastError for an unknown kind."""
-    wanted = (document.get("apiVersion"), document.get("kind"))
+    """Return the kind of a document. Raises OutlastError for an unknown kind."""
+    identity = (document.get("apiVersion"), document.get("kind"))
     for kind in KINDS:
-        if (kind.api_version, kind.kind) == wanted:
+        if (kind.api_version, kind.kind) == identity:
             return kind
-    raise OutlastError(f"{wanted[1]} of {wanted[0]} is no kind of document that Outlast knows; apply it with kubectl")
+    raise OutlastError(f"{identity[1]} of {identity[0]} is not a kind that Outlast supports; apply it with kubectl")

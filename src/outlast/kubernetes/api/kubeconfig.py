@@ -1,7 +1,8 @@
-"""The kubeconfig, found and read as kubectl does it.
+"""Finds and reads the kubeconfig as kubectl does.
 
-The configuration is `$KUBECONFIG` (several files are merged, and the first file that sets a value wins), else `~/.kube/config`,
-else the account of the pod in which this process runs. Called by `api.connect`. Only reads files, without asking a server.
+The configuration is `$KUBECONFIG`, else `~/.kube/config`, else the account of the pod in which this process runs. `$KUBECONFIG`
+may list several files. They are merged, and the first file that sets a value wins. This module only reads files and sends no
+requests.
 """
 
 from __future__ import annotations
@@ -22,81 +23,83 @@ _PATHS = {
     "users": ("user", ("client-certificate", "client-key", "tokenFile")),
     "contexts": ("context", ()),
 }
-"""By section of a kubeconfig: the key of an entry's value, and the fields of the value that are paths relative to the file's
+"""Sections of a kubeconfig. Each has the key of an entry's value, and the fields of that value with paths relative to the file's
 directory."""
 
 
 def files(environ: Mapping[str, str]) -> list[Path]:
-    """The existing kubeconfigs. Raises NoCluster if `$KUBECONFIG` names none that exists."""
-    named = [Path(part).expanduser() for part in environ.get("KUBECONFIG", "").split(os.pathsep) if part]
-    if not named:
-        usual = Path("~/.kube/config").expanduser()
-        return [usual] if usual.is_file() else []
-    if not (found := [path for path in named if path.is_file()]):
-        missing = ", ".join(map(str, named))
-        raise NoCluster(f"KUBECONFIG names {missing}, which does not exist; correct it, or log in to a cluster to make one")
-    return found
+    """Return the existing kubeconfigs. Raises NoCluster if `$KUBECONFIG` lists only missing files."""
+    paths = [Path(part).expanduser() for part in environ.get("KUBECONFIG", "").split(os.pathsep) if part]
+    if not paths:
+        default = Path("~/.kube/config").expanduser()
+        return [default] if default.is_file() else []
+    if not (existing := [path for path in paths if path.is_file()]):
+        names = ", ".join(map(str, paths))
+        raise NoCluster(f"KUBECONFIG names {names}, which does not exist; correct it, or log in to a cluster to make one")
+    return existing
 
 
-def inside(environ: Mapping[str, str]) -> bool:
-    """Whether this process runs in a pod with an account."""
+def in_pod(environ: Mapping[str, str]) -> bool:
+    """Return whether this process runs in a pod with an account."""
     return "KUBERNETES_SERVICE_HOST" in environ and (ACCOUNT / "token").is_file()
 
 
-def any_(environ: Mapping[str, str]) -> bool:
-    """Whether any configuration names a cluster. Raises NoCluster if `$KUBECONFIG` is wrong."""
-    return bool(files(environ)) or inside(environ)
+def available(environ: Mapping[str, str]) -> bool:
+    """Return whether any configuration for a cluster exists. Raises NoCluster if `$KUBECONFIG` is wrong."""
+    return bool(files(environ)) or in_pod(environ)
 
 
 def read(paths: list[Path]) -> dict[str, Any]:
-    """The merged kubeconfigs. Raises NoCluster if a file cannot be read."""
+    """Read and merge kubeconfigs. Raises NoCluster if a file cannot be read."""
     import yaml
 
-    whole: dict[str, Any] = {"current-context": None, **{section: [] for section in _PATHS}}
+    merged: dict[str, Any] = {"current-context": None, **{section: [] for section in _PATHS}}
     for path in paths:
         try:
-            found = yaml.safe_load(path.read_text()) or {}
+            config = yaml.safe_load(path.read_text()) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise NoCluster(f"the kubeconfig {path} cannot be read: {str(error).splitlines()[0]}; correct it") from error
-        if not isinstance(found, dict):
+        if not isinstance(config, dict):
             raise NoCluster(f"{path} is no kubeconfig; it must be a mapping with clusters, contexts and users")
-        whole["current-context"] = whole["current-context"] or found.get("current-context")
+        merged["current-context"] = merged["current-context"] or config.get("current-context")
         for section, (key, fields) in _PATHS.items():
-            known = {entry["name"] for entry in whole[section]}
-            for entry in found.get(section) or []:
-                if entry["name"] not in known:
+            names = {entry["name"] for entry in merged[section]}
+            for entry in config.get(section) or []:
+                if entry["name"] not in names:
                     value = dict(entry.get(key) or {})
                     value |= {field: str(path.parent.absolute() / value[field]) for field in fields if value.get(field)}
-                    whole[section].append({"name": entry["name"], key: value})
-    return whole
+                    merged[section].append({"name": entry["name"], key: value})
+    return merged
 
 
-def chosen(whole: Mapping[str, Any], context: str | None) -> str:
-    """The name of the selected context. Raises NoCluster, with the existing names, if there is none."""
-    known = [entry["name"] for entry in whole["contexts"]]
-    selected = context or whole["current-context"]
-    names = f"there are {', '.join(known)}" if known else "the kubeconfig has none"
+def context_name(config: Mapping[str, Any], context: str | None) -> str:
+    """Return the name of the selected context. Raises NoCluster, with the existing names, if it does not exist."""
+    contexts = [entry["name"] for entry in config["contexts"]]
+    selected = context or config["current-context"]
+    names = f"there are {', '.join(contexts)}" if contexts else "the kubeconfig has none"
     if not selected:
         raise NoCluster(f"the kubeconfig has no current context; choose one with --context: {names}")
-    if selected not in known:
-        near = difflib.get_close_matches(selected, known, n=1)
+    if selected not in contexts:
+        near = difflib.get_close_matches(selected, contexts, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise NoCluster(f"there is no context {selected} in the kubeconfig; {hint}{names}")
-    here = next(entry["context"] for entry in whole["contexts"] if entry["name"] == selected)
+    entry_context = next(entry["context"] for entry in config["contexts"] if entry["name"] == selected)
     for section, key in (("clusters", "cluster"), ("users", "user")):
-        named = here.get(key)
-        if (named or section == "clusters") and named not in {entry["name"] for entry in whole[section]}:
-            raise NoCluster(f"context {selected} of the kubeconfig means the {key} {named}, which is not in it; correct it")
+        entry_name = entry_context.get(key)
+        if (entry_name or section == "clusters") and entry_name not in {entry["name"] for entry in config[section]}:
+            raise NoCluster(
+                f"context {selected} of the kubeconfig refers to the {key} {entry_name}, which is missing; correct it"
+            )
     return str(selected)
 
 
-def impersonated(whole: Mapping[str, Any], context: str) -> list[tuple[str, str]]:
-    """The HTTP headers with which the user of a context impersonates another user; empty if the context does not ask for that.
+def impersonation_headers(config: Mapping[str, Any], context: str) -> list[tuple[str, str]]:
+    """Return the HTTP headers by which the user of a context impersonates another user; empty without impersonation.
 
     https://kubernetes.io/docs/reference/access-authn-authz/user-impersonation/
     """
-    named = next(entry["context"].get("user") for entry in whole["contexts"] if entry["name"] == context)
-    user: Mapping[str, Any] = next((entry["user"] for entry in whole["users"] if entry["name"] == named), {})
+    user_name = next(entry["context"].get("user") for entry in config["contexts"] if entry["name"] == context)
+    user: Mapping[str, Any] = next((entry["user"] for entry in config["users"] if entry["name"] == user_name), {})
     headers = [("Impersonate-User", user["as"])] if user.get("as") else []
     headers += [("Impersonate-Uid", user["as-uid"])] if user.get("as-uid") else []
     headers += [("Impersonate-Group", group) for group in user.get("as-groups") or ()]

@@ -1,6 +1,6 @@
-"""The connection to a cluster: the kubeconfig or the account of this pod, and HTTP clients that log in with them.
+"""Connects to a cluster with the kubeconfig or the account of this pod.
 
-lightkube reads certificates and tokens and runs the login programs of clouds; only this module and `requests` import it.
+lightkube reads certificates and tokens, and runs the login programs of clouds. Only this module and `requests` import lightkube.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from lightkube.config.kubeconfig import SingleConfig
 
 _IDLE_S = 30.0
-"""Idle timeout of connections: less than the API server's (90 s), more than the interval between two renewals of a Lease."""
+"""Idle timeout of connections: shorter than the API server's (90 s), longer than the interval between two renewals of a Lease."""
 
 
 def not_installed(error: ImportError) -> NoCluster:
-    """The error for a missing library that is needed for access to clusters."""
+    """Return the error for a missing library that access to clusters requires."""
     library = (error.name or "").partition(".")[0]
     return NoCluster(f"{library} is not installed; for clusters: pip install 'outlast[kubernetes]'")
 
 
-def connect(context: str | None = None, namespace: str | None = None, *, own: bool = False) -> Cluster:
-    """The cluster of a context of the kubeconfig (default: its current context), or the cluster in which this pod runs.
+def connect(context: str | None = None, namespace: str | None = None, *, prefer_pod: bool = False) -> Cluster:
+    """Return the cluster of a context of the kubeconfig (default: its current context), or the cluster in which this pod runs.
 
-    `own`: whether a pod that has an account uses that account whatever `$KUBECONFIG` says, since the variable may be meant for
-    the training script. Sends no request to the server. Raises NoCluster.
+    With `prefer_pod`, a pod that has an account uses it and ignores `$KUBECONFIG`, which may be meant for the training script.
+    Sends no request to the server. Raises NoCluster.
     """
     try:
         import httpx2
@@ -42,10 +42,10 @@ def connect(context: str | None = None, namespace: str | None = None, *, own: bo
     except ImportError as error:
         raise not_installed(error) from error
 
-    paths = [] if own and kubeconfig.inside(os.environ) else kubeconfig.files(os.environ)
+    paths = [] if prefer_pod and kubeconfig.in_pod(os.environ) else kubeconfig.files(os.environ)
     try:
-        config, proxy, headers = _of_kubeconfig(paths, context) if paths else (_of_pod(context), None, [])
-        # In a pod, $HTTPS_PROXY is for addresses outside the cluster, and the API server is inside.
+        config, proxy, headers = _from_kubeconfig(paths, context) if paths else (_from_pod(context), None, [])
+        # In a pod, $HTTPS_PROXY applies to addresses outside the cluster; the API server is inside.
         timeout = httpx2.Timeout(READ_S, connect=CONNECT_S, pool=None)
         params = ConnectionParams(timeout=timeout, proxy=proxy, trust_env=bool(paths))
         arguments = {**params.httpx_params(config), "headers": headers}
@@ -54,32 +54,32 @@ def connect(context: str | None = None, namespace: str | None = None, *, own: bo
     except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
         place = ", ".join(map(str, paths)) or "the account of this pod"
         raise NoCluster(f"{place} cannot be used: {error or type(error).__name__}; log in to the cluster again") from error
-    # A connection that becomes a websocket must not be reused for other requests, and refusals must be read before it closes.
-    tunnel = lambda: httpx2.Client(**arguments, event_hooks={"response": [_read_refusal]})  # noqa: E731
-    connection = Connection(clients, tunnel, config.cluster.server)
+    # A connection that becomes a websocket must not be reused for other requests. Refusals must be read before it closes.
+    websocket_client = lambda: httpx2.Client(**arguments, event_hooks={"response": [_read_refusal]})  # noqa: E731
+    connection = Connection(clients, websocket_client, config.cluster.server)
     return Cluster(connection, context=config.context_name, namespace=namespace or config.namespace)
 
 
-def _of_kubeconfig(paths: list[Any], context: str | None) -> tuple[SingleConfig, str | None, list[tuple[str, str]]]:
-    """The configuration of a context, its proxy, and the headers that impersonate another user."""
+def _from_kubeconfig(paths: list[Any], context: str | None) -> tuple[SingleConfig, str | None, list[tuple[str, str]]]:
+    """Return the configuration of a context, its proxy, and its impersonation headers."""
     from lightkube.config.kubeconfig import KubeConfig
     from lightkube.config.models import User
 
-    whole = kubeconfig.read(paths)
-    name = kubeconfig.chosen(whole, context)
-    config = KubeConfig.from_dict(_for_lightkube(whole), fname=paths[0]).get(name)
+    merged = kubeconfig.read(paths)
+    name = kubeconfig.context_name(merged, context)
+    config = KubeConfig.from_dict(_for_lightkube(merged), fname=paths[0]).get(name)
     assert config is not None
-    servers = {entry["name"]: entry["cluster"] for entry in whole["clusters"]}
+    servers = {entry["name"]: entry["cluster"] for entry in merged["clusters"]}
     proxy = servers[config.context.cluster].get("proxy-url")
-    return config._replace(user=config.user or User()), proxy, kubeconfig.impersonated(whole, name)
+    return config._replace(user=config.user or User()), proxy, kubeconfig.impersonation_headers(merged, name)
 
 
-def _of_pod(context: str | None) -> SingleConfig:
-    """The configuration for the account of this pod. Raises NoCluster outside of pods."""
+def _from_pod(context: str | None) -> SingleConfig:
+    """Return the configuration for the account of this pod. Raises NoCluster outside of pods."""
     from lightkube.config.kubeconfig import KubeConfig
     from lightkube.config.models import User
 
-    if not kubeconfig.inside(os.environ):
+    if not kubeconfig.in_pod(os.environ):
         raise NoCluster(
             "there is no kubeconfig (KUBECONFIG, ~/.kube/config) and this is no pod; log in to a cluster, "
             "or run it on this machine: outlast run FILE"
@@ -104,19 +104,19 @@ def _read_refusal(answer: httpx2.Response) -> None:
         answer.read()
 
 
-def _for_lightkube(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """The kubeconfig with its login programs adapted to lightkube, which sets no KUBERNETES_EXEC_INFO, and refuses version v1 of
-    their answers, which is the same as v1beta1."""
+def _for_lightkube(merged: Mapping[str, Any]) -> dict[str, Any]:
+    """Adapt the login programs of a kubeconfig to lightkube. lightkube sets no KUBERNETES_EXEC_INFO, and rejects version v1 of
+    the programs' output, although v1 equals v1beta1."""
 
     def user(entry: Mapping[str, Any]) -> dict[str, Any]:
         program = entry["user"].get("exec")
         if not program:
             return dict(entry)
         version = program["apiVersion"]
-        told = json.dumps({"apiVersion": version, "kind": "ExecCredential", "spec": {"interactive": False}})
-        env = [*(program.get("env") or []), {"name": "KUBERNETES_EXEC_INFO", "value": told}]
+        exec_info = json.dumps({"apiVersion": version, "kind": "ExecCredential", "spec": {"interactive": False}})
+        env = [*(program.get("env") or []), {"name": "KUBERNETES_EXEC_INFO", "value": exec_info}]
         if version == "client.authentication.k8s.io/v1":
             version = "client.authentication.k8s.io/v1beta1"
         return {**entry, "user": {**entry["user"], "exec": {**program, "apiVersion": version, "env": env}}}
 
-    return {**whole, "users": [user(entry) for entry in whole["users"]]}
+    return {**merged, "users": [user(entry) for entry in merged["users"]]}

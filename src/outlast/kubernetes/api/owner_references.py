@@ -1,4 +1,4 @@
-"""Ownership between documents: a document is deleted with its owner. Pure."""
+"""Owner references: Kubernetes deletes a document with its owner. Pure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def owned_by(document: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
 
 
 def owned_by_predecessor(document: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
-    """Whether an earlier object of this group, kind and name owns the document, which is then garbage that is not collected
-    yet."""
-    same = (_group(owner), owner["kind"], owner["metadata"]["name"])
+    """Return whether an earlier object of the same group, kind and name owns the document. Kubernetes will collect this document
+    as garbage."""
+    identity = (_group(owner), owner["kind"], owner["metadata"]["name"])
     references = document["metadata"].get("ownerReferences") or ()
-    return not owned_by(document, owner) and any((_group(each), each["kind"], each["name"]) == same for each in references)
+    return not owned_by(document, owner) and any((_group(each), each["kind"], each["name"]) == identity for each in references)
 
 
 def reference(owner: Mapping[str, Any]) -> dict[str, Any]:
-    """The owner reference for objects that `owner` controls."""
+    """Return the owner reference for objects that `owner` controls."""
     return {
         "apiVersion": owner["apiVersion"],
         "kind": owner["kind"],

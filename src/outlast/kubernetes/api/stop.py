@@ -1,4 +1,4 @@
-"""An Event that also ends connections: when it is set, every function that waits for the API server returns."""
+"""An Event that also shuts down connections: once it is set, functions that wait for the API server return."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 class Stop(threading.Event):
-    """An Event that also interrupts waits for the server, in any thread."""
+    """An Event that also interrupts waits for the server, in all threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,18 +20,18 @@ class Stop(threading.Event):
         with self._guard:
             super().set()
             for connection in self._sockets:
-                hang_up(connection)
+                shut_down(connection)
 
     @contextlib.contextmanager
     def holding(self, connection: socket.socket | None) -> Iterator[None]:
-        """During the block, shut the connection down as soon as the Event is set."""
+        """Shut down the connection if the Event is set during the block."""
         if connection is None:
             yield
             return
         with self._guard:
             self._sockets.add(connection)
             if self.is_set():
-                hang_up(connection)
+                shut_down(connection)
         try:
             yield
         finally:
@@ -41,19 +41,19 @@ class Stop(threading.Event):
 
 @contextlib.contextmanager
 def within(timeout_s: float) -> Iterator[Stop]:
-    """A Stop that is set after the timeout or at the end of the block, whichever is first."""
+    """Yield a Stop that is set after the timeout or at the end of the block, whichever comes first."""
     stop = Stop()
-    clock = threading.Timer(timeout_s, stop.set)
-    clock.daemon = True
-    clock.start()
+    timer = threading.Timer(timeout_s, stop.set)
+    timer.daemon = True
+    timer.start()
     try:
         yield stop
     finally:
-        clock.cancel()
+        timer.cancel()
         stop.set()
 
 
-def hang_up(connection: socket.socket, way: int = socket.SHUT_RDWR) -> None:
-    """Shut a connection down, so that its reader sees the end."""
-    with contextlib.suppress(OSError):  # it is closed already
-        socket.socket.shutdown(connection, way)  # with TLS, the reader has to see the end by itself
+def shut_down(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
+    """Shut down a connection, so that its reader sees the end."""
+    with contextlib.suppress(OSError):  # already closed
+        socket.socket.shutdown(connection, how)  # below TLS: the reader itself must see the end

@@ -1,4 +1,4 @@
-"""Commands in pods, over websockets."""
+"""Runs commands in pods, over websockets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Ended:
 
     @property
     def error_line(self) -> str:
-        """The last line of stderr; the exit code if stderr is empty."""
+        """The last line of stderr, or the exit code if stderr is empty."""
         lines = self.error.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self.code}"
 
@@ -36,23 +36,23 @@ def execute(api: Api, pod: str, command: Sequence[str], *, namespace: str | None
     params += [("stdout", "true"), ("stderr", "true")]
     params += [("container", container)] if container else []
     params += [("stdin", "true")] if stdin is not None else []
-    asked, path = api.address("exec", POD, pod, namespace, subresource="exec")
+    subject, path = api.address("exec", POD, pod, namespace, subresource="exec")
     written: dict[int, list[bytes]] = {1: [], 2: []}
-    with api.connection.websocket(asked, path, params, "v5.channel.k8s.io") as connection:
+    with api.connection.websocket(subject, path, params, "v5.channel.k8s.io") as connection:
         if stdin is not None:
             connection.send_bytes(b"\0" + stdin)
             connection.send_bytes(b"\xff\0")
-        for message in _messages(connection, asked):
+        for message in _messages(connection, subject):
             channel, rest = message[0], message[1:]
             if channel == 3:
-                return Ended(_exit_code(rest, asked), b"".join(written[1]), b"".join(written[2]))
+                return Ended(_exit_code(rest, subject), b"".join(written[1]), b"".join(written[2]))
             if channel in written:
                 written[channel].append(rest)
-    raise Unanswered(f"{asked.thing}: the connection ended before the command did; the command may still run")
+    raise Unanswered(f"{subject.description}: the connection ended before the command did; the command may still run")
 
 
-def _messages(connection: WebSocketSession, asked: Subject) -> Iterator[bytes]:
-    """Messages of a websocket until it is closed. Raises Unanswered if the connection is lost."""
+def _messages(connection: WebSocketSession, subject: Subject) -> Iterator[bytes]:
+    """Yield the messages of a websocket until it is closed. Raises Unanswered if the connection is lost."""
     from httpx2.websockets import WebSocketDisconnect, WebSocketNetworkError
 
     while True:
@@ -61,17 +61,17 @@ def _messages(connection: WebSocketSession, asked: Subject) -> Iterator[bytes]:
         except WebSocketDisconnect:
             return
         except (WebSocketNetworkError, OSError) as error:
-            raise Unanswered(f"{asked.thing}: the connection to the API server was lost; try again") from error
+            raise Unanswered(f"{subject.description}: the connection to the API server was lost; try again") from error
         if message:
             yield message
 
 
-def _exit_code(content: bytes, asked: Subject) -> int:
-    """The exit code in the Status with which a command ends. Raises Refused if the command could not be started."""
-    status = requests.parsed(content, asked)
+def _exit_code(content: bytes, subject: Subject) -> int:
+    """Return the exit code from a command's final Status. Raises Refused if the command could not be started."""
+    status = requests.parse(content, subject)
     if status.get("status") == "Success":
         return 0
     for cause in (status.get("details") or {}).get("causes") or ():
         if cause.get("reason") == "ExitCode":
             return int(cause["message"])
-    raise Refused(f"nothing can be run in {asked.thing}: {status.get('message')}")
+    raise Refused(f"nothing can be run in {subject.description}: {status.get('message')}")

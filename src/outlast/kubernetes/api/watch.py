@@ -1,4 +1,4 @@
-"""Watches: all existing documents of a kind, then every change, across as many connections as needed."""
+"""Watches report all existing documents of a kind, then every change, over as many connections as necessary."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from outlast.kubernetes.api.requests import Document
 from outlast.kubernetes.api.stop import Stop
 
 _WATCH_S = 140
-"""Timeout that we request for one watch; the next watch continues where it ended. It is less than `_SILENCE_S` because the server
-sends no bookmarks for a kind without any change since its start: only the end of the watch shows that the server is alive."""
+"""Requested duration of one connection in seconds. The next connection continues at the same version. The duration is less than
+`_SILENCE_S`: for a kind without any change since its start the server sends no bookmarks, so only the end of the connection shows
+that the server is alive."""
 _SILENCE_S = 150.0
-"""Timeout of a watch without any event, bookmark or end."""
-_STOOD_S = 30.0
-"""Duration after which a watch that the server ended does not count as failed, even without events."""
+"""Timeout in seconds of a connection without any event, bookmark or end."""
+_STABLE_S = 30.0
+"""Seconds after which a connection that the server ends is no failure, even without events."""
 
 
 @dataclass(frozen=True)
@@ -30,62 +31,62 @@ class Change:
 
     type: Literal["added", "modified", "deleted"]
     document: Document
-    """The document's current state, or its last state if it was deleted. A document that vanished between two connections has
-    only kind, apiVersion and metadata without annotations."""
+    """The current state, or the last state of a deleted document. If the document vanished between two connections, only its
+    kind, apiVersion and metadata without annotations remain."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Settings of a watch: the longest pause before it reconnects, and a callback that follows the state of its connection."""
+    """Settings of a watch: a callback for the state of its connection, and the maximum pause before it reconnects."""
 
-    listening: Callable[[str | None], None] = lambda version: None
-    """Called with the version up to which everything has been reported, when a connection is made and from time to time after
-    that; called with None when the connection is lost."""
+    on_version: Callable[[str | None], None] = lambda version: None
+    """Callback that receives the version up to which everything has been reported, on connecting and with each bookmark. It
+    receives None when the connection is lost."""
     longest_pause_s: float = requests.LONGEST_PAUSE_S
-    """Maximum pause between two attempts to connect."""
+    """Maximum seconds between two attempts to connect."""
 
 
 PACE = Pace()
 
 
 def changes(api: Api, selection: Selection, stop: Stop, pace: Pace) -> Iterator[Change]:
-    listening = pace.listening
+    on_version = pace.on_version
     reported = _Reported()
-    version, begun, failures = "", False, 0
+    version, listed, failures = "", False, 0
     while not stop.is_set():
         try:
             if not version:
                 version = yield from reported.differences(api.pages(selection))
-                begun = True
-            failures += 1  # reset by any event: a connection that ends at once is no better than none
+                listed = True
+            failures += 1  # reset by any event: a connection that ends at once counts as a failure
             since = time.monotonic()
-            for reached, change in _one_connection(api, selection, version, stop, listening):
-                version, failures = reached, 0
+            for new_version, change in _one_connection(api, selection, version, stop, on_version):
+                version, failures = new_version, 0
                 if change is not None:
-                    reported.note(change)
+                    reported.record(change)
                     yield change
                 else:
-                    listening(version)
-            if time.monotonic() - since >= _STOOD_S:
+                    on_version(version)
+            if time.monotonic() - since >= _STABLE_S:
                 failures = 0
         except requests.Gone:
             version = ""
-            listening(None)
+            on_version(None)
         except requests.Expired:
             failures += 1
-            listening(None)
+            on_version(None)
         except Unanswered:
-            listening(None)
-            if not begun:
+            on_version(None)
+            if not listed:
                 raise
         if failures:
             stop.wait(min(requests.pause(failures), pace.longest_pause_s))
 
 
 def _one_connection(
-    api: Api, selection: Selection, version: str, stop: Stop, listening: Callable[[str | None], None]
+    api: Api, selection: Selection, version: str, stop: Stop, on_version: Callable[[str | None], None]
 ) -> Iterator[tuple[str, Change | None]]:
-    """The versions after `version`, each with its change (None for a bookmark), from one connection."""
+    """Yield the versions after `version` from one connection, each with its change (None for a bookmark)."""
     params = {
         **selection.selectors(),
         "watch": "true",
@@ -93,64 +94,64 @@ def _one_connection(
         "allowWatchBookmarks": "true",
         "timeoutSeconds": str(backoff.RANDOM.randint(_WATCH_S * 3 // 4, _WATCH_S)),
     }
-    asked, path = api.address("watch", selection.kind, "", selection.namespace, everywhere=selection.everywhere)
-    with api.connection.stream(asked, path, params, stop, silence_s=_SILENCE_S) as lines:
-        listening(version)
+    subject, path = api.address("watch", selection.kind, "", selection.namespace, everywhere=selection.everywhere)
+    with api.connection.stream(subject, path, params, stop, silence_s=_SILENCE_S) as lines:
+        on_version(version)
         for line in lines:
-            with requests.reading(line, asked):
+            with requests.parsing(line, subject):
                 type_, document = document_parsing.event(line, selection.kind)
             if type_ == "ERROR":
-                raise requests.mistake(int(document.get("code") or 500), json.dumps(document).encode(), asked)
-            reached = document["metadata"]["resourceVersion"]
+                raise requests.error_for(int(document.get("code") or 500), json.dumps(document).encode(), subject)
+            new_version = document["metadata"]["resourceVersion"]
             if type_ == "BOOKMARK":
-                yield reached, None
+                yield new_version, None
             else:
-                yield reached, Change(type_.lower(), document)  # type: ignore[arg-type]
+                yield new_version, Change(type_.lower(), document)  # type: ignore[arg-type]
 
 
 class _Reported:
-    """The state that a watch has reported. A new list is compared with it, in order to report documents that have vanished."""
+    """The state that a watch has reported. Comparing it with a new list shows which documents have vanished."""
 
     def __init__(self) -> None:
-        self._held: dict[str, tuple[str, tuple[str, str], bytes]] = {}
-        """Version, place (namespace and name) and JSON text by uid: parsed documents take ten times the memory of their text."""
+        self._outlines: dict[str, tuple[str, tuple[str, str], bytes]] = {}
+        """By uid: version, key (namespace and name) and JSON text. Parsed documents would take ten times the memory."""
 
-    def note(self, change: Change) -> None:
+    def record(self, change: Change) -> None:
         """Record a change that the watch reports."""
         if change.type == "deleted":
-            self._held.pop(change.document["metadata"]["uid"], None)
+            self._outlines.pop(change.document["metadata"]["uid"], None)
         else:
-            self._hold(change.document)
+            self._store(change.document)
 
     def differences(self, pages: Iterable[tuple[Iterable[Document], str]]) -> Generator[Change, None, str]:
-        """The changes between the reported state and a new list; returns the list's version. If another document now has the name
-        of a vanished document, the deletion comes before the creation."""
-        places = {place: uid for uid, (_, place, _) in self._held.items()}
-        present: set[str] = set()
+        """Yield the changes between the reported state and a new list, and return the list's version. If another document now has
+        the name of a vanished document, the deletion precedes the creation."""
+        keys = {key: uid for uid, (_, key, _) in self._outlines.items()}
+        uids: set[str] = set()
         version = ""
-        for page, version in pages:  # noqa: B007  # the last one's is returned
+        for page, version in pages:  # noqa: B007  # the version of the last page is returned
             for document in page:
                 meta = document["metadata"]
-                uid, place = meta["uid"], _place(meta)
-                if places.get(place, uid) != uid and (replaced := places.pop(place)) in self._held:
-                    yield self._vanished(replaced)
-                present.add(uid)
-                old = self._held[uid][0] if uid in self._held else None
-                self._hold(document)
-                if old != meta.get("resourceVersion"):
-                    yield Change("added" if old is None else "modified", document)
-        for uid in [uid for uid in self._held if uid not in present]:
-            yield self._vanished(uid)
+                uid, key = meta["uid"], _key(meta)
+                if keys.get(key, uid) != uid and (replaced_uid := keys.pop(key)) in self._outlines:
+                    yield self._deletion(replaced_uid)
+                uids.add(uid)
+                old_version = self._outlines[uid][0] if uid in self._outlines else None
+                self._store(document)
+                if old_version != meta.get("resourceVersion"):
+                    yield Change("added" if old_version is None else "modified", document)
+        for uid in [uid for uid in self._outlines if uid not in uids]:
+            yield self._deletion(uid)
         return version
 
-    def _vanished(self, uid: str) -> Change:
-        return Change("deleted", json.loads(self._held.pop(uid)[2]))
+    def _deletion(self, uid: str) -> Change:
+        return Change("deleted", json.loads(self._outlines.pop(uid)[2]))
 
-    def _hold(self, document: Document) -> None:
+    def _store(self, document: Document) -> None:
         meta = {key: value for key, value in document["metadata"].items() if key not in ("managedFields", "annotations")}
-        kept = {"apiVersion": document.get("apiVersion"), "kind": document.get("kind"), "metadata": meta}
-        self._held[meta["uid"]] = str(meta.get("resourceVersion", "")), _place(meta), json.dumps(kept).encode()
+        outline = {"apiVersion": document.get("apiVersion"), "kind": document.get("kind"), "metadata": meta}
+        self._outlines[meta["uid"]] = str(meta.get("resourceVersion", "")), _key(meta), json.dumps(outline).encode()
 
 
-def _place(meta: Mapping[str, Any]) -> tuple[str, str]:
+def _key(meta: Mapping[str, Any]) -> tuple[str, str]:
     return meta.get("namespace", ""), meta["name"]

@@ -1,4 +1,4 @@
-"""Workloads, which are the documents of jobs: their number of workers and the template of their pods, for all kinds. Pure."""
+"""Reads workloads, which are the documents of jobs of all kinds. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outlast.kubernetes.api import dropins
 
 
 def replicas(workload: Mapping[str, Any]) -> int:
-    """The number of workers that a workload requests."""
+    """Return the number of workers that a workload requests."""
     if (drop_in := dropins.of(workload)) is not None:
         return drop_in.sizes(workload)[1]
     spec = workload.get("spec") or {}
@@ -21,12 +21,12 @@ def replicas(workload: Mapping[str, Any]) -> int:
 
 
 def template(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """The template of a workload's pods; for an ElasticJob, only the fields that its job file sets."""
+    """Return the template of a workload's pods. An ElasticJob has only the fields that its job file sets."""
     spec = workload.get("spec") or {}
-    found: dict[str, Any] = spec.get("template") or {}
-    return found
+    fields: dict[str, Any] = spec.get("template") or {}
+    return fields
 
 
 def agentless(workload: Mapping[str, Any]) -> bool:
-    """Whether the workload's pods run without Outlast's agent, because a drop-in runs the workload."""
+    """Return whether the workload's pods run without Outlast's agent, since a drop-in runs the workload."""
     return dropins.has(workload)

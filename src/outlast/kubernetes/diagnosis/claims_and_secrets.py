@@ -84,7 +84,7 @@ def missing(message: str) -> tuple[str, str, str] | None:
 
 
 def _messages(snapshot: Snapshot, pod: Document) -> Iterator[str]:
-    for _reason, message in kube_pods.waiting(pod):
+    for _reason, message in kube_pods.waiting_states(pod):
         yield message
     if kube_pods.phase(pod) == "Pending":
         for event in snapshot.about(pod, "FailedMount", "FailedAttachVolume", "Failed"):

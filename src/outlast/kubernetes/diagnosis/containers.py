@@ -42,7 +42,7 @@ def _without_image(message: str) -> str:
 @of_pods
 def starts(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Containers that cannot be created or started."""
-    found = [f"{reason}: {message}" for reason, message in kube_pods.waiting(pod) if reason in _START]
+    found = [f"{reason}: {message}" for reason, message in kube_pods.waiting_states(pod) if reason in _START]
     over = kube_pods.termination(pod) or {}
     found += [f"{over['reason']}: {over.get('message', '')}"] if over.get("reason") in _NEVER_RAN else []
     for text in found:
@@ -95,7 +95,7 @@ def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
 def _recovered(snapshot: Snapshot, pod: Document) -> bool:
     """Whether this worker trains again, in this pod or in a later one."""
     return any(
-        kube_pods.created(other) >= kube_pods.created(pod) and kube_pods.condition(other, "Ready")
+        kube_pods.created_at(other) >= kube_pods.created_at(pod) and kube_pods.condition(other, "Ready")
         for other in snapshot.of_worker(pod)
     )
 
@@ -200,7 +200,7 @@ def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
     killing, asked = snapshot.about(pod, "Killing"), _failing(snapshot, pod)
     if not killing or not asked or (kube_pods.termination(pod) or {}).get("reason") == "OOMKilled":
         return ""
-    removed = kube_pods.leaves(pod) or pod["status"].get("reason") or kube_pods.disruption(pod)
+    removed = kube_pods.terminating(pod) or pod["status"].get("reason") or kube_pods.disruption(pod)
     if "probe" not in str(killing[-1].get("message")) and (removed or not kube_pods.termination(pod)):
         return ""
     return str(asked[-1]["message"]).split()[0]

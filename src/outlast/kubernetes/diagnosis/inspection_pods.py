@@ -76,7 +76,9 @@ def checks(cluster: Cluster, options: Options) -> Iterator[Finding]:
             if placed := _until(cluster, name, addressed, options.timeout_s):
                 address = placed[0]["status"]["podIP"]
                 ends.append(kube_pods.name(cluster.create(pod(name, 1, options, rank=True, on=on, address=address))))
-        over = _until(cluster, name, lambda pods: len(pods) == len(ends) and all(map(kube_pods.over, pods)), options.timeout_s)
+        over = _until(
+            cluster, name, lambda pods: len(pods) == len(ends) and all(map(kube_pods.finished, pods)), options.timeout_s
+        )
         yield from _answers(cluster, ends)
         if over is None or any(each["status"]["phase"] != "Succeeded" for each in over):
             yield from _unfinished(cluster, name, options)
@@ -182,6 +184,6 @@ def _until(cluster: Cluster, name: str, done: Callable[[list[Document]], bool], 
             pods[change.document["metadata"]["name"]] = change.document
             if done(list(pods.values())):
                 return list(pods.values())
-            if any(reason in _HOPELESS for pod in pods.values() for reason, _ in kube_pods.waiting(pod)):
+            if any(reason in _HOPELESS for pod in pods.values() for reason, _ in kube_pods.waiting_states(pod)):
                 return None
     return None

@@ -196,10 +196,10 @@ def beginning(snapshot: Snapshot, now: float) -> Iterator[Finding]:
     for pod in snapshot.pods:
         if kube_pods.phase(pod) != "Pending" or not pod["spec"].get("nodeName"):
             continue
-        if not all(reason in ("ContainerCreating", "PodInitializing") for reason, _ in kube_pods.waiting(pod)):
+        if not all(reason in ("ContainerCreating", "PodInitializing") for reason, _ in kube_pods.waiting_states(pod)):
             continue
         last = snapshot.about(pod)[-1:]
-        since = kube_pods.seconds(pod.get("status", {}).get("startTime"))
+        since = kube_pods.timestamp(pod.get("status", {}).get("startTime"))
         ago = f" for {units.human_seconds(now - since)}" if since else ""
         doing = "pulls its image" if any(event.get("reason") == "Pulling" for event in last) else "is being started"
         what = f"{workers([pod])} {doing} on {pod['spec']['nodeName']}{ago}"

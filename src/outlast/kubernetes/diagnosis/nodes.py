@@ -171,7 +171,7 @@ def _taint(snapshot: Snapshot, count: int, key: str, value: str) -> Finding:
 def lost(snapshot: Snapshot, now: float) -> Iterator[Finding]:
     """Nodes that are gone or do not answer, with their pods that have not ended."""
     nodes = {kube_pods.name(node): node for node in snapshot.nodes}
-    alive = [pod for pod in snapshot.pods if not kube_pods.over(pod) and pod["spec"].get("nodeName")]
+    alive = [pod for pod in snapshot.pods if not kube_pods.finished(pod) and pod["spec"].get("nodeName")]
     for where, group in grouped((pod["spec"]["nodeName"], pod) for pod in alive).items():
         node, unseen = nodes.get(where), "nodes" in snapshot.unseen
         pods = [pod for pod in group if kube_pods.unreachable(pod)] if unseen else group
@@ -189,7 +189,7 @@ def lost(snapshot: Snapshot, now: float) -> Iterator[Finding]:
         ready = next(kube_pods.conditions(node, "Ready"), {})
         if ready.get("status") == "True":
             continue
-        since = kube_pods.seconds(ready.get("lastTransitionTime"))
+        since = kube_pods.timestamp(ready.get("lastTransitionTime"))
         ago = f" for {now - since:.0f} s" if since else ""
         answers = "does not answer" if ready.get("status") == "Unknown" else "is not ready"
         taints = [taint["key"] for taint in node["spec"].get("taints", []) if taint["key"] in _LOST]
@@ -212,7 +212,7 @@ def taken(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Pods that were evicted, preempted or drained, and have not been replaced."""
     found: list[tuple[str, Document]] = []
     for pod in snapshot.pods:
-        if any(kube_pods.created(other) > kube_pods.created(pod) for other in snapshot.of_worker(pod)):
+        if any(kube_pods.created_at(other) > kube_pods.created_at(pod) for other in snapshot.of_worker(pod)):
             continue
         reason = pod["status"].get("reason") or ""
         if target := kube_pods.disruption(pod):

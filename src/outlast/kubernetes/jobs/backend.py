@@ -80,7 +80,7 @@ class KubernetesBackend:
     def pods(self, name: str) -> Sequence[Document]:
         """The pods of a job's workers, sorted by index."""
         self.workloads.existing(name)
-        return sorted(self.workloads.pods(name), key=lambda pod: (pod_status.index(pod), pod_status.created(pod)))
+        return sorted(self.workloads.pods(name), key=lambda pod: (pod_status.index(pod), pod_status.created_at(pod)))
 
     def pod(self, name: str, worker: int) -> Document:
         """The pod in which a worker runs. Raises NotFound."""
@@ -90,7 +90,7 @@ class KubernetesBackend:
             return running[-1]
         if candidates:
             end = pod_status.end(candidates[-1])
-            why = pod_status.waits(candidates[-1]) or (end.sentence if end else "does not run")
+            why = pod_status.waiting_reason(candidates[-1]) or (end.sentence if end else "does not run")
             raise NotFound(f"worker {worker} of {name} does not run: it {why}")
         raise self._unknown(name, worker, self.pods(name))
 
@@ -139,7 +139,7 @@ class KubernetesBackend:
         else:
             workloads, every = self.workloads.existing(name), self.workloads.pods(name)
         chosen = [pod for pod in every if selected(pod)]
-        began = any(pod_status.began(pod) for pod in chosen)
+        began = any(pod_status.has_started(pod) for pod in chosen)
         if follow and (began or job_status.over(workloads[0]) is None):
             watched = _Watched(self.workloads, name)
             followed = podlogs.Followed(
@@ -153,7 +153,8 @@ class KubernetesBackend:
             yield from stored.logs(url, worker=worker, tail=tail)
         elif chosen:
             raise NotFound(
-                f"worker {pod_status.index(chosen[0])} of {name} has no log yet: it {pod_status.waits(chosen[0])}; wait with -f"
+                f"worker {pod_status.index(chosen[0])} of {name} has no log yet: it "
+                f"{pod_status.waiting_reason(chosen[0])}; wait with -f"
             )
         elif every and worker is not None:
             raise self._unknown(name, worker, every)
@@ -250,7 +251,7 @@ class KubernetesBackend:
         schedules.check(action)
         if worker is not None:
             return fault_injection.inject(self.cluster, self.pod(name, worker), action, rng)
-        running = [pod for pod in self.pods(name) if pod_status.running(pod) and not pod_status.leaves(pod)]
+        running = [pod for pod in self.pods(name) if pod_status.running(pod) and not pod_status.terminating(pod)]
         if not running:
             raise NotFound(f"{name} has no running worker; wait until it runs")
         return fault_injection.inject(self.cluster, rng.choice(running), action, rng)

@@ -65,7 +65,7 @@ def _template(workloads: Workloads, workload: Document) -> Document:
     documents = manifests.render(job.model_copy(update={"spec": job.spec.model_copy(update=one)}), "job", run=run)
     for document in documents:
         if api.kind_of(document) is api.CONFIG_MAP:
-            old = apply_documents.there(workloads.cluster, document)
+            old = apply_documents.existing(workloads.cluster, document)
             foreign.check(old, {Label.JOB: job_name(workload)}, instead="have it renamed or removed")
             workloads.adopt(apply_documents.apply(workloads.cluster, document, old=old).new, workload)
     template: Document = workload_in(documents)["spec"]["template"]

@@ -103,7 +103,7 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
         if dry_run and created_namespace and document["metadata"].get("namespace") == created_namespace:
             yield Done("created", document)
             continue
-        old = apply_documents.there(cluster, document)
+        old = apply_documents.existing(cluster, document)
         if old is not None and old["metadata"].get("deletionTimestamp"):
             if not dry_run and not _gone(cluster, old):
                 raise ClusterError(f"{_going(document)}; install again when it is gone")
@@ -139,7 +139,7 @@ def _gone(cluster: Cluster, document: Document) -> bool:
     """Wait until a document that is being deleted is gone; False on timeout."""
     with within(_GONE_S) as stop:
         while not stop.is_set():
-            now = apply_documents.there(cluster, document)
+            now = apply_documents.existing(cluster, document)
             if now is None or now["metadata"].get("uid") != document["metadata"].get("uid"):
                 return True
             stop.wait(_POLL_S)
@@ -242,11 +242,11 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     left = (
         []
         if crds
-        else [each for each in named if (there := apply_documents.there(cluster, each)) is not None and foreign.owned(there)]
+        else [each for each in named if (there := apply_documents.existing(cluster, each)) is not None and foreign.owned(there)]
     )
     roles = [each["metadata"]["name"] for each in rbac.users()]
     for document in reversed(desired):
-        old = apply_documents.there(cluster, document)
+        old = apply_documents.existing(cluster, document)
         if old is None:
             if not document["metadata"]["name"].startswith(nodewatch_daemonset.NAME):
                 yield Done("absent", document)
@@ -262,7 +262,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
 
 def _delete(cluster: Cluster, document: Document) -> Done:
     meta = document["metadata"]
-    existing = apply_documents.there(cluster, document)
+    existing = apply_documents.existing(cluster, document)
     if existing is not None and not foreign.owned(existing):
         return Done("kept", document, "somebody else made it")
     try:
@@ -279,7 +279,7 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
             yield Done("kept", namespace, reason)
             return
         _delete(cluster, namespace)
-    if apply_documents.there(cluster, namespace):
+    if apply_documents.existing(cluster, namespace):
         yield Done("deleting", namespace, "what is in it ends first")
     yield Done("deleted", namespace) if _gone(cluster, namespace) else Done("deleting", namespace, _going(namespace))
 

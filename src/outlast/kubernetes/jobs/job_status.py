@@ -85,9 +85,9 @@ def status(snapshot: Snapshot) -> JobStatus:
         warnings=list(_warnings(snapshot)),
         output=_output(snapshot),
         store=_store(snapshot),
-        submitted=pods.seconds(meta.get("creationTimestamp")),
+        submitted=pods.timestamp(meta.get("creationTimestamp")),
         started=min(
-            (t for pod in snapshot.pods if (t := pods.seconds((pod.get("status") or {}).get("startTime")))), default=None
+            (t for pod in snapshot.pods if (t := pods.timestamp((pod.get("status") or {}).get("startTime")))), default=None
         ),
         finished=_finished(snapshot.workload, ends) if state.final else None,
     )
@@ -102,7 +102,7 @@ def _as_written(observed: JobStatus, workload: Document) -> JobStatus:
     """The observed status, completed by the one that the operator has written to the ElasticJob."""
     written = workload.get("status") or {}
     if workload_template.agentless(workload):
-        fields_ = {"restarts": written.get("restarts"), "started": pods.seconds(written.get("startTime")) or None}
+        fields_ = {"restarts": written.get("restarts"), "started": pods.timestamp(written.get("startTime")) or None}
         return observed.model_copy(update={key: value for key, value in fields_.items() if value is not None})
     if workload.get("kind") != "ElasticJob" or not written.get("state"):
         return observed
@@ -137,7 +137,7 @@ def entries(workload: Document, status: JobStatus) -> list[Event]:
 
 def _newest(documents: Sequence[Document]) -> dict[int, Document]:
     """The pod of each worker: the newest one that is not being deleted, else the newest."""
-    return {pods.index(pod): pod for pod in sorted(documents, key=lambda pod: (not pods.leaves(pod), pods.created(pod)))}
+    return {pods.index(pod): pod for pod in sorted(documents, key=lambda pod: (not pods.terminating(pod), pods.created_at(pod)))}
 
 
 def _desired(workload: Document) -> int:
@@ -176,16 +176,16 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> 
     if (ended := _stayed_up(snapshot, newest, desired)) is not None:
         return ended, "all workers are done" if ended is State.SUCCEEDED else "workers have failed for good; their logs say why"
     if suspended(snapshot.workload):
-        leaving = sum(not pods.over(pod) for pod in newest.values())
+        leaving = sum(not pods.finished(pod) for pod in newest.values())
         queue = (snapshot.workload["metadata"].get("labels") or {}).get("kueue.x-k8s.io/queue-name")
         if queue and not snapshot.pods:
             return State.PENDING, f"waits in the queue {queue} to be admitted"
         return State.SUSPENDED, f"suspended; workers that still save and leave: {leaving}" if leaving else "suspended"
     if snapshot.workload["metadata"].get("deletionTimestamp"):
         return State.CANCELLED, "it is being deleted"
-    alive = [index for index, pod in newest.items() if pods.running(pod) and not pods.leaves(pod)]
+    alive = [index for index, pod in newest.items() if pods.running(pod) and not pods.terminating(pod)]
     for index, pod in sorted(newest.items()):
-        if problem := pods.lost(pod):
+        if problem := pods.unreachable_reason(pod):
             return State.RESTARTING, f"worker {index} {problem}"
     troubles = [(index, pod) for index, pod in sorted(newest.items()) if index not in alive and pods.phase(pod) != "Succeeded"]
     if len(alive) + sum(pods.phase(pod) == "Succeeded" for pod in newest.values()) >= desired:
@@ -196,12 +196,12 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> 
             State.RUNNING,
             f"{ready} of {desired} workers are in a world" if ready < desired else f"all {desired} workers train",
         )
-    began = any(pods.began(pod) for pod in snapshot.pods)
+    began = any(pods.has_started(pod) for pod in snapshot.pods)
     if troubles:
         index, pod = troubles[0]
         ended_ = pods.end(pod)
-        sentence = pods.waits(pod) or (ended_.sentence if ended_ else "begins")
-        sentence = "leaves, and is being replaced" if pods.leaves(pod) else sentence
+        sentence = pods.waiting_reason(pod) or (ended_.sentence if ended_ else "begins")
+        sentence = "leaves, and is being replaced" if pods.terminating(pod) else sentence
         return (State.RESTARTING if began else State.PENDING), f"worker {index} {sentence}"
     if began:
         return State.RESTARTING, f"{len(alive)} of {desired} workers are there; the others are being replaced"
@@ -220,7 +220,7 @@ def _unmade(snapshot: Snapshot) -> str:
     if broken := snapshot.workload.get(document_parsing.UNREADABLE):
         return f"it cannot be read: {broken}"
     if snapshot.workload.get("kind") == "ElasticJob" and not snapshot.workload.get("status"):
-        if snapshot.now - pods.created(snapshot.workload) < TAKEN_S:
+        if snapshot.now - pods.created_at(snapshot.workload) < TAKEN_S:
             return "it was submitted a moment ago, and its operator is to take it up"
         return "no operator has taken it up yet; is one installed? (outlast install)"
     return f"its pods are not created yet; if it stays so, outlast why {snapshot.name} says why"
@@ -242,7 +242,7 @@ def _ended(snapshot: Snapshot, state: State) -> str:
     if state is State.SUCCEEDED:
         return "the data are complete" if _brings_data(snapshot.workload) else "all workers are done"
     if _brings_data(snapshot.workload):
-        for pod in sorted(snapshot.pods, key=pods.created, reverse=True):
+        for pod in sorted(snapshot.pods, key=pods.created_at, reverse=True):
             if error := pods.last_error(pod):
                 return error
     failure = _failure(snapshot.pods)
@@ -276,10 +276,10 @@ def _worker(pod: Document, reported: Metrics | None, every: Sequence[Document]) 
     index, end = pods.index(pod), pods.end(pod)
     others = [other for other in every if pods.index(other) == index and other is not pod]
     restarts = sum((e := pods.end(other)) is not None and e.counted for other in others)
-    reason = pods.lost(pod) or pods.waits(pod)
-    if pods.over(pod) and end is not None:
+    reason = pods.unreachable_reason(pod) or pods.waiting_reason(pod)
+    if pods.finished(pod) and end is not None:
         state, reason = ("done" if end.code == 0 else "failed"), "" if end.code == 0 else end.sentence
-    elif pods.leaves(pod):
+    elif pods.terminating(pod):
         state, reason = "leaving", "is being deleted"
     elif not pods.running(pod):
         state = "pending"
@@ -340,4 +340,6 @@ def _store(snapshot: Snapshot) -> StoreStatus | None:
 def _finished(workload: Document, ends: Sequence[pods.End]) -> float | None:
     condition = pods.condition(workload, "Complete") or pods.condition(workload, "Failed") or {}
     completed = (workload.get("status") or {}).get("completionTime")
-    return pods.seconds(completed or condition.get("lastTransitionTime")) or max((end.time for end in ends), default=0.0) or None
+    return (
+        pods.timestamp(completed or condition.get("lastTransitionTime")) or max((end.time for end in ends), default=0.0) or None
+    )

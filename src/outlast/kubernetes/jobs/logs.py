@@ -46,7 +46,7 @@ def merged(
 ) -> Iterator[LogLine]:
     """The lines of all pods, ordered by time; with `tail`, the last lines of the newest pod of each worker. `say` is called for a
     pod whose node does not answer; if no node answers, the error is raised."""
-    begun = sorted((pod for pod in documents if pod_status.began(pod)), key=pod_status.created)
+    begun = sorted((pod for pod in documents if pod_status.has_started(pod)), key=pod_status.created_at)
     if tail is not None:
         begun = list({pod_status.index(pod): pod for pod in begun}.values())
     unread: list[Unanswered] = []
@@ -215,11 +215,11 @@ class _Follower:
         uid = pod["metadata"]["uid"]
         if uid in self._readers or not self._followed.selected(pod):
             return
-        if pod_status.began(pod):
+        if pod_status.has_started(pod):
             tail, since_s = (self._tail, self._since_s) if first else (None, None)
             reader = self._readers[uid] = _Reader(self._cluster, pod, self._put, self._stop, tail=tail, since_s=since_s)
             self._threads.append(self._run(reader.read))
-        elif (why := pod_status.waits(pod)) and self._reported.get(uid) != why:
+        elif (why := pod_status.waiting_reason(pod)) and self._reported.get(uid) != why:
             self._reported[uid] = why
             self._say(f"worker {pod_status.index(pod)} {why}")
 
@@ -263,7 +263,7 @@ class _Reader:
             if starts == self._starts + 1:
                 self._lines(previous=True)  # the lines after the connection was lost
             self._starts = starts
-            if pod_status.over(pod) or (not pod_status.running(pod) and pod["metadata"].get("deletionTimestamp")):
+            if pod_status.finished(pod) or (not pod_status.running(pod) and pod["metadata"].get("deletionTimestamp")):
                 self._lines()
                 return
 

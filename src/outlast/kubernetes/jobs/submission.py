@@ -204,7 +204,7 @@ class Submission:
     def _existing(self, document: Document, alive: AbstractSet[str]) -> Document | None:
         """The existing object with a document's name; None if there is none or if its owners are gone. In the latter case the
         object is deleted: garbage collection may be about to delete it, and so take it away from the new workload."""
-        if (found := apply_documents.there(self.cluster, document)) is None:
+        if (found := apply_documents.existing(self.cluster, document)) is None:
             return None
         kind, meta, owners = api.kind_of(document), document["metadata"], owner_references.owners(found)
         if kind not in (*BESIDE, api.SECRET) or not foreign.owned(found) or not owners or owners & alive:

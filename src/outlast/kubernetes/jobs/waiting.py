@@ -249,7 +249,7 @@ def own_pod(
     deletion, a pod can be gone while its processes are still ending: then the pod returned is `last`, marked as being deleted.
     Raises Unanswered."""
     name = next((environ[key] for key in (Env.POD, "KFP_POD_NAME", "HOSTNAME") if environ.get(key)), "")
-    if not name or not kubeconfig.inside(environ):
+    if not name or not kubeconfig.in_pod(environ):
         return None, None
     unknown = (OSError, Absent, Forbidden, NotServed)
     try:

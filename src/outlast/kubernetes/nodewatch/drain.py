@@ -44,7 +44,7 @@ def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) 
         ours = not worker and _labels(pod).get("app.kubernetes.io/part-of") == "outlast"
         stays = (operated(pod) or (ours and any(workers))) and left_s > RESERVE_S - LAST_S
         own_s = pod["spec"].get("terminationGracePeriodSeconds", 30)
-        if podwords.leaves(pod) or stays:
+        if podwords.terminating(pod) or stays:
             waiting.append(full_name(pod))
         else:
             steps.append(Step(pod, max(1, math.floor(min(own_s, left_s))), left_s < own_s))  # 0 would not let it end at all
@@ -68,4 +68,4 @@ def _labels(pod: Mapping[str, Any]) -> Mapping[str, str]:
 def _movable(pod: Mapping[str, Any]) -> bool:
     meta = pod["metadata"]
     daemon = any(each.get("kind") == "DaemonSet" and each.get("controller") for each in meta.get("ownerReferences") or ())
-    return not daemon and "kubernetes.io/config.mirror" not in (meta.get("annotations") or {}) and not podwords.over(pod)
+    return not daemon and "kubernetes.io/config.mirror" not in (meta.get("annotations") or {}) and not podwords.finished(pod)

@@ -223,9 +223,9 @@ def read(status: Mapping[str, Any]) -> Status:
         interruptions=status.get("interruptions", 0),
         elected=bool(rendezvous.get("wanted")),
         failure=status.get("lastFailure"),
-        started=podwords.seconds(status.get("startTime")) or None,
+        started=podwords.timestamp(status.get("startTime")) or None,
         resumed=rendezvous.get("resumed"),
-        finished=podwords.seconds(status.get("completionTime")) or None,
+        finished=podwords.timestamp(status.get("completionTime")) or None,
         formed=bool(rendezvous.get("formed")),
         observed=status.get("observedGeneration", 0),
         queue=status.get("queue", ""),
@@ -267,7 +267,7 @@ def _read_progress(status: Mapping[str, Any], account: Mapping[str, Any]) -> Pro
         commit.get("step", 0),
         commit.get("time", 0.0),
         status.get("rate"),
-        podwords.seconds(status.get("progressTime")),
+        podwords.timestamp(status.get("progressTime")),
         (mark.step, mark.time) if mark else None,
         (memory.step, memory.every) if memory else (0, 0),
         commit.get("bytes", 0),
@@ -352,7 +352,9 @@ def conditioned(
 def since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> float | None:
     """The latest time at which one of these conditions became true; None if none is true."""
     begun = [
-        podwords.seconds(each["lastTransitionTime"]) for each in conditions if each["type"] in types and each["status"] == "True"
+        podwords.timestamp(each["lastTransitionTime"])
+        for each in conditions
+        if each["type"] in types and each["status"] == "True"
     ]
     return max(begun, default=None)
 

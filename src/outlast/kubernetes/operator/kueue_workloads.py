@@ -160,7 +160,7 @@ class WorkloadSlice:
         if (admitted := self.condition("Admitted")) is not None and admitted["status"] == "True":
             conditions.append(("Admitted", False, "NoReservation", "The workload has no reservation"))
             accumulated = int(self._status.get("accumulatedPastExecutionTimeSeconds") or 0)
-            began = podwords.seconds(admitted["lastTransitionTime"]) or now
+            began = podwords.timestamp(admitted["lastTransitionTime"]) or now
             spent = {"accumulatedPastExecutionTimeSeconds": accumulated + max(0, int(now - began))}
         if self.condition("PodsReady") is not None:
             conditions.append(("PodsReady", False, "WaitForStart", "Its pods have gone"))

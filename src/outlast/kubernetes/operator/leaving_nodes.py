@@ -144,7 +144,7 @@ def _usual(name: str, kind: LeavingKind, *, spot: bool) -> float | None:
 def _deadline(annotations: Mapping[str, str]) -> float | None:
     """The annotated deadline; None if it is missing or invalid."""
     try:
-        return podwords.seconds(annotations.get(Annotation.LEAVING_AT)) or None
+        return podwords.timestamp(annotations.get(Annotation.LEAVING_AT)) or None
     except (ValueError, TypeError, OverflowError):
         return None
 

@@ -74,7 +74,7 @@ class Pod:
 
     @property
     def created(self) -> float:
-        return podwords.created(self.document)
+        return podwords.created_at(self.document)
 
     @property
     def first_generation(self) -> int:
@@ -85,12 +85,12 @@ class Pod:
     @property
     def terminating(self) -> bool:
         """Whether the pod is being deleted."""
-        return podwords.leaves(self.document)
+        return podwords.terminating(self.document)
 
     @property
     def ends_at(self) -> float:
         """If the pod is being deleted, the latest time at which its kubelet kills it; else 0."""
-        return podwords.seconds(self.document["metadata"].get("deletionTimestamp"))
+        return podwords.timestamp(self.document["metadata"].get("deletionTimestamp"))
 
     @property
     def lingering(self) -> bool:
@@ -100,12 +100,12 @@ class Pod:
         worker = podwords.container_status(self.document)
         alone = len(self.document["spec"].get("containers") or ()) == 1
         ended = (alone or worker.get("name") in podwords.CONTAINERS) and "terminated" in (worker.get("state") or {})
-        return ended and not podwords.over(self.document)
+        return ended and not podwords.finished(self.document)
 
     @property
     def over(self) -> bool:
         """Whether the worker has ended for good."""
-        return podwords.over(self.document) or self.lingering
+        return podwords.finished(self.document) or self.lingering
 
     @property
     def end(self) -> podwords.End | None:
@@ -121,18 +121,18 @@ class Pod:
     @property
     def waiting(self) -> str:
         """Why the pod has not started."""
-        return podwords.waits(self.document)
+        return podwords.waiting_reason(self.document)
 
     @property
     def stuck(self) -> str:
         """Why the pod cannot start, if that needs people's attention."""
-        return podwords.stuck(self.document)
+        return podwords.blocking_reason(self.document)
 
     @property
     def kept(self) -> str:
         """A sentence if the finalizers of another controller keep a terminated pod; else empty."""
         meta = self.document["metadata"]
-        gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and podwords.over(self.document)
+        gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and podwords.finished(self.document)
         finalizers = ", ".join(meta.get("finalizers") or ()) if gone else ""
         return f"has gone, and its name is kept by the finalizers {finalizers}; have them removed" if finalizers else ""
 
@@ -329,7 +329,7 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
     node = nodes.get(name)
     lost = None
     if name and nodes:  # a node that has just joined is in its pods before the watch of nodes delivers it
-        lost = podwords.bound(pod) if node is None else _silent_since(node)
+        lost = podwords.bound_at(pod) if node is None else _silent_since(node)
     return Pod(
         pod, podwords.index(pod), name, lost, leaving_nodes.soonest(leaving_nodes.of_node(node), leaving_nodes.of_pod(pod))
     )
@@ -339,7 +339,7 @@ def _silent_since(node: Document) -> float | None:
     """When a node stopped answering; None if it answers."""
     for ready in podwords.conditions(node, "Ready"):
         if ready["status"] != "True":
-            return node.get(RECEIVED) or podwords.seconds(ready.get("lastTransitionTime"))
+            return node.get(RECEIVED) or podwords.timestamp(ready.get("lastTransitionTime"))
     return None
 
 
@@ -356,7 +356,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         index = int((meta.get("labels") or {})[Label.WORKER])
         report = Report.of(from_json(annotations[Annotation.REPORT]))
         progress = from_json(annotations.get(Annotation.PROGRESS) or "{}") or {}
-        renewed = lease.get(RECEIVED) or podwords.seconds(fields.get("renewTime"))
+        renewed = lease.get(RECEIVED) or podwords.timestamp(fields.get("renewTime"))
         member = Member(
             index,
             report.address,

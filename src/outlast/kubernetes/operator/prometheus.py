@@ -89,7 +89,7 @@ class Metrics:
             float(goodput) if isinstance(goodput, (int, float)) else None,
             int(status.get("step") or 0) if at else None,
             int(status.get("restarts") or 0),
-            pod_status.seconds(at) if at else None,
+            pod_status.timestamp(at) if at else None,
             (status.get("checkpoint") or {}).get("time"),
         )
         self._jobs.set((kind, namespace, name), job)

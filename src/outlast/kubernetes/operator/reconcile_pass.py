@@ -159,7 +159,7 @@ class Reconcile:
         if begun is not None and not self.status.formed and kind != "resumed":
             if pods := self.snapshot.pods:
                 ledger = elasticjob_status.noted(ledger, max(begun, min(pod.created for pod in pods)), "asked")
-            if running := [since for pod in pods if (since := podwords.started(pod.document))]:
+            if running := [since for pod in pods if (since := podwords.started_at(pod.document))]:
                 ledger = elasticjob_status.noted(ledger, max(begun, min(running)), "worker")
         self.update(ledger=elasticjob_status.noted(ledger, now if t is None else t, kind, **fields))
 

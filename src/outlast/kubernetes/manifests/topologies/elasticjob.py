@@ -24,8 +24,8 @@ def documents(request: Request) -> list[Document]:
     seen = volumes.document(job).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     if job.spec.suspend:
         seen["spec"]["suspend"] = True
-    if (size := len(json.dumps(seen["spec"]))) > document_parsing.LARGEST:
-        most = document_parsing.LARGEST >> 10
+    if (size := len(json.dumps(seen["spec"]))) > document_parsing.MAX_BYTES:
+        most = document_parsing.MAX_BYTES >> 10
         raise wrong(job, f"spec takes {size >> 10} KiB; at most {most} KiB are read: put what is long into the code")
     meta = {**seen["metadata"], "labels": {**labels.common(job), **labels.kueue(job.spec)}}
     if job.metadata.namespace:

@@ -63,7 +63,7 @@ def changed_or_new(rec: Reconcile) -> None:
                 return rec.set_state(State.PENDING, f"no pods can be created: {no_gang}", "NoGang", warning=True)
             rec.prerequisites = desired.prerequisites(rec.snapshot)
             low, high = rec.spec.workers.min, rec.spec.workers.max
-            created = podwords.created(rec.snapshot.document) or rec.now
+            created = podwords.created_at(rec.snapshot.document) or rec.now
             rec.note("submitted", created, run=rec.status.run, job=rec.snapshot.name, min=low, max=high)
             rec.update(started=rec.now, formed=False, gang="" if rec.snapshot.gang == "none" else rec.snapshot.gang)
         else:

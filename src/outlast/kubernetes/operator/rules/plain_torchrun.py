@@ -155,7 +155,7 @@ def _late(rec: Reconcile, pod: Pod) -> bool:
     """Whether a worker started after others had succeeded."""
     if not (done := _done(rec)):
         return False
-    if (began := podwords.started(pod.document)) is None:
+    if (began := podwords.started_at(pod.document)) is None:
         return podwords.phase(pod.document) == "Pending"
     return any(rec.ends[each.uid].time <= began for each in done if each.uid in rec.ends)
 
@@ -190,7 +190,7 @@ def _host_is_lost(rec: Reconcile, host: Pod | None, pod: Pod) -> bool:
         return True
     if (end := rec.ends.get(host.uid)) is not None and not host.succeeded:
         return podwords.disrupted(host.document) or not _permanent(end.code)
-    return host.created > (podwords.started(pod.document) or pod.created)
+    return host.created > (podwords.started_at(pod.document) or pod.created)
 
 
 def _permanent(code: int) -> bool:
