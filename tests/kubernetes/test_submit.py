@@ -442,7 +442,7 @@ def test_watching_a_status_waits_for_an_api_server_that_is_away(
     api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outlast("submit", "job.yaml", "--as", "statefulset")
-    monkeypatch.setattr(kube.requests, "_TRIES", 1)
+    monkeypatch.setattr(kube.requests, "_ATTEMPTS", 1)
     monkeypatch.setattr(backend.KubernetesBackend, "poll_s", 0.01)
 
     def suspended(_: object) -> bool:
