@@ -136,7 +136,7 @@ class Rank:
         meanwhile()
         copied()
         for (content, objects), room in zip(contents, rooms, strict=True):
-            index, size = capture.placed(content, objects, room)
+            index, size = capture.write_objects(content, objects, room)
             part = Part("r", 1, self.step, 1, 0, 0, 0, 1, content.kind, bytes=size)
             self.client.publish(room, part, index, complete=before)
         while any(self.client.poll()[kind, self.step] == "" for kind in ("shared", "unique")):
@@ -149,7 +149,7 @@ class Rank:
         candidate = election.newest(held, "r", 1).candidates[0]
         assert candidate.at == (1, self.step)
         reader = Reader(candidate, self.client, 0, pytest.fail)
-        reader.learn()
+        reader.read_indices()
         wanted = checkpoint.targets_of(reader.read_metadata(), into, 0)
         assert reader.covers(wanted)
         checkpoint.load(reader, "the snapshot", into, wanted)

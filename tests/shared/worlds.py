@@ -164,7 +164,7 @@ def train(plan: Training) -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             if run.rank == 0 and step == plan.leave_at:
                 Path(os.environ[contract.Env.NOTICE]).write_text("{}")
-            while plan.patient and run._snapshots._working and not run._snapshots._settled():
+            while plan.patient and run._snapshots._working and not run._snapshots._replicated():
                 time.sleep(0.001)
             leaving = run.interrupted()
             if leaving or run.due(step):

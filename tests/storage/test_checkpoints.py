@@ -666,7 +666,7 @@ def test_a_state_that_is_not_what_was_saved_is_refused_by_name(tmp_path: Path):
 
 def test_names_and_things_that_cannot_be_saved_are_refused():
     for name in ("a.b", "a/b", "rng", "train"):
-        with pytest.raises(OutlastError, match=f"'{name}' cannot name a thing"):
+        with pytest.raises(OutlastError, match=f"'{name}' cannot be a name in the state"):
             checkpoint.check({name: nn.Linear(1, 1)})
     with pytest.raises(OutlastError, match="'best' is a float without state_dict"):
         checkpoint.check({"best": 0.5})

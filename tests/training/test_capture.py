@@ -22,7 +22,7 @@ from outlast.job.contract import Env
 from outlast.job.ledger import Ledger
 from outlast.storage.snapshots import client
 from outlast.training.state import capture
-from outlast.training.state.snapshots import Place, Snapshots, longer, steady
+from outlast.training.state.snapshots import Place, Snapshots, significant_delay, steady
 from ranks import Grown, Rank, a_model
 
 
@@ -201,7 +201,7 @@ class Loop:
 
     def boundary(self) -> None:
         self.step += 1
-        self.ours.counted(self.ours.votes())
+        self.ours.count(self.ours.votes())
         self.ours.boundary(self.step)
 
     def until(self, true: Callable[[], bool]) -> None:
@@ -260,7 +260,7 @@ def test_after_a_refusal_memory_is_given_back_and_it_is_tried_again_at_growing_i
             loop.now = now
             caplog.clear()
             loop.boundary()
-            assert ours._on is again
+            assert ours._enabled is again
     loop.until(lambda: bool(caplog.records))
     caplog.clear()
     rooms.headroom, loop.now = free, loop.now + 80 * 60
@@ -319,10 +319,13 @@ def test_what_a_step_varies_by_is_not_taken_for_what_a_snapshot_costs() -> None:
     """Steps of 100 ms that vary by 5 %, and snapshots that add nothing, or 30 ms."""
     rng = random.Random(1)
     steps = [rng.gauss(0.1, 0.005) for _ in range(31)]
-    assert [longer([rng.gauss(more, 0.005) for _ in range(15)], steps) > 0.01 for more in (0.0, 0.03)] == [False, True]
-    found = [longer([rng.gauss(0, 0.005) for _ in range(15)], [rng.gauss(0.1, 0.005) for _ in range(31)]) for _ in range(200)]
+    assert [significant_delay([rng.gauss(more, 0.005) for _ in range(15)], steps) > 0.01 for more in (0.0, 0.03)] == [False, True]
+    found = [
+        significant_delay([rng.gauss(0, 0.005) for _ in range(15)], [rng.gauss(0.1, 0.005) for _ in range(31)])
+        for _ in range(200)
+    ]
     assert sum(each > 0 for each in found) < 20
-    assert longer([1.0, 1.0], steps) == 0.0, "too few"
+    assert significant_delay([1.0, 1.0], steps) == 0.0, "too few"
 
 
 def test_the_interval_follows_steps_that_become_fast_while_each_has_a_snapshot(tmp_path: Path) -> None:
@@ -333,7 +336,7 @@ def test_the_interval_follows_steps_that_become_fast_while_each_has_a_snapshot(t
     ours._choose(0.005)
     assert ours._every == 1
     for _ in range(10):
-        ours._flying, ours._landed = 0.0, True
+        ours._delay_s, ours._ended = 0.0, True
         ours._measure(0.01)
     ours._choose(0.005)
     assert ours._every == 50

@@ -58,7 +58,7 @@ class Stream:
 
 
 class Module:
-    """As much of a module such as `torch.cuda` as `device.Beside` uses."""
+    """As much of a module such as `torch.cuda` as `device.CopyStream` uses."""
 
     def __init__(self, *, copies_first: bool) -> None:
         self.streams: list[Stream] = []
@@ -91,14 +91,14 @@ class Module:
             assert any(stream.advance() for stream in streams), "the streams wait for each other"
 
 
-class Delayed(device.Beside):
+class Delayed(device.CopyStream):
     """Copies wait in their stream. All tensors count as those of an accelerator."""
 
     def covers(self, tensor: torch.Tensor) -> bool:
         return True
 
     def queue(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._module.put(lambda: device.Beside.queue(self, pairs))
+        self._module.put(lambda: device.CopyStream.queue(self, pairs))
 
 
 class Accelerator(device.Device):
@@ -108,7 +108,7 @@ class Accelerator(device.Device):
         super().__init__("fake")
         self.module, self.pinned = module, set[int]()
 
-    def beside(self) -> device.Beside:
+    def copy_stream(self) -> device.CopyStream:
         return Delayed(self.module)
 
     def register(self, memory: torch.Tensor) -> bool:

@@ -160,7 +160,7 @@ def test_the_newest_checkpoint_counts_wherever_it_is(tmp_path: Path, calm: Calm)
     world(Training(kill_at=13), tmp_path, 3, disks="abc")
     for name in "ab":
         shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000010")
-        metrics.forget_after(tmp_path / name / contract.METRICS, 5)
+        metrics.truncate_after(tmp_path / name / contract.METRICS, 5)
     again = world(Training(), tmp_path, 3, generation=2, disks="abc")
     assert {result["resumed"] for result in again.results} == {10}
     assert [(c["holder"], c["ranks"]) for c in again.kinds("copied")] == [(2, [0, 1])]
@@ -265,7 +265,7 @@ def test_a_full_disk_of_another_worker_is_reported_and_ends_who_is_to_begin_ther
     end = worlds.ended(worlds.started(crowded_from_the_start, tmp_path, 3, generation=2, disks="abc"), tmp_path)
     assert end.codes == [1, 1, 1]
     sentence = (
-        "NoRoom: step-00000003 cannot be brought to the disk of rank 2: File too large; "
+        "NoRoom: step-00000003 cannot be copied to the disk of rank 2: File too large; "
         "make room there or take another worker for it"
     )
     assert all(sentence in error for error in end.errors)

@@ -71,7 +71,7 @@ def train(plan: Plan) -> None:
                 for disk in plan.disks:
                     small_disks.repair(Path(disk))
             run.gather(None)
-            while run._snapshots._working and not run._snapshots._settled():
+            while run._snapshots._working and not run._snapshots._replicated():
                 time.sleep(0.001)
             if run.due(step):
                 run.save(step)

@@ -296,7 +296,7 @@ NET = nn.Linear(4, 2)
     ("call", "sentence"),
     [
         (lambda run: run.resume(NET), r"resume\(\) got a Linear and needs names"),
-        (lambda run: run.resume({0: NET}), "0 cannot name a thing to save; use a plain word"),
+        (lambda run: run.resume({0: NET}), "0 cannot be a name in the state; use a plain word"),
         (lambda run: run.save(NET), r"step \(a Linear\) must be a whole number, the optimizer steps done \(.*\); count it"),
         (lambda run: run.log(0.5), r"step \(0.5\) must be a whole number"),
         (lambda run: run.due(), r"missing 1 required positional argument: 'step' \(.*\); write run.due\(step\)"),

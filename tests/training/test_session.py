@@ -365,13 +365,13 @@ def measured_before_and_after() -> None:
 
 def test_metrics_are_cut_after_the_restored_step(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    metrics.forget_after(path, 3)  # there is none
+    metrics.truncate_after(path, 3)  # there is none
     for step in range(1, 6):
         metrics.append(path, {"step": step})
-    metrics.forget_after(path, 3)
+    metrics.truncate_after(path, 3)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-    metrics.forget_after(path, 0)
-    metrics.forget_after(path, 0)
+    metrics.truncate_after(path, 0)
+    metrics.truncate_after(path, 0)
     assert path.read_text() == ""
 
 

@@ -108,7 +108,10 @@ class World:
             for (content, objects), room in zip(contents, rooms, strict=True):
                 if rank == 0 or content.kind in kinds:
                     self._publish(
-                        of, Part("r", *at, 2, rank, rank, 0, 1, content.kind), *capture.placed(content, objects, room), room
+                        of,
+                        Part("r", *at, 2, rank, rank, 0, 1, content.kind),
+                        *capture.write_objects(content, objects, room),
+                        room,
                     )
 
     def _publish(self, of: Client, part: Part, index: list[Item], size: int, room: client.Room) -> None:

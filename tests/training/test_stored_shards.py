@@ -243,7 +243,7 @@ def uploaded(data: Path, url: str) -> str:
 def test_a_store_that_is_away_is_waited_for_with_signs_of_life(
     home: Path, tmp_path: Path, moto_proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(stored_shards, "_TELL_S", 0.5)
+    monkeypatch.setattr(stored_shards, "_WARN_S", 0.5)
     data = a_text(tmp_path / "data", 4000, shard=100)
     url = uploaded(data, moto_proxy.place.url)
     expected = list(read(str(data), window=2))
@@ -290,18 +290,18 @@ def test_a_mistake_in_fetching_ahead_is_raised_where_a_shard_is_needed(home: Pat
     place = Odd(f"file://{a_text(tmp_path / 'data', 600, shard=100)}", 1, 0.0)
     place.error = ValueError("a mistake")
     shards = place.manifest().part("train").shards
-    place.want(shards[:1], 0)
+    place.announce(shards[:1], 0)
     until(lambda: place._failed)
     with pytest.raises(ValueError, match="a mistake"):
         place.hold(shards[1])
-    place.want([], 0)
+    place.announce([], 0)
 
 
 def test_threads_that_stand_still_are_not_joined_by_more_and_go_on_with_what_is_announced_last(home: Path, tmp_path: Path):
     place = Odd(f"file://{a_text(tmp_path / 'data', 1200, shard=100)}", 1, 0.0)
     shards, before = place.manifest().part("train").shards, threading.active_count()
     for first in range(0, 8, 2):
-        place.want(shards[first:], 0)
+        place.announce(shards[first:], 0)
     assert threading.active_count() - before == 4
     place.goes_on.set()
     until(lambda: place._ahead_held.keys() >= {shard.sha256 for shard in shards[6:]})
@@ -314,9 +314,9 @@ def test_what_is_read_ahead_gives_way_from_the_end_on_and_only_as_far_as_needed(
     place = stored_shards.Fetched(f"file://{a_text(tmp_path / 'data', 600, shard=100)}", 1, 0.0)
     shards = place.manifest().part("train").shards
     for number in range(1, 5):
-        place.want(shards[:number], 0)
+        place.announce(shards[:number], 0)
         until(lambda number=number: len(place._ahead_held) == number)  # type: ignore[misc]
-    place.want(shards[:5], 0)
+    place.announce(shards[:5], 0)
     until(lambda: list(place.ahead) == [(shards[4], False)])
     held = place.hold(shards[4])
     assert list(place._ahead_held) == [shard.sha256 for shard in shards[:3]]
@@ -453,12 +453,12 @@ def test_a_full_disk_is_one_sentence_and_read_ahead_gives_way_to_what_is_needed_
     shards = Shards(f"file://{data}", block=10, window=1)
     first, *ahead, last = shards._shards
     place, ours = shards._place, home.parent / "disk" / "cache" / "shards"
-    place.want([first, *ahead], 1)
+    place.announce([first, *ahead], 1)
     until(lambda: len(list(ours.iterdir())) == 5)
     assert whole(small_disk / "cache"), "no more than fit"
     place.hold(last)
     assert (ours / last.sha256).exists()
-    place.want([], 1)
+    place.announce([], 1)
     held = [place.hold(shard) for shard in shards._shards[:5]]
     small_disks.fill(small_disk)
     with pytest.raises(OutlastError, match=r"the disk of the cache \S+ is full, of which the cache has .*; make room"):

@@ -70,7 +70,7 @@ def test_whatever_is_killed_and_resumed_each_step_arrives_once_in_order(tmp_path
         if torn % 2:
             look()
         step = max(0, step - back)
-        metrics.forget_after(path, step)
+        metrics.truncate_after(path, step)
         if torn % 5 == 0:  # another follower, or another disk
             reader = lines.Reader(path)
     look()

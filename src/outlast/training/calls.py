@@ -1,9 +1,9 @@
 """Collective calls of a session, and the error message when ranks do not make the same calls.
 
-Every such call begins with the same small all-reduce, whatever it does afterwards. The all-reduce carries a hash of the call's
-name, its step and the position of the stream, so ranks in different calls find out at once, instead of waiting for each other or
-mixing up their numbers. Sums that a call needs anyway (votes, losses) are in the same message, so the check costs nothing.
-`hangs.deadlocks` handles ranks that are not in any call of the session.
+Every such call begins with the same small all-reduce. It carries a hash of the call's name, its step and the position of the
+stream, so a mismatch is detected at once: otherwise ranks would wait for each other or mix up their numbers. Sums that a call
+needs anyway (votes, losses) are in the same message, so the check costs nothing. `hangs.deadlocks` detects ranks that are in no
+call of the session.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from outlast.worker.hangs import deadlocks
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _ROOM = 14
-"""Maximum number of numbers in the first message; arbitrary. Its size does not matter up to a few hundred bytes."""
+"""Maximum number of summands in the first message; arbitrary, since a few hundred bytes cost no more than a few."""
 _BITS = 20
-"""Bits of a call's hash: the squares of 8,192 such hashes still add up exactly in a double."""
+"""Bits of a call's hash: the squares of 8,192 20-bit hashes still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"
 REMEDY = f"{_SAME}: move what only some ranks call out of its `if`"
 
 
 def public(example: str) -> Callable[[Method], Method]:
-    """Decorate a public method, so that arguments that do not fit its signature raise an error with an `example`."""
+    """Decorate a public method: arguments that do not fit its signature raise OutlastError, which quotes `example`."""
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)
@@ -53,7 +53,7 @@ def public(example: str) -> Callable[[Method], Method]:
 
 
 def place() -> str:
-    """The line of the script that called into Outlast: `train.py:20`."""
+    """Return the line of the script that called into Outlast, such as `train.py:20`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("outlast.training"):
         frame = frame.f_back
@@ -69,9 +69,10 @@ class Calls:
         self._store = deadlocks.store() if self._ranks > 1 else None
 
     def meet(self, call: str, position: int, numbers: Sequence[float] = ()) -> list[float]:
-        """Add up `numbers` over all ranks, which must all be in this call, at this position of their streams.
+        """Return the sums of `numbers` over all ranks.
 
-        Raises OutlastError on all ranks if the calls differ. A collective.
+        Raises OutlastError on all ranks if the ranks are in different calls or at different positions of their streams. A
+        collective.
         """
         if self._ranks == 1:
             return list(numbers)
@@ -108,7 +109,7 @@ class Calls:
         self._group = self._store = None
 
     def _who_left(self, call: str) -> str:
-        """The error message if ranks have left the session while this rank is in a call; empty if no rank has."""
+        """Return the error message if a rank has left the session while this rank is in a call, otherwise an empty string."""
         try:
             if self._store is None:
                 return ""
@@ -122,7 +123,7 @@ class Calls:
 
 
 def differing(calls: Sequence[tuple[str, int]]) -> str:
-    """The error message about ranks in different calls, given each rank's (call, position of the stream)."""
+    """Return the error message about ranks in different calls, given each rank's (call, position of the stream)."""
     positions = {position for _, position in calls}
     places = [f"{call} after batch {position}" if len(positions) > 1 else call for call, position in calls]
     return f"{deadlocks.listed(places, 'in')}; {REMEDY}"

@@ -1,4 +1,4 @@
-"""The devices that training computes on. Only this module knows the differences between torch's modules for them.
+"""The devices that training computes on. Only this module handles the differences between torch's modules for them.
 
     accelerator = device.find()                # the machine's device: a GPU, a Trainium, ..., or the CPU
     accelerator.bind(local_rank)               # -> torch.device, as Session.device
@@ -29,7 +29,7 @@ class Device:
     """Devices of one type, used through torch's module for them."""
 
     pins = True
-    """Whether copies from pinned memory run in the background."""
+    """True if copies from pinned memory run in the background."""
 
     def __init__(self, type: str, backend: str = "", package: str = "") -> None:
         self.type = type
@@ -43,7 +43,7 @@ class Device:
         return getattr(torch, self.type, None)
 
     def available(self) -> bool:
-        """Whether this machine has a device of this type that torch can use."""
+        """Return whether this machine has a device of this type that torch can use."""
         return self._module is not None and bool(self._module.is_available())
 
     def bind(self, index: int) -> torch.device:
@@ -52,37 +52,37 @@ class Device:
         return torch.device(self.type, index)
 
     def name(self) -> str:
-        """The name of the current device's model."""
+        """Return the model name of the current device."""
         return str(self._module.get_device_name())
 
     def peak_flops(self) -> float | None:
-        """Peak FLOP/s of dense matrix products in bfloat16; None if unknown."""
+        """Return the peak FLOP/s of dense matrix products in bfloat16, or None if unknown."""
         return accelerators.peak_flops(self.name())
 
     def bfloat16(self) -> bool:
-        """Whether matrix products in bfloat16 are faster than in float32."""
+        """Return whether matrix products in bfloat16 are faster than in float32."""
         return True
 
     def autocast(self, dtype: torch.dtype | None) -> torch.autocast:
-        """A context in which matrix products are computed in `dtype`; with None or float32, in the type of the tensors."""
+        """Return a context that computes matrix products in `dtype`, or in the tensors' own type for None and float32."""
         lower = dtype not in (None, torch.float32)
         return torch.autocast(self.type, dtype if lower else None, enabled=lower)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a CPU tensor in pinned memory, if that makes copies to the device faster; otherwise the tensor itself."""
+        """Return a copy of a CPU tensor in pinned memory if that speeds up copies to the device, otherwise the tensor itself."""
         return tensor.pin_memory() if self.pins and tensor.device.type == "cpu" else tensor
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
-        """CPU memory for a copy of a tensor on the device, pinned if that makes the copy faster.
+        """Allocate CPU memory for a copy of a tensor on the device, pinned if that makes the copy faster.
 
-        Memory for a device other than the current one is not pinned, so that copies end before the call returns: `synchronize`
-        would not wait for them.
+        Memory for a device other than the current one is not pinned: copies into pinned memory run in the background, and
+        `synchronize` waits only for those of the current device.
         """
         pins = self.pins and tensor.device.index == self._module.current_device()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
 
     def place(self, tensor: torch.Tensor) -> int:
-        """A number that is equal for tensors on this device if they share memory."""
+        """Return a number that is equal for tensors on this device if they share memory."""
         return tensor.data_ptr()
 
     def seed(self, seed: int) -> None:
@@ -100,44 +100,44 @@ class Device:
         """Wait for queued work on the current device, such as copies to the CPU."""
         self._module.synchronize()
 
-    def beside(self) -> Beside | None:
-        """A stream for copies to the CPU in parallel with the computation; None if the device has none."""
+    def copy_stream(self) -> CopyStream | None:
+        """Return a stream for copies to the CPU in parallel with the computation, or None if the device has no streams."""
         module = self._module
-        return Beside(module) if all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")) else None
+        names = ("Stream", "Event", "stream", "current_stream")
+        return CopyStream(module) if all(hasattr(module, name) for name in names) else None
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Pin CPU memory that was allocated elsewhere, for faster copies. Returns whether it is pinned."""
+        """Pin CPU memory that was allocated elsewhere, for faster copies. Returns whether the memory is pinned."""
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Undo `register`, before the memory is unmapped: later copies to the same address would go astray."""
+        """Undo `register`. Call this before the memory is unmapped, since CUDA would treat its address as pinned."""
 
     def mark_step(self) -> None:
-        """End the step for devices that record operations and run them as one program (XLA). Other devices compute at once."""
+        """End the step on devices that record operations and run them as one program (XLA)."""
 
 
-class Beside:
-    """A stream on which one batch of copies at a time runs in parallel with the current device's computation."""
+class CopyStream:
+    """A stream that runs one batch of copies at a time in parallel with the current device's computation."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._stream, self._index = module, module.Stream(), module.current_device()
         self._copied: Any = None
-        """The event at the end of the copies, until it has been waited for."""
+        """The event at the end of the copies; None after `wait`."""
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on this stream's device. Copies of tensors on other devices run on other streams, so `wait` would
-        not wait for them."""
+        """Return whether a tensor is on this stream's device. `wait` does not wait for copies from other devices."""
         return tensor.device.type != "cpu" and tensor.device.index == self._index
 
     def queue(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Queue copies of the second tensor of each pair into the first on the current stream."""
+        """Queue copies on the current stream, from the second tensor of each pair into the first."""
         if pairs:
             with torch.no_grad():
                 torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs], non_blocking=True)
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Queue copies, which begin once the computation queued so far has ended."""
+        """Run copies that are queued in the block after the computation that is queued before the block."""
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             yield
@@ -145,12 +145,12 @@ class Beside:
         self._copied.record(self._stream)
 
     def before_changes(self) -> None:
-        """Make later computation wait for the copies, since it may change their sources."""
+        """Make computation that is queued from now on wait for the copies, since it may change their sources."""
         if (copied := self._copied) is not None:
             self._module.current_stream().wait_event(copied)
 
     def wait(self) -> None:
-        """Wait for the copies; may be called in any thread."""
+        """Wait for the copies. Any thread may call this."""
         if (copied := self._copied) is not None:
             self._module.set_device(self._index)  # a new thread has device 0, on which CUDA would take memory
             copied.synchronize()
@@ -181,7 +181,7 @@ class _Cpu(Device):
         return None
 
     def bfloat16(self) -> bool:
-        module: Any = torch.cpu  # its functions for this are private; they return None on other processors than x86
+        module: Any = torch.cpu  # these functions are private, and return None on processors other than x86
         return bool(module._is_amx_tile_supported() or module._is_avx512_bf16_supported())
 
     def seed(self, seed: int) -> None:
@@ -194,7 +194,7 @@ class _Cpu(Device):
         torch.set_rng_state(state)
 
     def synchronize(self) -> None:
-        """Nothing to wait for: the CPU's calls return when they are done."""
+        """No-op: calls on the CPU return when they are done."""
 
     def beside(self) -> None:
         return None
@@ -207,7 +207,7 @@ class _Cuda(Device):
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
             return True
-        with contextlib.suppress(RuntimeError):  # CUDA reports the error at the next kernel: let that be this one
+        with contextlib.suppress(RuntimeError):  # CUDA reports the error at the next kernel, so run one here
             torch.ones(1, device="cuda")
         return False
 
@@ -225,9 +225,9 @@ class _Neuron(Device):
 
 
 class _Xla(Device):
-    """torch_xla: TPUs, and Trainium with an SDK before TorchNeuron. A process has one device, and need not choose.
+    """torch_xla: TPUs, and Trainium with an SDK before TorchNeuron. A process has exactly one device.
 
-    The process group of XLA takes only tensors on XLA devices; the session's group for the CPU is separate.
+    XLA's process group accepts only tensors on XLA devices; the session has a separate group for the CPU.
     """
 
     pins = False
@@ -272,7 +272,7 @@ class _Xla(Device):
     def mark_step(self) -> None:
         state = self.random_state()
         importlib.import_module("torch_xla").sync()
-        self.set_random_state(state)  # `sync` changes it, and a run that saves more often would draw other numbers
+        self.set_random_state(state)  # `sync` changes it, so the random numbers would depend on how often the run saves
 
     @property
     def _model(self) -> Any:
@@ -286,7 +286,7 @@ CPU = _Cpu()
 
 @functools.cache
 def _imported(package: str) -> bool:
-    """Import the package that adds a device to torch; returns whether it is installed."""
+    """Import the package that adds a device to torch. Returns whether the package is installed."""
     try:
         return bool(package and importlib.import_module(package))
     except ModuleNotFoundError as error:
@@ -297,7 +297,10 @@ def _imported(package: str) -> bool:
 
 @functools.cache
 def _has_xla() -> bool:
-    """Whether torch_xla has an accelerator, or $PJRT_DEVICE requests its CPU. Cached: torch_xla sets the variable itself."""
+    """Return whether torch_xla has an accelerator or $PJRT_DEVICE requests its CPU.
+
+    The result is cached, since torch_xla sets the variable itself.
+    """
     forced = "PJRT_DEVICE" in os.environ
     return _imported("torch_xla") and (forced or importlib.import_module("torch_xla.runtime").device_type() not in (None, "CPU"))
 
@@ -307,26 +310,26 @@ def _made(row: accelerators.Accelerator) -> Device:
 
 
 def find() -> Device:
-    """This machine's accelerator, or the CPU if it has none."""
+    """Return this machine's accelerator, or the CPU."""
     return next((each for each in map(_made, accelerators.DEVICES.values()) if each.available()), CPU)
 
 
 def of(where: torch.device) -> Device:
-    """The device for tensors on `where`."""
+    """Return the device of tensors on `where`."""
     row = accelerators.DEVICES.get(where.type)
     return CPU if where.type == "cpu" else _made(row) if row else Device(where.type)
 
 
 def dtype(requested: str, where: torch.device, gather: Callable[[bool], list[bool]] | None = None) -> torch.dtype:
-    """The type of matrix products: `float32` or `bfloat16` as requested; `auto` is bfloat16 where that is faster.
+    """Return the type for matrix products: `float32` or `bfloat16` as requested; `auto` is bfloat16 where that is faster.
 
-    Ranks on different hardware must use the same type: pass `run.gather`, and `auto` is bfloat16 only if that is faster on all of
-    them. A collective with `gather`.
+    Ranks on different hardware must use the same type. Pass `run.gather` there: `auto` is then bfloat16 only if that is faster on
+    all ranks. A collective with `gather`.
     """
     fast = requested == "auto" and all((gather or (lambda fast: [fast]))(of(where).bfloat16()))
     return torch.bfloat16 if fast or requested == "bfloat16" else torch.float32
 
 
 def computing() -> torch.device:
-    """The device of a process that is not a rank, such as an evaluation."""
+    """Return the device for a process that is not a rank, such as an evaluation."""
     return torch.device(find().type)

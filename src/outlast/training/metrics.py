@@ -1,7 +1,8 @@
 """`metrics.jsonl`: the values that a run logs, one JSON object per line, with each step only once.
 
-Rank 0 appends. When a run resumes from an earlier step, the later lines are cut off, because their steps are repeated. If workers
-share no disk, every disk has the lines up to its newest checkpoint (`Copy`), so that rank 0 may run on any worker next time.
+Rank 0 appends. When a run resumes from an earlier step, the lines of later steps are cut off, because these steps are repeated.
+If workers have separate disks, every disk has the lines up to its newest checkpoint (`Copy`), so that rank 0 may run on any
+worker after a restart.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ def append(path: Path, line: dict[str, Any]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def forget_after(path: Path, step: int) -> None:
+def truncate_after(path: Path, step: int) -> None:
     """Remove the lines of steps after `step`, and an incomplete line left by a killed process."""
     if not path.exists() or not path.stat().st_size:
         return
     with path.open("r+b") as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             end = len(text)
-            while end and not _is_of(text[(start := text.rfind(b"\n", 0, end - 1) + 1) : end], step):
+            while end and not _is_up_to(text[(start := text.rfind(b"\n", 0, end - 1) + 1) : end], step):
                 end = start
         file.truncate(end)
 
 
-def _is_of(line: bytes, step: int) -> bool:
+def _is_up_to(line: bytes, step: int) -> bool:
+    """Return whether a line is complete and its step is `step` or earlier."""
     try:
         return line.endswith(b"\n") and bool(json.loads(line)["step"] <= step)
     except (ValueError, KeyError, TypeError):
@@ -51,7 +53,7 @@ def _is_of(line: bytes, step: int) -> bool:
 
 
 def last(path: Path, name: str, step: int) -> float | None:
-    """The newest value of `name` up to `step`; None if there is none."""
+    """Return the newest value of `name` that was logged up to `step`, or None."""
     if not path.exists() or not path.stat().st_size:
         return None
     key = json.dumps(name).encode() + b":"
@@ -70,12 +72,12 @@ def last(path: Path, name: str, step: int) -> float | None:
 _BLOCK = 1 << 20
 _MOST_RECENT = 1 << 20
 _MOST = 64 << 20
-"""Maximum number of bytes of lines that are sent to other disks with one save."""
+"""Maximum number of bytes sent to other disks with one save."""
 
 
 @dataclass(frozen=True)
 class News:
-    """Lines from rank 0's disk, and their offset in the file."""
+    """Lines from rank 0's disk, and their offset in the file in bytes."""
 
     start: int
     lines: bytes
@@ -87,18 +89,18 @@ class Copy:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.same = 0
-        """Number of bytes, from the start of the file, that are known to equal rank 0's."""
+        """Number of leading bytes that are known to equal rank 0's."""
         self.everywhere = 0
-        """On rank 0, the number of bytes, from the start of the file, that all disks are known to have."""
+        """On rank 0, the number of leading bytes that all disks are known to have."""
 
     def even_out(self, disks: Disks, step: int) -> str:
-        """Copy the file with the most steps up to `step` to all disks, without the lines of later steps.
+        """Remove the lines of steps after `step`, and copy the file with the most remaining steps to all disks.
 
-        Returns why the copy failed on this rank, or an empty string. A collective of the leaders, in the thread that trains.
+        Returns why the copy failed on this rank, or an empty string. A collective of the leaders, in the training thread.
         """
         problem, own = "", (-1, 0, 0)
         try:
-            forget_after(self.path, step)
+            truncate_after(self.path, step)
             own = self._summary()
         except OSError as error:
             problem = error.strerror or str(error)
@@ -122,7 +124,7 @@ class Copy:
         return problem
 
     def recent(self) -> str:
-        """The lines that other disks may lack, for a snapshot; empty if they cannot be read, or are too many."""
+        """Return the lines that other disks may lack, for a snapshot; empty if they are unreadable or too long."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.everywhere)
@@ -132,15 +134,15 @@ class Copy:
         return lines.decode(errors="replace") if len(lines) <= _MOST_RECENT else ""
 
     def add(self, lines: str, step: int) -> None:
-        """Append those lines from a snapshot, up to `step`, that are missing on this disk. Raises OSError."""
-        forget_after(self.path, step)
+        """Append the lines from a snapshot, up to `step`, that this disk lacks. Raises OSError."""
+        truncate_after(self.path, step)
         last = self._summary()[0]
         for line in lines.splitlines(keepends=True):
-            if _is_of(line.encode(), step) and not _is_of(line.encode(), last):
+            if _is_up_to(line.encode(), step) and not _is_up_to(line.encode(), last):
                 append(self.path, json.loads(line))
 
     def _summary(self) -> tuple[int, int, int]:
-        """The last step, size and checksum of the file."""
+        """Return the last step in the file, its size in bytes and its crc32."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:
@@ -156,7 +158,7 @@ class Copy:
         return step, size, crc
 
     def news(self, start: int) -> News:
-        """Whole lines after byte `start` for the other disks, up to a limit; the rest is returned next time. Raises OSError."""
+        """Return whole lines from byte `start` on for the other disks, at most 64 MiB. Raises OSError."""
         self.everywhere = start
         try:
             with self.path.open("rb") as file:
@@ -167,7 +169,7 @@ class Copy:
         return News(start, lines[: lines.rfind(b"\n") + 1])
 
     def take(self, news: News) -> None:
-        """Write lines from rank 0's disk. Raises OSError; `same` is then 0, and the next save sends the whole file."""
+        """Write lines from rank 0's disk. Raises OSError; the next save then sends the whole file."""
         self.same, end = 0, news.start + len(news.lines)
         with self.path.open("r+b" if self.path.exists() else "w+b", buffering=0) as file:
             if os.fstat(file.fileno()).st_size < news.start:
@@ -181,7 +183,7 @@ class Copy:
 
 
 class Screen:
-    """Prints logged values now and then: `outlast: step 40 of 1280: loss 0.693`."""
+    """Prints logged values at most every 10 seconds: `outlast: step 40 of 1280: loss 0.693`."""
 
     EVERY_S = 10.0
 
@@ -190,11 +192,11 @@ class Screen:
         self._step = 0
         self._steps: Callable[[], int | None] = lambda: None
         self._values: dict[str, float] = {}
-        """The newest value of each name since the last line."""
+        """The newest value logged under each name since the last line was printed."""
         self._shown = float("-inf")
 
     def show(self, step: int, values: Mapping[str, float], steps: Callable[[], int | None]) -> None:
-        """Remember `values`, and print a line if one is due. `steps` returns the run's total number of steps."""
+        """Add `values` to the next line, and print the line if it is due. `steps` returns the run's total number of steps."""
         if self._quiet:
             return
         self._step, self._steps = step, steps

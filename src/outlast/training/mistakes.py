@@ -1,7 +1,7 @@
 """Mistakes in training scripts, and their error messages.
 
-Each check inspects a script's arguments to a session and raises OutlastError if the run would otherwise be silently wrong: it
-would train on other samples than it seems to, or save less. `Session` checks as early as the mistake can be detected.
+Each check inspects a script's arguments to a session. It raises OutlastError if the run would train on the wrong samples or save
+an incomplete state without any other error. `Session` checks as early as a mistake can be detected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LENGTHS = ("total_steps", "T_max", "total_iters")
 
 
 def whole(step: Any) -> int:
-    """The script's step as an int; raises OutlastError for other types."""
+    """Convert the script's step to an int. Raises OutlastError if it is not a whole number."""
     try:
         return operator.index(step)
     except TypeError:
@@ -41,7 +41,7 @@ def whole(step: Any) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """A logged value as a float; raises OutlastError for anything but a single number."""
+    """Convert a logged value to a float. Raises OutlastError if it is not a single number."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -51,7 +51,7 @@ def number(name: str, value: Any) -> float:
 
 
 def check_mapping(state: Any) -> None:
-    """Check the type of `resume`'s argument."""
+    """Raise OutlastError if `resume`'s argument is not a mapping."""
     if not isinstance(state, Mapping):
         raise OutlastError(
             f"resume() got {streams.kind(state)} and needs names for what it restores ({place()}); "
@@ -60,8 +60,7 @@ def check_mapping(state: Any) -> None:
 
 
 def check_sharding(state: State) -> None:
-    """Make the streams of a state refuse to be read if the layout of a model does not allow each rank a separate share of the
-    samples."""
+    """Make the streams of a state raise OutlastError when read if several ranks share one copy of a model."""
     problem = next((problem for name, thing in state.items() if (problem := _sharding_problem(name, thing))), "")
     for stream in streams_of(state):
         stream.not_shardable = problem
@@ -92,18 +91,18 @@ def _sharding_problem(name: str, thing: Any) -> str:
 
 
 def streams_of(state: State) -> list[Stream | Stateful]:
-    """The streams and loaders in a state."""
+    """Return the streams and loaders in a state."""
     return [thing for thing in state.values() if isinstance(thing, Stream | Stateful)]
 
 
 def described(state: State) -> list[str]:
-    """The names in a state and the fingerprints of its data, all of which must be the same on all ranks."""
+    """Return the names in a state, with the fingerprints of its data. They must be the same on all ranks."""
     prints = {name: thing.fingerprint for name, thing in state.items() if isinstance(thing, Stream)}
     return [f"{name} over data {prints[name]}" if prints.get(name) else name for name in state]
 
 
 def lengths(state: State) -> dict[str, dict[str, int]]:
-    """The number of steps of each scheduler in a state, by name."""
+    """Return the number of steps of each scheduler in a state, by name and attribute."""
     return {
         name: {key: vars(thing)[key] for key in _LENGTHS if isinstance(vars(thing).get(key), int)}
         for name, thing in state.items()
@@ -112,10 +111,10 @@ def lengths(state: State) -> dict[str, dict[str, int]]:
 
 
 def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
-    """A warning about the effects of a new batch size on a resumed run; empty if the batch size is the same.
+    """Return a warning if a resumed run has a new batch size, otherwise an empty string.
 
-    `made` are the `lengths` before the resume. Raises OutlastError if a schedule was saved for the number of steps of another
-    batch size.
+    `made` is the result of `lengths` before the resume. Raises OutlastError if a scheduler was saved with a number of steps that
+    the new batch size changes.
     """
     warning = ""
     for stream in streams_of(state):
@@ -137,7 +136,7 @@ def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def check_read(state: State, before: Mapping[Any, int]) -> None:
-    """Raise OutlastError if a stream that is being read is not saved; `before` is the result of `saves()` before the capture."""
+    """Raise OutlastError if a stream that is being read was not saved. `before` is the result of `saves` before the capture."""
     for stream in streams.being_read():
         if stream not in streams_of(state) and stream.saves == before.get(stream, 0):
             raise OutlastError(
@@ -148,12 +147,12 @@ def check_read(state: State, before: Mapping[Any, int]) -> None:
 
 
 def saves() -> dict[Any, int]:
-    """The number of `state_dict` calls of each stream that is being read."""
+    """Return the number of `state_dict` calls of each stream that is being read."""
     return {stream: stream.saves for stream in streams.being_read()}
 
 
 def hint(error: BaseException, state: State) -> str:
-    """A hint about the probable mistake in a script that ended with this error; empty if there is none."""
+    """Return a hint about the script's probable mistake, given the error that ended it, or an empty string."""
     message = str(error)
     if isinstance(error, ValueError | TypeError) and "unpack" in message:
         sample = next((stream.sample for stream in [*streams_of(state), *streams.being_read()] if stream.sample), "")

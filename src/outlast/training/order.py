@@ -1,8 +1,8 @@
 """The order of samples, as pure functions of (seed, epoch, position), and the order in which gradients are added (`ddp`).
 
-`permuted` shuffles all samples of an epoch. `Windows` shuffles samples in shards so that few shards are read at a time: it
-shuffles the shards, takes them in windows of a few, and shuffles the samples of each window. Neither depends on the number of
-ranks, on a machine's cache, or on any library's generator.
+`permuted` shuffles all samples of an epoch. `Windows` shuffles the shards, groups them into windows of a few shards, and shuffles
+the samples of each window, so that few shards are read at a time. Neither depends on the number of ranks, on a machine's cache,
+or on any library's generator.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Indices = NDArray[np.int64]
 
 _ROUNDS = 8
 VERSION = 1
-"""Part of every key. A different permutation needs a new version, otherwise resumed runs would see other samples."""
+"""Version of the permutation, a part of every key. A change of the permutation without a new version would repeat some samples in
+resumed runs and skip others."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
-    """The samples at `positions` of a shuffled epoch: a bijection of 0 ... samples-1, computed without storing it.
+    """Return the samples at `positions` of a shuffled epoch: a bijection of 0 ... samples-1, computed without a table.
 
-    A Feistel network over Z_rows x Z_columns, the smallest such near-square that holds `samples`, walked until the value is in
-    range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It uses no library's generator, so the order never
-    changes.
+    This is a Feistel network over Z_rows x Z_columns, a near-square that just holds `samples`, with cycle walking (Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002). It uses no library's generator, so the order never changes.
     """
     return _permuted(positions, samples, f"outlast stream {VERSION} {seed} {epoch}")
 
@@ -53,14 +53,14 @@ def _permuted(positions: Indices, samples: int, key: str) -> Indices:
 
 
 def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finalizer: every bit of the input affects every bit of the output."""
+    """Apply splitmix64's finalizer: every bit of the input affects every bit of the output."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class Windows:
-    """The order of samples in shards of `sizes` samples, `window` shards at a time."""
+    """The order of samples in shards of `sizes` samples, shuffled in windows of `window` shards."""
 
     def __init__(self, sizes: Sequence[int], window: int, seed: int) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
@@ -69,7 +69,7 @@ class Windows:
         self._layout = functools.lru_cache(maxsize=2)(self._laid_out)  # this epoch's and the next one's
 
     def at(self, positions: Indices, epoch: int) -> Indices:
-        """The samples at `positions` of an epoch, numbered in the order of the shards: a bijection of 0 ... samples-1."""
+        """Return the samples at `positions` of an epoch, numbered in the order of the shards: a bijection of 0 ... samples-1."""
         shards, ends, lasts = self._layout(epoch)
         windows = np.searchsorted(lasts, positions, side="right")
         samples = np.empty_like(positions)
@@ -84,23 +84,23 @@ class Windows:
         return samples
 
     def ahead(self, position: int, epoch: int, windows: int) -> list[int]:
-        """The shards of `windows` windows in the order of their use, beginning with the window that holds `position`.
+        """Return the shards of `windows` windows in the order of their use, beginning with the window that holds `position`.
 
-        After the last window, the next epoch follows.
+        The windows of the next epoch follow the last window.
         """
         shards, _, lasts = self._layout(epoch)
-        first = int(np.searchsorted(lasts, position, side="right"))
+        first = self.window(position, epoch)
         ahead = shards[first * self._window : (first + windows) * self._window].tolist()
         if (missing := windows - (len(lasts) - first)) > 0:
             ahead += self._layout(epoch + 1)[0][: missing * self._window].tolist()
         return list(dict.fromkeys(ahead))
 
     def window(self, position: int, epoch: int) -> int:
-        """The number of the window that holds `position`."""
+        """Return the number of the window that holds `position`."""
         return int(np.searchsorted(self._layout(epoch)[2], position, side="right"))
 
     def _laid_out(self, epoch: int) -> tuple[Indices, Indices, Indices]:
-        """The shards of an epoch in order, and the positions at which each shard and each window ends."""
+        """Return the shards of an epoch in order, and the end positions of the shards and of the windows."""
         count = len(self._sizes)
         shards = _permuted(np.arange(count), count, f"outlast shards {VERSION} {self._seed} {epoch}")
         ends = np.cumsum(self._sizes[shards])
@@ -109,9 +109,9 @@ class Windows:
 
 
 def ddp(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
-    """`DistributedDataParallel(model, **options)` with its final gradient buckets from the first step on.
+    """Return `DistributedDataParallel(model, **options)` with its final gradient buckets from the first step on.
 
-    An empty backward pass arranges them and leaves the model unchanged. A collective.
+    An empty backward pass makes DDP rebuild its buckets, and leaves the model unchanged. A collective.
     """
     net = DistributedDataParallel(model, device_ids=None if device.index is None else [device.index], **options)
     if options.get("find_unused_parameters"):

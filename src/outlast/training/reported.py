@@ -32,9 +32,9 @@ _reported = _Reported()
 def progress(step: int, total: int | None = None) -> None:
     """Report that `step` optimizer steps are done, of `total` if known. For scripts without a session.
 
-    `outlast status`, the panel, the remaining time and `outlast report` show it. A call does not imply that a checkpoint exists,
-    and is not a collective. It does nothing unless Outlast runs the script. Call it on every rank or on rank 0 alone, after each
-    step or less often. Raises OutlastError if `step` or `total` is not a whole number.
+    `outlast status`, the panel and `outlast report` show the step and the remaining time. The call saves no checkpoint, is not a
+    collective, and does nothing unless Outlast runs the script. Call it on every rank or on rank 0 alone, after each step or less
+    often. Raises OutlastError if `step` or `total` is not a whole number.
     """
     step, total = _whole("step", step), None if total is None else _whole("total", total)
     env = os.environ
@@ -42,7 +42,7 @@ def progress(step: int, total: int | None = None) -> None:
         return
     rank, generation = int(env.get("RANK", 0)), int(env.get(Env.GENERATION, 0))
     with _reported.lock:
-        if _reported.writer is None or _reported.pid != os.getpid():  # a fork of a data loader reports nothing
+        if _reported.writer is None or _reported.pid != os.getpid():  # a process that a data loader forks reports nothing
             if _reported.writer is not None:
                 return
             _reported.pid = os.getpid()

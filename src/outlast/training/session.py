@@ -1,4 +1,4 @@
-"""A session: the part of one training process in a world, from opening the process group to leaving it.
+"""A session: one training process as a rank of the world, from joining the process group to leaving it.
 
     with session.open(seed=0) as run:
         net = run.ddp(model.to(run.device))
@@ -12,8 +12,8 @@
                 run.save(step)
 
 This works under Outlast, under torchrun, and as a plain `python train.py` (a world of one). Invariants: a run that is killed
-and resumed with as many ranks computes the same bits as an undisturbed one, and all ranks agree at every step whether to save
-and whether to leave.
+and resumed with the same number of ranks computes the same bits as an undisturbed run, and all ranks agree at every step
+whether to save and whether to leave.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ log = logging.getLogger("outlast")
 
 _OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_saves", "_ledger", "_copy")
 _LAST_SAVE_S = 10.0
-"""How long to wait for the save in progress when a process ends with an exception; arbitrary."""
+"""Seconds to wait for the save in progress when a process ends with an exception; arbitrary."""
 
 
 def open(seed: int = 0, *, quiet: bool = False) -> Session:
@@ -66,11 +66,11 @@ def open(seed: int = 0, *, quiet: bool = False) -> Session:
 
     Joins the process group that the environment describes (Outlast's or torchrun's; otherwise the world has one rank), with gloo
     on the CPU and NCCL on GPUs. `seed` seeds Python, numpy and torch alike on every rank, so that all ranks create the same
-    model; from `Session.resume` on, each rank has its own random numbers. With `quiet`, only warnings are printed, not the values
-    passed to `Session.log`.
+    model; from `Session.resume` on, each rank has its own random numbers. With `quiet`, the values passed to `Session.log` are
+    not printed.
 
     A session that ends without an exception saves the last step if the script has not. Raises OutlastError if a process group
-    exists already or, outside of a job, rank 0's output cannot be written, and Superseded if a later generation of the run has
+    exists already or, outside of a job, rank 0's output cannot be written. Raises Superseded if a later generation of the run has
     begun.
     """
     return Session(seed, quiet)
@@ -88,16 +88,16 @@ class Session:
     device: torch.device
     """This rank's accelerator, or the CPU."""
     generation: int
-    """Number of the world in this run, counted from 1; each start of the run and each change of its workers forms a new world,
-    but a crash that the workers repair by themselves does not."""
+    """Number of the world in this run, counted from 1. Each start of the run and each change of its workers forms a new world; a
+    crash after which the same workers restart their processes does not."""
     output: Path
-    """Directory of the run's checkpoints, metrics and results. If workers have separate disks, checkpoints and metrics are on all
-    of them, and results on rank 0's."""
+    """Directory of the run's checkpoints, metrics and results. If workers have separate disks, every disk has the checkpoints and
+    metrics, and rank 0's disk has the results."""
     data: Path | None
     """Directory of the job's data; None if the job has none."""
     seconds_left: float
-    """Seconds left to save and leave, as of the last `interrupted`: the minimum over all workers, the same on all ranks. Infinity
-    while no worker is interrupted. For work that may be skipped: `if run.seconds_left > 60: evaluate()`."""
+    """Seconds left to save and leave at the last `interrupted`: the minimum over all workers, the same on all ranks. Infinity
+    while no worker is interrupted. Use it to skip optional work: `if run.seconds_left > 60: evaluate()`."""
 
     def __init__(self, seed: int, quiet: bool = False) -> None:
         env = os.environ
@@ -121,7 +121,7 @@ class Session:
         self.seconds_left = math.inf
         self._votes: tuple[bool, bool] | None = None
         self._unwritten = ""
-        """The reason why this rank's output could not be fenced."""
+        """The reason why this rank's output could not be fenced; empty if it was."""
         self._lock = threading.Lock()
         self._record = Progress(self.generation, self.rank, "open")
         self._progress = Writer(Path(env[Env.STATE]), self.local_rank) if Env.STATE in env else None
@@ -140,7 +140,7 @@ class Session:
         self._report()
         accelerator = device.find()
         self.device = accelerator.bind(self.local_rank)
-        with contextlib.suppress(OSError):  # `_take_over` reports it
+        with contextlib.suppress(OSError):  # `_take_over` reports the error
             self._directory.mkdir(parents=True, exist_ok=True)
         self._ledger = Ledger(Path(env.get(Env.LEDGER, self.output / contract.LEDGER)), self._source())
         if "RANK" in env:
@@ -171,7 +171,7 @@ class Session:
         return self
 
     def _source(self) -> str:
-        """The name of this process in the ledger. It names the worker, since ranks move between workers but files do not."""
+        """Return the name of this process in the ledger, by worker: a rank may move to another worker, and its files do not."""
         worker = os.environ.get(Env.WORKER)
         return f"rank-{self.rank}" if worker is None else f"worker-{worker}-process-{self.local_rank}"
 
@@ -183,7 +183,7 @@ class Session:
         )
 
     def _take_over(self, numbered: bool) -> None:
-        """Fence earlier generations on every writable disk. If the environment has no generation, take the next one."""
+        """Fence earlier generations on every writable disk. Take the next generation unless the environment has `numbered` it."""
         own = self.generation if numbered else None
         if own is None and self._disks.several:
             own = 1 + max(self._disks.gather(checkpoints.generation(self._directory, self._run)))
@@ -220,12 +220,12 @@ class Session:
         else:
             if error is not None and (hint := mistakes.hint(error, self._state)):
                 error.add_note(hint)
-            self._saver.wait(_LAST_SAVE_S)  # the others' threads go on saving although their steps wait for ours
+            self._saver.wait(_LAST_SAVE_S)  # the save may still succeed: other ranks' threads go on with it
             self._report(**self._trackers.end(error, leaving=self._leaving))
         if kind is None or self._leaving:
-            # A group without references joins its threads. Otherwise a thread could release a tensor while the interpreter
-            # shuts down, for which it needs the GIL, and the process would end in SIGABRT. For the same reason nothing here uses
-            # the default group, which every DDP module refers to.
+            # A process group joins its threads once nothing refers to it. Otherwise a thread could release a tensor while the
+            # interpreter shuts down, which needs the GIL, and the process would end in SIGABRT. For the same reason the session
+            # never uses the default group: every DDP module refers to it.
             deadlocks.watch().last = lambda: None
             self._saver.close()
             self._disks.close()
@@ -240,7 +240,7 @@ class Session:
         self._saves.close()
 
     def _meet(self, call: str, *numbers: float) -> list[float]:
-        """Add up `numbers` over the ranks, which must all be in this call. A collective."""
+        """Return the sums of `numbers` over all ranks. Raises OutlastError if the ranks are in different calls. A collective."""
         if self._closed:
             raise OutlastError(f"{call} comes after the end of the session; move it into its `with` block")
         return self._calls.meet(call, self._saves.position(), numbers)
@@ -249,9 +249,9 @@ class Session:
     def ddp(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
         """Wrap `model` in `DistributedDataParallel(model, **options)`, with the same order of additions after every restart.
 
-        Plain DDP rebuilds its gradient buckets after the first backward pass. With three or more ranks the sum then has other
-        bits, so the first step after a resume would not be exact. This wrapper rebuilds them before the first step, with an
-        empty backward pass (docs/decisions/0003). Raises OutlastError for `static_graph=True`. A collective.
+        Plain DDP rebuilds its gradient buckets after the first backward pass. With three or more ranks, the gradients' sum then
+        has other bits, so the first step after a resume would not be exact. This method makes DDP rebuild the buckets before the
+        first step, with an empty backward pass (docs/decisions/0003). Raises OutlastError for `static_graph=True`. A collective.
         """
         if options.get("static_graph"):
             raise OutlastError(
@@ -268,9 +268,10 @@ class Session:
         maps names to modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves these objects.
         The random number generators are restored, too. Damaged checkpoints are reported and skipped. If workers have separate
         disks, one valid copy of a checkpoint is enough: it is sent to the other disks. If the output cannot be written, a resumed
-        run warns, and saves fail until writing succeeds. Raises OutlastError if the saved state does not fit `state`, or if a run
-        without saved state cannot write its output; NoRoom if a disk has no room for the copy; NotRestored if a store or the
-        memory cannot be read. A collective.
+        run warns, and saves fail until the output can be written.
+
+        Raises OutlastError if the saved state does not fit `state`, or if a run without saved state cannot write its output.
+        Raises NoRoom if a disk is too full for its copy, and NotRestored if a store or the memory cannot be read. A collective.
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
@@ -288,7 +289,7 @@ class Session:
             restored = resuming.restore(state, search, self._client, self.generation)
         step = restored.step
         if self._unwritten:
-            if not restored.source and self.rank == 0:  # no checkpoint can be committed, and there is nothing to lose
+            if not restored.source and self.rank == 0:  # rank 0 could commit no checkpoint, and no progress is lost
                 raise OutlastError(f"{self._unwritten}; make room or name another directory")
             log.warning("outlast: %s; training goes on, and each save tries again", self._unwritten)
             self._report(warning=self._unwritten)
@@ -304,8 +305,8 @@ class Session:
             self._ledger.write("restored", generation=self.generation, step=step, **restored.event(), **lost)
         logged = step if restored.source else -1  # without a checkpoint, step 0 is logged again, too
         if not self._disks.several and self.rank == 0:
-            with contextlib.suppress(OSError):  # some steps may be in it twice
-                metrics.forget_after(self._copy.path, logged)
+            with contextlib.suppress(OSError):  # the file may then have some steps twice
+                metrics.truncate_after(self._copy.path, logged)
         elif self._disks.several and self._disks.leader and (problem := self._even_out(logged, restored.extra.get("lines", ""))):
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._trackers.follow()
@@ -333,11 +334,11 @@ class Session:
         return {"unsaved_s": self._saves.unsaved_s, **lines}
 
     def _steps(self) -> int | None:
-        """Total number of steps of the run, if an object in the state has it."""
+        """Return the run's total number of steps, or None if no object in the state has it."""
         return next((int(thing.total_steps) for thing in self._state.values() if hasattr(thing, "total_steps")), None)
 
     def _note(self, kind: str, **fields: Any) -> None:
-        """Record an event of the search for checkpoints, on rank 0: a checkpoint is `damaged`, or was `copied` to other disks."""
+        """Record on rank 0 that the search for checkpoints found one `damaged`, or `copied` one to other disks."""
         self._ledger.write(kind, **fields)
         if kind == "damaged":
             log.warning("outlast: %s is damaged and skipped: %s", fields["path"], fields["reason"])
@@ -350,12 +351,12 @@ class Session:
 
     @public("path = run.export(net)")
     def export(self, model: torch.nn.Module, name: str | Path = "model.pt") -> Path:
-        """Write the weights of `model` to the file `run.output / name`, for use without Outlast, and return its path.
+        """Write the weights of `model` to the file `run.output / name`, for use without Outlast, and return the file's path.
 
         `torch.load(path, weights_only=True)` reads the file. If the name ends in `.safetensors`, safetensors reads it
-        (`pip install safetensors`). Keys are those of the plain module, without DDP's prefix; the shards of FSDP2 are gathered,
-        tensor by tensor. Rank 0 writes and needs CPU memory for the whole model; the file appears once it is complete, and only
-        then does the call return on all ranks. Raises OutlastError on all ranks if the file cannot be written. A collective.
+        (`pip install safetensors`). Keys are those of the plain module, without DDP's prefix. FSDP2's shards are gathered, tensor
+        by tensor. Rank 0 writes the file and needs CPU memory for the whole model. The file appears once it is complete, and the
+        call then returns on all ranks. Raises OutlastError on all ranks if the file cannot be written. A collective.
         """
         path = self.output / name
         weights.check(path, model)
@@ -365,12 +366,12 @@ class Session:
 
     @public("run.log(step, loss=loss)")
     def log(self, step: int, *, reduce: bool = False, **values: Any) -> dict[str, float]:
-        """Report that `step` has ended, with `values` to log; returns them as floats.
+        """Report that `step` has ended and log `values`, which are returned as floats.
 
         Each value is a number or a tensor of one element; the call waits for tensors on a GPU. Rank 0 appends the values to
-        `metrics.jsonl` and prints them to stderr: the first, then at most every 10 seconds, and the last. With `reduce`, values
-        are averaged over the ranks (the sum of `loss * share` over a rank's micro-batches becomes the mean loss of the global
-        batch), and the call is a collective. Raises OutlastError for a value that is not a single number.
+        `metrics.jsonl`. It prints the first and the last values to stderr, and others at most every 10 seconds. With `reduce`,
+        values are averaged over the ranks, and the call is a collective: the sum of `loss * share` over each rank's micro-batches
+        becomes the mean loss of the global batch. Raises OutlastError for a value that is not a single number.
         """
         step = mistakes.whole(step)
         self._saves.logged(step)
@@ -383,7 +384,7 @@ class Session:
         waited_s = self._waited()
         if self.rank == 0:
             problem |= self._trackers.news()
-            if self._saves.stepped():  # before that it only measures
+            if self._saves.stepped():  # an earlier call only logs measurements
                 self._ledger.step(self.generation, step, waited_s, self._snapshots.spent_s())
             if numbers:
                 line = {"step": step, "time": round(time.time(), 3), "generation": self.generation, **numbers}
@@ -399,9 +400,9 @@ class Session:
     def parameters(self, values: Mapping[str, Any]) -> None:
         """Record the settings of this run: rank 0 writes them to `parameters.json`, and trackers show them.
 
-        `values` maps names to numbers, texts, true, false, None or lists of these; nested mappings become `outer.inner`. Call
-        this once, after `resume`; a second call adds to the first. If a run goes on with other values, the log says so. Not a
-        collective: all ranks or only rank 0 may call it. Raises OutlastError for other values.
+        `values` maps names to numbers, strings, booleans, None or lists of these; nested mappings become `outer.inner`. Call this
+        once, after `resume`; a second call adds to the first. If a resumed run has other values, a warning lists the changes. Not
+        a collective: all ranks or only rank 0 may call it. Raises OutlastError for values of other types.
         """
         self._parameters |= parameters.plain(values)
         if self.rank > 0:
@@ -416,34 +417,32 @@ class Session:
             log.warning("outlast: the run goes on with other parameters than before: %s", changed)
 
     def _waited(self) -> float:
-        """Seconds that the streams have waited for data since the last call; warns once per machine if the share of time is
-        large."""
+        """Return the seconds that the streams have waited for data since the last call. Warns if the share of time is large."""
         waited_s, sentence = self._waits.since(time.monotonic(), mistakes.streams_of(self._state))
         if sentence and self.local_rank == 0:
             log.warning("outlast: %s", sentence)
         return waited_s
 
     def alive(self) -> contextlib.AbstractContextManager[None]:
-        """Signal that this rank is alive although it may seem to hang. The call is cheap and not a collective: any rank may make
-        it at any time.
+        """Signal that this rank is alive although it may seem to hang. Cheap, and not a collective.
 
-        `run.alive()` is one sign of life. `with run.alive():` covers the whole block: use it while the script waits for something
+        `run.alive()` is a single signal. `with run.alive():` covers the whole block: use it while the script waits for something
         that Outlast cannot observe, e.g. a service that evaluates the model. Hangs in the block are not detected.
         """
         return deadlocks.watch().alive()
 
     @public("leaving = run.interrupted()")
     def interrupted(self) -> bool:
-        """Return whether to save and leave, the same on all ranks: true once any rank is interrupted. Call this once per step.
+        """Return whether to save and leave, the same on all ranks: True once any rank is interrupted. Call this once per step.
 
-        The reason is Ctrl-C, a change of size or a machine that is reclaimed. `run.seconds_left` is then the time left. Each call
+        Ctrl-C, a change of size and a reclaimed machine interrupt a run. `run.seconds_left` is then the time left. Each call
         costs one small all-reduce. A collective.
         """
         notified = self._notice is not None and self._notice.exists()
         late = self.rank == 0 and self._saves.late(self._every)
         votes = self._meet("run.interrupted()", notified, late, self._saver.busy, *self._snapshots.votes())
         notified, late, busy = (vote > 0 for vote in votes[:3])
-        self._snapshots.counted(votes[3:])
+        self._snapshots.count(votes[3:])
         self._leaving = self._leaving or notified
         if self._leaving:
             self.seconds_left = min(self._disks.gather(self._left_s()))
@@ -454,11 +453,11 @@ class Session:
 
     @public("run.due(step)")
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due by the job's `checkpoint.every`, the same on all ranks. Also takes snapshots in
-        memory.
+        """Return whether a checkpoint is due by the job's `checkpoint.every`, the same on all ranks.
 
-        `step` is the number of optimizer steps done. The result is False while a save is in progress. Calls `interrupted` if the
-        script has not called it in this step. Raises OutlastError if `step` does not advance with the stream. A collective.
+        The call also takes snapshots in memory. `step` is the number of optimizer steps done. The result is False while a save is
+        in progress. Calls `interrupted` if the script has not called it in this step. Raises OutlastError if `step` does not
+        advance with the stream. A collective.
         """
         step = mistakes.whole(step)
         self._saves.advanced(f"run.due({step})", step)
@@ -480,14 +479,15 @@ class Session:
         """Save the state passed to `resume` as the checkpoint of `step`. Returns once the state is copied; a thread writes it.
 
         `metric` is the quality of the checkpoint: a number or a tensor of one element. Only rank 0's metric counts, so average it
-        first, e.g. with `run.log(step, reduce=True, val_loss=...)`. Without `metric`, the last value logged up to this step under
-        the name of the job's `checkpoint.by` counts. The best checkpoints, as many as the job's `checkpoint.best`, are kept
-        besides the newest; a value that is not finite is never best. A step is saved once, with its metric at that time.
+        first, e.g. with `run.log(step, reduce=True, val_loss=...)`. The default is the last value logged up to this step under
+        the name in the job's `checkpoint.by`. The best checkpoints, as many as the job's `checkpoint.best`, are kept besides the
+        newest; a value that is not finite is never best. A step is saved once, with its metric at that time.
 
-        After `interrupted` was true, the call waits until the checkpoint is committed and raises SystemExit(75). If the last
-        saves took longer than the time left, it only waits for the save in progress, and training later goes on from that step. A
-        save that fails, e.g. because the disk is full, is reported, and training goes on. Raises OutlastError before `resume`, if
-        `step` does not advance with the stream, and if a Stream that is being read is not in the state. A collective.
+        After `interrupted` has returned True, the call waits until the checkpoint is committed and raises SystemExit(75). If the
+        last saves took longer than the time left, the call only waits for the save in progress, and training later goes on from
+        that step. A save that fails, e.g. because the disk is full, is reported, and training goes on. Raises OutlastError before
+        `resume`, if `step` does not advance with the stream, and if a Stream that is being read is not in the state. A
+        collective.
         """
         step = mistakes.whole(step)
         value = None if metric is None else mistakes.number("metric", metric)
@@ -504,11 +504,11 @@ class Session:
             self._leave(step, late)
 
     def _left_s(self) -> float:
-        """Seconds that this rank's worker has left to save and leave; infinity without a notice."""
+        """Return the seconds that this rank's worker has left to save and leave; infinity without a notice."""
         return math.inf if self._notice is None else notice.left_s(self._notice)
 
     def _too_late(self, step: int) -> str:
-        """The reason why there is too little time to save the last step; empty if there is enough. A collective."""
+        """Return why the time left is too short to save the last step, or an empty string. A collective."""
         each = self._disks.gather((self._left_s(), self._saver.least_s, self._saver.rest_s, self._saves.committed != step))
         self.seconds_left = min(left_s for left_s, *_ in each)
         least = [least_s for _, least_s, *_ in each if least_s is not None]
@@ -528,11 +528,11 @@ class Session:
         raise SystemExit(Exit.INTERRUPTED)
 
     def _report(self, **changes: Any) -> None:
-        """Rewrite this process's progress record; called by two threads."""
+        """Rewrite this process's progress record. Two threads call this."""
         if "warning" in changes:
             changes["warning"] = changes["warning"] or self._trackers.problem
         with self._lock:
-            if "committed" in changes:  # not every script logs
+            if "committed" in changes:  # a script that never logs reports no steps
                 changes.setdefault("step", max(self._record.step, changes["committed"]))
             self._record = dataclasses.replace(self._record, **changes)
             if self._progress:
@@ -540,7 +540,7 @@ class Session:
 
 
 def _seed(seed: int, rank: int | None = None, step: int = 0) -> None:
-    """Seed all generators: the same on every rank, or with `rank` by a function of (seed, rank, step)."""
+    """Seed all generators: with `seed` alone alike on every rank, with `rank` by a function of (seed, rank, step)."""
     if rank is not None:
         digest = hashlib.shake_256(f"outlast rank {seed} {rank} {step}".encode()).digest(8)
         seed = int.from_bytes(digest, "little")

@@ -1,4 +1,4 @@
-"""Waits for data in training, and a warning when the waits are long.
+"""Waits for data in training, and a warning if they are long.
 
 A stream measures its waits (`timed`), the session writes them to the ledger with its steps, and `Stalls` decides on the warning.
 """
@@ -15,15 +15,15 @@ from outlast.base import units
 T = TypeVar("T")
 
 LEAST_S = 0.001
-"""Minimum duration of a stall: a shorter wait is the hand-over from the thread that reads ahead."""
+"""Minimum duration of a stall in seconds: a shorter wait is the hand-over from the thread that reads ahead."""
 _LOOK_S = 60.0
 _MUCH = 0.2
-"""Share of a period that training must spend waiting to cause a warning; arbitrary."""
+"""Minimum share of a period spent waiting that causes a warning; arbitrary."""
 _QUIET_S = 900.0
 
 
 class Waits(Protocol):
-    """A reader that counts its waits."""
+    """A reader that measures its waits, in seconds."""
 
     waited_s: float
 
@@ -33,7 +33,7 @@ class Waits(Protocol):
 
 
 def timed(batches: Generator[T, None, None], reader: Waits) -> Iterator[T]:
-    """Yield `batches` and add the wait for each to `reader.waited_s`."""
+    """Yield `batches`, and add the time spent waiting for each to `reader.waited_s`."""
     with contextlib.closing(batches):
         while True:
             begun = time.monotonic()
@@ -54,15 +54,17 @@ class Stalls:
         self._warned = float("-inf")
 
     def since(self, now: float, readers: Sequence[Waits]) -> tuple[float, str]:
-        """Seconds that all readers have waited since the last call, and the warning, if one is due."""
+        """Return the seconds that all readers have waited since the last call, and the due warning or an empty string."""
         waited = sum(reader.waited_s for reader in readers)
         previous, self._reported = self._reported, waited
         remedy = max(readers, key=lambda reader: reader.waited_s).remedy if readers else ""
         return waited - previous, self.warning(now, waited, remedy)
 
     def warning(self, now: float, waited: float, remedy: str) -> str:
-        """The warning if training has waited for much of the last period, otherwise empty; `waited` is the total so far, in
-        seconds."""
+        """Return the warning if training has waited for much of the last period, otherwise an empty string.
+
+        `waited` is the total so far, in seconds.
+        """
         if (period := now - self._since) < _LOOK_S:
             return ""
         share, first = (waited - self._waited) / period, self._since == self._first

@@ -3,8 +3,8 @@
     stream = Stream(Shards(run.data, block=1024), batch=480)             # tokens: `outlast data prepare text`, nanoGPT's *.bin
     stream = Stream(Shards("s3://bucket/pictures"), batch=256)           # columns: prepare images, jsonl, video
 
-`outlast.data.shards` knows the format. Shards are mapped into memory: nothing is copied before a batch is made. `stored_shards`
-downloads shards from a store, and is imported only if there is one.
+`outlast.data.shards` defines the format. Shards are mapped into memory: nothing is copied before a batch is made. `stored_shards`
+downloads shards from a store, and is imported only for data in a store.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ Columns = dict[str, NDArray[Any]]
 
 
 class Place(Protocol):
+    """A directory or a store that has shards."""
+
     name: str
-    """The directory or URL; for messages."""
+    """The directory or URL; for error messages."""
     keeps: int
-    """Maximum number of shards to hold open at a time."""
+    """Maximum number of shards to keep open at a time."""
     remote: bool
 
     def manifest(self) -> Manifest:
         """Read the manifest. Raises OutlastError."""
 
     def hold(self, shard: Shard) -> tuple[Path, object]:
-        """A path to read a shard from, and an object that protects the file while it is referenced. Waits for the download."""
+        """Return the path of a shard, and an object that protects the file while it is referenced. Waits for the download."""
 
     def file(self, name: str) -> Path:
-        """A small file beside the shards. Raises OutlastError if there is none."""
+        """Return the path of a small file beside the shards. Raises OutlastError if the file does not exist."""
 
-    def want(self, shards: Sequence[Shard], now: int) -> None:
-        """Announce the shards that will be read next, in this order; the first `now` of them are needed at once."""
+    def announce(self, shards: Sequence[Shard], now: int) -> None:
+        """Announce the shards to be read next, in this order. The first `now` shards are needed at once."""
 
 
 class Directory:
@@ -76,25 +78,25 @@ class Directory:
             raise OutlastError(f"{self.name} has no {name}; prepare the data again, or copy it there")
         return path
 
-    def want(self, shards: Sequence[Shard], now: int) -> None:
+    def announce(self, shards: Sequence[Shard], now: int) -> None:
         """No-op: the kernel reads ahead."""
 
 
 class Shards:
-    """The samples of prepared data, for a `Stream`, or to be indexed.
+    """The samples of prepared data, for a `Stream` or for indexing.
 
-    `place` is a directory that `outlast data prepare` wrote, or one of nanoGPT's with `train.bin` and `val.bin`, or the URL of
-    such a directory in a store (`s3://bucket/data`), whose shards are fetched through this machine's cache as needed. `part` is
+    `place` is a directory written by `outlast data prepare`, a directory of nanoGPT's with `train.bin` and `val.bin`, or the URL
+    of either in a store (`s3://bucket/data`). Shards in a store are fetched through this machine's cache as needed. `part` is
     `train` or `val`.
 
     Text: a sample is an int64 tensor of `block` + 1 consecutive tokens that begin at a multiple of `block` in a shard; `s[:-1]`
-    is the input, `s[1:]` the target. A batch has shape (n, `block` + 1). Other kinds: a sample is a dict of the prepared columns;
-    in a batch, columns of one shape are stacked, first dimension = samples, and other columns are lists of n tensors. `transform`
+    is the input, `s[1:]` the target. A batch has shape (n, `block` + 1). Other kinds: a sample is a dict of the prepared columns.
+    In a batch, columns of one shape are stacked, first dimension = samples, and other columns are lists of n tensors. `transform`
     is applied to each sample, in the Stream's `workers`; its random numbers are a function of (seed, epoch, index).
 
     `window` is the number of shards shuffled together: by default 8 for a store, and all for a directory. From a store, every
     machine reads window after window. `patience` is the number of seconds to wait for an unreachable store. Raises OutlastError
-    if the place has no such part, or its data do not fit the arguments.
+    if the place does not have the part, or if its data do not fit the arguments.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Shards:
         self.part, self.block, self.transform = part, block, transform
         self._place = _opened(os.fspath(place), window or WINDOW, patience)
         self.manifest: Manifest = self._place.manifest()
-        """Description of the prepared data: `kind`, `vocab_size`, `dtype`, `settings` ..."""
+        """Description of the prepared data: `kind`, `vocab_size`, `dtype`, `settings`, ..."""
         self._shards = self.manifest.part(part).shards
         self._sizes = np.array([self._samples(shard) for shard in self._shards], dtype=np.int64)
         self._ends = np.cumsum(self._sizes)
@@ -127,7 +129,7 @@ class Shards:
         self._forget()
 
     def _samples(self, shard: Shard) -> int:
-        """Number of samples in a shard. Raises OutlastError if `block` does not fit the kind of data."""
+        """Return the number of samples in a shard. Raises OutlastError if `block` does not fit the kind of data."""
         text = self.manifest.kind == "text"
         if text != (self.block is not None) or (self.block is not None and self.block < 1):
             if text:
@@ -144,7 +146,7 @@ class Shards:
         return max(0, tokens - 1) // self.block
 
     def _forget(self) -> None:
-        """Reset to no open shards: at the start, and after a fork or unpickling."""
+        """Drop all open shards, at the start and after a fork or unpickling."""
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._held: OrderedDict[int, tuple[Columns, object]] = OrderedDict()
         self._announced: tuple[int, int] | None = None
@@ -161,7 +163,7 @@ class Shards:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Any:
-        """One sample, transformed."""
+        """Return one sample, transformed. Raises IndexError."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         batch = self.take(np.array([index % len(self)]))
@@ -169,22 +171,22 @@ class Shards:
         return self.transform(sample) if self.transform else sample
 
     def file(self, name: str) -> Path:
-        """The path of a small file beside the shards, e.g. `tokenizer.json`. Raises OutlastError if there is none."""
+        """Return the path of a small file beside the shards, e.g. `tokenizer.json`. Raises OutlastError if it does not exist."""
         return self._place.file(name)
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the data: a hash of the shards' checksums; empty if these are unknown."""
+        """Hash of the shards' checksums, which identifies the data; empty if the checksums are unknown."""
         if not all(shard.sha256 for shard in self._shards):
             return ""
         return hashlib.sha256(" ".join(shard.sha256 for shard in self._shards).encode()).hexdigest()[:16]
 
     def windows(self, window: int, seed: int) -> Windows | None:
-        """The order of samples with `window` shards shuffled together; None if `window` is 0 or covers all of them."""
+        """Return the order of samples with `window` shards shuffled together, or None if `window` is 0 or covers all shards."""
         return Windows(self._sizes.tolist(), window, seed) if 0 < window < len(self._shards) else None
 
     def reading(self, windows: Windows | None, position: int, epoch: int, shuffled: bool) -> None:
-        """Announce reading from `position` on: in windows; without them, over all shards or in sequence."""
+        """Announce the shards to be read from `position` on: by `windows`, over all shards if `shuffled`, or in sequence."""
         count = len(self._shards)
         if windows:
             at = windows.window(position, epoch)
@@ -199,20 +201,19 @@ class Shards:
             ahead, now = (list(range(count)), count) if count <= self.window else ([], self.window)
         else:
             ahead, now = [number % count for number in range(at, at + min(count, AHEAD * self.window))], 1
-        with self._lock:  # shards that have been read may be evicted
+        with self._lock:  # let the cache evict shards that have been read
             for number in self._held.keys() - set(ahead):
                 del self._held[number]
-        self._place.want([self._shards[number] for number in ahead], now)
+        self._place.announce([self._shards[number] for number in ahead], now)
 
     def await_(self, indices: Indices) -> None:
-        """Wait until the shards of these samples are in the cache, since the processes that read them cannot report that they
-        wait."""
+        """Wait until the shards of these samples are in the cache. The processes that read the samples cannot report waits."""
         if self.remote:
             for shard in np.unique(np.searchsorted(self._ends, indices, side="right")):
                 self._open(int(shard))
 
     def take(self, indices: Indices) -> Any:
-        """The untransformed samples at `indices`: tokens of shape (n, block + 1), or a dict of columns."""
+        """Return the untransformed samples at `indices`: tokens of shape (n, block + 1), or a dict of columns."""
         shards = np.searchsorted(self._ends, indices, side="right")
         local = indices - (self._ends[shards] - self._sizes[shards])
         parts = [(rows := np.flatnonzero(shards == shard), self._open(int(shard)), local[rows]) for shard in np.unique(shards)]
@@ -224,7 +225,7 @@ class Shards:
         return torch.from_numpy(out)
 
     def _open(self, number: int) -> Columns:
-        """The mapped columns of a shard."""
+        """Return the columns of a shard, mapped into memory."""
         if self._pid != os.getpid():
             self._forget()
         with self._lock:
@@ -248,7 +249,10 @@ def _opened(place: str, window: int, patience: float) -> Place:
 
 
 def _joined(parts: list[tuple[Indices, Columns, Indices]], count: int) -> dict[str, Any]:
-    """Join rows of several shards into a batch, given (rows of the batch, columns of a shard, rows of the shard)."""
+    """Join rows of several shards into a batch of `count` rows.
+
+    A part is (rows of the batch, columns of a shard, rows of the shard).
+    """
     batch: dict[str, Any] = {}
     for rows, columns, places in parts:
         for name, column in columns.items():

@@ -4,9 +4,9 @@
     <cache>/places/<digest of the URL>/files/<digest of that>/<name>      small files, e.g. tokenizer.json
 
 `prepare.room` describes the rest of the cache: one process of a machine fetches a shard, while the others wait for it. A process
-that needs a shard now fetches it, and may exceed the limit of the cache; threads fetch announced shards (`want`) and protect them
-from removal until they have been read. Waiting counts as a sign of life: an unreachable store is not a hang. This is the only
-module of training that imports stores, and it is imported only for data in a store.
+that needs a shard at once fetches it, and may exceed the limit of the cache. Threads fetch announced shards (`announce`) and
+protect them from removal until they have been read. A wait signals that the process is alive: an unreachable store is not a hang.
+No other module of training imports stores, and this one is imported only for data in a store.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ T = TypeVar("T")
 MANIFEST = "manifest.json"
 _THREADS = 4
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.2
-_TELL_S, _AGAIN_S = 10.0, 60.0
-"""How long to wait before the first report, and between reports."""
+_WARN_S, _WARN_AGAIN_S = 10.0, 60.0
+"""Seconds of waiting before the first warning, and between warnings."""
 _STORE_S = 20.0
-"""How long to retry before the store counts as unreachable."""
+"""Seconds of retries before the store counts as unreachable."""
 _TRIES, _TRY_S = 4, 0.5
-"""Number of attempts at a damaged shard or with a full disk, and the pause in between, in which other processes drop shards that
-they read ahead."""
+"""Number of attempts at a damaged shard or with a full disk, and the pause between them in seconds. In the pause, other processes
+drop shards that they have read ahead."""
 _PAUSE_S = 5.0
-"""Pause in reading ahead while the store is unreachable or the cache is full."""
+"""Seconds between attempts to read ahead while the store is unreachable or the cache is full."""
 _LEAVE_S = 5.0
-"""How long to wait for unfinished downloads at the end of the process."""
+"""Seconds to wait for unfinished downloads at the end of the process."""
 _REST = "see that nothing writes there, or prepare the data again and start a new run"
 
 
 class Held:
-    """Protects a shard from removal as long as this object is referenced."""
+    """A lock that protects a shard from removal while the object is referenced."""
 
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -76,6 +76,8 @@ class Damaged(OutlastError):
 
 
 class Fetched:
+    """The shards in a store, and their files in this machine's cache."""
+
     remote = True
 
     def __init__(self, url: str, window: int, patience_s: float) -> None:
@@ -97,21 +99,21 @@ class Fetched:
         return Fetched, (self.name, self.keeps, self._patience_s)
 
     def begin(self) -> None:
-        """Reset to the state of a new reader: at the start, and in a forked process."""
+        """Reset to the initial state, at the start and in a forked process."""
         self._store: Store | None = None
         self._ahead_held: dict[str, Held] = {}
         """The announced shards in the cache, by sha256."""
         self.ahead: deque[tuple[Shard, bool]] = deque()
-        """The announced shards that are missing, and whether they are needed now."""
+        """The announced shards that are not in the cache, and whether they are needed at once."""
         self.announced = threading.Event()
         """Set, and then replaced, when shards are announced."""
         self._lock, self._threads = threading.Lock(), 0
-        """The lock, and the number of threads that fetch ahead; a thread ends only while nothing is announced."""
+        """The lock, and the number of threads that fetch ahead. A thread ends once no announced shard is left."""
         self._failed: Exception | None = None
-        """An unexpected error in a thread that fetches ahead: the next reader of a shard raises it."""
+        """An unexpected error in a thread that fetches ahead; the next reader of a shard raises it."""
 
     def manifest(self) -> Manifest:
-        """The store's manifest; if the store is unreachable, the last manifest fetched."""
+        """Return the store's manifest or, if the store is unreachable, the last manifest fetched."""
         path, new = self._home / MANIFEST, files.beside(self._home / MANIFEST)
 
         def fetch() -> Manifest:
@@ -147,7 +149,7 @@ class Fetched:
     def hold(self, shard: Shard) -> tuple[Path, Held]:
         return self._path(shard), self._patiently(shard.file, lambda: self._held(shard) or self._fetch(shard, True))
 
-    def want(self, shards: Sequence[Shard], now: int) -> None:
+    def announce(self, shards: Sequence[Shard], now: int) -> None:
         self.keeps, held = max(self.keeps, now), self._ahead_held
         for name in set(held) - {shard.sha256 for shard in shards}:
             held.pop(name, None)
@@ -161,7 +163,7 @@ class Fetched:
             threading.Thread(target=_read_ahead, args=(weakref.ref(self),), name="outlast-shards", daemon=True).start()
 
     def fetch_ahead(self) -> float | None:
-        """Fetch an announced shard; returns the pause before the next one, in seconds, or None if no shard is left."""
+        """Fetch an announced shard. Returns the seconds to pause before the next call, or None if no shard is left."""
         with self._lock:
             if not (ahead := self.ahead):
                 self._threads -= 1
@@ -173,7 +175,7 @@ class Fetched:
                 return 0.0
             pause = _LONGEST_POLL_S
         except Exception as error:
-            if not isinstance(error, (OutlastError, OSError)):  # a reader of the shard meets these, too, and reports them
+            if not isinstance(error, (OutlastError, OSError)):  # a reader of the shard gets these errors, too, and reports them
                 self._failed = error
             pause = _PAUSE_S
         ahead.append((shard, now))
@@ -188,15 +190,17 @@ class Fetched:
         except FileNotFoundError:
             return None
         status = os.fstat(held.fd)
-        if not held.locked or not status.st_nlink or status.st_size != shard.bytes:  # being removed; cut off by a power failure
+        if not held.locked or not status.st_nlink or status.st_size != shard.bytes:  # being removed; truncated by a power failure
             return None
-        with contextlib.suppress(PermissionError):  # it belongs to another user
+        with contextlib.suppress(PermissionError):  # another user owns the file
             os.utime(held.fd, ns=(time.time_ns(), status.st_mtime_ns))
         return held
 
     def _fetch(self, shard: Shard, now: bool) -> Held | None:
-        """Fetch a shard; None if another process is fetching it. Raises NoRoom if the shard is not needed now and the cache is
-        full."""
+        """Fetch a shard; returns None if another process is fetching it.
+
+        Raises NoRoom if the cache is full and the shard is not needed `now`.
+        """
         if self._failed is not None:
             raise self._failed
         with room.claimed(self._cache, shard.sha256, shard.bytes, cache.things, os.environ) as (path, missing):
@@ -218,9 +222,9 @@ class Fetched:
             return held
 
     def _download(self, key: str, path: Path, size: int | None = None) -> Path:
-        """Download an object to a file; `size` is given for shards. Raises StoreError, OSError."""
+        """Download an object to a file; only shards have a `size`. Raises StoreError, OSError."""
         global _used
-        if _forked:  # a store's client hangs in a fork of a process that has used it
+        if _forked:  # a store's client hangs in a fork of a process that has used a client
             argv = [self.name, key, str(path), *([] if size is None else [str(size)])]
             command = [sys.executable, "-m", "outlast", "shard", *argv]
             environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -248,9 +252,11 @@ class Fetched:
         return path
 
     def _patiently(self, what: str, attempt: Callable[[], T | None]) -> T:
-        """Repeat `attempt` while another process fetches (it then returns None) or the store is unreachable, until `patience`
-        runs out. Raises OutlastError."""
-        begun, tell = time.monotonic(), time.monotonic() + _TELL_S
+        """Repeat `attempt` while it returns None, because another process fetches the object, or the store is unreachable.
+
+        Raises OutlastError once `patience` has passed.
+        """
+        begun, warn_at = time.monotonic(), time.monotonic() + _WARN_S
         pause, tries = _POLL_S, 0
         with deadlocks.watch().alive():
             while True:
@@ -270,8 +276,8 @@ class Fetched:
                         passes = False
                     if not passes or tries == _TRIES:
                         raise OutlastError(why) from error
-                if time.monotonic() >= tell:
-                    tell, waited = time.monotonic() + _AGAIN_S, time.monotonic() - begun
+                if time.monotonic() >= warn_at:
+                    warn_at, waited = time.monotonic() + _WARN_AGAIN_S, time.monotonic() - begun
                     log.warning(
                         "outlast: waiting for %s of %s, for %s so far: %s", what, self.name, units.human_seconds(waited), why
                     )
@@ -279,7 +285,7 @@ class Fetched:
                 pause = min(_LONGEST_POLL_S, pause * 1.5)
 
     def _problem(self, what: str, error: Exception) -> tuple[str, bool]:
-        """A sentence about an error, and whether the error is transient."""
+        """Return a sentence about an error, and whether the error is transient."""
         if isinstance(error, Missing):
             remedy = "prepare data there (outlast data prepare), or correct the URL" if what == MANIFEST else _REST
             return f"{self.name} has no {what}; {remedy}", False
@@ -299,7 +305,7 @@ def _digest(content: bytes) -> str:
 
 
 def _read_ahead(reference: weakref.ref[Fetched]) -> None:
-    """Fetch all shards that a place has announced."""
+    """Fetch all announced shards, in a thread."""
     while not _leaving.is_set() and (place := reference()) is not None:
         announced = place.announced
         if (pause := place.fetch_ahead()) is None:
@@ -310,13 +316,13 @@ def _read_ahead(reference: weakref.ref[Fetched]) -> None:
 
 _all: weakref.WeakSet[Fetched] = weakref.WeakSet()
 _used = _forked = False
-"""Whether this process has used a store; whether it is a fork of a process that had."""
+"""Two flags: this process has used a store, and this process is a fork of a process that had used one."""
 _leaving = threading.Event()
 _under_way: set[Path] = set()
 
 
 def _leave() -> None:
-    """At exit: no thread may be in a store's client while the interpreter shuts down."""
+    """Wait for downloads at exit: no thread may be in a store's client while the interpreter shuts down."""
     _leaving.set()
     deadline = time.monotonic() + _LEAVE_S
     while _under_way and time.monotonic() < deadline:

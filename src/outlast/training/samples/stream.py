@@ -1,8 +1,8 @@
 """The samples of a run, in an order that does not depend on restarts or the world size.
 
 A stream cuts every epoch into global batches. The samples of a batch are a function of (seed, epoch, position) alone, not of the
-number of ranks, restarts or prefetching. Every rank takes its share of each batch, so all ranks together see each sample of an
-epoch exactly once, however often the world changes in between.
+number of ranks, restarts or prefetching. Every rank takes its share of each batch, so all ranks together read each sample of an
+epoch exactly once, however often the world changes.
 
     for batch in stream:                          # one optimizer step
         for (x, y), share in batch.split(net):    # this rank's micro-batches
@@ -35,12 +35,14 @@ from outlast.training.order import VERSION, Indices, Windows, permuted
 from outlast.training.samples.shards import Shards
 
 _LEAVE_S = 1.0
-"""How long to wait for the thread of an abandoned stream: torch aborts a process that ends while a thread is in torch."""
+"""Seconds to wait for the thread of an abandoned stream: torch aborts a process that ends while a thread is in torch."""
 
 
 def share_of(count: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Start and end of `rank`'s contiguous share of `count` items; the sizes of shares differ by at most one, and larger shares
-    come first."""
+    """Return the start and end of `rank`'s contiguous share of `count` items.
+
+    The sizes of shares differ by at most one, and larger shares come first.
+    """
     small, larger = divmod(count, ranks)
     start = rank * small + min(rank, larger)
     return start, start + small + (rank < larger)
@@ -59,7 +61,7 @@ class Batch:
     indices: Indices
     """Dataset indices of this rank's samples, int64 of shape (n,); may be empty in a short last batch."""
     ends_epoch: bool
-    """Whether this is the last batch of its epoch."""
+    """True for the last batch of its epoch."""
     pieces: tuple[tuple[Any, float], ...]
     """Micro-batches and their shares, as `split` returns them, on the device that read them."""
     most: int = 1
@@ -80,8 +82,9 @@ class Batch:
         sum to the number of ranks: DDP averages gradients over ranks, so the result is the gradient of the mean loss over the
         global batch, even if it does not divide evenly. With `net` (DDP or FSDP2), gradients are exchanged in the last
         micro-batch only, and tensors are moved to the device of `net`. A rank without a sample in the short last batch of an
-        epoch gets a sample of another rank with share 0.0, because it must take part in the exchange. FSDP2 gathers weights in
-        every forward pass, so a rank with fewer micro-batches than others gets its first micro-batch again, with share 0.0.
+        epoch gets a sample of another rank with share 0.0, because every rank must take part in the exchange. FSDP2 gathers
+        weights in every forward pass, so a rank with fewer micro-batches than others gets its first micro-batch again, with share
+        0.0.
         """
         where = next((p.device for p in net.parameters()), None) if net is not None else None
         pieces = self.pieces
@@ -138,11 +141,11 @@ class Stream:
     samples draw are a function of (seed, epoch, index), so augmentation resumes exactly, too.
 
     `batch` is the number of samples in one optimizer step over all ranks; the last batch of an epoch may be smaller. `microbatch`
-    cuts a batch into pieces of that many samples, the same for every world size, which are distributed over the ranks; without
-    `microbatch` each rank's share is one piece. The stream ends after `steps`, or after `epochs` if `steps` is None: each sample
-    is then handed out exactly `epochs` times, even if a resumed run has another `batch`.
+    cuts a batch into pieces of that many samples, the same for every world size, and the pieces are distributed over the ranks.
+    Without `microbatch`, each rank's share is one piece. The stream ends after `steps`, or after `epochs` if `steps` is None:
+    each sample is then yielded exactly `epochs` times, even if a resumed run has another `batch`.
 
-    The position of a stream counts the batches handed out, not those prefetched: in the loop's body, the current batch counts as
+    The position of a stream counts the batches yielded, not the prefetched ones: in the loop's body, the current batch counts as
     consumed. `len(stream)` is the number of batches still to come. `for batch in stream:` yields a `Batch`; after the loop, the
     session saves the last step. Raises OutlastError for data of other kinds, and for ranks without a sample.
 
@@ -177,9 +180,9 @@ class Stream:
         self.epoch = 0
         """Epoch of the current batch; between loops, the epoch of the next batch."""
         self.step = 0
-        """Number of batches handed out since the beginning."""
+        """Number of batches yielded since the beginning of the run."""
         self.saved_with: tuple[int, int] | None = None
-        """`batch` and total steps of the run whose position `load_state_dict` restored; None if unknown."""
+        """`batch` and total steps of the restored run; None if unknown."""
         self.reading = 0
         """Number of unfinished loops over the stream."""
         self.ended: Callable[[], None] | None = None
@@ -189,7 +192,7 @@ class Stream:
         self.not_shardable = ""
         """The reason why ranks of the process group must not have separate shares; empty if they may."""
         self.sample = ""
-        """Description of the first micro-batch: `a Tensor of shape (16, 3)`."""
+        """Description of the first micro-batch, such as `a Tensor of shape (16, 3)`."""
         self.waited_s = 0.0
         """Seconds that steps have waited for data in this process."""
         self._window = dataset.window if isinstance(dataset, Shards) else 0
@@ -218,7 +221,7 @@ class Stream:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the data; empty if unknown."""
+        """Hash that identifies the data; empty if unknown."""
         return self._shards.fingerprint if self._shards else ""
 
     @property
@@ -277,8 +280,7 @@ class Stream:
         self.saved_with = (state["batch"], state["total_steps"]) if "batch" in state else None
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
-        """Adopt the order of shards in `state`, since the run may have begun with the shards in another place. Raises
-        OutlastError."""
+        """Take over the order of shards in `state`: the run may have begun with another default window. Raises OutlastError."""
         name = state.get("order", "permuted")
         if name not in ("permuted", "windows") or (name == "windows" and not self._shards):
             remedy = "resume with the same data" if name == "windows" else "use the Outlast that saved it"
@@ -340,7 +342,7 @@ class Stream:
             )
 
     def _plans(self, rank: int, ranks: int) -> Iterator[_Plan]:
-        """The batches of this rank, from the current position to the end."""
+        """Yield the batches of this rank, from the current position to the end."""
         epoch, start = self._next
         windows = self._windows
         for step in range(self.step, self.total_steps):
@@ -379,8 +381,8 @@ class Stream:
                     pieces = tuple((collate([samples[plan.epoch, int(i)] for i in part]), share) for part, share in plan.cuts)
                 yield plan, pieces
             return
-        # One loader serves the whole run; its batches are our micro-batches. It has its own generator, so that it draws nothing
-        # from the default one.
+        # One loader serves the whole run; its batches are our micro-batches. It has its own generator and does not draw from the
+        # default generator.
         queued: queue.SimpleQueue[_Plan] = queue.SimpleQueue()
         loader = iter(
             DataLoader(
@@ -398,13 +400,13 @@ class Stream:
                 plan = queued.get()
                 data = [first, *(next(loader) for _ in plan.cuts[1:])]
                 yield plan, tuple((piece, share) for piece, (_, share) in zip(data, plan.cuts, strict=True))
-        except OutlastError as error:  # its text is the worker process's traceback, whose last line is the sentence
+        except OutlastError as error:  # its text is the worker process's traceback, and the last line is the message
             raise OutlastError(str(error).rpartition(f".{type(error).__name__}: ")[2].strip()) from error
 
 
 def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield `items`, read by a thread that is at most `count` items ahead; an exception in the thread is raised after the items
-    before it."""
+    """Yield `items`, which a thread reads at most `count` items ahead. An exception in the thread is raised after the earlier
+    items."""
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(count)
     stopped = threading.Event()
 
@@ -428,7 +430,7 @@ def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
 
     def end() -> None:
         stopped.set()
-        if threading.current_thread() is not thread:  # the garbage collector may run in it
+        if threading.current_thread() is not thread:  # the garbage collector may call this in the thread
             thread.join(_LEAVE_S)
 
     thread.start()
@@ -452,7 +454,7 @@ class _Arrays:
     """A mapping, tuple or list of arrays, a single array, or Shards."""
 
     def take(self, indices: Indices) -> Any:
-        """The rows `indices` of every array, as tensors."""
+        """Return the rows `indices` of every array, as tensors."""
         if isinstance(self.arrays, Shards):
             return self.arrays.take(indices)
         if isinstance(self.arrays, Mapping):
@@ -469,7 +471,7 @@ def _rows(array: Any, indices: Indices) -> torch.Tensor:
 
 
 def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
-    """The dataset as arrays (None if samples are read one by one), and its number of samples."""
+    """Return the dataset as arrays, or None if samples are read one by one, and its number of samples."""
     if isinstance(dataset, Shards):
         return None if dataset.transform or collate else _Arrays(dataset), len(dataset)
     array = np.ndarray | torch.Tensor
@@ -502,7 +504,7 @@ def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
 
 
 def _length(dataset: Any) -> int:
-    """Number of samples of a map-style dataset. Raises OutlastError for other kinds."""
+    """Return the number of samples of a map-style dataset. Raises OutlastError for other kinds."""
     what = f"the dataset is {kind(dataset)}"
     if isinstance(dataset, DataLoader):
         other = ", or wrap it in Stateful(loader)" if hasattr(dataset, "state_dict") else ""
@@ -520,7 +522,7 @@ def _length(dataset: Any) -> int:
 
 
 def kind(value: Any) -> str:
-    """Describe a value in a sentence: `a Tensor of shape (3, 4)`, `a tuple of 3`, `'data/train'`."""
+    """Describe a value for a sentence: `a Tensor of shape (3, 4)`, `a tuple of 3`, `'data/train'`."""
     if isinstance(value, str | bytes | int | float | Path):
         return repr(value)[:60]
     name = type(value).__name__
@@ -535,7 +537,7 @@ _loops = 0
 
 
 def begun(reader: Any) -> None:
-    """Record that a loop over a stream begins, or over another reader with the same attributes."""
+    """Record that a loop over a stream, or over another reader with the same attributes, begins."""
     global _loops
     _loops += 1
     reader.reading += 1
@@ -543,11 +545,12 @@ def begun(reader: Any) -> None:
 
 
 def loops() -> int:
+    """Return the number of loops that have begun in this process."""
     return _loops
 
 
 def being_read() -> list[Any]:
-    """The streams and similar readers that are being iterated over in this process."""
+    """Return the streams and similar readers that this process is iterating over."""
     return [stream for stream in _read_now if stream.reading]
 
 
@@ -568,7 +571,7 @@ class _Seeded(Dataset[Any]):
 
 
 class _Pieces(Sampler[list[tuple[int, int]]]):
-    """Gives the workers of a DataLoader the indices to read, and queues the plan of each batch."""
+    """Yields the indices that the workers of a DataLoader read, and queues the plan of each batch."""
 
     def __init__(self, plans: Iterator[_Plan], queued: queue.SimpleQueue[_Plan], shards: Shards | None) -> None:
         self._plans, self._queued, self._shards = plans, queued, shards

@@ -1,8 +1,9 @@
 """Copies the state of a step boundary directly into the agent's memory, at every k-th step of training.
 
-A state is sorted into two parts (`Layout`): replicated tensors are sharded over the worker's ranks (`shared`); `unique` is the
-state that this rank alone has: its shards, its random numbers, and on rank 0 buffers and pickled objects. Tensors are cut into
-chunks as by torch.distributed.checkpoint, keyed by their offsets in the whole tensor, so a snapshot fits a world of any size.
+A rank divides its state into two parts (`Layout`). The part `shared` has replicated tensors, sharded over the worker's ranks. The
+part `unique` has the state of this rank alone: its shards, its random numbers, and on rank 0 buffers and pickled objects. Tensors
+are cut into chunks as by torch.distributed.checkpoint, keyed by their offsets in the whole tensor, so a snapshot fits a world of
+any size.
 
 Calling `state_dict` of modules and optimizers costs more than copying a small state. So the layout is reused as long as all
 tensors are the same (by identity and address), and only objects are pickled again.
@@ -30,22 +31,22 @@ from outlast.training.state.stateful import Stateful
 EXTRA = ".session"
 """Key of rank 0's additional data; no name in a state begins with a dot."""
 _ROOM = 1 << 16
-"""Minimum granularity of room sizes: pickled objects vary in size, and rooms are reused."""
+"""Minimum granularity of room sizes in bytes: pickled objects vary in size, and rooms are reused."""
 _ROOMS = 6
-"""Maximum number of rooms that stay mapped and pinned, of both kinds together; two of each kind are used in turn."""
+"""Maximum number of rooms that stay mapped and pinned, for both kinds together. Snapshots alternate between two of each kind."""
 
 Signature = tuple[object, ...]
 
 
 @dataclasses.dataclass
 class Content:
-    """A part that has no room yet: chunks of tensors first, in a fixed order, then bytes."""
+    """A part without a room: chunks of tensors in a fixed order, followed by bytes."""
 
     kind: Kind
     chunks: list[tuple[str, torch.Tensor, torch.Size, torch.Size]]
     """Key, local tensor, size of the whole tensor, and the offsets of the local tensor in it."""
     index: list[Item] = dataclasses.field(default_factory=list)
-    """An item for each chunk."""
+    """One item per chunk."""
     end: int = 0
     """Total bytes of the chunks."""
 
@@ -83,16 +84,19 @@ class Layout:
         self.groups = {key: _groups(thing, collected.rank0[f"{key}/rest"]) for key, thing in _optimizers(state)}
         pointers = set(self.signature)
         tensors = [tensor for content in self.contents for _, tensor, _, _ in content.chunks]
-        self.lasting = (
+        self.reusable = (
             all(tensor.data_ptr() in pointers for tensor in tensors)
             and all(self.groups.values())
             and not any(f"{name}/rest" in collected.rank0 for name, thing in state.items() if isinstance(thing, torch.nn.Module))
         )
-        """Whether the layout is valid as long as the signature is: no tensor was created just for the state dict."""
+        """True if the layout is valid as long as the signature is: no tensor was created just for the state dict."""
 
 
 def chunks(flat: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Size, torch.Size]]:
-    """This rank's chunks of these tensors, as torch.distributed.checkpoint would write them."""
+    """Return this rank's chunks of tensors as torch.distributed.checkpoint would write them.
+
+    A chunk is (key, local tensor, size of the whole tensor, offsets of the local tensor in it).
+    """
     items: Sequence[WriteItem] = create_default_local_save_plan(dict(flat), True).items
     chunks = []
     for item in items:
@@ -100,7 +104,7 @@ def chunks(flat: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, to
         assert data is not None
         key = item.index.fqn
         local = _local(flat[key])
-        if local.nbytes or not isinstance(flat[key], DTensor):  # empty if there are more ranks than rows
+        if local.nbytes or not isinstance(flat[key], DTensor):  # a shard is empty if the world has more ranks than rows
             chunks.append((key, local, data.size, data.chunk.offsets))
     return chunks
 
@@ -119,8 +123,11 @@ def _optimizers(state: State) -> Iterator[tuple[str, torch.optim.Optimizer]]:
 
 
 def _signature(state: State) -> Signature:
-    """A value that stays equal while the tensors of modules and optimizers are the same objects in the same memory, of the same
-    shape, and the groups of optimizers have the same parameters."""
+    """Return a value that stays equal as long as a layout of the state is valid.
+
+    It changes with the identity, address or shape of a tensor in a module or optimizer, and with the parameters of an optimizer's
+    groups.
+    """
     signature: list[object] = []
     for thing in state.values():
         tensors: list[Any] = []
@@ -139,7 +146,7 @@ def _signature(state: State) -> Signature:
 
 
 def _groups(optimizer: torch.optim.Optimizer, rest: bytes) -> list[list[str]] | None:
-    """The parameter names of each group, if these suffice to write the optimizer's `rest` again; otherwise None."""
+    """Return the parameter names of each group, or None if more is needed to write the optimizer's `rest` again."""
     state = checkpoint.unpickled(rest, "optimizer")
     if state["others"] or [set(group) for group in state["groups"]] != [set(group) for group in optimizer.param_groups]:
         return None
@@ -147,35 +154,37 @@ def _groups(optimizer: torch.optim.Optimizer, rest: bytes) -> list[list[str]] | 
 
 
 def _rest(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> dict[str, Any]:
-    """An optimizer's state without tensors, as `checkpoint.collected` returns it."""
+    """Return an optimizer's state without tensors, as `checkpoint.collected` does."""
     groups = [{**group, "params": params} for group, params in zip(optimizer.param_groups, names, strict=True)]
     return {"kind": type(optimizer).__name__, "groups": groups, "others": {}}
 
 
 class Capture:
+    """The copies of one rank's state, and the rooms that they are made into."""
+
     def __init__(self, state: State, rank: int, local: tuple[int, int], accelerator: device.Device | None = None) -> None:
-        """`accelerator` defaults to the one of this machine."""
+        """`accelerator` defaults to this machine's."""
         self._state, self._rank, self._local = state, rank, local
         self._accelerator = accelerator or device.find()
         self._layout: Layout | None = None
         self._views: dict[tuple[Kind, int], list[torch.Tensor]] = {}
-        """A tensor in the room for each chunk, by kind and room."""
+        """The tensors in a room, one per chunk, by kind and room."""
         self._rooms: dict[int, tuple[torch.Tensor, bool]] = {}
-        """All memory of each room, and whether it is pinned; the least recently used room first."""
-        self._beside = self._accelerator.beside()
-        if (beside := self._beside) is not None:
+        """The memory of each room, and whether it is pinned; the least recently used room first."""
+        self._stream = self._accelerator.copy_stream()
+        if (stream := self._stream) is not None:
             for _, optimizer in _optimizers(state):
-                optimizer.register_step_pre_hook(lambda *_: beside.before_changes())
+                optimizer.register_step_pre_hook(lambda *_: stream.before_changes())
 
     @property
-    def beside(self) -> bool:
-        """Whether copies continue after `copy` has returned."""
-        return self._beside is not None
+    def in_background(self) -> bool:
+        """True if copies continue after `copy` has returned."""
+        return self._stream is not None
 
     def prepare(self, extra: bytes) -> list[tuple[Content, dict[str, bytes]]]:
-        """The parts of the present state, and the pickled objects that belong to them; nothing is copied yet."""
+        """Return the parts of the present state, each with its pickled objects. Nothing is copied yet."""
         layout, objects = self._layout, None
-        if layout is None or not layout.lasting or layout.signature != _signature(self._state):
+        if layout is None or not layout.reusable or layout.signature != _signature(self._state):
             collected = checkpoint.collected(self._state, self._rank)
             layout = self._layout = Layout(self._state, collected, self._rank, self._local)
             self._views.clear()
@@ -190,7 +199,7 @@ class Capture:
         return [(shared, {}), (unique, objects)]
 
     def _objects(self, layout: Layout) -> dict[str, bytes]:
-        """Everything but tensors, as `checkpoint.collected` returns it, without its checks, which have already passed."""
+        """Return everything but tensors, as `checkpoint.collected` does, without the checks that have already passed."""
         quickly = checkpoint.quickly_pickled
         objects = {f"rng/{self._rank}": quickly(checkpoint.generators())}
         for name, thing in self._state.items():
@@ -199,7 +208,7 @@ class Capture:
             if isinstance(thing, torch.optim.Optimizer):
                 rest: dict[str, Any] | None = _rest(thing, layout.groups[name] or [])
                 name = f"{name}/rest"
-            else:  # on every rank: it may be a collective
+            else:  # every rank calls `state_dict`, since it may be a collective
                 rest = None if isinstance(thing, torch.nn.Module) else thing.state_dict()
             if rest is not None and self._rank == 0:
                 objects[name] = quickly(rest)
@@ -209,8 +218,8 @@ class Capture:
         """Copy tensors into their rooms. Returns a function that waits for the copies; on the CPU they are already done.
 
         On an accelerator, tensors that only optimizers change are copied in parallel with the next step, until its optimizer
-        step; other tensors may be changed by the next forward pass, so they are copied in the order of the computation. Tensors
-        on other devices have been copied when this returns.
+        step. The next forward pass may change other tensors, so their copies are queued before it. Tensors on other devices are
+        copied when the call returns.
         """
         self._make_room([room for _, room in rooms])
         pairs = [
@@ -218,22 +227,22 @@ class Capture:
             for content, room in rooms
             for pair in zip(self._into(content, room), (tensor for _, tensor, _, _ in content.chunks), strict=True)
         ]
-        beside, accelerator = self._beside, self._accelerator
+        stream, accelerator = self._stream, self._accelerator
         accelerator.mark_step()
-        if beside is None:
+        if stream is None:
             copying.copy(pairs)
             accelerator.synchronize()
             return lambda: None
         changed = _changed(self._state)
-        copying.copy([pair for pair in pairs if not beside.covers(pair[1])], background=False)
-        covered = [pair for pair in pairs if beside.covers(pair[1])]
-        beside.queue([pair for pair in covered if pair[1].data_ptr() not in changed])
-        with beside.copying():
-            beside.queue([pair for pair in covered if pair[1].data_ptr() in changed])
+        copying.copy([pair for pair in pairs if not stream.covers(pair[1])], background=False)
+        covered = [pair for pair in pairs if stream.covers(pair[1])]
+        stream.queue([pair for pair in covered if pair[1].data_ptr() not in changed])
+        with stream.copying():
+            stream.queue([pair for pair in covered if pair[1].data_ptr() in changed])
 
         def wait() -> None:
-            beside.wait()
-            pairs.clear()  # until now the references kept the memory of these tensors
+            stream.wait()
+            pairs.clear()  # the references kept the memory of the copied tensors
 
         return wait
 
@@ -245,9 +254,9 @@ class Capture:
                 memory = torch.frombuffer(room.whole, dtype=torch.uint8)
                 entry = memory, self._accelerator.register(memory)
             self._rooms[room.id] = entry
-        self._let_go(list(self._rooms)[:-_ROOMS])  # else rooms that the agent has given up stay mapped
+        self._release(list(self._rooms)[:-_ROOMS])  # otherwise rooms that the agent has dropped would stay mapped
 
-    def _let_go(self, rooms: Sequence[int]) -> None:
+    def _release(self, rooms: Sequence[int]) -> None:
         for key in [key for key in self._views if key[1] in rooms]:
             del self._views[key]
         for id in rooms:
@@ -257,12 +266,12 @@ class Capture:
 
     def close(self) -> None:
         """Wait for copies in progress, and release all memory."""
-        if self._beside is not None:
-            self._beside.wait()
-        self._let_go(list(self._rooms))
+        if self._stream is not None:
+            self._stream.wait()
+        self._release(list(self._rooms))
 
     def _into(self, content: Content, room: Room) -> list[torch.Tensor]:
-        """Tensors in the room, one for each chunk."""
+        """Return the tensors in the room, one per chunk."""
         views = self._views.pop((content.kind, room.id), None)
         if views is None:
             memory = self._rooms[room.id][0][parts.PAGE :]
@@ -275,7 +284,7 @@ class Capture:
 
 
 def _changed(state: State) -> set[int]:
-    """Addresses of the tensors that the optimizers of a state change."""
+    """Return the addresses of the tensors that the optimizers of a state change."""
     return {
         _address(tensor)
         for _, optimizer in _optimizers(state)
@@ -287,14 +296,14 @@ def _changed(state: State) -> set[int]:
 
 
 def size(content: Content, objects: Mapping[str, bytes]) -> int:
-    """Bytes of the room for a part, with a reserve."""
+    """Return the size in bytes of the room for a part, with a reserve."""
     _, more = parts.laid_out(map(len, objects.values()))
-    unit = max(_ROOM, 1 << more.bit_length() >> 4)  # objects that grow steadily need a new room after an eighth at most
+    unit = max(_ROOM, 1 << more.bit_length() >> 4)  # a finer unit would need many new rooms for objects that grow steadily
     return -(-(content.end + more + 1) // unit) * unit
 
 
-def placed(content: Content, objects: Mapping[str, bytes], room: Room) -> tuple[list[Item], int]:
-    """Write the objects of a part into its room, after the tensors. Returns the part's index and its size in bytes."""
+def write_objects(content: Content, objects: Mapping[str, bytes], room: Room) -> tuple[list[Item], int]:
+    """Write the objects of a part into its room, after the tensors. Returns the index and the size in bytes of the part."""
     places, end = parts.laid_out(map(len, objects.values()))
     index = list(content.index)
     for (key, data), place in zip(objects.items(), places, strict=True):

@@ -6,7 +6,7 @@ name. `capture` collects a rank's part of it, `restore` loads a checkpoint. `sav
 
 Keys of a checkpoint: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects:
 `<optimizer>/rest`, `<module>/rest`, `<anything else>`, `<loader>/<rank>`, `rng/<rank>`. Replicated tensors are sharded over the
-ranks, each of which writes its part; buffers are those of rank 0, whose values DDP broadcasts in the next forward pass.
+ranks, and each rank writes its part. Buffers are rank 0's, since DDP broadcasts these in the next forward pass.
 
 Reading a checkpoint runs no code that it contains: objects are read as by `torch.load(weights_only=True)`, plus numpy's arrays, a
 few types of the standard library, and the classes that a script allows with `torch.serialization.add_safe_globals`.
@@ -62,9 +62,11 @@ def check(state: State) -> None:
     parameters = {parameter for thing in state.values() if isinstance(thing, torch.nn.Module) for parameter in thing.parameters()}
     for name, thing in state.items():
         if not isinstance(name, str) or not name.isidentifier() or name == "rng" or hasattr(torch.nn.Module, name):
-            raise OutlastError(f"{name!r} cannot name a thing to save; use a plain word that is no attribute of torch.nn.Module")
+            raise OutlastError(
+                f"{name!r} cannot be a name in the state; use a plain word that is no attribute of torch.nn.Module"
+            )
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            instead = "wrap it in a thing that has them"
+            instead = "wrap it in an object that has them"
             if isinstance(thing, DataLoader):
                 instead = "read its dataset with a Stream, which goes on where it was: Stream(loader.dataset, batch=...)"
             raise OutlastError(f"{name!r} is a {type(thing).__name__} without state_dict and load_state_dict; {instead}")
@@ -81,17 +83,18 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 class Collected(NamedTuple):
-    """The tensors and objects of a state, by which ranks have them; tensors are not copied yet."""
+    """The tensors and objects of a state, grouped by the ranks that save them. Tensors are not copied yet."""
 
     everybody: Flat
     """State replicated on every rank, and distributed tensors."""
     own: Flat
     """State that only this rank has."""
     rank0: Flat
+    """State that rank 0 saves for all ranks."""
 
 
 def capture(state: State, rank: int, ranks: int) -> Flat:
-    """This rank's part of `state`, the random number generators included; its tensors are not copied yet."""
+    """Return this rank's part of `state` and of the random number generators. Tensors are not copied yet."""
     everybody, own, rank0 = collected(state, rank)
     whole = {key: tensor for key, tensor in everybody.items() if not isinstance(tensor, DTensor)}
     for key in whole.keys() - assigned_keys(whole, rank, ranks):
@@ -100,7 +103,7 @@ def capture(state: State, rank: int, ranks: int) -> Flat:
 
 
 def collected(state: State, rank: int) -> Collected:
-    """All tensors and objects of `state`, this rank's random number generators included."""
+    """Return all tensors and objects of `state`, and this rank's random number generators."""
     everybody: Flat = {}
     own: Flat = {f"rng/{rank}": pickled(generators(), "rng")}
     rank0: Flat = {}
@@ -124,7 +127,10 @@ def collected(state: State, rank: int) -> Collected:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """A tensor's place in memory, which distinguishes parameters from buffers in a state dict; -1 for distributed tensors."""
+    """Return a tensor's place in memory, which distinguishes parameters from buffers in a state dict.
+
+    The result is -1 for distributed tensors.
+    """
     return -1 if isinstance(tensor, DTensor) else device.of(tensor.device).place(tensor)
 
 
@@ -134,14 +140,14 @@ def _sorted_out(values: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dic
 
 
 def _modules(state: State) -> torch.nn.Module:
-    """All modules of a state below one root, which gives every parameter a name."""
+    """Return all modules of a state below one root, which gives every parameter a name."""
     return torch.nn.ModuleDict({name: thing for name, thing in state.items() if isinstance(thing, torch.nn.Module)})
 
 
 def _optimizer_state(
     root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """An optimizer's tensors by parameter and name, and the rest: groups, and values that are not tensors, such as None."""
+    """Return an optimizer's tensors by parameter and name, and the rest: groups and values such as None."""
     with _begun(optimizer):
         state: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
     values = {(fqn, key): value for fqn, entry in state["state"].items() for key, value in entry.items()}
@@ -154,8 +160,7 @@ def _optimizer_state(
 def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Give an optimizer without state an empty entry for the duration of the block.
 
-    Otherwise torch initializes the state by taking a step, which calls hooks and is wrong for optimizers with a special first
-    step.
+    Otherwise torch would initialize the state by a step: it calls hooks, and is wrong for optimizers with a special first step.
     """
     first = _parameters(optimizer)[0]
     if not optimizer.state:
@@ -168,7 +173,7 @@ def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def assigned_keys(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> set[str]:
-    """Keys of the replicated tensors that `rank` writes, balanced by size."""
+    """Return the keys of the replicated tensors that `rank` writes, balanced by size."""
     load = [0] * ranks
     part = set()
     for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
@@ -180,7 +185,7 @@ def assigned_keys(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) ->
 
 
 def _safe() -> list[Any]:
-    """Types allowed in a checkpoint besides torch's own: reading them only constructs objects."""
+    """Return the types allowed in a checkpoint besides torch's own. Reading them only constructs objects."""
     array: Any = np.empty(0).__reduce__()[0]
     scalar: Any = np.float64().__reduce__()[0]
     named = [(make, f"{package}.multiarray.{make.__name__}") for make in (array, scalar) for package in _NUMPY]
@@ -195,14 +200,14 @@ _PATHS = (pathlib.PurePosixPath, pathlib.PosixPath)
 
 
 def quickly_pickled(value: Any) -> bytes:
-    """An object as bytes, unchecked: `pickled` has accepted a similar object before."""
+    """Pickle an object without the checks of `pickled`, which has accepted a similar object before."""
     buffer = io.BytesIO()
     torch.save(value, buffer, _use_new_zipfile_serialization=False)
     return buffer.getvalue()
 
 
 def pickled(value: Any, name: str) -> bytes:
-    """An object as bytes. Raises OutlastError, with the remedy, if the object could not be read back."""
+    """Pickle an object. Raises OutlastError, with the remedy, if the object could not be read back."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     if foreign := _foreign(buffer.getvalue()):
@@ -236,12 +241,12 @@ def unpickled(data: bytes, name: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """torch's error message without its closing hint."""
+    """Return torch's error message without its closing hint."""
     return str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
 
 
 class _Metadata(pickle.Unpickler):
-    """Restricted unpickler for `.metadata` of torch.distributed.checkpoint."""
+    """Restricted unpickler for the `.metadata` file of torch.distributed.checkpoint."""
 
     def find_class(self, module: str, name: str) -> Any:
         trusted = module == "torch" or module.startswith("torch.distributed.checkpoint.")
@@ -255,7 +260,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """A member of an enumeration, which Python before 3.11.4 pickles as `getattr(kind, name)`."""
+    """Return a member of an enumeration. Python before 3.11.4 pickles it as `getattr(kind, name)`."""
     if isinstance(kind, enum.EnumType) and name in kind.__members__:
         return kind[name]
     raise _no_metadata("builtins.getattr")
@@ -294,14 +299,11 @@ class _Planner(DefaultLoadPlanner):
             data = torch.load(value, weights_only=True)
         if not isinstance(data, bytes):
             raise OutlastError(f"{read_item.dest_index.fqn} of the checkpoint is not bytes; it is damaged or forged")
-        harmless = io.BytesIO()
-        torch.save(data, harmless)
-        harmless.seek(0)
-        super().load_bytes(read_item, harmless)  # unrestricted
+        super().load_bytes(read_item, io.BytesIO(quickly_pickled(data)))  # torch unpickles it unrestricted
 
 
 def generators() -> dict[str, Any]:
-    """States of this rank's random number generators: words and arrays as bytes, which pickle fast."""
+    """Return the states of this rank's random number generators, words and arrays as bytes, which pickle fast."""
     version, words, gauss = random.getstate()
     kind, keys, *drawn = np.random.get_state()
     states: dict[str, Any] = {
@@ -314,8 +316,7 @@ def generators() -> dict[str, Any]:
 
 
 def _set_generators(states: Mapping[str, Any]) -> None:
-    """Set the states of this rank's generators. Also accepts the format of early checkpoints: Python's words as numbers, arrays
-    as arrays."""
+    """Set the states of this rank's generators. Also accepts words as numbers and arrays as arrays, as in early checkpoints."""
     version, words, gauss = states["python"]
     kind, keys, *drawn = states["numpy"]
     random.setstate((version, tuple(_numbers(words, np.uint32).tolist()), gauss))
@@ -333,8 +334,8 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
     """Load the checkpoint at `path` into the modules, optimizers and objects of `state`, which may be a part of the saved state.
 
     No session and no process group are needed: every rank reads its part. With `rank`, that rank's random number generators are
-    restored, too; returns False if the checkpoint has none for the rank (fewer ranks saved it). Raises OutlastError if the
-    checkpoint does not fit.
+    restored, too. Returns whether the checkpoint had generators for the rank: it lacks them if fewer ranks saved it. Raises
+    OutlastError if the checkpoint does not fit.
     """
     reader = _Reader(path)
     targets = targets_of(reader.read_metadata(), state, rank)
@@ -342,11 +343,11 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
     return put(state, targets, path.name, rank)
 
 
-# The three steps of `restore`, for any reader; messages name the `source`
+# The three steps of `restore`, for any reader; error messages name the `source`
 
 
 def targets_of(metadata: Metadata, state: State, rank: int | None) -> Flat:
-    """The targets into which `rank` reads a checkpoint to restore `state`: tensors, and b"" in place of bytes."""
+    """Return the targets into which `rank` reads a checkpoint to restore `state`: tensors, and b"" in place of bytes."""
     check(state)
     saved = metadata.state_dict_metadata
     targets: Flat = {}
@@ -368,13 +369,13 @@ def targets_of(metadata: Metadata, state: State, rank: int | None) -> Flat:
 
 
 def load(reader: StorageReader, source: str, state: State, targets: Flat) -> None:
-    """Read into `targets`. Raises OutlastError if `state` does not fit the saved state."""
+    """Read a checkpoint into `targets`. Raises OutlastError if `state` does not fit the saved state."""
     _compare(source, state, targets, reader.read_metadata())
     _load(targets, reader)
 
 
 def put(state: State, loaded: Flat, source: str, rank: int | None) -> bool:
-    """Load the objects of a state from the `loaded` targets. Returns whether the targets had this rank's random numbers."""
+    """Load the objects of a state from the `loaded` targets. Returns whether these had the rank's random number generators."""
     for name, thing in state.items():
         rest = unpickled(loaded[f"{name}/rest"], name) if f"{name}/rest" in loaded else {}
         if isinstance(thing, torch.nn.Module):
@@ -391,7 +392,7 @@ def put(state: State, loaded: Flat, source: str, rank: int | None) -> bool:
                 entries.setdefault(fqn, {})[what] = tensor
             for (fqn, what), value in rest["others"].items():
                 entries.setdefault(fqn, {})[what] = value
-            # not strict: a parameter that has never had a gradient has no optimizer state, and must not get any
+            # strict=False: a parameter that has never had a gradient has no optimizer state, and must not get any
             options = StateDictOptions(strict=False)
             saved_state: dict[str, Any] = {"state": entries, "param_groups": rest["groups"]}
             with _begun(thing):
@@ -407,12 +408,12 @@ def put(state: State, loaded: Flat, source: str, rank: int | None) -> bool:
 
 
 def modules(path: Path) -> list[str]:
-    """Names of the modules in the checkpoint at `path`."""
+    """Return the names of the modules in the checkpoint at `path`."""
     return sorted({key.partition("/")[0] for key in _tensors(_Reader(path).read_metadata())})
 
 
 def read(path: Path, name: str) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a module in the checkpoint at `path`, on the CPU. Needs no process group."""
+    """Return the parameters and buffers of a module in the checkpoint at `path`, on the CPU. Needs no process group."""
     reader = _Reader(path)
     stored = _tensors(reader.read_metadata())
     targets: Flat = {
@@ -423,7 +424,7 @@ def read(path: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The tensors of modules in a checkpoint, without those of optimizers."""
+    """Return the tensors of modules in a checkpoint, without the tensors of optimizers."""
     entries = metadata.state_dict_metadata.items()
     return {key: it for key, it in entries if isinstance(it, TensorStorageMetadata) and "/state/" not in key}
 
@@ -447,7 +448,7 @@ def _below(values: Mapping[str, Any], prefix: str, but: str = "") -> dict[str, A
 def _optimizer_room(
     metadata: Metadata, root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> dict[str, torch.Tensor]:
-    """Tensors to load an optimizer's state into, in the layout of their parameters."""
+    """Allocate tensors for an optimizer's state, in the layout of its parameters."""
     parameters = get_model_state_dict(root)
     room = {}
     for key, stored in metadata.state_dict_metadata.items():

@@ -1,6 +1,6 @@
 """Copies tensors within this machine's memory, with several threads.
 
-One core cannot saturate the memory bandwidth. Training waits for the copies, so all cores of the rank are free to help.
+One core cannot saturate the memory bandwidth. Training waits for the copies, so all cores of the rank are idle meanwhile.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from collections.abc import Iterable, Iterator
 import torch
 
 _PIECE = 16 << 20
-"""Minimum number of bytes that a thread copies at a time from larger tensors. From 16 times the size at which copies bypass the
-caches (`launch.system`), `memcpy` copies four pages at once, which is faster still."""
+"""Minimum number of bytes that a thread copies at a time from larger tensors. Above 16 times the size at which copies bypass the
+caches (`launch.system`), `memcpy` is faster still, because it copies four pages at once."""
 _LINE = 64
 """Bytes of a cache line, to which pieces are aligned."""
 _LARGE = 256 << 10
 """Minimum size in bytes of a tensor that our threads copy; torch copies many small tensors faster."""
 _WORTH = 16 << 20
-"""Minimum number of bytes for which threads are started; arbitrary: starting a thread takes 0.1 ms, and one core copies this much
-in 2 ms."""
+"""Minimum number of bytes for which threads are started; arbitrary: a thread starts in 0.1 ms, and one core copies this much in
+2 ms."""
 _MOST = 4
-"""Maximum number of threads; more do not increase the bandwidth."""
+"""Maximum number of threads; more threads do not increase the bandwidth."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def copy(pairs: Iterable[Pair], *, background: bool = True) -> None:
-    """Copy the second tensor of each pair into the first, of the same shape.
+    """Copy the second tensor of each pair into the first. Both have the same shape.
 
-    Copies from an accelerator to pinned memory continue in the `background`: the accelerator's `synchronize` waits for them.
+    With `background`, copies from an accelerator to pinned memory continue after the call; the accelerator's `synchronize` waits
+    for them.
     """
     moves: list[tuple[int, int, int]] = []
     small: list[Pair] = []
@@ -57,7 +58,7 @@ def copy(pairs: Iterable[Pair], *, background: bool = True) -> None:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are the bytes at its address, contiguous and in order."""
+    """Return whether a tensor's values are the bytes at its address, contiguous and in order."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"
@@ -82,7 +83,7 @@ def _move(pieces: Iterator[tuple[int, int, int]]) -> None:
 
 
 def _helpers(size: int) -> int:
-    """Number of threads to start: one for each other core of this rank."""
+    """Return the number of threads to start: one for each core of this rank but the caller's."""
     if size < _WORTH:
         return 0
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))

@@ -1,8 +1,8 @@
-"""The newest valid checkpoint, from which all ranks resume: its search on all disks, and its copy to disks that lack it.
+"""The search for the newest valid checkpoint on all disks, and its copy to disks that lack it.
 
 Disks may hold different checkpoints: the disk of a new worker is empty, and rank 0 may run on that worker. So the leaders
-exchange lists, the ranks of a worker share the verification, and one valid copy is enough. That copy is sent to all disks, so
-that all ranks read the same checkpoint, and every disk has a copy when the next worker is lost.
+exchange lists, the ranks of a worker share the verification, and one valid copy is enough. That copy is sent to all disks: all
+ranks then read the same checkpoint, and every disk has a copy when the next worker is lost.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class _Offer:
 
     step: int
     generation: int
-    """The generation that saved the checkpoint; if two worlds have saved the same step, the later world's is used."""
+    """The generation that saved the checkpoint. The later one wins if two worlds have saved the same step."""
     digest: str
-    """Checksum of COMMIT; "" if COMMIT cannot be read."""
+    """Checksum of COMMIT; empty if COMMIT cannot be read."""
     problem: str = ""
 
 
@@ -46,9 +46,9 @@ _Offers = Mapping[int, _Offer]
 class Search:
     """Parameters of the search.
 
-    `share` is the number of this rank's share of the verification, and the number of shares; the ranks of a worker divide the
-    files. `held` protects checkpoints from removal until it is closed. `report(kind, **fields)` is called on rank 0 for
-    checkpoints that are `damaged` or were `copied` to other disks.
+    The ranks of a worker divide the files to verify: `share` is this rank's number and the number of these ranks. `held` protects
+    checkpoints from removal until it is closed. Rank 0 calls `report(kind, **fields)` for checkpoints that are `damaged` or were
+    `copied` to other disks.
     """
 
     directory: Path
@@ -68,21 +68,21 @@ class Offered:
         leaders = [[_Offer(*row[:4]) for row in gathered[rank][0]] for rank in search.disks.leading]
         self.disks: list[_Offers] = [{offer.step: offer for offer in offers if offer.step != _UNREAD} for offers in leaders]
         self.unread = next((offer.problem for offers in leaders for offer in offers if offer.step == _UNREAD), "")
-        """The reason why a disk cannot be read; such a disk counts as empty."""
+        """The reason why a disk cannot be read; an unreadable disk counts as empty."""
         self.payloads = [each for _, each in gathered]
         """The payloads of all ranks, in rank order."""
 
     def committed(self, step: int) -> int:
-        """The newest committed step up to `step`, or 0 if there is none; nothing is verified."""
+        """Return the newest committed step up to `step`, or 0. Nothing is verified."""
         steps = (offer.step for disk in self.disks for offer in disk.values() if not offer.problem and offer.step <= step)
         return max(steps, default=0)
 
 
 def valid(search: Search, offered: Offered, after: tuple[int, int] | None = None) -> checkpoints.Checkpoint | None:
-    """The newest checkpoint that is valid on at least one disk, copied to `search.directory`; None if there is none.
+    """Return the newest checkpoint that is valid on at least one disk, or None. A collective.
 
-    With `after`, (generation, step), only later checkpoints count. Raises NoRoom on all ranks if a disk has no room for the copy.
-    A collective.
+    The checkpoint is copied to the disks that lack it. With `after`, (generation, step), only later checkpoints count. Raises
+    NoRoom on all ranks if the copy to a disk fails.
     """
     offers, disks, report, held, share = offered.disks, search.disks, search.report, search.held, search.share
     directory, run = search.directory, search.run
@@ -110,7 +110,7 @@ def valid(search: Search, offered: Offered, after: tuple[int, int] | None = None
 
 
 def _offers(directory: Path, run: str) -> _Offers:
-    """The checkpoints on this disk that belong to the run, or whose run is unknown."""
+    """Return the checkpoints on this disk that belong to the run or whose run is unknown."""
     offers = {}
     try:
         for each in checkpoints.list_(directory):
@@ -126,8 +126,11 @@ def _offers(directory: Path, run: str) -> _Offers:
 
 
 def _candidates(offers: list[_Offers]) -> list[_Offer]:
-    """Candidates, newest first: by generation, then step. An unreadable checkpoint is a candidate only if it is the only one of
-    its step; it is taken to have the highest generation found at lower steps."""
+    """Return the candidates, newest first: by generation, then step.
+
+    An unreadable checkpoint is a candidate only if its step has no readable one. It is taken to have the highest generation found
+    at lower steps.
+    """
     every = {offer for disk in offers for offer in disk.values()}
     readable = {offer.step for offer in every if not offer.problem}
     candidates = {offer for offer in every if not offer.problem or offer.step not in readable}
@@ -140,7 +143,10 @@ def _candidates(offers: list[_Offers]) -> list[_Offer]:
 
 
 def _checked(path: Path, candidate: _Offer, offers: _Offers, share: tuple[int, int], held: contextlib.ExitStack) -> str:
-    """Verify this rank's share of a checkpoint on its disk and protect it from removal; returns the problem, if any."""
+    """Verify this rank's share of a checkpoint on its disk, and protect the checkpoint from removal.
+
+    Returns the problem, or an empty string.
+    """
     offer = offers.get(candidate.step)
     if offer is None:
         return "it is not there"
@@ -156,14 +162,14 @@ def _checked(path: Path, candidate: _Offer, offers: _Offers, share: tuple[int, i
 
 
 def _copy_to_disks(path: Path, problems: list[str], disks: Disks, held: contextlib.ExitStack, report: Report) -> None:
-    """Copy the checkpoint at `path` from the first disk that has no problem with it to the disks that have one. A collective."""
+    """Copy the checkpoint at `path` from the first disk without a problem to the disks with a problem. A collective."""
     begun, source, missing = time.monotonic(), problems.index(""), bool(problems[disks.here])
     failed = _received(path, source, missing, disks) if disks.leader else ""
     failures = [(rank, failure) for rank, failure in enumerate(disks.gather(failed)) if failure]
     if failures:
         rank, failure = failures[0]
         raise NoRoom(
-            f"{path.name} cannot be brought to the disk of rank {rank}: {failure}; make room there or take another worker for it"
+            f"{path.name} cannot be copied to the disk of rank {rank}: {failure}; make room there or take another worker for it"
         )
     if missing:
         held.enter_context(checkpoints.reading(path))
@@ -175,8 +181,10 @@ def _copy_to_disks(path: Path, problems: list[str], disks: Disks, held: contextl
 
 
 def _received(path: Path, source: int, missing: bool, disks: Disks) -> str:
-    """Take part in the copy as a leader, to the end even after a failure. Returns why the copy failed on this disk, or an empty
-    text."""
+    """Take part in the copy as a leader, to the end even after a failure.
+
+    Returns why the copy failed on this disk, or an empty string.
+    """
     commit: checkpoints.Commit | str = ""
     if disks.here == source:
         try:
@@ -203,5 +211,5 @@ def _received(path: Path, source: int, missing: bool, disks: Disks) -> str:
             except OSError as error:
                 problem = error.strerror or str(error)
         if into and problem:
-            shutil.rmtree(into, ignore_errors=True)  # leftovers are swept later
+            shutil.rmtree(into, ignore_errors=True)  # `sweep` removes leftovers later
     return problem

@@ -1,11 +1,11 @@
 """Disks: which ranks share a directory, and the copying of files from one disk to all others.
 
-Workers may write into one directory (this machine's, or a network volume) or into separate ones (pods). A session detects which
-when it starts, and again before each save until all ranks can write. The lowest rank of a disk is its *leader*: it alone commits,
-sweeps and receives.
+Workers may write into one directory (this machine's, or a network volume) or into separate directories (pods). A session detects
+this when it starts, and again before each save until all ranks can write. The lowest rank of a disk is its *leader*: only the
+leader commits, sweeps and receives.
 
-Invariants: with one disk nothing is sent, and there are no additional collectives. With several, a disk that fails (full, broken)
-takes part to the end and only then reports the failure, so that no other disk waits for it. Docs:
+Invariants: with one disk, nothing is sent, and no additional collective is called. With several disks, a failing disk (full,
+broken) takes part to the end and only then reports the failure, so that no other disk waits for it. Docs:
 docs/decisions/0010-workers-without-a-common-disk.md.
 """
 
@@ -50,11 +50,11 @@ class Disks:
     group: dist.ProcessGroup | None
     """The group of all ranks."""
     leaders: dist.ProcessGroup | None = None
-    """The group of the leaders, for the thread that trains; None with one disk."""
+    """The leaders' group for the training thread; None with one disk."""
     savers: dist.ProcessGroup | None = None
-    """The group of the leaders, for the thread that saves; None with one disk."""
+    """The leaders' group for the saving thread; None with one disk."""
     certain: bool = True
-    """Whether all ranks could write; otherwise two of these disks may be the same."""
+    """True if all ranks could write; otherwise two of these disks may be the same."""
 
     @classmethod
     def find(cls, directory: Path, group: dist.ProcessGroup | None) -> Self:
@@ -64,7 +64,7 @@ class Disks:
         return disks
 
     def ascertain(self, directory: Path) -> None:
-        """Repeat the detection unless its result is certain. No save may be in progress. A collective unless certain."""
+        """Repeat the detection unless its result is certain. A collective unless certain. No save may be in progress."""
         if self.certain:
             return
         makers, previous = _makers(directory, self.rank, len(self.by_rank), self.group), self.by_rank
@@ -74,7 +74,7 @@ class Disks:
             self.connect()
 
     def connect(self) -> None:
-        """Make new groups of the leaders. A collective."""
+        """Create new groups of the leaders. A collective."""
         if self.several:
             own = deadlocks.watch().own
             self.leaders, self.savers = (own(dist.new_group(self.leading, backend="gloo")) for _ in range(2))
@@ -97,7 +97,7 @@ class Disks:
         return self.leading[self.here] == self.rank
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. A collective of all ranks, in the thread that trains."""
+        """Return every rank's value, in rank order. A collective of all ranks, in the training thread."""
         if len(self.by_rank) == 1:
             return [value]
         values: list[Any] = [None] * len(self.by_rank)
@@ -111,13 +111,13 @@ class Disks:
     # Collectives of the leaders of several disks; `group` is `leaders` or `savers`
 
     def each(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-        """Every leader's value, by disk. A collective of the leaders."""
+        """Return every leader's value, by disk. A collective of the leaders."""
         values: list[Any] = [None] * len(self.leading)
         dist.all_gather_object(values, value, group=group)
         return values
 
     def broadcast(self, value: Any, group: dist.ProcessGroup | None, *, by: int = 0) -> Any:
-        """The value of the leader of disk `by`. A collective of the group."""
+        """Return the value of the leader of disk `by`. A collective of the group."""
         if len(self.by_rank) == 1:
             return value
         values = [value]
@@ -125,10 +125,10 @@ class Disks:
         return values[0]
 
     def exchange(self, parts: Sequence[Part], path: Callable[[str], Path | None], group: dist.ProcessGroup | None) -> str:
-        """Copy every file to all disks. Returns why the copy failed on this disk, or an empty text. A collective of the leaders.
+        """Copy every file to all disks. A collective of the leaders.
 
-        `path` returns a file's location, as its source or as its target, where it is written durably and verified. If it returns
-        None, this disk does not need the file and only takes part.
+        `path` returns the path to read or write a file at, or None if this disk only takes part. Written files are durable and
+        verified. Returns why the copy failed on this disk, or an empty string.
         """
         leading, problem = self.leading, ""
         memory = torch.empty(min(BLOCK, max((part.size for part in parts), default=0)), dtype=torch.uint8)
@@ -148,7 +148,7 @@ class Disks:
 
 
 class _End:
-    """One end of a copy: reads the file at its source, or writes it at its target. `close` reports errors."""
+    """One end of a copy: it reads the file at the source or writes it at a target. `close` reports errors."""
 
     def __init__(self, path: Path | None, part: Part, *, writes: bool) -> None:
         self._part, self._writes = part, writes
@@ -176,7 +176,7 @@ class _End:
                     memory = memory[self._file.write(memory) :]
 
     def close(self) -> str:
-        """Make the file durable. Returns the error, or an empty text."""
+        """Make the file durable and verify it. Returns the error, or an empty string."""
         if self._file is not None:
             with self._noted():
                 if self._writes and not self._problem:
@@ -201,12 +201,12 @@ def _bytes(block: torch.Tensor) -> memoryview:
 
 
 def _makers(directory: Path, rank: int, ranks: int, group: dist.ProcessGroup | None) -> list[int]:
-    """For every rank, the first rank that left a mark in its directory, which is equal only for ranks that share a directory; for
-    directories that cannot be written, a negative number for each worker.
+    """Return, for every rank, the first rank that left a mark in its directory. Ranks with the same maker share a directory.
 
-    A mark has a new name each time, so a directory that was copied with its marks counts as another directory. The file system
-    decides which rank is first, and all marks are complete before any is read, on network volumes, too. On a full disk, the size
-    of a mark encodes its rank, which needs no space.
+    Ranks whose directory cannot be written get a negative number, which differs between workers. A mark has a new name each time,
+    so a directory that was copied with its marks counts as another directory. The file system decides which rank is first. A
+    barrier ensures that all marks are complete before any is read, on network volumes, too. On a full disk, the size of a mark
+    encodes its rank, which needs no space.
     """
     word = torch.tensor(secrets.randbits(62))
     dist.broadcast(word, 0, group=group)
@@ -223,7 +223,7 @@ def _makers(directory: Path, rank: int, ranks: int, group: dist.ProcessGroup | N
         maker = int(text) if text.strip(b"\0") else len(text) - 1 if text else maker
     makers: list[torch.Tensor] = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     dist.all_gather(makers, torch.tensor([maker]), group=group)
-    if maker == rank:  # by now all ranks have read it
+    if maker == rank:  # all ranks have read the mark
         for path in directory.glob(f"{_MARK}*"):
             with contextlib.suppress(OSError):
                 if path == mark or path.stat().st_mtime < now - _ABANDONED_S:

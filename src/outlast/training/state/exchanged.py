@@ -1,8 +1,7 @@
-"""Values that ranks exchange by pickle, under names that never change: the ranks of a world may run two versions.
+"""Classes that ranks exchange by pickle, under fixed names: the ranks of a world may run two versions of Outlast.
 
-A pickle names the module of each class, so ranks of versions before and after a class moved could not read each other's pickles.
-Each class below is pickled under its name of 2026-11, whatever its present module. Its fields stay, too: a new field needs a
-default.
+A pickle names the module of each class, so moving a class would make the pickles of two versions incompatible. Each class below
+is therefore pickled under its name of 2026-11. Its fields must stay, too, and a new field needs a default.
 """
 
 from __future__ import annotations

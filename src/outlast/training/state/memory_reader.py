@@ -1,12 +1,12 @@
 """Reads a snapshot from the memory of workers as torch.distributed.checkpoint reads a checkpoint.
 
 A rank needs its own unique part, one worker's set of shared parts, and the unique part of rank 0, which has objects and buffers.
-Rank 0 reads the last of these and broadcasts it, with the indices of the set. Only if a rank then lacks its chunk of a tensor,
-because the world has another size, are the indices of all parts exchanged (`tails`, `Reader.add`).
+Rank 0 reads its part and broadcasts it with the indices of the set. If a rank then lacks its chunk of a tensor, because the world
+has another size, the ranks exchange the indices of all parts (`tails`, `Reader.add`).
 
-Parts in this worker's own memory are read there, other parts directly from the agents that hold them, into the tensors themselves
-if these are contiguous; a connection is open only while it is read from. Every item is verified. A wrong copy is not read again;
-reading a copy that is out of reach is retried, with all holders in turn, and the ranks of a world begin with different holders.
+Parts in this worker's own memory are read there, and other parts from the agents that hold them. Contiguous tensors are read in
+place. A connection is open only while data are read from it. Every item is verified. A damaged copy is not read again; an
+unreachable copy is retried, alternating with other copies. The ranks of a world begin with different holders.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from outlast.storage.snapshots import parts
 from outlast.storage.snapshots.client import Client, Source
 from outlast.storage.snapshots.election import Candidate, Holders
 from outlast.storage.snapshots.parts import Damaged, Item, OutOfReach, Part
-from outlast.training.state import capture
+from outlast.training.state import capture, checkpoint
 from outlast.training.state.checkpoint import Flat
 from outlast.worker.hangs import deadlocks
 
 PATIENCE_S = 20.0
-"""Retry timeout for a part of which no copy can be reached. Falling back to another state would cost minutes of training or a new
-start, and the holders are in our world, so their network worked a moment ago."""
+"""Seconds of retries for a part without a reachable copy. Another state would cost minutes of training, and the holders have just
+joined our world, so their network worked a moment ago."""
 _PAUSE_S = 0.1, 2.0
-"""The first and the longest pause between attempts."""
+"""The first and the longest pause between attempts, in seconds."""
 _SMALL = 1 << 20
-"""Maximum size in bytes of a tensor of rank 0 that is broadcast. Arbitrary: buffers are smaller; each rank reads larger tensors
+"""Maximum size in bytes of a tensor that rank 0 broadcasts; arbitrary, since buffers are smaller. Each rank reads larger tensors
 itself."""
 
 Key = tuple[str, int, str]
@@ -57,23 +57,25 @@ Key = tuple[str, int, str]
 Targets = list[tuple[int, memoryview]]
 """Numbers of items, and the memory to read each into."""
 Broadcast = tuple[dict[Key, bytes], dict[int, bytes]]
-"""Data that rank 0 reads for all ranks: tails of parts, and items of the unique part of the snapshot's rank 0, by number."""
+"""Data that rank 0 reads for all ranks: tails of parts, and items of rank 0's unique part by number."""
 
 
 class _Part:
-    """One part, and its holders."""
+    """A part of a snapshot, and its holders."""
 
     def __init__(self, reader: Reader, holders: Holders, turn: int, *, tail: bytes | None = None, small: bool = False) -> None:
-        """`turn` is the number of the first other holder to ask if our own agent does not have the part. Without `tail` the index
-        is read, and with `small` the small items, too. Raises Damaged, OutOfReach."""
+        """Read the index unless its `tail` is given, and with `small` the small items, too. Raises Damaged, OutOfReach.
+
+        `turn` is the number of the first holder to query if our own agent does not have the part.
+        """
         own = reader.client.address
         far = [each for each in holders if each.address != own]
         turn %= len(far) or 1
-        self._reader, self._left = reader, [*(each for each in holders if each.address == own), *far[turn:], *far[:turn]]
+        self._reader, self._holders = reader, [*(each for each in holders if each.address == own), *far[turn:], *far[:turn]]
         self.part = holders[0].part
         self.small: dict[int, bytes] = {}
-        self.near = self.far = 0
-        """Bytes read from our own agent, and from other agents."""
+        self.own_bytes = self.peer_bytes = 0
+        """Bytes read from our own agent and from other agents."""
 
         def first(source: Source) -> Targets:
             self.tail = source.tail
@@ -97,59 +99,62 @@ class _Part:
             self._read(lambda _: rest)
 
     def _read(self, chosen: Callable[[Source], Targets]) -> Targets:
-        """Read the chosen items from the first readable copy. Raises Damaged if no copy is left, OutOfReach."""
+        """Read the chosen items from the first readable copy. Raises Damaged if all copies are damaged, OutOfReach."""
         since = None
         with deadlocks.watch().alive():
             for attempt in itertools.count():
-                for holder in sorted(self._left, key=lambda each: each.address in self._reader.away):
+                for holder in sorted(self._holders, key=lambda each: each.address in self._reader.unreachable):
                     where = f"(in the memory of worker {holder.part.worker}, at {holder.address})"
                     try:
                         with self._reader.client.open(holder.part, holder.address) as source:
                             source.fetch(targets := chosen(source))
                     except Damaged as problem:
-                        self._left.remove(holder)
-                        if not self._left:
+                        self._holders.remove(holder)
+                        if not self._holders:
                             raise
-                        self._reader.say(f"{problem} {where}; another copy is read")
+                        self._reader.warn(f"{problem} {where}; another copy is read")
                     except OutOfReach as problem:
                         since = since or time.monotonic()
                         if time.monotonic() - since > PATIENCE_S:
                             raise
-                        if holder.address not in self._reader.away:
-                            self._reader.say(f"{problem} {where}; it is tried again, as are other copies")
-                        self._reader.away.add(holder.address)
+                        if holder.address not in self._reader.unreachable:
+                            self._reader.warn(f"{problem} {where}; it is tried again, as are other copies")
+                        self._reader.unreachable.add(holder.address)
                     else:
                         size, near = sum(into.nbytes for _, into in targets), holder.address == self._reader.client.address
-                        self.near, self.far = self.near + size * near, self.far + size * (not near)
-                        self._reader.away.discard(holder.address)
+                        self.own_bytes, self.peer_bytes = self.own_bytes + size * near, self.peer_bytes + size * (not near)
+                        self._reader.unreachable.discard(holder.address)
                         return targets
                 time.sleep(backoff.jittered(backoff.exponential(attempt, *_PAUSE_S)))
         raise AssertionError
 
 
 class Reader(StorageReader):
-    def __init__(self, candidate: Candidate, client: Client, rank: int, say: Callable[[str], None]) -> None:
-        """Call `learn` first. `say` gets a sentence for each copy that could not be used."""
-        self.client, self.say = client, say
-        self.away: set[str] = set()
-        """Holders that were out of reach at the last attempt."""
+    """A reader of one snapshot. Call `read_indices` first."""
+
+    def __init__(self, candidate: Candidate, client: Client, rank: int, warn: Callable[[str], None]) -> None:
+        """`warn` gets a sentence for each copy that could not be used."""
+        self.client, self.warn = client, warn
+        self.unreachable: set[str] = set()
+        """Addresses of the holders that were unreachable at the last attempt."""
         self._candidate, self._rank = candidate, rank
         self._unique: dict[int, _Part] = {}
         """The unique parts, by rank in the world that made the snapshot."""
         self._shared: list[_Part] = []
         self._parts: list[_Part] = []
         self._places: dict[MetadataIndex, tuple[int, int]] = {}
-        """The part and the number of each item, by the item's place in the checkpoint."""
+        """The numbers of each item's part and of the item in it, by the item's index in the checkpoint."""
 
-    def learn(self, broadcast: Broadcast | None = None) -> Broadcast:
-        """Read the indices and small items that are not in rank 0's `broadcast`. Returns those that this rank has, for rank 0 to
-        broadcast. Raises Damaged, OutOfReach."""
+    def read_indices(self, broadcast: Broadcast | None = None) -> Broadcast:
+        """Read the indices and small items that are not in rank 0's `broadcast`. Raises Damaged, OutOfReach.
+
+        Returns the indices and items of this rank; rank 0 broadcasts its own.
+        """
         tails, items = broadcast or ({}, {})
         unique = self._candidate.unique
         if not self._parts:
-            for number in dict.fromkeys(
-                (self._rank, 0) if self._rank < len(unique) else (0,)
-            ):  # our own first: some ranks have the same
+            numbers = [self._rank, 0] if self._rank < len(unique) else [0]
+            for number in dict.fromkeys(numbers):  # our own part first, since several parts may have the same chunk
                 tail = tails.get(_key(unique[number][0].part)) if number == 0 else None
                 self._unique[number] = _Part(self, unique[number], self._rank + number, tail=tail, small=True)
             self._unique[0].small |= items
@@ -158,7 +163,7 @@ class Reader(StorageReader):
         return {_key(each.part): each.tail for each in (self._unique[0], *self._shared)}, self._unique[0].small
 
     def covers(self, targets: Flat) -> bool:
-        """Whether the known parts hold this rank's chunk of every tensor, as this rank would save it."""
+        """Return whether the parts read so far hold this rank's chunk of every tensor, as this rank would save it."""
         tensors = {key: value for key, value in targets.items() if isinstance(value, torch.Tensor)}
         for key, local, _, offsets in capture.chunks(tensors):
             number, place = self._places.get(MetadataIndex(key, offsets), (-1, 0))
@@ -167,7 +172,7 @@ class Reader(StorageReader):
         return True
 
     def add(self, tails: Mapping[int, bytes]) -> None:
-        """Add the unique parts of all ranks, by their `tails` if given. Raises Damaged, OutOfReach."""
+        """Add the unique parts of all ranks, reading the indices that are not in `tails`. Raises Damaged, OutOfReach."""
         for number, holders in enumerate(self._candidate.unique):
             if number not in self._unique:
                 tail = zlib.decompress(tails[number]) if number in tails else None
@@ -175,7 +180,7 @@ class Reader(StorageReader):
         self._describe()
 
     def _set(self, tails: Mapping[Key, bytes]) -> list[_Part]:
-        """One complete set of shared parts: that of our own worker, if it has one."""
+        """Return a complete set of shared parts, preferably our own worker's. Raises Damaged, OutOfReach."""
         own = self.client.address
         sets = sorted(self._candidate.shared, key=lambda each: own not in {holder.address for holder in each[0]})
         for each in sets:
@@ -184,19 +189,19 @@ class Reader(StorageReader):
             except Damaged as problem:
                 if each is sets[-1]:
                     raise
-                self.say(f"{problem}; what every rank had is read from another worker")
+                self.warn(f"{problem}; what every rank had is read from another worker")
         raise AssertionError
 
     @property
-    def near(self) -> int:
-        return sum(part.near for part in self._parts)
+    def own_bytes(self) -> int:
+        return sum(part.own_bytes for part in self._parts)
 
     @property
-    def far(self) -> int:
-        return sum(part.far for part in self._parts)
+    def peer_bytes(self) -> int:
+        return sum(part.peer_bytes for part in self._parts)
 
     def extra(self) -> bytes:
-        """The additional data of rank 0's session."""
+        """Return the additional data of rank 0's session, as JSON."""
         rank0 = self._unique[0]
         return next((rank0.small[n] for n, item in enumerate(rank0.index) if item.key == capture.EXTRA), b"{}")
 
@@ -256,9 +261,9 @@ class Reader(StorageReader):
 
 
 def tails(candidate: Candidate, client: Client, share: tuple[int, int]) -> dict[int, bytes]:
-    """The compressed tails of the unique parts whose first holder is this worker; its ranks divide them by `share`.
+    """Return the compressed tails of the unique parts whose first holder is this worker.
 
-    Unreadable parts are left out; each rank then reads their index itself.
+    The ranks of the worker divide the parts by `share`. Unreadable parts are left out: each rank then reads their index itself.
     """
     compressed = {}
     for number, holders in enumerate(candidate.unique):
@@ -284,7 +289,7 @@ def _dtype(item: Item) -> torch.dtype:
 
 
 def _read(part: _Part, requests: Sequence[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
-    """Read items of one part, into the tensors themselves or into memory from which slices are copied."""
+    """Read items of one part, either directly into their tensors or into buffers whose slices are then copied."""
     into: dict[int, memoryview] = {}
     direct: list[tuple[int, memoryview]] = []
     finish: list[Callable[[], None]] = []
@@ -292,7 +297,7 @@ def _read(part: _Part, requests: Sequence[tuple[int, ReadItem]], planner: LoadPl
         item = part.index[place]
         if request.type == LoadItemType.BYTE_IO:
             data = into.setdefault(place, memoryview(bytearray(item.nbytes)))
-            finish.append(lambda request=request, data=data: planner.load_bytes(request, _boxed(data)))  # type: ignore[misc]
+            finish.append(lambda request=request, data=data: planner.load_bytes(request, _stored(data)))  # type: ignore[misc]
             continue
         target = planner.resolve_tensor(request).detach()
         whole = tuple(request.lengths) == item.chunk and target.dtype == _dtype(item)
@@ -317,14 +322,11 @@ def _read(part: _Part, requests: Sequence[tuple[int, ReadItem]], planner: LoadPl
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """The writable bytes of a contiguous tensor on the CPU."""
+    """Return the writable bytes of a contiguous tensor on the CPU."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
-def _boxed(data: memoryview) -> io.BytesIO:
-    """Bytes as torch.distributed.checkpoint stores them."""
-    box = io.BytesIO()
-    torch.save(bytes(data), box, _use_new_zipfile_serialization=False)
-    box.seek(0)
-    return box
+def _stored(data: memoryview) -> io.BytesIO:
+    """Return bytes as torch.distributed.checkpoint stores them."""
+    return io.BytesIO(checkpoint.quickly_pickled(bytes(data)))

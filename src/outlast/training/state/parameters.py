@@ -1,6 +1,6 @@
 """`parameters.json`: the settings of a run, under the script's names (`run.parameters`).
 
-Rank 0 writes it. When a run resumes with other settings, the file gets the new settings, and the change is logged.
+Rank 0 writes the file. When a run resumes with other settings, the file gets the new settings, and the change is logged.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Scalar = str | int | float | bool | None
 
 
 def plain(values: Any) -> dict[str, Any]:
-    """Settings as JSON values: scalars, and lists of scalars; nested mappings become `outer.inner`.
+    """Convert settings to JSON scalars and lists of scalars; nested mappings become `outer.inner`.
 
-    Raises OutlastError for anything else.
+    Raises OutlastError for values of other types.
     """
     if not isinstance(values, Mapping):
         raise OutlastError(
@@ -65,8 +65,7 @@ def _kind(value: Any) -> str:
 
 
 def write(path: Path, values: Mapping[str, Any]) -> str:
-    """Replace the file if it has other values. Returns a description of the changes for people, or an empty text. Raises
-    OSError."""
+    """Replace the file if it has other values. Returns a readable list of the changed values. Raises OSError."""
     old = read(path)
     if old == values:
         return ""

@@ -1,8 +1,8 @@
 """Writes the file of one rank's part of a checkpoint, as torch.distributed.checkpoint's own writer does, with less work.
 
 torch's writer checksums every tensor, and the checksum of the file would need a second pass. Here each byte is read once: blocks
-of 4 MiB are checksummed, and written while they are in the CPU's cache. Both, and the wait for the disk, run without the GIL, so
-the training thread goes on. The writer uses a core for only an eighth of the time, unless somebody waits for the save; this
+of 4 MiB are checksummed, and written while they are in the CPU's cache. Both steps and the wait for the disk run without the GIL,
+so the training thread continues. Unless a caller waits for the save, the writer uses a core for only an eighth of the time and so
 leaves memory bandwidth to training.
 
 A tensor is stored as by `torch.save`, in a ZIP archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT): the bytes
@@ -31,21 +31,21 @@ from outlast.base import crc32
 
 _BLOCK = 4 << 20
 _PAUSE = 7
-"""Seconds of rest after each second of work, for files of several blocks."""
+"""Seconds of pause after each second of work, for files of several blocks."""
 UNHURRIED = 1 + _PAUSE
-"""Maximum factor by which a save takes longer while nobody waits for it."""
+"""Maximum factor by which pauses prolong a save."""
 _SMALL = 64 << 10
-"""Tensors of fewer bytes are saved by torch, since the archive around their data costs more than the data."""
+"""Size in bytes below which torch saves a tensor, since the archive around its data costs more than the data."""
 
 
 class Writer(FileSystemWriter):
-    """Writes one rank's part into one file: a new one in `directory`, or `file`. `hurry` is set while somebody waits."""
+    """A writer of one rank's part into `file`, by default a new file in `directory`. It makes no pauses while `hurry` is set."""
 
     def __init__(self, directory: Path, hurry: threading.Event, file: Path | None = None) -> None:
         super().__init__(directory, sync_files=True)
         self._directory, self._hurry, self._file = directory, hurry, file
         self.files: Mapping[str, Mapping[str, int]] = {}
-        """`{name: {size, crc32}}` of the written file."""
+        """The written file as `{name: {size, crc32}}`, size in bytes."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items of `plan`. Raises OSError."""
@@ -85,7 +85,7 @@ class _File:
         os.fsync(self._fd)
 
     def write(self, data: memoryview | bytes) -> int:
-        """Append bytes; returns their crc32."""
+        """Append bytes and return their crc32."""
         view, crc = memoryview(data), 0
         for start in range(0, len(view), _BLOCK):
             block, used = view[start : start + _BLOCK], time.thread_time()
@@ -120,12 +120,12 @@ class _File:
 
 
 class _Gap(io.RawIOBase):
-    """Collects the bytes that `torch.save` writes before and after the data that it skips."""
+    """A file that collects the bytes that `torch.save` writes before and after the skipped data."""
 
     def __init__(self) -> None:
         self.before, self.after = bytearray(), bytearray()
         self.gaps: list[int] = []
-        """The number of bytes skipped in each gap."""
+        """Number of bytes skipped in each gap; -1 for an unknown seek."""
 
     def writable(self) -> bool:
         return True
@@ -140,9 +140,9 @@ class _Gap(io.RawIOBase):
 
 
 def _around(tensor: torch.Tensor) -> tuple[bytearray, bytearray, list[int]] | None:
-    """The bytes that `torch.save` writes before and after the data, and the places of the data's checksum in the latter.
+    """Return the bytes that `torch.save` writes before and after the data, and the offsets of the data's checksum after it.
 
-    None if this version of torch writes an unknown format; the tensor must then be saved by `torch.save`.
+    Returns None if this version of torch writes an unknown format; `torch.save` must then save the tensor.
     """
     gap = _Gap()
     with torch.serialization.skip_data():
@@ -152,7 +152,7 @@ def _around(tensor: torch.Tensor) -> tuple[bytearray, bytearray, list[int]] | No
 
 
 def _checksums(after: bytes, size: int) -> list[int]:
-    """Places of the data's checksum in the bytes after it: in its descriptor, and in its entry of the directory."""
+    """Return the offsets of the data's checksum in the bytes after it: in its descriptor and in its directory entry."""
     wide = size >= 0xFFFFFFFF  # then sizes have 8 bytes, in another field of the entry
     at = after.find(b"PK\x01\x02")
     while at >= 0 and after.startswith(b"PK\x01\x02", at):

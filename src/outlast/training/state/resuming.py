@@ -1,11 +1,11 @@
-"""Resumes a world from the newest state that can be reached, in memory, on a disk, or in a store.
+"""Resumes a world from its newest reachable state, in memory, on a disk, or in a store.
 
-All ranks exchange the parts of snapshots in their workers' memory and the checkpoints on their disks; rank 0 adds the newest
-checkpoint in the store. The latest of all is loaded. If a rank cannot read it, all ranks together try the next, before any object
-of the script is changed.
+All ranks exchange lists of the snapshots in their workers' memory and of the checkpoints on their disks; rank 0 adds the newest
+checkpoint in the store. All ranks load the latest state. If a rank cannot read it, all ranks together try the next state, before
+any object of the script is changed.
 
-No snapshot is given up before another state is loaded. A wrong copy is not read again. A copy that is out of reach is retried for
-a while before the next best state is used, and again at the next start if there is no other state.
+No snapshot is dropped before another state is loaded. A damaged copy is not read again. An unreachable copy is retried for 20
+seconds before the next state is used. Without another state, the next start tries again.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Restored:
     committed: int = 0
     """The newest committed step up to `step`."""
     source: str = ""
-    """`memory` of our own workers, `peer` if a part came from other workers' memory, `disk`, or `store`; empty if training begins
-    anew."""
+    """`memory` of this worker, `peer` if a part came from another worker's memory, `disk` or `store`; empty if training begins
+    at step 0."""
     path: str | None = None
     bytes: int = 0
     seconds: float = 0.0
     random: bool = False
-    """Whether the state had this rank's random numbers; differs between ranks."""
+    """True if the state had this rank's random number generators; differs between ranks."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Additional data of rank 0's session in the snapshot."""
 
     def event(self) -> dict[str, Any]:
-        """Fields for the ledger."""
+        """Return the fields for the ledger."""
         more = {"source": self.source, "bytes": self.bytes, "seconds": self.seconds} if self.source else {}
         return {"path": self.path, **more}
 
@@ -65,7 +65,7 @@ class Restored:
 
 
 def restore(state: Mapping[str, Any], search: disk_checkpoints.Search, client: Client | None, generation: int) -> Restored:
-    """Load the newest state that can be reached into `state`. Raises OutlastError on all ranks. A collective."""
+    """Load the newest reachable state into `state`. Raises OutlastError on all ranks. A collective."""
     begun = time.monotonic()
     restored = _restored(state, search, client, generation)
     return dataclasses.replace(restored, seconds=round(time.monotonic() - begun, 6))
@@ -135,7 +135,7 @@ class _Committed:
         self.offered, self.source = offered, "disk"
 
     def newest(self, after: At = (0, 0)) -> checkpoints.Checkpoint | None:
-        """The newest valid checkpoint after `after`, fetched if only the store has it. A collective."""
+        """Return the newest valid checkpoint after `after`, or None. Fetches it if only the store has it. A collective."""
         valid = disk_checkpoints.valid(self._search, self.offered, after)
         if self._stored is None or self._stored <= max(after, (valid.generation, valid.step) if valid else after):
             return valid
@@ -170,10 +170,10 @@ class _Committed:
 
 
 def _report(client: Client | None, search: disk_checkpoints.Search) -> bytes | None:
-    """This rank's report to all ranks: the parts in its worker's memory if it is the first rank there, and the store's newest
-    checkpoint from rank 0.
+    """Return this rank's report to all ranks, or None without an agent.
 
-    None without an agent. Raises NotRestored if the agent does not answer, since its parts may be the newest state.
+    A worker's first rank reports the parts in the worker's memory, and rank 0 the store's newest checkpoint. Raises NotRestored
+    if the agent does not answer, since its parts may be the newest state.
     """
     if client is None:
         return None
@@ -190,14 +190,19 @@ def _report(client: Client | None, search: disk_checkpoints.Search) -> bytes | N
 
 
 def packed(address: str, held: Sequence[Part], stored: At | None = None, problem: str = "") -> bytes:
-    """A rank's report: plain JSON, since other versions have other classes; compressed, since all reports are padded to the
-    longest."""
+    """Encode a rank's report as compressed JSON.
+
+    Other versions have other classes, and the exchange pads all reports to the longest.
+    """
     report = {"address": address, "parts": [part.json() for part in held], "stored": stored, "problem": problem}
     return zlib.compress(json.dumps(report).encode(), 1)
 
 
 def merged(reports: Sequence[bytes]) -> tuple[list[Held], At | None, str]:
-    """Unpack all ranks' reports: the parts in memory, the store's newest checkpoint, and the reason if the latter is unknown."""
+    """Decode all ranks' reports.
+
+    Returns the parts in memory, the store's newest checkpoint, and why that checkpoint is unknown, or an empty string.
+    """
     each = [json.loads(zlib.decompress(report)) for report in reports]
     held = [Held(part, one["address"]) for one in each for part in parts.catalog(one["parts"])]
     stored = each[0]["stored"]
@@ -205,8 +210,10 @@ def merged(reports: Sequence[bytes]) -> tuple[list[Held], At | None, str]:
 
 
 def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list[T]:
-    """The results of `work` on all ranks of the exchange. Raises Damaged or OutOfReach on all ranks if it was raised on one. A
-    collective."""
+    """Return the results of `work` on all ranks of the exchange. A collective.
+
+    Raises Damaged or OutOfReach on all ranks if `work` raised it on one rank.
+    """
     outcome: tuple[str, bool, T | None]
     try:
         outcome = "", False, work()
@@ -214,7 +221,7 @@ def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list
         outcome = str(error), isinstance(error, OutOfReach), None
     every = exchange(outcome)
     failed = sorted((away, f"rank {rank}: {problem}") for rank, (problem, away, _) in enumerate(every) if problem)
-    if failed:  # damage comes first: it remains when everything is in reach
+    if failed:  # damage comes first: unlike an unreachable copy, it stays
         raise (OutOfReach if failed[0][0] else Damaged)(failed[0][1])
     return [value for _, _, value in every]
 
@@ -226,7 +233,7 @@ def _from_memory(candidate: Candidate, state: Mapping[str, Any], client: Client,
     targets: checkpoint.Flat = {}
 
     def covered() -> bool:
-        reader.learn(broadcast)
+        reader.read_indices(broadcast)
         targets.update(checkpoint.targets_of(reader.read_metadata(), state, rank))
         return reader.covers(targets)
 
@@ -235,12 +242,14 @@ def _from_memory(candidate: Candidate, state: Mapping[str, Any], client: Client,
             reader.add({number: tail for each in tails for number, tail in each.items()})
             targets.update(checkpoint.targets_of(reader.read_metadata(), state, rank))
         checkpoint.load(reader, str(candidate), state, targets)
-        return reader.near, reader.far
+        return reader.own_bytes, reader.peer_bytes
 
-    [broadcast] = _agreed(lambda: reader.learn() if rank == 0 else None, lambda outcome: [disks.broadcast(outcome, disks.group)])
+    [broadcast] = _agreed(
+        lambda: reader.read_indices() if rank == 0 else None, lambda outcome: [disks.broadcast(outcome, disks.group)]
+    )
     enough = all(_agreed(covered, disks.gather))
     tails = [] if enough else disks.gather(memory_reader.tails(candidate, client, search.share))
     near, far = map(sum, zip(*_agreed(read, disks.gather), strict=True))
-    random = checkpoint.put(state, targets, str(candidate), rank)  # may be a collective of the script's
+    random = checkpoint.put(state, targets, str(candidate), rank)  # the script's `load_state_dict` may be a collective
     source, extra = "peer" if far else "memory", json.loads(reader.extra())
     return Restored(candidate.at[1], candidate.at, source=source, bytes=near + far, random=random, extra=extra)

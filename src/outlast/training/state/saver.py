@@ -1,8 +1,8 @@
 """Writes checkpoints while training continues: copy, write in a thread, commit on rank 0, report the outcome to every rank.
 
-Invariants: at most one save is in progress; a checkpoint exists for all ranks or for none; a save that fails, e.g. on a full
-disk, leaves nothing behind and stops nothing. If workers share no disk, every disk gets the same bytes of the whole checkpoint;
-it exists once rank 0's disk has it, and failures of other disks are reported.
+Invariants: at most one save is in progress; a checkpoint exists for all ranks or for none. A save that fails, e.g. on a full
+disk, leaves no files behind, and training continues. If workers have separate disks, every disk gets the whole checkpoint. The
+checkpoint exists once rank 0's disk has it, and failures of other disks are reported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _METADATA = ".metadata"
 
 
 class Copies:
-    """Copies tensors into memory that is reused, since page faults are the expensive part of a copy.
+    """CPU memory for copies of a state. It is reused, since page faults are the expensive part of a copy.
 
     torch's DefaultStager does the same, but fails on parameters in torch 2.11.
     """
@@ -51,17 +51,17 @@ class Copies:
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
 
     def of(self, flat: Flat) -> Flat:
-        """A copy on the CPU, valid until the next call. The first call is a collective if GPUs hold shards."""
+        """Return a copy on the CPU, valid until the next call. The first call is a collective if GPUs hold shards."""
         accelerator = device.find()
         accelerator.mark_step()
         pairs: list[copying.Pair] = []
         copies = {key: self._room(key, value, pairs) if isinstance(value, torch.Tensor) else value for key, value in flat.items()}
         copying.copy(pairs)
-        accelerator.synchronize()  # they copy in the background
+        accelerator.synchronize()  # its copies run in the background
         return copies
 
     def _room(self, key: str, tensor: torch.Tensor, pairs: list[copying.Pair]) -> torch.Tensor:
-        """The buffer for a tensor; adds the copy that must be made to `pairs`."""
+        """Return the buffer for a tensor, and append the copy to make to `pairs`."""
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             if mesh not in self._meshes:
@@ -86,7 +86,7 @@ class Outcome:
     reason: str = ""
     superseded: bool = False
     elsewhere: str = ""
-    """The other disks that do not have the checkpoint, with the reasons."""
+    """The disks that lack the checkpoint, with the reasons; empty if all disks have it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Written:
     problem: str
     files: Mapping[str, Mapping[str, int]]
     same: int
-    """Bytes of `metrics.jsonl` that its disk has already."""
+    """Leading bytes of `metrics.jsonl` on the rank's disk that equal rank 0's."""
     metric: checkpoints.Metric | None = None
     """The metric of the checkpoint; only rank 0's counts."""
     aside: tuple[Path, str] | None = None
@@ -106,9 +106,9 @@ class Written:
 class Saver:
     """Writes captured states as checkpoints, one at a time, in its own thread.
 
-    Every rank has a saver and calls `begin` for the same steps. A save that fails on any rank fails on all, leaves nothing
-    behind, and is no reason to stop training. `report(kind, **fields)` is called with the outcome, in the thread: `committed`,
-    `save_failed`, `not_copied`. `disks` defaults to one disk; `copy` is this disk's copy of `metrics.jsonl`.
+    Every rank has a saver and calls `begin` for the same steps. A save that fails on any rank fails on all ranks. The thread
+    calls `report(kind, **fields)` with the outcome: `committed`, `save_failed` or `not_copied`. `disks` defaults to one disk;
+    `copy` is this disk's copy of `metrics.jsonl`.
     """
 
     def __init__(
@@ -127,19 +127,19 @@ class Saver:
         self._disks = disks or Disks([0] * self._ranks, self._rank, None)
         self.copy = copy or metrics.Copy(directory.parent / contract.METRICS)
         self.fenced = True
-        """Whether this disk is fenced; if not, it must be fenced before a commit."""
+        """True if this disk is fenced; otherwise the next commit fences it first."""
         self._initial_owner = ""
-        """The run that owned this disk at first; a delayed fence must not take the disk from a later run."""
-        with contextlib.suppress(OSError):  # each save reports it
+        """The run that owned this disk when the session began: a delayed fence must not take the disk from a later run."""
+        with contextlib.suppress(OSError):  # each save reports the error
             self._initial_owner = checkpoints.owner(directory)
         self.broken = False
-        """Whether a save has ended because this rank lost contact with the others."""
+        """True if a save has ended because this rank lost its connections to the others."""
         self._group: dist.ProcessGroup | None = None
         self._copies = Copies()
         self._hurry = threading.Event()
-        """Set while somebody waits for the save in progress."""
+        """Set while a caller waits for the save in progress."""
         self.least_s: float | None = None
-        """Minimum time that the last save would have taken if somebody had waited for it; None before the first save."""
+        """Minimum seconds that the last save would have taken without pauses; None before the first save."""
         self._began = 0.0
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
@@ -150,12 +150,14 @@ class Saver:
 
     @property
     def rest_s(self) -> float:
-        """Estimated seconds until the save in progress ends, judging by the last one; 0 if no save is in progress."""
+        """Estimated seconds until the save in progress ends, from the duration of the last save; 0 if no save is in progress."""
         return max(0.0, (self.least_s or 0.0) - (time.monotonic() - self._began)) if self.busy else 0.0
 
     def begin(self, step: int, flat: Flat, metric: checkpoints.Metric | None = None) -> None:
-        """Copy `flat` and start saving it; the previous save must have ended (`wait`). Only rank 0's `metric` counts. A
-        collective."""
+        """Copy `flat` and start saving it, after the previous save has ended (`wait`). A collective.
+
+        Only rank 0's `metric` counts.
+        """
         if self._group is None:
             self._group = deadlocks.watch().own(dist.new_group(backend="gloo"))
         self._outcome = None
@@ -167,7 +169,7 @@ class Saver:
         released.set()
 
     def connect_again(self) -> None:
-        """Drop broken connections, so that new ones are made. No save may be in progress. A collective."""
+        """Drop broken connections, so that the next save opens new ones. No save may be in progress. A collective."""
         self._group, self.broken = None, False
         self._disks.connect()
 
@@ -176,8 +178,10 @@ class Saver:
         self._hurry.set()
 
     def wait(self, timeout_s: float | None = None) -> Outcome | None:
-        """Wait for the last save and return its outcome; None if the outcome was returned before, or if the wait takes longer
-        than `timeout_s`."""
+        """Wait for the last save, at most `timeout_s` seconds, and return its outcome.
+
+        Returns None if the save is still in progress or its outcome was returned before.
+        """
         if self._thread is not None:
             self.hurry()
             self._thread.join(timeout_s)
@@ -194,13 +198,13 @@ class Saver:
             if outcome.committed:
                 self.least_s = (time.monotonic() - self._began) / part_file.UNHURRIED
             self._outcome = outcome
-        except Exception as error:  # the group broke: a rank is gone, or a connection was reset
+        except Exception as error:  # the process group failed: a rank is gone, or a connection was reset
             self.broken = True
             self._outcome = Outcome(step, False, f"the ranks lost each other ({sentence(error)})")
             self._report("save_failed", step=step, reason=self._outcome.reason)
 
     def _together(self, step: int, flat: Flat, metric: checkpoints.Metric | None) -> Outcome:
-        """Write this rank's part, gather all reports, commit on every disk, and share the outcome."""
+        """Write this rank's part, gather all reports, commit on every disk, and broadcast the outcome."""
         begun = time.monotonic()
         target = checkpoints.saving(self.directory, step, self._generation)
         files: dict[str, Mapping[str, int]] = {}
@@ -211,7 +215,7 @@ class Saver:
             files = {**writer.files}
             if self._rank == 0:
                 files[_METADATA] = _measured(target / _METADATA)
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
             problem = sentence(error)
         answers: list[Any] = [None] * self._ranks
         dist.all_gather_object(answers, Written(problem, files, self.copy.same, metric, aside), group=self._group)
@@ -224,18 +228,21 @@ class Saver:
         return outcome[0]
 
     def _aside(self, target: Path) -> tuple[Path, str] | None:
-        """If this disk accepts no files and is not rank 0's, a file for this rank's part, which the other disks need, and the
-        reason. The file has no name, so it vanishes with this process in any case."""
+        """Return a file elsewhere for this rank's part, and the reason, if this disk accepts no files.
+
+        Other disks need the part. On rank 0's disk the save fails instead, so the result is None there. The file has no name, so
+        it vanishes with this process.
+        """
         if self._disks.here:
             try:
                 target.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:  # else the save fails, on all ranks
+                with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:  # on an error the save fails on all ranks
                     return Path(f"/proc/{os.getpid()}/fd/{os.dup(file.fileno())}"), sentence(error)
         return None
 
     def _commit(self, step: int, target: Path, answers: list[Written], begun: float) -> Outcome:
-        """Commit the checkpoint on every disk, rank 0's first. Returns the outcome on this disk. Called by the leaders.
+        """Commit the checkpoint on every disk, rank 0's first, and return the outcome. A collective of the leaders.
 
         Never raises, since the other ranks wait for the outcome.
         """
@@ -302,12 +309,12 @@ class Saver:
                 self.fenced = True
             checkpoints.commit(target, new, files)
         except Exception as error:
-            shutil.rmtree(target, ignore_errors=True)  # leftovers are swept later
+            shutil.rmtree(target, ignore_errors=True)  # `sweep` removes leftovers later
             return Outcome(new.step, False, sentence(error), isinstance(error, Superseded))
         return Outcome(new.step, True)
 
     def _news(self, answers: list[Written]) -> metrics.News | None:
-        """Lines of `metrics.jsonl` that other disks lack; None if they cannot be read."""
+        """Return the lines of `metrics.jsonl` that other disks lack, or None if they cannot be read."""
         try:
             return self.copy.news(min(answers[rank].same for rank in self._disks.leading[1:]))
         except OSError as error:
@@ -330,7 +337,7 @@ def _measured(path: Path) -> dict[str, int]:
 
 
 def sentence(error: BaseException) -> str:
-    """The error as one sentence, without its traceback."""
+    """Return an error as one sentence, without its traceback."""
     if isinstance(error, CheckpointException):
         rank, (failure, _) = min(error.failures.items())
         return f"rank {rank}: {sentence(failure)}"

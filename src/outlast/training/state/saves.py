@@ -1,7 +1,7 @@
 """Bookkeeping of a session's saves: the script's step, the last saved step and the last committed step.
 
-`Session` uses it to decide whether a save is due, to begin it, and to get its outcome, on every rank alike. At the end of the
-stream or of the session, the last step is saved if the script has not saved it.
+`Session` uses it to decide whether a save is due, to begin the save, and to get the outcome, which is the same on every rank. At
+the end of the stream or of the session, the last step is saved if the script has not saved it.
 """
 
 from __future__ import annotations
@@ -39,37 +39,31 @@ class Saves:
         self.state: Mapping[str, Any] = {}
         self.committed = self.last_step = self.resumed_step = 0
         """The newest committed step, the last step whose save was begun, and the step that `resume` returned."""
-        self._saver, self._disks, self._ledger, self._screen, self._meet, self._report = (
-            saver,
-            disks,
-            ledger,
-            screen,
-            meet,
-            report,
-        )
+        self._saver, self._disks, self._ledger = saver, disks, ledger
+        self._screen, self._meet, self._report = screen, meet, report
         self._moved: tuple[int, int] | None = None
-        """The last step passed to a collective call, and the streams' position at that time."""
+        """The last step passed to a collective call, and the streams' position at that call."""
         self._measured: tuple[int, float] | None = None
-        """The last step logged with `checkpoint.by`, and the value."""
+        """The last step logged with a value for `checkpoint.by`, and the value."""
         self._pending = False
-        """Whether a save was begun and the ranks have not agreed on its outcome."""
+        """True after a save has begun, until the ranks have agreed on its outcome."""
         self._problem = ""
         self._ranked = False
         self._logged = 0, 0
-        """The same as `_moved` for `log`, which perhaps not all ranks call."""
+        """The same as `_moved` for `log`, which some ranks may not call."""
         self._saved_position = self._begun = self._last = self._loops = 0
         self._thread = threading.get_ident()
         self._last_save = time.monotonic()
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Set the state that is saved from now on."""
+        """Save `state` from now on."""
         self.state, self._loops = state, streams.loops()
 
     def close(self) -> None:
         self.state = {}
 
     def resumed(self, step: int, saved: int, age_s: float = 0.0) -> None:
-        """Resume counting at `step`; `saved` is the newest committed step, from `age_s` seconds ago."""
+        """Resume counting at `step`. `saved` is the newest committed step, and its save was `age_s` seconds ago."""
         self.resumed_step, self.committed, self.last_step = step, saved, saved
         self._moved, self._measured = None, None
         self._begun = self.position()
@@ -83,14 +77,14 @@ class Saves:
         return time.monotonic() - self._last_save
 
     def late(self, every: Every) -> bool:
-        """Whether a save is due by elapsed time."""
+        """Return whether a save is due by elapsed time."""
         return every.duration is not None and self.unsaved_s >= every.duration.total_seconds()
 
     def position(self) -> int:
         return sum(stream.step for stream in mistakes.streams_of(self.state))
 
     def stepped(self) -> bool:
-        """Whether a step has ended since the session resumed, judging by the streams."""
+        """Return whether a step has ended since the session resumed; always True without a stream."""
         return self.position() > self._begun or not mistakes.streams_of(self.state)
 
     def advanced(self, call: str, step: int) -> None:
@@ -123,7 +117,7 @@ class Saves:
         if self.committed != step:
             before = mistakes.saves()
             captured = checkpoint.capture(self.state, self._disks.rank, len(self._disks.by_rank))
-            if step != self._last:  # at the end, samples of a stream that is still being read do not come again
+            if step != self._last:  # after the last step, no restart repeats the samples of a stream that is still being read
                 mistakes.check_read(self.state, before)
             self._pending = True
             self._saver.begin(step, captured, self._metric(step, value) if first else None)
@@ -135,26 +129,26 @@ class Saves:
             self._ledger.write("staged", step=step, stall_s=round(time.monotonic() - begun, 6))
 
     def _metric(self, step: int, value: float | None) -> checkpoints.Metric | None:
-        """The metric of the checkpoint of `step`: the script's `value`, or else the last logged value. Called on rank 0."""
+        """Return the metric of the checkpoint of `step`, on rank 0: the script's `value`, or else the last logged value."""
         by = self._saver.retention.by
         if value is None and by:
             logged = self._measured
             # Another generation may have logged the value, and a script may save a step after it has logged a later one.
-            with contextlib.suppress(OSError):  # a disk that cannot be read
+            with contextlib.suppress(OSError):  # the disk may be unreadable
                 value = logged[1] if logged and logged[0] <= step else metrics.last(self._saver.copy.path, by, step)
         self._ranked = self._ranked or value is not None
         return self._saver.retention.metric(value)
 
     def _ended(self) -> None:
-        if threading.get_ident() == self._thread:  # else another thread prefetches
+        if threading.get_ident() == self._thread:  # the end of a stream that another thread reads is not the end of training
             self._screen.flush()
             self.store_last("the end of the stream")
 
     def store_last(self, where: str) -> None:
-        """Save the last step if the script has not saved it. A collective, unless all ranks know that there is nothing to save.
+        """Save the last step if the script has not saved it. A collective unless it is saved already.
 
-        The step is the one last passed, after the last batch, to `due` or `save` (which all ranks call) or `log` (which perhaps
-        only some call).
+        The last step is the one passed, after the last batch, to `due` or `save`, which all ranks call, or to `log`, which some
+        ranks may not call.
         """
         if not self.state:
             return
@@ -173,15 +167,13 @@ class Saves:
             self.store(step)
 
     def _not_given(self) -> str:
-        """The remedy if the script has read a stream that was not passed to `resume`: its steps cannot be saved; otherwise
-        empty."""
+        """Return the remedy if the script has read a stream that was not passed to `resume`, otherwise an empty string."""
         if mistakes.streams_of(self.state) or streams.loops() == self._loops:
             return ""
         return 'add the Stream to what resume() is given: run.resume({..., "stream": stream})'
 
     def say_end(self) -> None:
-        """Print on rank 0 that the last step was saved at the end, or warn that it was not because the script did not report
-        it."""
+        """Print on rank 0 that the last step was saved at the end, or warn that it was not saved."""
         self._screen.flush()
         if self._disks.rank > 0 or not self.state:
             return
@@ -197,8 +189,7 @@ class Saves:
             log.warning("outlast: no checkpoint is kept as one of the best: %s, or call run.save(step, metric=...)", named)
 
     def finish(self, call: str) -> None:
-        """Wait for the save in progress, and agree on its outcome if a rank has lost contact with the others. A
-        collective."""
+        """Wait for the save in progress. A collective. Agrees on the outcome if a rank has lost its connections."""
         self.settle(self._saver.wait())
         if self._pending:
             self._pending = False
@@ -207,11 +198,11 @@ class Saves:
                 self._saver.connect_again()
 
     def lost(self) -> str:
-        """Why the last save failed; empty if it did not fail. After `finish`, all ranks agree, though not on the wording."""
+        """Return why the last save failed, or an empty string. All ranks agree after `finish`, though not on the wording."""
         return self._problem if self.committed < self.last_step else ""
 
     def settle(self, outcome: Outcome | None) -> None:
-        """Record the outcome of a save, on every rank, in the thread that trains."""
+        """Record the outcome of a save on every rank, in the training thread."""
         if outcome is None:
             return
         if outcome.superseded:
@@ -225,7 +216,7 @@ class Saves:
             self._report(warning=self._problem)
 
     def saved(self, kind: str, **fields: Any) -> None:
-        """Record the outcome of a save, in the thread that saves."""
+        """Record the outcome of a save in the saving thread."""
         if self._disks.rank == 0:
             self._ledger.write(kind, **fields)
         if kind == "committed":

@@ -1,13 +1,13 @@
 """Takes snapshots: at every k-th step boundary each rank copies its state into memory that its agent owns.
 
-The boundary is `run.due(step)`. The ranks agree to take a snapshot in the all-reduce that `run.interrupted()` needs anyway: rank
-0 votes on whether it is time, and every rank on whether its part of the last snapshot is held and replicated, and whether it has
+The boundary is `run.due(step)`. The ranks agree to take a snapshot in the all-reduce that `run.interrupted()` needs anyway. Rank
+0 votes on whether it is time, and every rank on whether its part of the last snapshot is held and replicated and whether it has
 memory for the next. So the next snapshot begins only when the last one is complete, and the last one is kept until the next is
 complete. Training never waits for an agent: a thread requests memory, and boundaries without memory are skipped. If a rank has a
 problem, all ranks give their memory back, except the complete snapshot, and try again later. A snapshot is not a commit: it is
 lost with its workers.
 
-k is the smallest interval at which snapshots take at most a hundredth of the steps' time: for the copying itself, and for the
+k is the smallest interval at which snapshots take at most a hundredth of the steps' time. This includes the copying, and the
 delay of steps while the agents compute checksums and send replicas.
 """
 
@@ -40,47 +40,46 @@ log = logging.getLogger("outlast")
 SHARE = 0.01
 """Maximum share of the steps' time that snapshots may take."""
 _STEPS, _SNAPSHOTS = 31, 15
-"""Number of recent steps, and of recent snapshots, whose median counts."""
+"""Number of recent steps and of recent snapshots whose medians are used."""
 _LESS = 0.75
-"""The interval is shortened only if the new one is at most this share of it: smaller differences are noise."""
+"""Maximum ratio of a shorter interval to the current one at which the interval is shortened: smaller changes are noise."""
 _LEARN = 3
 """Minimum number of steps without a snapshot before k is chosen, and of snapshots before delays of steps count."""
 _EVENT_S = 10.0
 _FEW = 256
 """Maximum number of items that the training thread publishes: with more, a frozen agent could block the thread."""
 _PAUSE_S = 600.0
-"""Pause after the first problem; it doubles with each further problem."""
+"""Seconds of pause after the first problem; each further problem doubles the pause."""
 
 
 def interval(cost_s: float, step_s: float) -> int:
-    """Number of steps between snapshots, given the cost of a snapshot and the duration of a step without one."""
+    """Return the number of steps between snapshots, given the cost of a snapshot and the duration of a step without one."""
     return max(1, math.ceil(cost_s / (SHARE * step_s) - 1e-9)) if step_s > 0 else 1
 
 
 def steady(measured: int, current: int) -> int:
-    """The interval to use: a longer one at once, a shorter one only if the difference is not noise."""
+    """Return the `measured` interval, or the `current` one if the measured one is shorter by no more than noise."""
     return current if _LESS * current < measured <= current else measured
 
 
-def longer(flights: Sequence[float], steps: Sequence[float]) -> float:
-    """The significant part of the delay that a snapshot causes to steps, in seconds: the part beyond two standard errors of the
-    medians.
+def significant_delay(delays: Sequence[float], steps: Sequence[float]) -> float:
+    """Return the significant part of the delay that a snapshot causes to steps, in seconds.
 
-    `flights`: by snapshot, the excess time of the steps until it was complete. `steps`: seconds of steps without snapshots.
-    Steps vary by more than a small snapshot takes; if half of the variation counted, k would be ten times too large.
+    This is the part beyond two standard errors of the medians. `delays` has, for each snapshot, the excess time of the steps
+    until it was complete, and `steps` the seconds of steps without snapshots. The variation of steps exceeds the cost of a small
+    snapshot: if half of it count, k would be ten times too large.
     """
-    if len(flights) < _LEARN or len(steps) < _LEARN:
+    if len(delays) < _LEARN or len(steps) < _LEARN:
         return 0.0
     middle = statistics.median(steps)
-    spread = (
-        1.25 * 1.48 * statistics.median(abs(step - middle) for step in steps)
-    )  # standard error of one value's median, for a normal distribution
-    return max(0.0, statistics.median(flights) - 2 * spread * math.sqrt(1 / len(flights) + 1 / len(steps)))
+    # The standard error of one value's median, for a normal distribution.
+    spread = 1.25 * 1.48 * statistics.median(abs(step - middle) for step in steps)
+    return max(0.0, statistics.median(delays) - 2 * spread * math.sqrt(1 / len(delays) + 1 / len(steps)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Identity of this rank's parts, and the holders of their replicas."""
+    """The identity of this rank's parts, and the holders of their replicas."""
 
     run: str
     generation: int
@@ -90,14 +89,15 @@ class Place:
     local_rank: int
     local_ranks: int
     session: str = ""
-    """A nonce shared by the ranks of this world of processes."""
+    """A nonce shared by all ranks, new for each start of their processes."""
     to: tuple[str, ...] = ()
+    """Addresses of the agents that hold replicas."""
 
 
 def open_(
     client: Client | None, place: Place, gather: Callable[[Any], list[Any]], ledger: Ledger, report: Callable[..., None]
 ) -> Snapshots:
-    """The snapshots of this rank; the ranks agree on the holders of replicas. A collective."""
+    """Return the snapshots of this rank. All ranks agree on the holders of replicas. A collective."""
     own = replicas.Place(client.address, *client.where) if client else replicas.Place("")
     every = gather((own, place.worker, secrets.token_hex(8)))
     workers = {worker: where for where, worker, _ in every}
@@ -107,84 +107,87 @@ def open_(
 
 
 class Snapshots:
-    """The snapshots of one rank. If a rank has no `client`, no rank takes any."""
+    """The snapshots of one rank. No rank takes snapshots if one rank has no `client`."""
 
     def __init__(self, client: Client | None, place: Place, ledger: Ledger, report: Callable[..., None]) -> None:
         self._client, self._place, self._ledger, self._report = client, place, ledger, report
         self._clock = time.monotonic
-        self._on = self._able = client is not None
-        self._pause_s, self._again = _PAUSE_S, 0.0
-        """Pause after the next problem, and the time of the next attempt."""
+        self._enabled = self._able = client is not None
+        self._pause_s, self._retry_at = _PAUSE_S, 0.0
+        """Seconds of pause after the next problem, and the time of the next attempt."""
         self._problem = ""
         self._sizes: list[int] = []
         """Sizes in bytes of the last snapshot's parts; empty until the first is prepared."""
-        self._errand: threading.Thread | None = None
-        """The thread that requests memory from the agent, or gives it back."""
+        self._agent_thread: threading.Thread | None = None
+        """The thread that requests memory from the agent or gives it back."""
         self._pending = self._missed = False
-        """Whether the last snapshot is not known to be complete, and whether there was no memory for our part of it."""
+        """Two flags: the last snapshot is not known to be complete, and our part of it had no memory."""
         self._capture: Capture | None = None
         self._extra: Callable[[], dict[str, Any]] = dict
         self._step = self._taken = 0
-        """The steps of the last boundary and of the last snapshot; 0 if there was none yet."""
+        """The steps of the last boundary and of the last snapshot; 0 before the first."""
         self._complete = 0, 0
         self._last: float | None = None
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._all_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
-        self._longer_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
-        """For each snapshot, the total delay of the steps until it was complete."""
+        self._delays_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
+        """Seconds by which each snapshot has delayed the steps until it was complete."""
         self._copies_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
         self._cost_s = 0.0
-        """Last measured cost of a snapshot on this rank."""
-        self._flying: float | None = None
-        """Delay that the incomplete snapshot has caused so far; None if no snapshot is incomplete."""
-        self._landed = True
-        self._since = 0
+        """Last measured cost of a snapshot on this rank, in seconds."""
+        self._delay_s: float | None = None
+        """Seconds by which the incomplete snapshot has delayed steps so far; None without an incomplete snapshot."""
+        self._ended = True
+        self._steps_since = 0
         self._every, self._logged, self._logged_at = 1 + _LEARN, 0, float("-inf")
         self._agreed = self._working = self._chosen = False
         self._copied_s = 0.0
         self._copying: threading.Thread | None = None
         self._bytes = 0
-        self._alone = False
+        self._unreplicated = False
 
     @property
     def newest(self) -> int:
-        """The step of the newest snapshot that was taken or resumed from; 0 if there is none."""
+        """The step of the newest snapshot that was taken or resumed from; 0 before the first."""
         return max(self._taken, self._complete[1])
 
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]]) -> None:
-        """Take snapshots of `state` from now on. `complete` is the snapshot resumed from, if any; rank 0 adds `extra`."""
+        """Take snapshots of `state` from now on. Rank 0 adds `extra`.
+
+        `complete` is (generation, step) of the snapshot that the run resumed from; (0, 0) without one.
+        """
         local = self._place.local_rank, self._place.local_ranks
         if self._capture is not None:  # a new session, so that agents refuse parts of the old state
             self._capture.close()
             self._place = dataclasses.replace(self._place, session=f"{self._place.session}+")
         self._capture = Capture(state, self._place.rank, local) if self._client else None
         self._complete, self._extra, self._last = complete, extra, None
-        self._on = self._able = self._client is not None and bool(state)
+        self._enabled = self._able = self._client is not None and bool(state)
         self._give_back()
 
     def votes(self) -> tuple[float, ...]:
-        """This rank's votes at a boundary; `counted` gets their sums over all ranks."""
+        """Return this rank's votes at a boundary; `count` gets their sums over all ranks."""
         first = self._place.rank == 0
-        if not self._on:
-            return float(first and self._able and self._clock() >= self._again), 0.0, float(not self._able), 0.0, 0.0, 0.0
-        due = first and self._capture is not None and (not self._taken or self._since + 1 >= self._every)
+        if not self._enabled:
+            return float(first and self._able and self._clock() >= self._retry_at), 0.0, float(not self._able), 0.0, 0.0, 0.0
+        due = first and self._capture is not None and (not self._taken or self._steps_since + 1 >= self._every)
         if self._working:
-            self._working = not self._settled()
+            self._working = not self._replicated()
         unready = not self._ready()
         return tuple(map(float, (due, self._working, bool(self._problem), unready, self._missed, self._cost_s)))
 
-    def counted(self, sums: Sequence[float]) -> None:
+    def count(self, sums: Sequence[float]) -> None:
         """Act on the sums of all ranks' votes."""
         due, working, problems, unready, missed, cost = sums
-        self._agreed = self._on and due > 0 and not any((working, problems, unready, missed))
-        if problems and self._on:
+        self._agreed = self._enabled and due > 0 and not any((working, problems, unready, missed))
+        if problems and self._enabled:
             self._stop()
-        elif due and not problems and not self._on:
-            self._on, self._problem = True, ""
+        elif due and not problems and not self._enabled:
+            self._enabled, self._problem = True, ""
         if self._pending and not working:
-            self._pending, self._landed = False, True
+            self._pending, self._ended = False, True
             if missed:  # all ranks try again
-                self._missed, self._since = False, self._every
+                self._missed, self._steps_since = False, self._every
                 return
             self._complete, self._pause_s = (self._place.generation, self._taken), _PAUSE_S
             self._choose(cost / self._place.world)
@@ -195,8 +198,8 @@ class Snapshots:
             log.warning("outlast: no snapshots are taken for %.0f minutes: %s", self._pause_s / 60, self._problem)
             self._report(warning=self._problem)
         self._report(every=0)
-        self._on, self._problem = False, ""
-        self._again, self._pause_s = self._clock() + self._pause_s, 2 * self._pause_s
+        self._enabled, self._problem = False, ""
+        self._retry_at, self._pause_s = self._clock() + self._pause_s, 2 * self._pause_s
         self._give_back()
 
     def _give_back(self) -> None:
@@ -208,10 +211,9 @@ class Snapshots:
         self._sizes, self._pending, self._working, self._missed = [], False, False, False
 
     def _ready(self) -> bool:
-        """Whether there is memory for the next snapshot, provided the current snapshot is complete by then; if not, request the
-        memory."""
+        """Return whether the next snapshot has memory, assuming that the current one is complete. Requests missing memory."""
         client, sizes, generation = self._client, self._sizes, self._place.generation
-        if client is None or not sizes or (self._errand is not None and self._errand.is_alive()):
+        if client is None or not sizes or (self._agent_thread is not None and self._agent_thread.is_alive()):
             return False
         complete = (generation, self._taken) if self._pending else self._complete
         if not (ready := client.spare(sizes, complete)) and not self._pending:
@@ -219,27 +221,29 @@ class Snapshots:
             self._run(lambda: client.reserve(sizes, at, complete, self._place.session))
         return ready
 
-    def _run(self, errand: Callable[[], None]) -> None:
-        """Run a function that waits for the agent, in a thread."""
+    def _run(self, task: Callable[[], None]) -> None:
+        """Run a function that waits for the agent in a thread."""
 
         def run() -> None:
             try:
-                errand()
+                task()
             except OutlastError as problem:
                 self._problem = str(problem)
 
-        self._errand = threading.Thread(target=run, name="outlast-snapshot-rooms", daemon=True)
-        self._errand.start()
+        self._agent_thread = threading.Thread(target=run, name="outlast-snapshot-rooms", daemon=True)
+        self._agent_thread.start()
 
     def boundary(self, step: int) -> None:
-        """Take a snapshot after `step` if all ranks have agreed to do so. While `_sizes` is empty, only determine the sizes and
-        request memory."""
+        """Take a snapshot after `step` if all ranks have agreed to do so.
+
+        While `_sizes` is empty, only determine the sizes and request memory.
+        """
         now = time.monotonic()
         if self._last is not None:
             self._measure(now - self._last)
-        self._since += 1
+        self._steps_since += 1
         self._step = step
-        if self._on and self._capture is not None and (self._agreed or not self._sizes) and step > self._taken:
+        if self._enabled and self._capture is not None and (self._agreed or not self._sizes) and step > self._taken:
             try:
                 self._take(step, self._capture)
             except OutlastError as problem:
@@ -252,23 +256,24 @@ class Snapshots:
 
     def _measure(self, step_s: float) -> None:
         self._all_s.append(step_s)
-        if self._flying is None:
+        if self._delay_s is None:
             self._steps_s.append(step_s)
             return
-        if self._steps_s:  # cap evaluations at twice a usual step
-            usual = self._usual_s()
-            self._flying += min(step_s, 2 * usual) - usual
-        if self._landed:
-            self._longer_s.append(self._flying)
-            self._flying = None
+        if self._steps_s:  # an evaluation counts as at most two steps
+            typical_s = self._step_s()
+            self._delay_s += min(step_s, 2 * typical_s) - typical_s
+        if self._ended:
+            self._delays_s.append(self._delay_s)
+            self._delay_s = None
             copied_s = statistics.median(self._copies_s) if self._copies_s else 0.0
-            self._cost_s = copied_s + longer(self._longer_s, self._steps_s)
+            self._cost_s = copied_s + significant_delay(self._delays_s, self._steps_s)
 
-    def _usual_s(self) -> float:
-        """Duration of a step without snapshots. Steps with snapshots give an upper bound, even if there are no others."""
+    def _step_s(self) -> float:
+        """Return the seconds of a step without snapshots. Steps with snapshots give an upper bound."""
         return min(statistics.median(self._steps_s), statistics.median(self._all_s))
 
     def spent_s(self) -> float:
+        """Return the seconds spent on copying since the last call."""
         spent, self._copied_s = self._copied_s, 0.0
         return spent
 
@@ -282,7 +287,7 @@ class Snapshots:
         if first:
             self._ready()
             return
-        self._taken, self._since, self._flying, self._landed, self._pending = step, 0, 0.0, False, True
+        self._taken, self._steps_since, self._delay_s, self._ended, self._pending = step, 0, 0.0, False, True
         if not self._client.spare(self._sizes, self._complete):  # the state has grown
             self._missed = True
             return
@@ -290,7 +295,7 @@ class Snapshots:
         copied = capturing.copy([(content, room) for (content, _), room in zip(contents, rooms, strict=True)])
         parts = []
         for (content, objects), room in zip(contents, rooms, strict=True):
-            index, size = capture.placed(content, objects, room)
+            index, size = capture.write_objects(content, objects, room)
             parts.append((room, self._part(content, step, size), index))
         self._bytes, self._working = sum(part.bytes for _, part, _ in parts), True
 
@@ -304,7 +309,7 @@ class Snapshots:
             except Exception as error:  # in a thread it would be lost
                 self._problem = f"the state of step {step} cannot be copied: {error!r}"
 
-        if capturing.beside or sum(len(index) for _, _, index in parts) > _FEW:
+        if capturing.in_background or sum(len(index) for _, _, index in parts) > _FEW:
             self._copying = threading.Thread(target=publish, name="outlast-snapshot", daemon=True)
             self._copying.start()
         else:
@@ -316,8 +321,8 @@ class Snapshots:
         who = place.world, place.rank, place.worker, place.local_rank, place.local_ranks
         return Part(place.run, place.generation, step, *who, content.kind, bytes=size, session=place.session)
 
-    def _settled(self) -> bool:
-        """Whether this rank's parts of the last snapshot are held, and also replicas of them, unless replicas are impossible."""
+    def _replicated(self) -> bool:
+        """Return whether the agent holds this rank's parts of the last snapshot and has replicated them as far as possible."""
         assert self._client is not None
         if self._copying is not None and self._copying.is_alive():
             return False
@@ -331,18 +336,18 @@ class Snapshots:
                 self._problem = state
                 return True
             if why:
-                if not self._alone:
+                if not self._unreplicated:
                     log.warning("outlast: %s; if this worker is lost, training goes on from an older state", why)
-                self._alone = True
+                self._unreplicated = True
             elif not word or (word == "held" and kind == "unique" and self._place.to):
                 return False
         return True
 
     def _choose(self, cost_s: float) -> None:
-        """Choose k, on rank 0, from the ranks' mean cost of a snapshot."""
+        """Choose k on rank 0 from the ranks' mean cost of a snapshot."""
         if self._place.rank > 0 or len(self._steps_s) < _LEARN:
             return
-        step_s = self._usual_s()
+        step_s = self._step_s()
         measured = interval(cost_s, step_s)
         self._every = steady(measured, self._every) if self._chosen else measured
         self._chosen = True

@@ -4,7 +4,7 @@
     step = run.resume({"model": net, "optimizer": optimizer, "loader": loader})
     for x, y in loader:
 
-Every rank has a loader, and a checkpoint holds the state of each.
+Every rank has a loader, and a checkpoint holds the states of all loaders.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger("outlast")
 class Stateful:
     """The batches of an iterable that has `state_dict` and `load_state_dict`, over `epochs` iterations of it.
 
-    Each rank has its own iterable, which yields this rank's batches; they are handed out unchanged. The iterable's state is saved
-    per rank. With as many ranks as saved it, a run continues with the very next batch, as exactly as the iterable allows: random
-    numbers drawn in its worker processes are part of its state only if its dataset puts them there. With another number of ranks,
-    the states fit no loader: the epoch begins again, samples that were already handed out are repeated, and a warning gives the
-    number of batches. A `Stream` continues exactly in both cases.
+    Each rank has its own iterable, whose batches are yielded unchanged, and its state is saved per rank. With the same number of
+    ranks, a resumed run continues with the next batch, as exactly as the iterable allows: random numbers drawn in its worker
+    processes are restored only if its dataset saves them. With another number of ranks, the saved states fit no loader. The epoch
+    then begins again, samples that were already yielded are repeated, and a warning gives the number of repeated batches. A
+    `Stream` continues exactly in both cases.
 
     If the iterable has a `sampler` with `set_epoch`, this method is called at the start of each epoch. `len(loader)` is the
-    number of batches still to come, if the iterable has a length. Raises OutlastError for an iterable without state.
+    number of batches still to come, if the iterable has a length. Raises OutlastError for an iterable without `state_dict`.
     """
 
     def __init__(self, loader: Any, *, epochs: int = 1) -> None:
@@ -45,7 +45,7 @@ class Stateful:
         self.epoch = 0
         """Epoch of the current batch; between loops, the epoch of the next batch."""
         self.step = 0
-        """Number of batches handed out since the beginning."""
+        """Number of batches yielded since the beginning of the run."""
         self.waited_s = 0.0
         """Seconds that steps have waited for data in this process."""
         self.reading = 0
@@ -56,7 +56,7 @@ class Stateful:
         self.not_shardable = self.sample = self.fingerprint = ""
         self._epochs = epochs
         self._done = 0
-        """Number of batches of this epoch handed out so far."""
+        """Number of batches of this epoch yielded so far."""
 
     @property
     def remedy(self) -> str:
@@ -65,13 +65,13 @@ class Stateful:
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps of all epochs, in a world of this size, if the iterable has a length."""
+        """Number of optimizer steps of all epochs with the present number of ranks. Raises AttributeError without a length."""
         if (each := self._each()) is None:
             raise AttributeError("the loader has no length", name="total_steps", obj=self)
         return self.step - self._done + max(0, self._epochs - self.epoch) * each
 
     def _each(self) -> int | None:
-        """Number of batches of an epoch; None if the iterable has no length."""
+        """Return the number of batches of an epoch, or None if the iterable has no length."""
         try:
             return len(self.loader)
         except TypeError:
@@ -92,7 +92,7 @@ class Stateful:
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], loader: Any = None) -> None:
-        """Continue at the position in `state`; `loader` is this rank's saved `loader_state`, None if unknown."""
+        """Continue at the position in `state`. `loader` is this rank's saved `loader_state`, or None if it was not saved."""
         self.epoch, self._done, self.step = state["epoch"], state["done"], state["step"]
         if loader is not None and state["ranks"] == _ranks():
             self.loader.load_state_dict(loader)
@@ -120,7 +120,7 @@ class Stateful:
         while self.epoch < self._epochs:
             if (set_epoch := getattr(getattr(self.loader, "sampler", None), "set_epoch", None)) is not None:
                 set_epoch(self.epoch)
-            with stream.preserved_generators():  # a loader draws a seed for its workers, once more after a resume
+            with stream.preserved_generators():  # a loader draws a seed for its workers, and again after a resume
                 batches = iter(self.loader)
             for batch in batches:
                 self.step, self._done = self.step + 1, self._done + 1

@@ -1,4 +1,4 @@
-"""A model's weights as a plain file, which `torch.load(path, weights_only=True)` or safetensors reads without Outlast.
+"""A model's weights as a plain file that `torch.load(path, weights_only=True)` or safetensors reads without Outlast.
 
 `Session.export` writes the weights of a model in training, and `saved` reads weights from a checkpoint. A file is complete or
 absent, even after a power failure.
@@ -31,7 +31,7 @@ SAFE = ".safetensors"
 
 
 def check(path: Path, model: Any = None) -> None:
-    """Raise OutlastError if `model` or `path` is not suitable for an export."""
+    """Raise OutlastError if `model` is no module, or if the package that the format of `path` requires is missing."""
     if model is not None and not isinstance(model, torch.nn.Module):
         raise OutlastError(f"run.export() got {streams.kind(model)} and needs a module ({place()}); write run.export(net)")
     if path.suffix == SAFE and importlib.util.find_spec("safetensors") is None:
@@ -39,10 +39,10 @@ def check(path: Path, model: Any = None) -> None:
 
 
 def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]]) -> None:
-    """Write `model`'s weights to `path` on rank 0, which needs memory for a copy; other ranks need memory for one tensor. A
-    collective.
+    """Write `model`'s weights to `path` on rank 0. A collective.
 
-    Raises OutlastError on all ranks if the export fails on rank 0.
+    Rank 0 needs memory for a copy of the model, and other ranks for one tensor. Raises OutlastError on all ranks if the export
+    fails on rank 0.
     """
     problem = ""
     weights = whole(model, keep=dist.get_rank() == 0)
@@ -57,10 +57,9 @@ def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]
 
 @torch.no_grad()
 def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
-    """The parameters and buffers of a model, on the CPU, gathered from shards, under the names that they have in the module
-    without DDP's wrapper.
+    """Return the parameters and buffers of a model on the CPU, gathered from shards, by their names without DDP's prefix.
 
-    Tied tensors of the model are one tensor here. Without `keep`, this rank only takes part, and the result is empty. A
+    Tied tensors of the model are one tensor in the result. Without `keep`, this rank only takes part, and the result is empty. A
     collective if the model is sharded.
     """
     weights: Weights = {}
@@ -76,7 +75,7 @@ def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
         key = (local.untyped_storage().data_ptr() or name, local.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in tied:
             if isinstance(tensor, DTensor):
-                tensor = tensor.to(tensor.device_mesh.device_type)  # it may have been offloaded
+                tensor = tensor.to(tensor.device_mesh.device_type)  # FSDP2 may have offloaded it
                 tensor = cast(DTensor, tensor).full_tensor()
             tied[key] = _copied(tensor, storages) if keep else torch.empty(0)
         if keep:
@@ -85,7 +84,7 @@ def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
 
 
 def _copied(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
-    """A copy on the CPU with its own storage, which is added to `storages`: torch saves the whole storage of a view."""
+    """Return a copy on the CPU with its own storage, since torch saves the whole storage of a view. Adds it to `storages`."""
     copy = tensor.cpu()
     storage = copy.untyped_storage()
     if storage.nbytes() != copy.nbytes or storage.data_ptr() in storages:
@@ -108,15 +107,14 @@ def write(path: Path, weights: Weights) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
         files.sync(path.parent)
-    except Exception as error:  # torch and safetensors have different ones for a full disk
+    except Exception as error:  # torch and safetensors raise different exceptions on a full disk
         raise OutlastError(f"{path} cannot be written: {saver.sentence(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 def _write_safe(path: Path, weights: Weights) -> None:
-    """Write weights as safetensors' `save_model` does: of tied tensors only the first is written, and the metadata names the
-    others."""
+    """Write weights as safetensors' `save_model` does: it writes tied tensors once, and their other names as metadata."""
     from safetensors.torch import save_file
 
     first: dict[int, str] = {}
@@ -128,10 +126,10 @@ def _write_safe(path: Path, weights: Weights) -> None:
 
 
 def saved(path: Path, name: str = "") -> Weights:
-    """The weights of the module `name` in the checkpoint at `path`, by default those of the only module. Tied tensors are
-    separate.
+    """Return the weights of a module in the checkpoint at `path`. Tied tensors are separate.
 
-    Raises OutlastError for an unknown name, FileNotFoundError if the checkpoint has been removed.
+    `name` may be empty if the checkpoint has only one module. Raises OutlastError for an unknown name, FileNotFoundError if the
+    checkpoint has been removed.
     """
     with checkpoints.reading(path):
         modules = checkpoint.modules(path)
@@ -142,8 +140,10 @@ def saved(path: Path, name: str = "") -> Weights:
 
 
 def main(arguments: list[str]) -> None:
-    """CHECKPOINT FILE [NAME]: write the weights in a checkpoint to a file. `outlast checkpoints export` runs this in a
-    process."""
+    """Write the weights in a checkpoint to a file, as `outlast checkpoints export` does in a process.
+
+    `arguments` are CHECKPOINT FILE [NAME].
+    """
     source, target = map(Path, arguments[:2])
     try:
         check(target)
