@@ -1,6 +1,7 @@
-"""Every process that another of our processes starts is `python -m outlast ROLE ...`; any other word is a command of `outlast`.
+"""Entry point of all processes: `python -m outlast ROLE ...` for processes that Outlast starts itself, else a command of
+`outlast`.
 
-So no command line names a module. Only the module of the role is imported, since the start of each process is waited for.
+With roles, no command line contains a module name. Only the role's module is imported, since every start delays training.
 """
 
 import importlib
@@ -18,11 +19,11 @@ ROLES = {
     "weights": "outlast.training.state.weights",
     "workdir": "outlast.worker.prepare.workdir",
 }
-"""The module of each role. Its `main` gets the other arguments and returns the exit code, or None for 0."""
+"""Modules by role. The module's `main` receives the other arguments and returns the exit code, or None for 0."""
 
 
 def main(argv: list[str]) -> None:
-    """Run the role or the command that the first argument names, and exit."""
+    """Run the role or the command in the first argument, and exit."""
     if argv and argv[0] in ROLES:
         sys.exit(importlib.import_module(ROLES[argv[0]]).main(argv[1:]))
     importlib.import_module("outlast.cli").main(argv)

@@ -1,4 +1,4 @@
-"""Public API for reading a run's checkpoints: `list_` returns those in a directory, `latest` the newest of a run."""
+"""Public API for reading checkpoints: `list_` returns the checkpoints in a directory, `latest` the newest checkpoint of a run."""
 
 from outlast.storage.checkpoints import Checkpoint, Metric, Retention, latest, list_, named, ranked
 

@@ -1,4 +1,4 @@
-"""Jobs in a notebook: `follow` one while it trains, `draw` and `report` it."""
+"""Public API for notebooks: `follow` a job while it trains, `draw` its loss and time, and `report` its time."""
 
 from outlast.local.notebooks import draw, follow, report
 

@@ -1,12 +1,12 @@
 """Entrypoint of Spark's containers on Kubernetes: `python -m outlast.spark_entrypoint driver|executor ...`.
 
-    driver --properties-file FILE --class CLASS PROGRAM ...      spark-submit in client mode, in the pod that spark-submit made
-    executor                                                     an executor, described by SPARK_...
-    any other command                                            that command, so that the image also runs `outlast ...`
+    driver --properties-file FILE --class CLASS PROGRAM ...      spark-submit in client mode, in the pod created by spark-submit
+    executor                                                     an executor, configured by SPARK_...
+    any other command                                            the command itself, so that the image also runs `outlast ...`
 
-Spark passes one of the first two words as argument and the rest as variables to the entrypoint of an image
-(https://spark.apache.org/docs/latest/running-on-kubernetes.html#docker-images). With this one, every image that has Outlast,
-PySpark and a Java can be Spark's. The process becomes the command (exec), so signals and exit codes are the command's own.
+Spark passes `driver` or `executor` as an argument, and the rest as variables, to the entrypoint of an image
+(https://spark.apache.org/docs/latest/running-on-kubernetes.html#docker-images). With this entrypoint, Spark can use every image
+that has Outlast, PySpark and Java. The process becomes the command (exec), so signals and exit codes are the command's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outlast.data import java
 from outlast.job.contract import Exit
 
 BACKEND = "org.apache.spark.scheduler.cluster.k8s.KubernetesExecutorBackend"
-"""Class of the executor in Spark 3.3 and newer."""
+"""The executor's class in Spark 3.3 and newer."""
 _OPTIONS = {
     "--driver-url": "SPARK_DRIVER_URL",
     "--executor-id": "SPARK_EXECUTOR_ID",
@@ -37,9 +37,9 @@ _OPTIONS = {
 
 
 def command(words: Sequence[str], environ: Mapping[str, str], *, spark: Path, java_home: Path) -> list[str]:
-    """Return the command line of a container. `spark`: directory of Spark (SPARK_HOME), with `bin` and `jars`.
+    """Return the command line of a container. `spark` is the directory of Spark (SPARK_HOME), with `bin` and `jars`.
 
-    Raises OutlastError when a variable is missing.
+    Raises OutlastError if a variable is missing.
     """
     if words[0] == "executor":
         return _executor(environ, spark, java_home / "bin" / "java")
@@ -51,7 +51,7 @@ def command(words: Sequence[str], environ: Mapping[str, str], *, spark: Path, ja
 
 
 def environment(environ: Mapping[str, str], *, spark: Path, java_home: Path) -> dict[str, str]:
-    """Return the variables of the command. PYSPARK_PYTHON defaults to our Python."""
+    """Return the command's environment variables. PYSPARK_PYTHON defaults to our Python."""
     variables = {"PYSPARK_PYTHON": sys.executable, **environ, "SPARK_HOME": str(spark), "JAVA_HOME": str(java_home)}
     if libraries := environ.get("SPARK_EXECUTOR_LIBRARY_PATH"):  # Spark 4: spark.executor.extraLibraryPath
         variables["LD_LIBRARY_PATH"] = _joined(libraries, environ.get("LD_LIBRARY_PATH"))
@@ -68,7 +68,7 @@ def _executor(environ: Mapping[str, str], spark: Path, program: Path) -> list[st
 
 
 def _classpath(environ: Mapping[str, str], spark: Path) -> str:
-    """Return the configuration first, then spark.executor.extraClassPath, Spark itself, and the additions of the image."""
+    """Return the class path: the configuration, spark.executor.extraClassPath, Spark itself, and the additions of the image."""
     configured = (environ.get("SPARK_CONF_DIR") or str(spark / "conf"), environ.get("HADOOP_CONF_DIR"))
     added = (environ.get("SPARK_EXTRA_CLASSPATH"), environ.get("SPARK_DIST_CLASSPATH"))
     return _joined(*configured, environ.get("SPARK_CLASSPATH"), str(spark / "jars" / "*"), *added)
@@ -85,7 +85,7 @@ def _given(environ: Mapping[str, str], name: str, word: str) -> str:
 
 
 def spark_home() -> Path:
-    """Return the directory of the installed PySpark, located without importing it. Raises OutlastError when there is none."""
+    """Return the directory of the installed PySpark without importing it. Raises OutlastError if PySpark is missing."""
     package = importlib.util.find_spec("pyspark")
     if package is None or package.origin is None:
         raise OutlastError("PySpark is not installed in this image; add outlast[spark], or use Outlast's variant spark")
@@ -109,7 +109,7 @@ def _check_user(user: int) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Replace this process by the container's command. Exits with a message where that is impossible."""
+    """Replace this process by the container's command. Exits with a message if that is impossible."""
     environ = dict(os.environ)
     try:
         if not words:

@@ -1,10 +1,9 @@
-"""The backend for jobs on this machine: submits each job to a launcher of its own, reads the job's status, and writes the
-user's requests.
+"""The backend for jobs on this machine: starts a launcher for each job, reads the job's status, and writes the user's requests.
 
     <state>/jobs/<name>/      see `local.state_dir`
     <output>/<name>/          checkpoints, logs, ledger; the files of earlier runs are in `previous/<time>/`
 
-The command line is the only caller. Requests are files, so they survive the launcher, and no verb waits for it.
+The command line is the only caller. Requests are files, so they survive the launcher, and no verb waits for the launcher.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from outlast.worker.prepare import prepare
 
 _LOG_POLL_S = 0.1
 _START_TIMEOUT_S = 10.0
-"""How long a launcher may take to acquire its lock: Python starts slowly on a busy machine."""
+"""Seconds that a launcher may take to acquire its lock: Python starts slowly on a busy machine."""
 _STOP_TIMEOUT_S = 300.0
-"""How long a launcher may take to exit: the workers save, and the launcher reads the whole ledger for the final goodput."""
+"""Seconds that a launcher may take to exit: the workers save, and the launcher reads the whole ledger for the final goodput."""
 _NOTICE_DELAY_S = 1.0
-"""How long to wait for workers to exit before a message says so."""
+"""Seconds of waiting for workers to exit before a message about the wait."""
 
 
 class LocalBackend:
@@ -53,7 +52,7 @@ class LocalBackend:
         self._root = state.absolute()
         self._start = start
         self.notices: list[str] = []
-        """Messages for the user about the job that was submitted or resumed last."""
+        """Messages for the user about the most recently submitted or resumed job."""
 
     # Submitting
 
@@ -68,7 +67,7 @@ class LocalBackend:
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Start a job, or resume its run unless that has succeeded. Returns the run's id."""
+        """Start a job, or resume its run if the run has not succeeded. Returns the run's id."""
         state_dir = self._state_dir(job.metadata.name)
         self._wait_until_stopped(state_dir)
         if job.spec.suspend:
@@ -85,8 +84,8 @@ class LocalBackend:
         return run
 
     def ensure(self, name: str) -> bool:
-        """Start a launcher if the job is active and has no launcher, not even a starting one. Returns whether a launcher was
-        started."""
+        """Start a launcher if the job is active and has neither a running nor a starting launcher. Returns whether this method
+        started a launcher."""
         state_dir = self._existing(name)
         status = self._read(state_dir)
         if not status.state.active or state_dir.has_launcher():
@@ -97,7 +96,7 @@ class LocalBackend:
         return True
 
     def _wait_until_stopped(self, state_dir: StateDir) -> None:
-        """Wait for a launcher that is ending or whose workers are leaving. Raises AlreadyRunning if the job goes on."""
+        """Wait for a launcher that is ending. Raises AlreadyRunning if the job goes on."""
         began, name, announced = time.monotonic(), state_dir.path.name, False
         while state_dir.has_launcher():
             ending = state_dir.run.exists() and (self._read(state_dir).finished is not None or Request.read(state_dir).end)
@@ -115,7 +114,8 @@ class LocalBackend:
     # Reading
 
     def list(self) -> Sequence[JobStatus]:
-        """Return all jobs in this state directory, the newest last. If a job's files are damaged, its `reason` is the error."""
+        """Return the status of all jobs in this state directory, the newest last. If a job's files are damaged, `reason` is the
+        error."""
         jobs = []
         for path in (self._root / "jobs").glob("*/run.json"):
             name = path.parent.name
@@ -159,8 +159,8 @@ class LocalBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield the workers' log lines, see `job.backend.Backend.logs`. These lines have no times: existing lines come one worker
-        after the other, and `since_s` raises OutlastError."""
+        """Yield the workers' log lines, see `job.backend.Backend.logs`. Since these lines have no times, existing lines come
+        worker by worker, and `since_s` raises OutlastError."""
         if since_s is not None:
             raise OutlastError(f"{name} runs on this machine, where log lines have no times; use --tail N instead of --since")
         run = Run.read(self._existing(name))
@@ -231,7 +231,7 @@ class LocalBackend:
         self._launch(state_dir)
 
     def _end(self, name: str, verb: str) -> None:
-        """Cancel or kill a run. If no launcher runs, this method does the launcher's work."""
+        """Cancel or kill a run. Without a running launcher, this method does the launcher's work."""
         state_dir, ending = self._existing(name), ENDINGS[verb]
         status = self._read(state_dir)
         if status.state.final:
@@ -255,9 +255,9 @@ class LocalBackend:
             raise OutlastError(f"job {name} is {str(ending.state).lower()} here, but {run.store} does not say so: {problem}")
 
     def forget(self, name: str, *, output: bool = False) -> None:
-        """Remove the state of a job that has ended, and with `output` also the job's output on this machine.
+        """Remove the state of an ended job, and with `output` also the job's output on this machine.
 
-        Output in a store stays. Raises OutlastError for a job that has not ended, or whose output another job uses.
+        Output in a store stays. Raises OutlastError if the job has not ended, or if another job uses its output.
         """
         state_dir = self._existing(name)
         status = self.status(name)
@@ -278,20 +278,20 @@ class LocalBackend:
             raise OutlastError(f"{problem.filename} cannot be removed: {problem.strerror}; remove it yourself") from problem
 
     def places(self, name: str) -> tuple[Path, Path, str]:
-        """Return the directories of a job's state and output, and the URL of its output in a store, or an empty string."""
+        """Return a job's state directory, its output directory, and the URL of its output in a store (empty without a store)."""
         state_dir = self._existing(name)
         run = Run.read(state_dir)
         return state_dir.path, Path(run.output), run.store
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        """Inject one of `chaos.ACTIONS`. Returns a sentence about it."""
+        """Inject one of `chaos.ACTIONS`, and return a sentence about the fault."""
         fault = faults.Fault(faults.check(action), worker)
         return fault_injection.inject(self._existing(name), self.status(name), fault, rng)
 
     # Evaluation
 
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
-        """Run the job's module with `--evaluate` in one process of this terminal."""
+        """Run the job's module with `--evaluate` in one process on this terminal."""
         from outlast.storage import store
         from outlast.storage.checkpoints import restore
 
@@ -331,7 +331,7 @@ class LocalBackend:
         return state_dir
 
     def _read(self, state_dir: StateDir) -> JobStatus:
-        """Return the status that the launcher wrote last. If it cannot be read, the run can still be resumed from its
+        """Return the last status written by the launcher. A run without a readable status can still be resumed from its
         checkpoints."""
         run = Run.read(state_dir)
         try:
@@ -351,5 +351,5 @@ class LocalBackend:
 
 
 def _is_starting(state_dir: StateDir) -> bool:
-    """Return whether the run was submitted or resumed so recently that its launcher may not hold its lock yet."""
+    """Return whether the run was submitted or resumed so recently that its launcher may not have acquired its lock yet."""
     return abs(time.time() - state_dir.started_at()) < _START_TIMEOUT_S

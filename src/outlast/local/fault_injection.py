@@ -1,7 +1,4 @@
-"""Injects faults on this machine: signals to a worker's agent or to one of its training processes.
-
-python -m outlast faults STATE NAME SCHEDULE      carries out a schedule beside a run; the process outlives the command line
-"""
+"""Fault injection on this machine: signals to a worker's agent or to one of its training processes."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _DONE = {"term": "terminated", "evict": "terminated", "stop": "stopped", "slow":
 
 
 def inject(state_dir: StateDir, status: JobStatus, fault: chaos.Fault, rng: random.Random) -> str:
-    """Inject a fault now, and record it in the ledger. Returns a sentence about it. Raises OutlastError."""
+    """Inject a fault now, record it in the ledger, and return a sentence about it. Raises OutlastError."""
     worker = _target(status, fault.worker, rng, needs_process=fault.do not in _ON_WORKER)
     if fault.do in _ON_WORKER:
         pid, target = worker.pid, f"worker {worker.index}"

@@ -1,4 +1,4 @@
-"""Carries out a chaos schedule beside a run on this machine, in a process of its own that outlives the command line.
+"""Carries out a fault schedule for a run on this machine, in a separate process that outlives the command line.
 
 python -m outlast faults STATE NAME SCHEDULE
 """
@@ -13,7 +13,7 @@ from outlast.local.backend import LocalBackend
 
 
 def main(argv: list[str]) -> None:
-    """Inject every fault of the schedule when it is due, and log it."""
+    """Inject and log every fault of the schedule when it is due."""
     state, name, schedule = Path(argv[0]), argv[1], Path(argv[2])
     faults = chaos.load(schedule)
     for sentence in chaos.play(LocalBackend(state), name, faults, chaos.seed(faults)):

@@ -2,10 +2,10 @@
 
     python -m outlast launcher STATE_DIR
 
-A job has one launcher, which holds a lock. The launcher may be killed at any moment: workers train on and start a new launcher
-if it is unreachable, and the new launcher adopts them. Its own state is in `launcher.json`, written before anything that
-depends on it; the user's request is in `wanted.json`, written by the command line; the status is in `status.json`. The launcher
-is the `rendezvous.coordinator` of one machine.
+A job has one launcher, which holds a lock. The launcher may be killed at any moment: workers continue to train, start a new
+launcher if theirs is unreachable, and are adopted by the new launcher. The launcher writes its state to `launcher.json` before
+anything that depends on this state. The command line writes the user's request to `wanted.json`; the status is in `status.json`.
+The launcher is the `rendezvous.coordinator` of one machine.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ if TYPE_CHECKING:
     from outlast.storage.runs import alive
 
 TICK_S = 0.1
-"""Interval at which the loop runs when nothing happens."""
+"""Seconds between two iterations of the loop without events."""
 WAIT_NOTICE_S = 2.0
-"""Waits longer than this are explained in the status."""
+"""The status explains waits longer than this many seconds."""
 EARLY_FAILURE_S = 60.0
-"""A script that reports no steps and fails within this time has failed at its beginning."""
+"""A script that reports no steps and fails within this many seconds has failed at its beginning."""
 UPLOAD_TIMEOUT_S = 30.0
-"""How long the launcher tries to upload files that the workers could not upload."""
+"""Timeout in seconds for uploading the files that the workers could not upload."""
 EXIT_TIMEOUT_S = 15.0
-"""How long workers may take to exit after the end of the job."""
+"""Seconds that workers may take to exit after the end of the job."""
 RELAUNCH_TIMEOUT_S = 60.0
-"""How long an agent may take to replace a killed elastic agent."""
+"""Seconds that an agent may take to replace a killed elastic agent."""
 
 
 class Launcher(Coordinator):
-    """Runs one job. `run` returns the exit code of the launcher."""
+    """The launcher of one job. `run` returns the launcher's exit code."""
 
     def __init__(self, state_dir: StateDir, clock: Awake | None = None) -> None:
         self.state_dir = state_dir
@@ -72,19 +72,19 @@ class Launcher(Coordinator):
         self.request = Request.read(state_dir)
         self.state = after(record.generation, self.clock())
         self.closing: tuple[State, str, int] | None = None
-        """The end that was decided: state, reason, exit code."""
+        """The decided end of the job: state, reason, exit code."""
         self.close_by = self.closed_at = 0.0
         self.displaced = False
         """True if another machine has taken the run over."""
         self.submitted = self.clock() - max(0.0, time.time() - state_dir.started_at())
-        """When the run was submitted or resumed, by this launcher's clock."""
+        """Time of the run's submission or resumption, on this launcher's clock."""
         self.started: float | None = None
-        """When the run's first world was formed, by this launcher's clock."""
+        """Time at which the run's first world formed, on this launcher's clock."""
         self.not_joined: dict[int, str] = {}
-        """Workers that failed to join the running world, with the reason."""
+        """Reasons why workers failed to join the running world, by index."""
         self.formed_at = 0.0
         self.unreachable: dict[int, str] = {}
-        """Workers that were killed because other workers cannot reach them, with the reason."""
+        """Reasons why workers were killed because other workers cannot reach them, by index."""
         self.status = JobStatus(
             name=self.job.metadata.name,
             run=self.run_id,
@@ -97,11 +97,11 @@ class Launcher(Coordinator):
         )
         self.live = LiveStatus(state_dir, record, self.pool, self.status, self.clock)
         self._started = 0, 0
-        """The `newest_start` that the previous launcher recorded."""
+        """The `newest_start` recorded by the previous launcher."""
         self.relaunching: dict[int, tuple[Worker, float]] = {}
-        """Workers whose silent elastic agent was killed, with the deadline for the agent's replacement."""
+        """Workers whose silent elastic agent was killed, with the deadline for its replacement, by index."""
         self.output_lock: int | None = None
-        """Descriptor that holds the lock of the output."""
+        """Descriptor with the lock of the output."""
         self.heartbeat: alive.Heartbeats | None = None
         self._written = ""
         self._wake = asyncio.Event()
@@ -110,7 +110,7 @@ class Launcher(Coordinator):
     # The loop
 
     async def run(self) -> int:
-        """Make decisions until the job is over."""
+        """Run the loop until the job is over."""
         self._recover()
         await self.server.start(self.state_dir.socket)
         self.ledger.write("launcher", pid=os.getpid(), adopted=len(self.pool.present))
@@ -149,7 +149,7 @@ class Launcher(Coordinator):
     # Recovery
 
     def _recover(self) -> None:
-        """Take over the counts and the live workers of a launcher that died."""
+        """Restore the counts, and adopt the live workers, of a launcher that died."""
         self.live.start()
         try:
             memory = json.loads(self.state_dir.recovery.read_text())
@@ -220,7 +220,7 @@ class Launcher(Coordinator):
             self.remember()
 
     def _end_silent(self) -> None:
-        """Kill silent agents and silent elastic agents. An agent replaces its elastic agent, and retains the snapshots."""
+        """Kill silent agents and silent elastic agents. An agent replaces its elastic agent, and keeps the snapshots."""
         for worker in self.pool.silent():
             self.pool.kill(worker.index, "has an agent that does nothing")
         for id, pid in self.server.drop_silent().items():
@@ -272,8 +272,8 @@ class Launcher(Coordinator):
         super().add_failure(failure, echo=echo)
 
     def newest_start(self) -> tuple[int, int]:
-        """Return the newest start of processes, including one that only the previous launcher knew of: the worker that reported
-        it may have died since."""
+        """Return the newest start of processes. This may be a start that only the previous launcher knew, if the worker that
+        reported it has died since."""
         return max(super().newest_start(), self._started)
 
     # Decisions
@@ -318,7 +318,7 @@ class Launcher(Coordinator):
         self.live.read(self.state.world)
         current = self.status.step
         step = 0 if self.status.told == "log" else current  # a step read from a log is shown, but decides nothing
-        # A secondary failure tells nothing about the step, and neither does the failure of a plain script that ran for a while.
+        # Neither a secondary failure nor that of a plain script that ran for a while shows the step.
         if failure.hung:  # a hung process has reported its step
             return failure, failure.step, self.live.committed()
         silent = not self.live.has_session and self.status.told != "script" and self.clock() - self.formed_at > EARLY_FAILURE_S
@@ -369,7 +369,7 @@ class Launcher(Coordinator):
     # The end
 
     def _close(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
-        """Decide the end. Notify workers that wait for the next world, and ask all other workers to leave."""
+        """Record the decision to end. Notify workers that wait for the next world, and ask all other workers to leave."""
         if self.closing is not None:
             return
         self.status.end = end
@@ -396,7 +396,7 @@ class Launcher(Coordinator):
         self.wake()
 
     def _all_exited(self) -> bool:
-        """Return whether all workers are gone. Kills workers that take too long."""
+        """Kill workers that take too long to exit, and return whether all workers are gone."""
         assert self.closing is not None
         flushing = [w for w in self.pool.present.values() if self.pool.report(w).get("state") == Phase.FLUSHING]
         if self.store and flushing and self.clock() - self.closed_at > WAIT_NOTICE_S:
@@ -437,8 +437,8 @@ class Launcher(Coordinator):
         return code
 
     def _upload_rest(self, state: State, reason: str, code: int) -> tuple[State, str, int]:
-        """Upload the rest: the end of the ledger, and the files of killed workers. If that fails, a successful job ends as
-        interrupted, so that it is run again."""
+        """Upload the remaining files: the end of the ledger, and the files of killed workers. If this fails, a successful job
+        ends as interrupted, so that the user runs it again."""
         from outlast.local import stored
 
         self.say(self.status.state, f"pushing what is left to {self.store}")
@@ -492,7 +492,7 @@ class Launcher(Coordinator):
 
 
 def _acquire(lock: int) -> bool:
-    """Acquire the lock. Retries, since a process that only tests the lock may hold it for a moment."""
+    """Acquire the lock, with retries, since a process that only tests the lock may hold it for a moment."""
     for _ in range(20):
         if file_locks.acquire(lock):
             return True

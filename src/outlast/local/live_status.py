@@ -1,6 +1,6 @@
-"""Observes a run for its launcher: step, rate, checkpoints, uploads, goodput, and the state of each worker.
+"""The live status of a run: step, rate, checkpoints, uploads, goodput, and the state of each worker.
 
-This module fills in the `JobStatus` that the launcher writes to `status.json`, and decides nothing.
+This module fills in the `JobStatus` that the launcher writes to `status.json`. It makes no decisions.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from outlast.rendezvous.world import World
 from outlast.storage import checkpoints
 
 SCAN_INTERVAL_S = 2.0
-"""Minimum interval between scans for the files of a plain script, and between computations of the live goodput."""
+"""Minimum seconds between two scans for the files of a plain script, and between two computations of the live goodput."""
 MAX_SHARE = 0.02
-"""Maximum share of the launcher's time for scans, and for computing goodput: the interval grows with their duration."""
+"""Maximum share of the launcher's time for scans, and for computing goodput: long scans and computations get longer intervals."""
 
 
 class LiveStatus:
@@ -46,7 +46,7 @@ class LiveStatus:
         self._state_dir, self._run, self._pool, self._clock = state_dir, run, pool, clock
         self._output = Path(run.output)
         self.has_session = False
-        """True if training in the current world reports its steps through a session, as a plain script does not."""
+        """True if training in the current world reports its steps through a session, unlike a plain script."""
         self.warning = ""
         """A problem that the training reports, e.g. a full disk."""
         self.begun_anew = self.alone = ""
@@ -55,17 +55,17 @@ class LiveStatus:
         self._pid = 0
         """The pid of the plain script's rank 0."""
         self._previous: plain_scripts.Logged | None = None
-        """The last step of the process that `_pid` replaced, until it is compared with the first step of `_pid`; else None."""
+        """The last step of the process before `_pid`; None after the comparison with the first step of `_pid`."""
         self._first_of_run: plain_scripts.Logged | None = None
         self._next_scan = 0.0
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
-        """Recent times and steps, from which the rate is computed."""
+        """Recent times and steps, for the rate."""
         self._thread = ThreadPoolExecutor(1, "outlast-goodput")
         self._computing: Future[Goodput | None] | None = None
         self._next_goodput = 0.0
 
     def start(self) -> None:
-        """Fill in the newest checkpoint or save of earlier worlds."""
+        """Fill in the newest checkpoint, or the newest file saved by a plain script, of earlier worlds."""
         if newest := self._newest():
             self.status.step, self.status.checkpoint = newest.step, newest
             self.status.reason = f"goes on from step {newest.step}"
@@ -73,11 +73,11 @@ class LiveStatus:
             self._find_saves(now=True)
 
     def world_formed(self) -> None:
-        """Forget the previous world's reports."""
+        """Discard the previous world's reports."""
         self.has_session, self.warning = False, ""
 
     def committed(self) -> int:
-        """Step of the newest committed checkpoint; 0 if there is none."""
+        """Return the step of the newest committed checkpoint; 0 without any checkpoint."""
         newest = self._newest()
         return newest.step if newest else 0
 
@@ -161,7 +161,7 @@ class LiveStatus:
             self.status.lost = LostStatus(**dataclasses.asdict(total)) if total.failures else None
 
     def finish(self) -> None:
-        """Find the last files that a plain script has saved."""
+        """Find the last files saved by a plain script."""
         self._find_saves(now=True)
         self.warning = ""
 
@@ -188,14 +188,14 @@ class LiveStatus:
         self.status.rate = (step - first) / (now - then) if now - then > 0.5 else self.status.rate
 
     def _find_saves(self, *, now: bool = False) -> None:
-        """Look for files that a plain script has saved, every few seconds, or less often if the search takes long."""
+        """Search for files saved by a plain script, every few seconds, or less often if the search takes long."""
         began = time.monotonic()
         if now or began >= self._next_scan:
             self.status.saved = plain_scripts.newest(self._output, self._run.submitted)
             self._next_scan = time.monotonic() + max(SCAN_INTERVAL_S, (time.monotonic() - began) / MAX_SHARE)
 
     def _store(self, last: StoreStatus) -> StoreStatus:
-        """Return the newest report of an uploader, which may run on any worker."""
+        """Return the status in the newest report of an uploader, which may run on any worker."""
         reports = (self._pool.report(worker).get("pushed") for worker in self._pool.present.values())
         newest = max(filter(None, reports), key=lambda record: record["pushed"] or 0.0, default=None)
         if newest is None:

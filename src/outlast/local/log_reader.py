@@ -1,4 +1,4 @@
-"""Reads the log files of workers on this machine, and follows them."""
+"""Reading and following the log files of workers on this machine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _CHUNK = 1 << 20
 
 
 def logs(directory: Path) -> dict[int, Path]:
-    """Return the workers' logs in a directory, by worker; other files are ignored."""
+    """Return the paths of the workers' logs in a directory, by worker index."""
     matches = (re.fullmatch(r"worker-(\d+)\.log", path.name) for path in directory.glob("worker-*.log"))
     return {int(match[1]): directory / match[0] for match in matches if match}
 
 
 class Tail:
-    """Reads a log from its beginning, or its `last` lines, and then new lines as they are appended."""
+    """Reads a log from its beginning, or from its `last` lines, and then the lines appended later."""
 
     def __init__(self, path: Path, last: int | None) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
@@ -27,7 +27,7 @@ class Tail:
             self._file.seek(self._offset_of(last))
 
     def lines(self, *, rest: bool) -> Iterator[str]:
-        """Yield the new complete lines; with `rest` also an unfinished last one."""
+        """Yield the new complete lines, and with `rest` also an unfinished last line."""
         while piece := self._file.read(_CHUNK):
             first, *others = piece.split(b"\n")
             self._begun.append(first)

@@ -1,4 +1,4 @@
-"""The output directory of a job on this machine: its place, its owner, and moving earlier files away."""
+"""The output directory of a job on this machine: its place, its owner, and archiving earlier files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outlast.storage import checkpoints, runs
 
 _POLL_S = 0.1
 _UNLOCK_TIMEOUT_S = 2.0
-"""How long the lock of an output may outlive the launcher that acquired it."""
+"""Seconds that the lock of an output may outlive the launcher that acquired it."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
@@ -31,8 +31,7 @@ def directory(job: spec.Job, state: Path) -> Path:
 
 
 def check_unused(output: Path) -> None:
-    """Raise AlreadyRunning if a launcher with another state directory uses this output. Waits a moment for a launcher that is
-    ending."""
+    """Raise AlreadyRunning if a launcher with another state directory uses this output. Waits a moment for an ending launcher."""
     deadline = time.monotonic() + _UNLOCK_TIMEOUT_S
     while not _free(output):
         if time.monotonic() > deadline:
@@ -44,14 +43,14 @@ def check_unused(output: Path) -> None:
 
 
 def resumable(run: Run, state_dir: StateDir) -> bool:
-    """Return whether a run can be resumed: it must satisfy `stored.owned`, and no job with another state directory may have used
-    its output since."""
+    """Return whether a run can be resumed: `stored.owned` is true, and no job with another state directory has used the output
+    since."""
     return stored.owned(run) and not last_owner(Path(run.output), state_dir)
 
 
 def last_owner(output: Path, state_dir: StateDir) -> str:
-    """Return the state directory of another job that was the last to use an output; empty if the last user was this job, or if
-    there was none. A directory that no longer exists may be this job's own before it was moved."""
+    """Return the state directory of another job that used an output last; empty if this job was the last user, or the output has
+    none. A state directory that no longer exists is ignored, since it may be the old path of this job's state directory."""
     try:
         owner = (output / contract.OWNER).read_text()
     except FileNotFoundError:
@@ -60,7 +59,7 @@ def last_owner(output: Path, state_dir: StateDir) -> str:
 
 
 def check_apart(output: Path, *sources: Path) -> None:
-    """Raise OutlastError if the output, which is emptied for a new run, contains the job file or the code."""
+    """Raise OutlastError if the output, which is cleared for a new run, contains the job file or the code."""
     for path in sources:
         if output.resolve() in (path.resolve(), *path.resolve().parents):
             raise OutlastError(
@@ -70,7 +69,7 @@ def check_apart(output: Path, *sources: Path) -> None:
 
 def make_room(output: Path, run: str) -> Path | None:
     """Make an output directory for `run`. Moves the files of an earlier run, including its working directory, to `previous/`, and
-    returns their new directory; None if there were none."""
+    returns their new directory; None without earlier files."""
     archived = None
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -86,7 +85,7 @@ def make_room(output: Path, run: str) -> Path | None:
 
 
 def without_secrets(job: spec.Job) -> spec.Job:
-    """Return the job without values of `env` that look like secrets, for readers of the output."""
+    """Hide values of `env` that look like secrets from readers of the output."""
     env = {name: "(not kept)" if _SECRET.search(name) else value for name, value in job.spec.env.items()}
     return job.model_copy(update={"spec": job.spec.model_copy(update={"env": env})})
 

@@ -1,8 +1,7 @@
-"""The messages for the user about a resumed run: the step it continues from, and how its job has changed since.
+"""Messages for the user about a resumed run: its first step, and the changes of its job.
 
-A run is over when it has succeeded, unless its job then requests more steps or epochs (`spec.changes.longer`). A run that failed
-or was cancelled resumes from its newest checkpoint when its job is run again, like one that was interrupted.
-Docs: docs/decisions/0021-a-run-goes-on.md.
+A run is over when it has succeeded, unless its job then requests more steps or epochs (`spec.changes.longer`). Running a failed,
+cancelled or interrupted job again resumes the run from its newest checkpoint. Docs: docs/decisions/0021-a-run-goes-on.md.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ _LEFT = {
     State.SUSPENDED: "was suspended",
 }
 _LOCAL_FIELDS = ("code", "data", "env", "environment")
-"""Fields that name local files, or that the job file in the output does not contain."""
-_OF_A_SHELL = re.compile(
+"""Fields that contain paths of local files, or that are missing in the output's job file."""
+_SHELL_VARIABLES = re.compile(
     r"(_|PWD|OLDPWD|SHLVL|SHELL|TERM|TERM_.*|COLORTERM|COLUMNS|LINES|LS_COLORS|PS\d|PROMPT.*|HIST.*|MAIL|DISPLAY|WINDOWID|STY|EDITOR"
     r"|VISUAL|PAGER|LESS.*|NO_COLOR|FORCE_COLOR|INVOCATION_ID|JOURNAL_STREAM"
     r"|(SSH|TMUX|XDG|DBUS|GPG|VSCODE|ITERM|KITTY|WT|LC_TERMINAL|GNOME|VTE|OUTLAST)_.*|TMUX)$"
 )
-"""Variables that differ between shells and that no training reads, and Outlast's own."""
+"""Variables that differ between shells without any effect on training, and Outlast's variables."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +54,13 @@ class Resumption:
     ago_s: float | None = None
     """Seconds since the run ended; None if unknown."""
     where: str = ""
-    """The URL of the output, if the run comes from a store; empty if it ran on this machine."""
+    """The URL of the output for a run from a store; empty for a run of this machine."""
     saved: SavedStatus | None = None
-    """The newest save of a plain script, recognised by file names."""
+    """The newest checkpoint of a plain script, guessed from file names."""
 
     @property
     def short(self) -> str:
-        """`goes on from step 10`."""
+        """The short message: `goes on from step 10`."""
         return f"goes on from step {self.step}" if self.step else f"goes on; {self._saved}"
 
     @property
@@ -70,7 +69,7 @@ class Resumption:
 
     @property
     def sentence(self) -> str:
-        """`goes on from step 10 of the run that failed 3m00s ago; --fresh starts anew`."""
+        """The whole message: `goes on from step 10 of the run that failed 3m00s ago; --fresh starts anew`."""
         ago = f" {units.human_seconds(self.ago_s)} ago" if self.ago_s is not None else ""
         where = f" in {self.where}" if self.where else ""
         run = f"the run{where} that {_LEFT.get(self.state, 'was stopped')}{ago}"
@@ -81,7 +80,7 @@ class Resumption:
 
 
 def find(output: Path, run: str, place: Store | None, status: JobStatus | None, elsewhere: Run | None = None) -> Resumption:
-    """Return how a run ended, on this machine (`status`) or `elsewhere`, and its newest checkpoint, on this machine or in the
+    """Determine how a run ended, on this machine (`status`) or `elsewhere`, and its newest checkpoint, on this machine or in the
     store."""
     here = checkpoints.latest(checkpoints.list_(output / contract.CHECKPOINTS), run)
     remote = register.read(place, run) if place else None
@@ -96,10 +95,10 @@ def find(output: Path, run: str, place: Store | None, status: JobStatus | None, 
 
 
 def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: str) -> Iterator[str]:
-    """Yield the changes of a job since its run was last submitted with the job file `old`.
+    """Yield the changes of a job since the last submission of its run with the job file `old`.
 
-    `files` are the changed files of the code. The output stays in the directory `current` even if the job now names another
-    `output`; `current` is empty if the run was on another machine, with other directories.
+    `files` are the changed files of the code. The output stays in the directory `current` even if the job now has another
+    `output`. `current` is empty if the run was on another machine, with other directories.
     """
     if current and files:
         yield f"changed since: {code_files.some(files)}"
@@ -110,14 +109,14 @@ def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: 
 
 
 def marks(environ: Mapping[str, str], run: str) -> dict[str, str]:
-    """Return 16 bits of a hash of each variable of a shell: enough to notice a changed value, too few to reveal a secret."""
-    names = (name for name in environ if not _OF_A_SHELL.match(name))
+    """Return a 16-bit hash of each variable of a shell: long enough to detect a changed value, too short to reveal a secret."""
+    names = (name for name in environ if not _SHELL_VARIABLES.match(name))
     return {name: hashlib.sha256(f"{run} {name}={environ[name]}".encode(errors="replace")).hexdigest()[:4] for name in names}
 
 
 def shell(was: Mapping[str, str], now: Mapping[str, str], env: Collection[str]) -> Iterator[str]:
-    """Yield the changed variables that the training inherits from its shell, by the `marks` of both shells; `env` are the job's
-    own variables, which do not count."""
+    """Yield at most one message about changed variables that the training inherits from its shell. `was` and `now` are the
+    `marks` of the two shells. The job's own variables, `env`, do not count."""
     gone = sorted(name for name in was if name not in now and name not in env)
     other = sorted(name for name in was if name in now and now[name] != was[name] and name not in env)
     parts = [f"no longer has {code_files.some(gone)}"] if gone else []

@@ -1,8 +1,8 @@
 """The state directory of one job on this machine: its paths, and the files that the command line and the launcher share.
 
-Every file is replaced as a whole, so a process that is killed leaves the old file. The command line writes `job.yaml`,
-`run.json`, `wanted.json` and `shell.json`; the launcher `launcher.json`, `rendezvous.key` and `status.json`; a worker's agent
-`workers/<index>/`. All but `shell.json` and `status.json` survive a power loss.
+Every file is replaced as a whole, so a killed process leaves the old file. The command line writes `job.yaml`, `run.json`,
+`wanted.json` and `shell.json`. The launcher writes `launcher.json`, `rendezvous.key` and `status.json`, and a worker's agent
+`workers/<index>/`. All files except `shell.json` and `status.json` survive a power loss.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from outlast.job.status import State
 
 _Kind = TypeVar("_Kind")
 VARIABLE = "OUTLAST_STATE_DIR"
-"""Environment variable: the directory of all jobs' state directories. Default: `.outlast` in the working directory."""
+"""Environment variable with the parent directory of all state directories. Default: `.outlast` in the working directory."""
 
 
 def root() -> Path:
-    """Return the directory of all jobs' state directories on this machine."""
+    """Return the parent directory of all state directories on this machine."""
     return Path(os.environ.get(VARIABLE) or ".outlast").absolute()
 
 
@@ -41,11 +41,11 @@ class StateDir:
         self.job = path / "job.yaml"
         """The job file as submitted, with absolute paths."""
         self.run = path / "run.json"
-        """A `Run`, written last at submission: the run exists once this file does."""
+        """File with a `Run`, written last at submission: the run exists once this file does."""
         self.request = path / "wanted.json"
-        """A `Request`."""
+        """File with a `Request`."""
         self.status = path / "status.json"
-        """A `status.JobStatus`."""
+        """File with a `status.JobStatus`."""
         self.recovery = path / "launcher.json"
         """The launcher's state, for the next launcher in case this one dies."""
         self.shell = path / "shell.json"
@@ -53,7 +53,7 @@ class StateDir:
         self.lock = path / "launcher.lock"
         """Lock file of the launcher, locked while it runs."""
         self.key = path / "rendezvous.key"
-        """The run's key, by which its workers authenticate; readable by this user only."""
+        """The run's key, with which its workers authenticate; readable by this user only."""
         self.socket = path / "launcher.sock"
         self.log = path / "launcher.log"
 
@@ -68,7 +68,7 @@ class StateDir:
             return False
 
     def secret(self) -> str:
-        """Return the run's key; the launcher generates it if there is none. Raises OSError."""
+        """Return the run's key, which the launcher generates if it does not exist. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             return self.key.read_text()
         partial = self.key.with_name(f".{self.key.name}.{os.getpid()}")
@@ -79,11 +79,11 @@ class StateDir:
         return self.key.read_text()
 
     def started_at(self) -> float:
-        """When the run was last submitted or resumed."""
+        """Return the time of the run's last submission or resumption."""
         return self.run.stat().st_mtime
 
     def owns(self, index: int, pid: int) -> bool:
-        """Return whether a process belongs to a worker: its agent, or one of its training processes. Pids are reused."""
+        """Return whether a process is a worker's agent or one of its training processes, since pids are reused."""
         try:
             process = psutil.Process(pid)
             for _ in range(20):
@@ -104,14 +104,14 @@ class Run:
     """Id of the run."""
     submitted: float
     file: str
-    """The path of the job file."""
+    """Path of the job file."""
     output: str
     code: str
-    """The working directory."""
+    """Working directory of the training processes."""
     store: str = ""
     """URL of the output in a store; empty if the output is the directory `output`."""
     generation: int = 0
-    """The newest generation of the run when it was submitted or resumed."""
+    """The run's newest generation at submission or resumption."""
     owner: str = ""
     """See `storage.runs.Run.owner`."""
     command: str = ""
@@ -119,11 +119,11 @@ class Run:
 
     @classmethod
     def read(cls, state_dir: StateDir) -> Run:
-        """Return the job's run; raises OutlastError."""
+        """Read the job's run. Raises OutlastError."""
         return _read(cls, state_dir.run, "remove it and `outlast run` starts anew; what was saved is kept in `previous/`")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record the run, as submitted or resumed now: it exists from now on."""
+        """Record the run as submitted or resumed now. The run exists from now on."""
         files.replace(state_dir.run, json.dumps(dataclasses.asdict(self)), durable=True)
 
 
@@ -133,19 +133,19 @@ class Request:
 
     replicas: int
     end: str = ""
-    """`interrupt`, `suspend`, `cancel` or `kill`; empty: train to the end."""
+    """One of `interrupt`, `suspend`, `cancel` and `kill`; empty: train to the end."""
 
     @classmethod
     def read(cls, state_dir: StateDir) -> Request:
-        """Return the newest request; raises OutlastError."""
+        """Read the newest request. Raises OutlastError."""
         return _read(cls, state_dir.request, "`outlast run` with the job file writes it anew")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record the request; the launcher polls several times a second."""
+        """Record the request, which the launcher polls several times a second."""
         files.replace(state_dir.request, json.dumps(dataclasses.asdict(self)), durable=True)
 
     def replaced(self, state_dir: StateDir, **changes: Any) -> None:
-        """Record the request with these fields changed."""
+        """Record a copy of the request with these changes."""
         dataclasses.replace(self, **changes).write(state_dir)
 
 
@@ -158,7 +158,7 @@ def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """A way to end a run that a user can request."""
+    """A user's way to end a run."""
 
     state: State
     reason: str
@@ -173,15 +173,15 @@ ENDINGS = {
     "cancel": Ending(State.CANCELLED, "cancelled by the user", contract.Exit.FAILED, at_once=True),
     "kill": Ending(State.INTERRUPTED, "killed by the user", contract.Exit.FAILED, at_once=True),
 }
-"""The endings by `Request.end`."""
+"""Endings by `Request.end`."""
 
 
 _TAIL = 8192
-"""Number of bytes at the end of `metrics.jsonl` that are read; arbitrary, but more than a line."""
+"""Number of bytes to read at the end of `metrics.jsonl`; arbitrary, but longer than a line."""
 
 
 def newest_metrics(output: Path) -> dict[str, float]:
-    """Step and values in the newest line of `metrics.jsonl`. Empty if there is no line, or the file cannot be read."""
+    """Return the step and the values in the newest line of `metrics.jsonl`; empty without a line or a readable file."""
     try:
         with (output / contract.METRICS).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))

@@ -1,6 +1,6 @@
-"""Takes over a run whose output is in a store: checks which machine owns and trains the run, claims it, and fetches its files.
+"""Taking over a run with its output in a store: which machine owns and trains the run, claiming the run, and fetching its files.
 
-Called by `LocalBackend` before a run starts, and by the launcher at its end. Every function in this module may raise
+Called by `LocalBackend` before a run starts, and by the launcher at the end of a run. Every function in this module may raise
 `StoreError`.
 """
 
@@ -30,7 +30,7 @@ _ADVICE = (
 
 
 def reach(url: str) -> store.Store:
-    """Open the place, and check that it is writable."""
+    """Open the store at `url`, and check that it is writable."""
     place = store.open_(url)
     place.conditional()
     return place
@@ -45,12 +45,11 @@ def unfinished(
     take_over: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> runs.Run | None:
-    """Return the run that owns the place and has not succeeded; None if there is none, or if it is the run `ended`, which has
+    """Return the unsuccessful run that owns the place. Returns None if no such run exists, or if it is `ended`, a run that has
     ended on this machine.
 
-    Raises OutlastError if `own`, the unfinished run of this machine, no longer owns the place, and AlreadyRunning if a machine
-    other than `home` trains it, unless `take_over`. While it is unclear whether another machine trains it, the function waits and
-    calls `say`.
+    Raises OutlastError if `own`, the unfinished run of this machine, no longer owns the place. Unless `take_over` is set, raises
+    AlreadyRunning if a machine other than `home` trains the run. While this is unclear, the function waits and calls `say`.
     """
     record = runs.read(place)
     if own and record and record.run != own.run:
@@ -68,8 +67,7 @@ def unfinished(
 
 
 def owned(run: Run) -> bool:
-    """Return whether a run that has ended on this machine can be resumed: it must still own its output, and must not have
-    succeeded elsewhere."""
+    """Return whether a run that has ended on this machine still owns its output, and has not succeeded elsewhere."""
     record = runs.read(store.open_(run.store)) if run.store else None
     if record is None:
         return Path(run.output).is_dir()
@@ -77,8 +75,8 @@ def owned(run: Run) -> bool:
 
 
 def home(state: Path) -> str:
-    """Return the identity of this machine and state directory, see `runs.alive`. Machines may share a host name such as
-    `localhost`, so the identity includes a random id, which is stored beside the jobs."""
+    """Return the identity of this machine and state directory, see `runs.alive`. Since machines may share a host name such as
+    `localhost`, the identity includes a random id, which is stored beside the jobs."""
     id_file = state.parent / ".id"
     if not id_file.exists():
         state.parent.mkdir(parents=True, exist_ok=True)
@@ -89,11 +87,11 @@ def home(state: Path) -> str:
 
 
 def take_over(place: store.Store, output: Path, new: runs.Run, *, last: Run | None, replace: bool = False) -> int:
-    """Claim a run: other owners can no longer add to it. Downloads its files that are missing on this machine, except
-    checkpoints. Returns the generation that is fenced off; this machine continues with the next one.
+    """Claim a run, so that earlier owners can no longer write to it, and download its missing files, except checkpoints. Returns
+    the fenced generation; this machine continues with the next generation.
 
-    `last` is the run as this machine last knew it. If another owner has had the run since, the older files on this machine are
-    archived. Raises AlreadyRunning if another run owns the place and has not ended, unless `replace`.
+    `last` is this machine's last record of the run. If the run has had another owner since, the older files on this machine are
+    archived. Unless `replace` is set, raises AlreadyRunning if another run owns the place and has not ended.
     """
     old = runs.claim(place, new, replace=replace)
     runs.archive(place, new.run)
@@ -117,7 +115,7 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, last: Run | No
 
 
 def archive(output: Path, entries: Iterable[Path], name: str) -> Path:
-    """Move entries of an output directory to `previous/<name>`, or the next free name. Returns the new directory."""
+    """Move entries of an output directory to `previous/<name>`, or to the next free name, and return the new directory."""
     directory = output / runs.PREVIOUS / name
     while directory.exists():
         directory = directory.with_name(directory.name + "+")
@@ -128,7 +126,7 @@ def archive(output: Path, entries: Iterable[Path], name: str) -> Path:
 
 
 def end(run: Run, state: State, reason: str, code: int | None) -> str:
-    """Record in the store how a run ended. Returns why recording failed, or an empty string."""
+    """Record in the store how a run ended. Returns the reason if recording failed; otherwise an empty string."""
     try:
         runs.end(store.open_(run.store), run.run, state, reason, code, by=run.owner)
     except OutlastError as problem:

@@ -1,6 +1,6 @@
-"""Submits a job on this machine: prepares a new or resumed run, up to but not including the start of its launcher.
+"""Submission of a job on this machine: preparing a new or resumed run, up to but not including the start of its launcher.
 
-A run exists once `run.json` is written, which happens last: a submission that is killed half-way leaves the old state.
+A run exists once `run.json` is written. Since this happens last, a submission that is killed half-way leaves the old state.
 Submission waits only for a store, and for a lock that is about to be released.
 """
 
@@ -33,7 +33,7 @@ from outlast.worker.prepare import code, prepare, python_env
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """A job to submit, and its options, see `job.backend.Backend.submit`."""
+    """A job to submit, with its options, see `job.backend.Backend.submit`."""
 
     job: spec.Job
     source: Path
@@ -45,7 +45,7 @@ class Submission:
 
 @dataclasses.dataclass(frozen=True)
 class _Earlier:
-    """The earlier run that is resumed, if any."""
+    """The earlier run to resume, if any."""
 
     status: JobStatus | None = None
     here: Run | None = None
@@ -53,9 +53,9 @@ class _Earlier:
     elsewhere: runs.Run | None = None
     """The run as recorded in the store, if another machine began it."""
     place: Store | None = None
-    """The output's place in its store."""
+    """The place of the output in its store."""
     replace: bool = False
-    """True if a run that owns the place in the store may be replaced."""
+    """True if this run may replace another owner of the place in the store."""
 
     @property
     def run(self) -> Run | runs.Run | None:
@@ -65,7 +65,7 @@ class _Earlier:
 def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus | None) -> tuple[str, list[str]]:
     """Prepare a run, up to but not including the start of its launcher. Returns the run's id and messages for the user.
 
-    `root` is the directory of all jobs, `last` is the status of the job's last run, or None to ignore that run.
+    `root` is the directory of all jobs. `last` is the status of the job's last run, or None to ignore that run.
     """
     job = _with_output(request.job, root)
     earlier = _earlier(state_dir, job, request, last)
@@ -104,19 +104,19 @@ def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """The code of a run, copied so that editing the original does not change a run in progress."""
+    """A copy of a run's code. Editing the original does not change a run in progress."""
 
     directory: Path
     """The run's working directory."""
     changed: tuple[str, ...] = ()
-    """Files that are new or different since the last submission."""
+    """Files added or changed since the last submission."""
     notices: tuple[str, ...] = ()
-    """Sentences about files that were not copied."""
+    """Messages about files that were not copied."""
 
 
 def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy the code of a job into its working directory. Without `code`, the job runs in the directory of its file; code in a
-    store is fetched by the first worker. `exclude` lists directories that are not code."""
+    """Copy the code of a job into its working directory. Without `code`, the job runs in the directory of its file. The first
+    worker fetches code from a store. `exclude` lists directories that are not code."""
     if not job.spec.code:
         return _Copy(source.absolute().parent)
     place, _ = spec.pinned(job.spec.code)
@@ -131,7 +131,7 @@ def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tu
 
 
 def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy a directory of code, with the same files as in pods."""
+    """Copy the same files of a code directory that pods would get."""
     withheld: list[str] = []
     ignored: list[str] = []
     outside: list[str] = []
@@ -153,7 +153,7 @@ def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, 
 
 
 def resume(state_dir: StateDir, name: str, status: JobStatus) -> list[str]:
-    """Prepare a run that is resumed with its code and job file unchanged. Returns messages for the user."""
+    """Prepare to resume a run with its code and job file unchanged. Returns messages for the user."""
     run = Run.read(state_dir)
     if status.state.final and not output_dir.resumable(run, state_dir):
         raise OutlastError(f"the output of run {run.run} is gone, or another run has it; `{status.again}` starts job {name} anew")
@@ -192,14 +192,15 @@ def _earlier(state_dir: StateDir, job: spec.Job, request: Submission, last: JobS
 
 
 def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bool:
-    """Return whether the job requests more steps or epochs of a run that has succeeded on this machine, and there is a checkpoint
-    to resume from."""
+    """Return whether the job requests more steps or epochs of a run that has succeeded on this machine, and that has a
+    checkpoint."""
     resumed = resumption.find(Path(run.output), run.run, None, last)
     return bool(resumed.step or resumed.saved) and changes.longer(spec.load(state_dir.job), job, resumed.step)
 
 
 def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path, run: str) -> list[str]:
-    """Clear the output and state directories for a new run. Returns a message if files of an unknown run were moved."""
+    """Clear the output and state directories for a new run. Returns at most one message, about archived files of an unknown
+    run."""
     source = spec.local(spec.pinned(job.spec.code)[0]) if job.spec.code else None
     output_dir.check_apart(output, request.source, *([source] if source else []))
     moved = output_dir.make_room(output, run)
@@ -212,7 +213,7 @@ def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path
 
 
 def _changes(root: Path, state_dir: StateDir, job: spec.Job, earlier: _Earlier, copy: _Copy, output: Path) -> list[str]:
-    """Return the job's changes since the run was last submitted."""
+    """Return messages about the job's changes since the last submission of the run."""
     old = state_dir.job if earlier.here else output / "job.yaml"
     current = (earlier.here.store or earlier.here.output) if earlier.here else ""
     new = output_dir.store_url(job) or str(output_dir.directory(job, root))
@@ -220,7 +221,7 @@ def _changes(root: Path, state_dir: StateDir, job: spec.Job, earlier: _Earlier, 
 
 
 def _record(output: Path, new: spec.Job | None, run: str) -> None:
-    """Write to the ledger that a run was submitted (`new` is its job), or resumed."""
+    """Record in the ledger that a run was submitted (`new` is its job), or resumed."""
     book = ledger.Ledger(output / contract.LEDGER, "cli")
     if new:
         workers, sizes = new.spec.workers, new.spec.workers.allowed()
@@ -231,7 +232,7 @@ def _record(output: Path, new: spec.Job | None, run: str) -> None:
 
 
 def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
-    """Return the newest generation of a resumed run. If it had ended, forget its failures, restarts and end."""
+    """Return the newest generation of a resumed run. If the run had ended, discard its failures, restarts and end."""
     generations = [run.generation, checkpoints.generation(Path(run.output) / contract.CHECKPOINTS, run.run)]
     if status.state.final:
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -241,14 +242,14 @@ def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
 
 
 def _write_pending(state_dir: StateDir, status: JobStatus, reason: str, replicas: int) -> None:
-    """Replace the status of the ended run. Deadlines count from the next world."""
+    """Replace the status of the ended run. Deadlines start with the next world."""
     pending: dict[str, Any] = dict.fromkeys(("started", "finished", "exit_code", "rate", "snapshot", "launcher"))
     pending |= {"state": State.PENDING, "reason": reason, "waits": "", "end": contract.End.UNKNOWN, "replicas": replicas}
     files.replace(state_dir.status, status.model_copy(update=pending).model_dump_json(), durable=True)
 
 
 def _shell_changes(state_dir: StateDir, run: str, job: spec.Job) -> list[str]:
-    """Record the environment of this shell. Returns its changes since the run was last submitted or resumed."""
+    """Record the environment of this shell. Returns messages about its changes since the last submission or resumption."""
     now = resumption.marks(os.environ, run)
     try:
         was = dict(json.loads(state_dir.shell.read_bytes()))
@@ -259,7 +260,7 @@ def _shell_changes(state_dir: StateDir, run: str, job: spec.Job) -> list[str]:
 
 
 def _with_output(job: spec.Job, root: Path) -> spec.Job:
-    """Check the job, and fill in its default output. Raises OutlastError if something that it needs is missing."""
+    """Check the job, and fill in its default output. Raises OutlastError if a requirement of the job is missing."""
     prepare.check(job, root / "jobs" / job.metadata.name / prepare.PINS)
     fields = job.spec
     here = spec.local(fields.output) if fields.output else root / "runs"
@@ -268,6 +269,6 @@ def _with_output(job: spec.Job, root: Path) -> spec.Job:
 
 
 def _ignore_in_git(root: Path) -> None:
-    """Make git ignore the directory of all jobs, unless it contains anything else."""
+    """Make git ignore the directory of all jobs, unless the directory has other entries."""
     if {entry.name for entry in root.iterdir()} <= {"jobs", "runs"}:
         (root / ".gitignore").write_text("*\n")

@@ -1,6 +1,7 @@
-"""The worker processes of one job on this machine: starts, adopts, stops and kills them, and detects their end.
+"""The worker processes of one job on this machine: how they are started, adopted, stopped and killed, and how their end is
+detected.
 
-The launcher decides the number of workers; this module starts and recognises them. A worker has the environment of a pod, sees
+The launcher decides the number of workers; this module starts and identifies them. A worker has the environment of a pod, sees
 only its own GPUs, and outlives the launcher.
 """
 
@@ -27,9 +28,9 @@ from outlast.rendezvous.transports import sockets
 from outlast.worker.launch import shim, sibling
 
 AGENT_SILENCE_S = 20.0
-"""Timeout of an agent, which touches its file every second but pauses while it dumps the stacks of a hang."""
+"""Timeout of an agent in seconds. An agent touches its file every second, but pauses while dumping the stacks of a hang."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Pauses before restarting a worker that joined no world since its last start."""
+"""Pauses in seconds before restarting a worker that has joined no world since its last start."""
 
 
 @dataclasses.dataclass
@@ -38,7 +39,7 @@ class Worker:
     pid: int
     attempt: int
     child: subprocess.Popen[bytes] | None = None
-    """The worker's process; None if an earlier launcher started the worker, or another worker forked it."""
+    """The worker's process; None if the worker was started by an earlier launcher or forked by another worker."""
     leaving: bool = False
     """True if the worker has been asked to leave."""
 
@@ -48,7 +49,7 @@ class Ended:
     worker: Worker
     code: int
     message: str
-    """The last reason that the worker's agent reported."""
+    """The last reason reported by the worker's agent."""
     displaced: bool = False
     """True if the run continues on another machine."""
 
@@ -84,22 +85,22 @@ class WorkerPool:
         self._seen = Seen(clock)
 
     def staying(self) -> list[Worker]:
-        """Return the workers that have not been asked to leave."""
+        """Return the workers without a request to leave."""
         return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
-        """Take over the workers of an earlier launcher; `ended` finds the workers that have died since."""
+        """Take over the workers of an earlier launcher. `ended` detects workers that have died since."""
         for record in records:
             worker = Worker(record["index"], record["pid"], record["attempt"])
             self._attempts[worker.index] = worker.attempt
             self.present[worker.index] = worker
 
     def records(self) -> list[dict[str, int]]:
-        """Records of the present workers, for `adopt`."""
+        """Return records of the present workers, for `adopt`."""
         return [{"index": w.index, "pid": w.pid, "attempt": w.attempt} for w in self.present.values()]
 
     def missing(self, desired: int) -> list[int]:
-        """Return the indices of the workers to start now so that `desired` are present: the lowest free indices whose pause is
+        """Return the indices of the workers to start now for a total of `desired`: the lowest free indices whose pause is
         over."""
         count = desired - len(self.staying())
         free = (index for index in range(desired + len(self.present)) if index not in self.present)
@@ -138,7 +139,7 @@ class WorkerPool:
         return self.present[index]
 
     def _fork(self, environ: Mapping[str, str], log: int) -> int | None:
-        """Have another worker fork a new one. Returns its pid; None if no worker can."""
+        """Let another worker fork a new worker. Returns the new worker's pid, or None if no worker can fork."""
         if self._job.spec.environment.requirements or self._job.spec.environment.conda:  # agents do not run there
             return None
         parents = [worker.index for worker in self.staying() if self.trained(worker.index)]
@@ -148,7 +149,7 @@ class WorkerPool:
         return next((pid for pid in pids if pid is not None), None)
 
     def joined(self, index: int) -> None:
-        """Record that this worker is in a world: if it dies, it is restarted at once."""
+        """Record that this worker is in a world, and is therefore restarted at once if it dies."""
         self._failed_starts[index] = 0
 
     def trained(self, index: int) -> bool:
@@ -160,7 +161,7 @@ class WorkerPool:
         self._not_before[index] = self._clock() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
 
     def ended(self) -> Iterator[Ended]:
-        """Yield the workers that have ended since the last call; they are no longer present."""
+        """Remove and yield the workers that have ended since the last call."""
         for index, worker in list(self.present.items()):
             status = worker.child.poll() if worker.child else None if self._state_dir.owns(index, worker.pid) else -signal.SIGKILL
             if status is None:
@@ -181,7 +182,7 @@ class WorkerPool:
         return report if report.get("pid") == worker.pid else {}
 
     def silent(self) -> list[Worker]:
-        """Return the workers whose agent has no heartbeat because it is stopped or stuck."""
+        """Return the workers without a heartbeat of their agent, which is stopped or stuck."""
         silent = []
         for worker in self.present.values():
             with contextlib.suppress(OSError):
@@ -205,7 +206,8 @@ class WorkerPool:
                 print(f"worker {index} {why}; killed it", flush=True)
 
     def kill_elastic(self, index: int, pid: int, why: str) -> None:
-        """Kill only a worker's elastic agent: the worker's agent, which has the newest snapshot, starts another one."""
+        """Kill only the elastic agent of a worker. The worker's agent, which has the newest snapshot, starts a new elastic
+        agent."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
@@ -265,8 +267,7 @@ class WorkerPool:
 
 
 def gpus() -> dict[str, list[str]]:
-    """Return the accelerators that this process sees on this machine, by the variable that selects them
-    (`CUDA_VISIBLE_DEVICES`)."""
+    """Return the accelerators visible to this process, by the variable that selects them (`CUDA_VISIBLE_DEVICES`)."""
     return {row.visible: _shown(row) for row in accelerators.TABLE if row.visible}
 
 
@@ -278,11 +279,11 @@ def _shown(row: accelerators.Accelerator) -> list[str]:
 
 
 def devices(shown: list[str], count: int, index: int) -> list[str]:
-    """Return the GPUs of worker `index`, `count` of those `shown`; none for a job that requests none, or on a machine without
-    GPUs.
+    """Return the `count` GPUs of worker `index`, out of the GPUs `shown` to this process; empty without GPUs, or if the job
+    requests none.
 
-    As in a pod, a worker sees only its own GPUs, so the device of its first process is device 0. Raises OutlastError if there are
-    too few GPUs.
+    As in a pod, a worker sees only its own GPUs, so the device of its first process is device 0. Raises OutlastError if the
+    machine has too few GPUs.
     """
     if not shown or not count:
         return []

@@ -6,8 +6,8 @@
     notebooks.draw("gpt")       # the job's loss, and its time by cause
     notebooks.report("gpt")     # the same as a dict
 
-As for `outlast status`, only jobs of the notebook's directory can be shown. In a terminal, the panel is a line of text.
-`notebooks.jupyter` starts JupyterLab for `outlast notebook`, and `first.ipynb` is the notebook to begin with.
+As in `outlast status`, only jobs of the notebook's directory are visible. In a terminal, the panel is a line of text.
+`notebooks.jupyter` starts JupyterLab for `outlast notebook`, and `first.ipynb` is the first notebook.
 """
 
 # mypy: allow-untyped-calls
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None:
-    """Show a job, and refresh it until it has reached step `until`, or ended.
+    """Show a job in a panel that updates until the job has reached step `until`, or has ended.
 
     `metric` is the metric to draw: a name that the training passes to `run.log`. The Stop button ends this call, not the job.
     Raises OutlastError if the job has failed or was cancelled, so that later cells do not run without its result.
@@ -57,7 +57,7 @@ def report(name: str) -> dict[str, Any]:
 
 
 def draw(name: str) -> None:
-    """Draw the loss of a job over its steps, and where its time from the start to now went. Needs matplotlib."""
+    """Draw the loss of a job over its steps, and its time by cause. Needs matplotlib."""
     from IPython import display
 
     from outlast.local.notebooks import charts
@@ -70,7 +70,7 @@ def draw(name: str) -> None:
 
 
 class _Panel:
-    """A job at one point in time, as a page or a terminal shows it."""
+    """A job at one point in time, for a page or a terminal."""
 
     def __init__(self, place: LocalBackend, name: str, metric: str) -> None:
         self.status: JobStatus = place.status(name)

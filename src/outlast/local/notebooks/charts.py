@@ -1,4 +1,4 @@
-"""Draws the report of one run: its loss over the steps, and its time by cause."""
+"""Charts of one run: its loss over the steps, and its time by cause."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _COLOURS = {
 
 
 def story(account: Goodput, train: Sequence[Point], validation: Sequence[Point]) -> Any:
-    """Return a matplotlib figure: at the top the loss over the steps, below it the time of the run by cause. Raises OutlastError
-    if matplotlib is missing."""
+    """Draw a matplotlib figure: the loss over the steps at the top, the time of the run by cause below. Raises OutlastError if
+    matplotlib is missing."""
     figure = plot.figure(9, 5.2)
     loss, time = figure.subplots(2, 1, height_ratios=[3, 1])
     _loss(loss, train, validation)
@@ -55,7 +55,7 @@ def _loss(axes: Any, train: Sequence[Point], validation: Sequence[Point]) -> Non
 
 
 def _time(axes: Any, account: Goodput) -> None:
-    """A strip from the submission to the end; the colour of each segment shows its cause."""
+    """Draw a strip from the submission to the end, in which colours show the cause of each segment."""
     for bucket in sorted(Bucket, key=account.microseconds.__getitem__, reverse=True):
         if account.microseconds[bucket]:
             spans = [(each.start - account.start, each.end - each.start) for each in account.segments if each.bucket is bucket]

@@ -1,6 +1,6 @@
-"""JupyterLab for `outlast notebook`: its command, environment and token, and the detection of a running one (decision 0052).
+"""JupyterLab for `outlast notebook`: its command, environment and token, and the detection of a running server (decision 0052).
 
-This is the only module that knows Jupyter. `cli.notebook` runs the command; pods run the same command.
+This is the only module that depends on Jupyter. `cli.notebook` runs the command; pods run the same command.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PORT = 8888
 FIRST = "first.ipynb"
 """File name of the first notebook, in this package and in the user's directory."""
 TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
-"""Environment variable: the user's token."""
+"""Environment variable with the user's token."""
 PREFIX = "NB_PREFIX"
-"""Environment variable of Kubeflow: the URL path at which its gateway serves the notebook."""
+"""Environment variable of Kubeflow with the URL path at which its gateway serves the notebook."""
 _DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
-"""Default settings of the page; the user's own settings override them."""
+"""Default settings of the page, which the user's own settings override."""
 _BITS = 256
 _SHORTEST = 16
 """Minimum length of the user's token; arbitrary."""
@@ -38,13 +38,13 @@ _ANSWER_S = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """The command line options of a server, which everybody on the machine can read: no secrets."""
+    """The command line options of a server. Everybody on the machine can read them, so they contain no secrets."""
 
     directory: Path = Path()
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
-    """If true, open a browser. Jupyter makes the browser open a private file, so that the token is not in the browser's
+    """If true, open a browser. Jupyter passes a private file to the browser, so that the token is not in the browser's
     arguments."""
     base: str = "/"
     """The path of all URLs of the server, for a proxy in front of it; begins and ends with a slash."""
@@ -62,7 +62,7 @@ def check() -> None:
 
 
 def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the token from the file or the variable, else 256 random bits; and whether the token is random.
+    """Return the token from the file or the variable, else 256 random bits, and whether the token is random.
 
     Raises OutlastError if the file cannot be read, or contains no usable token.
     """
@@ -90,7 +90,7 @@ def base(environ: Mapping[str, str]) -> str:
 
 
 def command(server: Server, *, root: bool) -> list[str]:
-    """Return the command line of a server. `root`: allow it to run as root, which Jupyter otherwise refuses."""
+    """Return the command line of a server. `root` lets the server run as root, which Jupyter otherwise refuses."""
     options = {
         "ServerApp.ip": server.bind,
         "ServerApp.port": server.port,
@@ -105,9 +105,9 @@ def command(server: Server, *, root: bool) -> list[str]:
 
 
 def environment(environ: Mapping[str, str], directory: Path, private: Path, *, home: bool) -> dict[str, str]:
-    """Return the environment variables of a server and its kernels, once `prepare` has written the files in `private`.
+    """Return the environment variables of a server and its kernels, which use the files that `prepare` has written to `private`.
 
-    `home` is whether the home directory is writable; otherwise, as in a pod with a read-only root, settings go to the work
+    `home` is true if the home directory is writable. Otherwise, as in a pod with a read-only root, settings go to the work
     directory.
     """
     where = Path(environ["HOME"]) if home else directory / ".home"
@@ -142,13 +142,13 @@ def prepare(private: Path, token: str) -> None:
 
 
 def forget(private: Path) -> None:
-    """Delete the token once the server has read it: after SIGKILL or a power loss, the directory is never removed."""
+    """Delete the token once the server has read it, because SIGKILL or a power loss would leave the directory behind."""
     (private / "token").unlink()
 
 
 def place(directory: Path) -> bool:
-    """Make the work directory, and copy the first notebook into it unless it exists. Returns whether the notebook was copied.
-    Raises OutlastError if the directory cannot be written."""
+    """Make the work directory, and copy the first notebook into it unless the notebook exists. Returns whether the notebook was
+    copied. Raises OutlastError if the directory cannot be written."""
     text = resources.files("outlast.local.notebooks").joinpath(FIRST).read_bytes()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def place(directory: Path) -> bool:
 
 
 def url(server: Server, host: str, token: str) -> str:
-    """Return the URL for a browser; if the token is empty, the page prompts for one."""
+    """Return the URL for a browser. With an empty token, the page prompts for the token."""
     return f"http://{host}:{server.port}{server.base}lab/tree/{FIRST}{f'?token={token}' if token else ''}"
 
 
@@ -183,7 +183,7 @@ def ready(server: Server, token: str) -> bool:
 
 
 def running(directory: Path, environ: Mapping[str, str]) -> str | None:
-    """Return the URL, including the token, of a server of this user that already serves the directory; None if there is none."""
+    """Return the URL, including the token, of this user's running server for the directory; None without any server."""
     from jupyter_server import serverapp
 
     for each in serverapp.list_running_servers(environ["JUPYTER_RUNTIME_DIR"]):

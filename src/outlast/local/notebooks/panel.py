@@ -1,7 +1,6 @@
-"""Renders a job as a panel in a page: its state, progress, workers and loss, as HTML and SVG without widgets. Pure.
+"""The panel of a job in a page: its state, progress, workers and loss, as HTML and SVG without widgets. Pure.
 
-Colours of text and lines are JupyterLab's variables, so that dark themes look right; outside JupyterLab the fallback values
-apply.
+The colours of text and lines are JupyterLab's variables, which follow dark themes. Outside JupyterLab, the fallback values apply.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Point:
 
 
 def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
-    """Return the values of a metric in the lines of `metrics.jsonl`. Skips lines without the metric, such as an unfinished
+    """Return the values of a metric in the lines of `metrics.jsonl`, skipping lines without the metric, such as an unfinished
     line."""
     found = []
     for line in lines:
@@ -115,7 +114,7 @@ def _facts(status: JobStatus, now: float) -> str:
 
 
 def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
-    """Return the metric over the steps, with a line at the start of each world. Values that are not finite are left out."""
+    """Draw the finite values of the metric over the steps, with a line at the start of each world."""
     finite = [point for point in points if math.isfinite(point.value)]
     if len(finite) < 2:
         return _div(f"the {html.escape(metric)} is drawn as soon as it is logged twice", f"color:{_DIM}")
