@@ -27,7 +27,7 @@ def test_an_interruption_has_a_time_and_one_that_cannot_be_read_is_still_one() -
     for text in ("", "{}", "[]", "terminate", "1", '{"action": "stop", "time": "soon"}'):
         assert (said := notices.spot(text, T0)).deadline == T0 + 120
         later = notices.spot(text, T0 + 50)
-        assert notices.due([later], said, T0 + 50) == said  # counted from the first time
+        assert notices.effective([later], said, T0 + 50) == said  # counted from the first time
 
 
 def an_event(**fields: str) -> Document:
@@ -55,16 +55,16 @@ def test_maintenance_that_has_begun_has_until_the_end_of_its_window_and_each_pod
 
 
 def test_the_earliest_deadline_counts_and_what_is_far_waits() -> None:
-    assert notices.due([REBALANCE, REBOOT, SPOT], None, T0) == SPOT
-    assert notices.due([REBALANCE, REBOOT], None, T0) == REBALANCE
-    assert notices.due([REBOOT], None, T0) is None
-    assert notices.due([REBOOT], None, T0 + 2700) == REBOOT
+    assert notices.effective([REBALANCE, REBOOT, SPOT], None, T0) == SPOT
+    assert notices.effective([REBALANCE, REBOOT], None, T0) == REBALANCE
+    assert notices.effective([REBOOT], None, T0) is None
+    assert notices.effective([REBOOT], None, T0 + 2700) == REBOOT
 
 
 def test_a_recommendation_and_maintenance_can_be_withdrawn_and_an_interruption_cannot() -> None:
-    assert notices.due([], REBALANCE, T0) is notices.due([], REBOOT, T0 + 3000) is None
-    assert notices.due([], SPOT, T0 + 150) == SPOT
-    assert notices.due([], SPOT, T0 + 180) is None  # the machine was stopped, and has come back
+    assert notices.effective([], REBALANCE, T0) is notices.effective([], REBOOT, T0 + 3000) is None
+    assert notices.effective([], SPOT, T0 + 150) == SPOT
+    assert notices.effective([], SPOT, T0 + 180) is None  # the machine was stopped, and has come back
 
 
 # ------------------------------------------------------------------------------------------------------------------- node
@@ -86,15 +86,15 @@ def patched(document: Document, change: Document) -> Document:
 @pytest.mark.parametrize("spec", [{}, {"unschedulable": True}, {"taints": [{"key": "gpu", "effect": "NoSchedule"}]}])
 def test_a_node_is_marked_and_cleared_and_everything_of_others_stays(spec: Document) -> None:
     before = a_node(**spec)
-    marked = patched(before, notices.marked(before, SPOT))
+    marked = patched(before, notices.node_patch(before, SPOT))
     assert marked["spec"]["unschedulable"]
     assert marked["spec"]["taints"][-1] == {"key": contract.LEAVING, "value": "spot", "effect": "NoSchedule"}
     assert marked["metadata"]["annotations"][Annotation.LEAVING_AT] == "2026-01-01T00:02:00Z"
     assert notices.read(marked) == SPOT
-    twice = patched(marked, notices.marked(marked, REBALANCE))
+    twice = patched(marked, notices.node_patch(marked, REBALANCE))
     assert notices.read(twice) == REBALANCE
     assert Annotation.LEAVING_AT not in twice["metadata"]["annotations"]
-    assert patched(twice, notices.marked(twice, None)) == before
+    assert patched(twice, notices.node_patch(twice, None)) == before
     assert notices.read(before) is None
     by_hand = {"key": contract.LEAVING, "value": "maintenance", "effect": "NoSchedule"}
     assert notices.read(a_node(taints=[by_hand])) is None

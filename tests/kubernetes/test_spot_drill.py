@@ -201,7 +201,7 @@ def test_maintenance_that_has_begun_gives_each_pod_its_own_grace(drill: Drill) -
 def test_a_watcher_that_starts_in_maintenance_evicts_nobody_before_it_knows_how_long_that_lasts(drill: Drill) -> None:
     begun = notices.Notice(LeavingKind.MAINTENANCE, T0 - 3600, "maintenance")
     drill.api.put({**drill.node, "spec": {**drill.node["spec"]}})
-    drill.cluster.patch(kube.NODE, "n1", notices.marked(drill.cluster.get(kube.NODE, "n1"), begun))
+    drill.cluster.patch(kube.NODE, "n1", notices.node_patch(drill.cluster.get(kube.NODE, "n1"), begun))
     drill.service.refused = True
     drill.make()
     drill.until(T0 + 10)

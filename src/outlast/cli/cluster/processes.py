@@ -92,7 +92,7 @@ def node_watch(
     from outlast.kubernetes.nodewatch.node_watcher import Watcher
 
     try:
-        every_s = max(0.2, units.duration(poll_interval).total_seconds())
+        interval_s = max(0.2, units.duration(poll_interval).total_seconds())
     except ValueError as error:
         raise OutlastError(f"--poll-interval {poll_interval} {error}") from error
     write_log(text=True)
@@ -101,9 +101,9 @@ def node_watch(
         signal.signal(number, lambda *_: stop.set())
     cluster = api.connect(context)
     source = Metadata(metadata.rstrip("/"), rebalance)
-    watcher = Watcher(cluster.get(api.NODE, node), source, cluster, clock=Clock(), every_s=every_s)
+    watcher = Watcher(cluster.get(api.NODE, node), source, cluster, clock=Clock(), interval_s=interval_s)
     source.read(Clock()())  # a service that is switched off is said by a container that does not start
-    logging.getLogger(__name__).info("node %s is watched every %g s", node, every_s)
+    logging.getLogger(__name__).info("node %s is watched every %g s", node, interval_s)
     while not stop.wait(watcher.tick()):
         pass
     cluster.close()

@@ -1,5 +1,4 @@
-"""The metadata service of an AWS machine, with IMDSv2 tokens. Requests are not retried here, since the watcher soon sends
-another.
+"""Client for the metadata service of an AWS machine, with IMDSv2 tokens. The watcher polls, so requests are not retried here.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/instance-metadata-v2-how-it-works.html
 """
@@ -18,12 +17,12 @@ _REMEDY = "see that the machine's metadata is switched on, and that the pod has 
 
 
 class MetadataAway(OutlastError):
-    """The metadata service gives no valid answer; a retry may help."""
+    """The metadata service returns no valid response; a retry may help."""
 
 
 @dataclass
 class Metadata:
-    """A source of notices."""
+    """The metadata service as a source of notices."""
 
     address: str = "http://169.254.169.254"
     rebalance: bool = True
@@ -32,28 +31,30 @@ class Metadata:
     _token: str = field(default="", repr=False)
 
     def read(self, now: float) -> list[Notice]:
-        """The current notices; an interruption hides all other notices. Raises MetadataAway."""
+        """Return the current notices. An interruption hides all other notices. Raises MetadataAway."""
         spot = self._get("/latest/meta-data/spot/instance-action")
         if spot is not None:
             return [notices.spot(spot, now)]
-        advised = self.rebalance and self._get("/latest/meta-data/events/recommendations/rebalance") is not None
+        recommended = self.rebalance and self._get("/latest/meta-data/events/recommendations/rebalance") is not None
         try:
             planned = notices.scheduled(self._get("/latest/meta-data/events/maintenance/scheduled") or "[]", now)
         except ValueError as error:
             raise MetadataAway(f"AWS's metadata service has scheduled events that are not understood: {error}") from error
-        return [*([notices.REBALANCE] if advised else []), *planned]
+        return [*([notices.REBALANCE] if recommended else []), *planned]
 
     def _get(self, path: str) -> str | None:
-        """The document at a path; None for 404."""
-        status, text = self._ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
-        if status == 401:  # there is no token yet, or it has expired
-            status, self._token = self._ask("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})
-            status, text = self._ask("GET", path, {"X-aws-ec2-metadata-token": self._token}) if status == 200 else (status, "")
+        """Return the document at a path, or None for 404."""
+        status, text = self._request("GET", path, {"X-aws-ec2-metadata-token": self._token})
+        if status == 401:  # the token is missing or has expired
+            status, self._token = self._request("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})
+            status, text = (
+                self._request("GET", path, {"X-aws-ec2-metadata-token": self._token}) if status == 200 else (status, "")
+            )
         if status not in (200, 404):
             raise MetadataAway(f"AWS's metadata service answers {path} with HTTP {status}; {_REMEDY}")
         return text if status == 200 else None
 
-    def _ask(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str]:
+    def _request(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str]:
         url = urlsplit(self.address)
         connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=self.timeout_s)
         try:

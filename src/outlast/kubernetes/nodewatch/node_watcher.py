@@ -1,4 +1,4 @@
-"""The watcher of one node: it polls for notices, marks the node, and evicts its pods."""
+"""The watcher of one node polls for notices, marks the node, and evicts its pods."""
 
 from __future__ import annotations
 
@@ -19,102 +19,103 @@ from outlast.kubernetes.nodewatch.notices import Notice
 log = logging.getLogger(__name__)
 LONGEST_BACKOFF_S = 30.0
 PASS_S = 2.0
-"""Interval between attempts to mark a node and to evict its pods."""
+"""Seconds between two attempts to mark a node or to evict its pods."""
 EVICT_S = 5.0
-"""Timeout of an eviction: an eviction that hangs must not cost the other pods their time."""
+"""Timeout of an eviction in seconds, so that one hanging eviction does not delay the others."""
 
 
 class Watcher:
     def __init__(
-        self, node: Mapping[str, Any], metadata: Metadata, cluster: Cluster, *, clock: Callable[[], float], every_s: float = 1.0
+        self,
+        node: Mapping[str, Any],
+        metadata: Metadata,
+        cluster: Cluster,
+        *,
+        clock: Callable[[], float],
+        interval_s: float = 1.0,
     ) -> None:
-        self.name, self.metadata, self.cluster, self.clock, self.every_s = (
-            pod_status.name(node),
-            metadata,
-            cluster,
-            clock,
-            every_s,
-        )
-        self.written = notices.read(node)
+        self.name, self.metadata, self.cluster = pod_status.name(node), metadata, cluster
+        self.clock, self.interval_s = clock, interval_s
+        self.recorded = notices.read(node)
         self._notices: list[Notice] | None = None
         self._failures, self._next = 0, 0.0
         self._logged: set[str] = set()
 
     def tick(self) -> float:
-        """Run one round. Returns the seconds until the next."""
+        """Poll once and act on the notices. Returns the seconds until the next call."""
         now = self.clock()
         if now >= self._next:
-            self._ask(now)
-        notice = self.written if self._notices is None else notices.due(self._notices, self.written, now)
-        done = notice == self.written or self._mark(notice, now)
+            self._poll(now)
+        notice = self.recorded if self._notices is None else notices.effective(self._notices, self.recorded, now)
+        done = notice == self.recorded or self._mark(notice, now)
         if notice is not None and (
             notice.kind is LeavingKind.SPOT or (notice.kind is not LeavingKind.REBALANCE and self._notices)
         ):
-            done = self._drain(notice, self.clock()) and done  # only workers follow a recommendation: they see the taint
-        left_s = max(0.0, self._next - self.clock())
-        return left_s if done else min(left_s, PASS_S)
+            done = self._drain(notice, self.clock()) and done  # only workers follow a recommendation, because of the taint
+        pause_s = max(0.0, self._next - self.clock())
+        return pause_s if done else min(pause_s, PASS_S)
 
-    def _ask(self, now: float) -> None:
+    def _poll(self, now: float) -> None:
         try:
             self._notices = self.metadata.read(now)
             if self._failures:
                 self._logged.clear()
                 log.info("AWS's metadata service answers again")
-            self._failures, self._next = 0, now + self.every_s
+            self._failures, self._next = 0, now + self.interval_s
         except MetadataAway as error:
-            self._once(f"{error}; trying again")
-            self._next = self.clock() + max(self.every_s, backoff.exponential(self._failures, 1.0, LONGEST_BACKOFF_S))
+            self._log_once(f"{error}; trying again")
+            self._next = self.clock() + max(self.interval_s, backoff.exponential(self._failures, 1.0, LONGEST_BACKOFF_S))
             self._failures += 1
 
     def _mark(self, notice: Notice | None, now: float, tries: int = 5) -> bool:
-        """Write this notice on the node, or remove the node's notice if it is None. Returns whether this succeeded."""
+        """Record this notice on the node; None removes the recorded notice. Returns whether this succeeded."""
         try:
-            self.cluster.patch(NODE, self.name, notices.marked(self.cluster.get(NODE, self.name), notice))
+            self.cluster.patch(NODE, self.name, notices.node_patch(self.cluster.get(NODE, self.name), notice))
         except Conflict:
-            return tries > 1 and self._mark(notice, now, tries - 1)  # somebody else has just written it
+            return tries > 1 and self._mark(notice, now, tries - 1)  # another client has just written the node
         except ClusterError as error:
-            self._once(f"node {self.name} cannot be marked: {error}; trying again")
+            self._log_once(f"node {self.name} cannot be marked: {error}; trying again")
             return False
-        self.written = notice
+        self.recorded = notice
         self._logged.clear()
-        left = "" if notice is None or notice.deadline is None else f", {notice.deadline - now:.0f} s left"
-        leaves = notice and f"leaves ({notice.kind}{left}): {notice.reason}; it is tainted and cordoned"
-        self._once(f"node {self.name} {leaves or 'stays: the notice is withdrawn; its taint is taken back'}")
+        time_left = "" if notice is None or notice.deadline is None else f", {notice.deadline - now:.0f} s left"
+        reason = notice and f"leaves ({notice.kind}{time_left}): {notice.reason}; it is tainted and cordoned"
+        self._log_once(f"node {self.name} {reason or 'stays: the notice is withdrawn; its taint is taken back'}")
         return True
 
     def _drain(self, notice: Notice, now: float) -> bool:
-        """Evict the pods that are due. Returns whether no pod is left."""
+        """Evict the pods that are due. Returns whether the node is drained."""
         try:
-            found = self.cluster.list_(POD, everywhere=True, fields=f"spec.nodeName={self.name}")
+            pods = self.cluster.list_(POD, everywhere=True, fields=f"spec.nodeName={self.name}")
         except ClusterError as error:
-            self._once(f"the pods of node {self.name} cannot be listed: {error}; trying again")
+            self._log_once(f"the pods of node {self.name} cannot be listed: {error}; trying again")
             return False
-        steps, waiting = drain.plan(found, notice.deadline, now)
+        steps, waiting = drain.plan(pods, notice.deadline, now)
         with ThreadPoolExecutor(8, thread_name_prefix="evict") as pool:
             list(pool.map(self._evict, steps))
-        self._once(
+        self._log_once(
             f"waiting for pods to leave: {', '.join(waiting)}" if waiting else "" if steps else f"node {self.name} is drained"
         )
         return not steps and not waiting
 
     def _evict(self, step: Step) -> None:
         meta, name = step.pod["metadata"], drain.full_name(step.pod)
-        where = {"namespace": meta["namespace"], "uid": meta["uid"], "grace_s": step.grace_s, "timeout_s": EVICT_S}
+        options = {"namespace": meta["namespace"], "uid": meta["uid"], "grace_s": step.grace_s, "timeout_s": EVICT_S}
         try:
             try:
-                self.cluster.evict(meta["name"], **where)
+                self.cluster.evict(meta["name"], **options)
             except (Absent, Conflict):
-                return  # it is gone; by Conflict another pod has its name
+                return  # the pod is gone; after Conflict, another pod has its name
             except ClusterError:
                 if not step.last:
                     raise
-                self.cluster.delete(POD, meta["name"], **where)
+                self.cluster.delete(POD, meta["name"], **options)
         except ClusterError as error:
-            return self._once(f"{name} stays for now: {error}", f"{name} {type(error).__name__}")
-        self._once(f"evicts {name}, which has {step.grace_s} s to end", name)
+            return self._log_once(f"{name} stays for now: {error}", f"{name} {type(error).__name__}")
+        self._log_once(f"evicts {name}, which has {step.grace_s} s to end", name)
 
-    def _once(self, sentence: str, key: str = "") -> None:
-        """Log a message about the current notice, but only once."""
+    def _log_once(self, sentence: str, key: str = "") -> None:
+        """Log a message once per notice."""
         if sentence and (key or sentence) not in self._logged:
             self._logged.add(key or sentence)
             log.warning("%s", sentence)

@@ -1,4 +1,5 @@
-"""Notices from AWS about a machine, and how they are written on its node. Pure; times are whole seconds since the epoch.
+"""Notices from AWS about a machine, and the node's taints and annotations for them. Pure; times are in whole seconds since the
+epoch.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/rebalance-recommendations.html
@@ -18,11 +19,11 @@ from typing import Any
 from outlast.job.contract import LEAVING, Annotation, LeavingKind
 
 SPOT_S = 120.0
-"""Time from an interruption notice to the machine's end, used if the notice cannot be read."""
-AHEAD_S = 900.0
-"""Time before the start of maintenance at which the watcher acts; AWS announces maintenance days in advance."""
+"""Seconds from an unreadable interruption notice to the assumed end of the machine."""
+MAINTENANCE_LEAD_S = 900.0
+"""Seconds before the start of maintenance at which the watcher acts. AWS announces maintenance days in advance."""
 SURVIVED_S = 60.0
-"""Time after the deadline when a machine that still runs counts as having survived, for example a stop and a start."""
+"""Seconds after the deadline until a running machine counts as having survived, for example a stop and a start."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
 
 
@@ -32,7 +33,7 @@ class Notice:
 
     kind: LeavingKind
     deadline: float | None
-    """Time when the machine may be gone; None if AWS sets no time."""
+    """Time at which AWS may take the machine; None if AWS sets no time."""
     reason: str
 
 
@@ -40,84 +41,87 @@ REBALANCE = Notice(LeavingKind.REBALANCE, None, "AWS recommends to leave this sp
 
 
 def spot(text: str, now: float) -> Notice:
-    """The notice in `spot/instance-action`: `{"action": "terminate", "time": "2026-01-01T00:02:00Z"}`. A notice that cannot be
-    read still counts."""
+    """Parse the notice in `spot/instance-action`: `{"action": "terminate", "time": "2026-01-01T00:02:00Z"}`. An unreadable notice
+    still counts."""
     try:
         fields = dict(json.loads(text))
     except (ValueError, TypeError):
         fields = {}
-    at, does = time(fields.get("time")), _ACTIONS.get(str(fields.get("action")), "takes back")
-    return Notice(LeavingKind.SPOT, math.floor(now + SPOT_S) if at is None else at, f"AWS {does} this spot machine")
+    deadline, verb = timestamp(fields.get("time")), _ACTIONS.get(str(fields.get("action")), "takes back")
+    return Notice(LeavingKind.SPOT, math.floor(now + SPOT_S) if deadline is None else deadline, f"AWS {verb} this spot machine")
 
 
 def scheduled(text: str, now: float) -> list[Notice]:
-    """The notices in `events/maintenance/scheduled`: a list of events with a code, a window and a state. Raises ValueError for
-    any other text.
+    """Parse the notices in `events/maintenance/scheduled`: a list of events with a code, a window and a state. Raises ValueError
+    for any other text.
 
-    The deadline of maintenance that has begun is the end of its window; once that has passed, there is no deadline.
+    Once maintenance has begun, its deadline is the end of the window. After the window, the notice has no deadline.
     """
-    found = json.loads(text)
-    if not isinstance(found, list) or not all(isinstance(event, dict) for event in found):
+    parsed = json.loads(text)
+    if not isinstance(parsed, list) or not all(isinstance(event, dict) for event in parsed):
         raise ValueError("they are no list of events")
-    events = []
-    for event in found:
-        about = str(event.get("Description") or "it does not say why")
-        if event.get("State", "active") == "active" and not about.startswith("["):  # [Canceled] or [Completed]
-            times = (time(event.get("NotBefore")), time(event.get("NotAfter")))
-            reason = f"AWS has scheduled {event.get('Code', 'maintenance')} for this machine: {about}"
-            events.append(Notice(LeavingKind.MAINTENANCE, next((at for at in times if at and at > now), None), reason))
-    return events
+    notices = []
+    for event in parsed:
+        description = str(event.get("Description") or "it does not say why")
+        if event.get("State", "active") == "active" and not description.startswith("["):  # [Canceled] or [Completed]
+            times = (timestamp(event.get("NotBefore")), timestamp(event.get("NotAfter")))
+            reason = f"AWS has scheduled {event.get('Code', 'maintenance')} for this machine: {description}"
+            notices.append(Notice(LeavingKind.MAINTENANCE, next((at for at in times if at and at > now), None), reason))
+    return notices
 
 
-def due(current: Sequence[Notice], written: Notice | None, now: float) -> Notice | None:
-    """The notice to act on: the one with the earliest deadline among AWS's current notices and the notice written on the node.
-    AWS may withdraw a recommendation or maintenance, but never an interruption: if an answer lacks a known interruption, this
-    counts as a mistake until SURVIVED_S after the deadline."""
-    near = [each for each in current if each.deadline is None or each.deadline - now <= AHEAD_S]
-    if written and written.kind is LeavingKind.SPOT and written.deadline is not None and now < written.deadline + SURVIVED_S:
-        near.append(written)
-    return min(near, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
+def effective(current: Sequence[Notice], recorded: Notice | None, now: float) -> Notice | None:
+    """Return the notice with the earliest deadline among AWS's current notices and the notice recorded on the node. AWS may
+    withdraw a recommendation or maintenance, but never an interruption. If a response lacks a known interruption, the response
+    counts as wrong until SURVIVED_S after the deadline."""
+    candidates = [each for each in current if each.deadline is None or each.deadline - now <= MAINTENANCE_LEAD_S]
+    if recorded and recorded.kind is LeavingKind.SPOT and recorded.deadline is not None and now < recorded.deadline + SURVIVED_S:
+        candidates.append(recorded)
+    return min(candidates, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
 
 
-def marked(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]:
-    """The patch that writes this notice on a node, or removes it. Other taints stay, and so does a cordon that the watcher has
-    not made."""
+def node_patch(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]:
+    """Return the patch that records this notice on a node, or removes the recorded notice. Other taints and cordons by others
+    stay."""
     meta, spec = node["metadata"], node["spec"]
     taints = [each for each in spec.get("taints") or () if each["key"] != LEAVING]
-    change: dict[str, Any] = {"taints": taints or None}
+    spec_patch: dict[str, Any] = {"taints": taints or None}
     annotations: dict[str, Any] = dict.fromkeys((Annotation.LEAVING_AT, Annotation.LEAVING_REASON))
     if notice is not None:
         taint = {"key": LEAVING, "value": notice.kind.value, "effect": "NoSchedule"}
-        change = {"taints": [*taints, taint], "unschedulable": True}
+        spec_patch = {"taints": [*taints, taint], "unschedulable": True}
         at = None if notice.deadline is None else utc(notice.deadline)
         annotations = {Annotation.LEAVING_AT: at, Annotation.LEAVING_REASON: notice.reason}
         annotations |= {} if spec.get("unschedulable") else {Annotation.CORDONED: "true"}
     elif Annotation.CORDONED in (meta.get("annotations") or {}):
-        change["unschedulable"] = annotations[Annotation.CORDONED] = None
-    return {"metadata": {"resourceVersion": meta["resourceVersion"], "annotations": annotations}, "spec": change}
+        spec_patch["unschedulable"] = annotations[Annotation.CORDONED] = None
+    return {"metadata": {"resourceVersion": meta["resourceVersion"], "annotations": annotations}, "spec": spec_patch}
 
 
 def read(node: Mapping[str, Any]) -> Notice | None:
-    """The notice that a watcher has written on a node; None if there is none. A taint without a reason belongs to somebody else,
-    and stays."""
+    """Return the notice that a watcher has recorded on a node, or None. A taint without a reason was not set by a watcher."""
     taint = next((each for each in node["spec"].get("taints") or () if each["key"] == LEAVING), None)
-    said = node["metadata"].get("annotations") or {}
-    if taint is None or Annotation.LEAVING_REASON not in said:
+    annotations = node["metadata"].get("annotations") or {}
+    if taint is None or Annotation.LEAVING_REASON not in annotations:
         return None
-    return Notice(LeavingKind(taint.get("value", "")), time(said.get(Annotation.LEAVING_AT)), said[Annotation.LEAVING_REASON])
+    return Notice(
+        LeavingKind(taint.get("value", "")),
+        timestamp(annotations.get(Annotation.LEAVING_AT)),
+        annotations[Annotation.LEAVING_REASON],
+    )
 
 
 def utc(at: float) -> str:
-    """A time as RFC 3339 in UTC: `2026-01-01T00:02:00Z`."""
+    """Format a time as RFC 3339 in UTC: `2026-01-01T00:02:00Z`."""
     return datetime.fromtimestamp(math.floor(at), UTC).isoformat().replace("+00:00", "Z")
 
 
-def time(text: object) -> float | None:
-    """Seconds since the epoch of `2026-01-01T00:02:00Z` or `19 Sep 2016 18:29:47 GMT`; None for any other text."""
+def timestamp(text: object) -> float | None:
+    """Parse `2026-01-01T00:02:00Z` or `19 Sep 2016 18:29:47 GMT` to seconds since the epoch; None for any other text."""
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
         try:
-            found = parse(str(text).strip())
+            parsed = parse(str(text).strip())
         except ValueError:
             continue
-        return math.floor((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp())
+        return math.floor((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp())
     return None
