@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -85,15 +86,27 @@ def namespace() -> Iterator[Namespace]:
         yield found
 
 
-@pytest.fixture(params=["memory", "file", "moto", "rclone"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """A job's place in a store of each kind, with a register of either kind."""
+@pytest.fixture(params=["memory", "file", "rclone", "moto"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty place of each kind of store in turn: with conditional writes (memory, moto) and without."""
     if request.param == "memory":
-        return store.open_(f"memory://{tmp_path.name}-{id(request)}/runs/job")
+        return f"memory://{uuid.uuid4().hex}"
     if request.param == "file":
-        return store.open_(f"file://{tmp_path}/store/runs/job")
+        return f"file://{tmp_path}/a store%20#ü"
     bucket: Bucket = request.getfixturevalue(request.param)
-    return store.open_(f"{bucket.url}/runs/job")
+    return bucket.url
+
+
+@pytest.fixture
+def place(url: str) -> Store:
+    """A job's place in a store of each kind in turn."""
+    return store.open_(f"{url}/runs/job")
+
+
+@pytest.fixture
+def memory() -> Store:
+    """A job's place in a store of this process."""
+    return store.open_(f"memory://{uuid.uuid4().hex}/runs/job")
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from outlast.storage.store import multipart
+from outlast.storage.sync import transfer
 
 KEY, SECRET, REGION = "AKIDEXAMPLE", "secretexample", "us-east-1"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": REGION}
@@ -145,9 +146,9 @@ def enter(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are sent in parts that are smaller than S3's, with a few of the pieces that one is read in: tests send many."""
-    for name in ("SMALL", "PART"):
-        monkeypatch.setattr(multipart, name, SMALL_PART)
+    """Files go in parts that are smaller than S3's, with a few of the pieces that one is read in: tests send many."""
+    for module, name in ((multipart, "SMALL"), (multipart, "PART"), (transfer, "SMALL")):
+        monkeypatch.setattr(module, name, SMALL_PART)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,8 @@ A, B = "team-a/cifar10", "team-b/cifar10"
 
 
 @pytest.fixture
-def place() -> store.Store:
-    return store.open_(f"memory://{uuid.uuid4().hex}/job")
+def place(memory: store.Store) -> store.Store:
+    return memory
 
 
 def taken(place: store.Store, word: str, home: str) -> object:

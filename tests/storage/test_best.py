@@ -193,11 +193,6 @@ def test_a_best_one_keeps_nothing_else_that_is_old(tmp_path: Path) -> None:
 # In a store
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> Store:
-    return store.open_(f"memory://{tmp_path.name}/runs/job")
-
-
 def an_uploader(output: Path, place: Store, rule: Retention) -> upload.Uploader:
     return upload.Uploader(output, place, RUN, "owner", rule, lambda _: None)
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,11 +163,6 @@ def test_other_contents_have_another_place():
 
 
 # Pushing and fetching, against stores of each kind
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Store:
-    return store.open_(f"memory://{tmp_path.name}-{time.monotonic_ns()}/runs/job")
 
 
 def test_what_is_pushed_here_is_restored_there(place: Store, tmp_path: Path):

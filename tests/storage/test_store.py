@@ -21,23 +21,11 @@ from outlast.storage import store
 from outlast.storage.store import client, multipart, s3, urls
 from servers import KEY, PAGE, REGION, SECRET, Place
 
-KINDS = ["memory", "file", "rclone", "moto"]
 MIB = 1 << 20
 NAMES = [
     "a b", "ü€漢/ñ", "e\u0301", "a#b", "#", "a%b", "a%20b", "%2F", "a+b", "a&b=c", "a?b", "q\"'b", ".leading", "..two", "...",
     "~t", "a\\b", "a*b", "<a>|b", "{x}^`[y]", "a=b/c:d;e,f@g!$(h)", " edge ", "x.", "deep/er/and/deeper", "ends#x", "#1 in front",
 ]  # fmt: skip
-
-
-@pytest.fixture(params=KINDS)
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty place of each kind in turn."""
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4().hex}"
-    if request.param == "file":
-        return f"file://{tmp_path}/a store%20#ü"
-    place: Place = request.getfixturevalue(request.param)
-    return place.url
 
 
 @pytest.fixture(params=["memory", "moto"])

@@ -37,7 +37,8 @@ from outlast.storage.sync.index import Object, Seen, Stat, Verdict
 from servers import Place
 
 OUTLAST = str(Path(sys.executable).with_name("outlast"))
-KINDS = ["memory", "file", "rclone", "moto"]
+pytestmark = pytest.mark.usefixtures("small_parts")
+MIB = 1 << 20
 NAMES = [
     "a",
     "with space",
@@ -56,25 +57,10 @@ NAMES = [
 ]
 
 
-@pytest.fixture(params=KINDS)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """An empty place of each kind in turn."""
-    return place_of(request.param, request, tmp_path)
-
-
 @pytest.fixture
-def away() -> Store:
+def away(memory: Store) -> Store:
     """An empty place in memory."""
-    return store.open_(f"memory://{uuid.uuid4().hex}/some/where")
-
-
-def place_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if kind == "memory":
-        return store.open_(f"memory://{uuid.uuid4().hex}")
-    if kind == "file":
-        return store.open_(f"file://{tmp_path}/store")
-    server: Place = request.getfixturevalue(kind)
-    return store.open_(f"{server.url}/pre fix")
+    return memory
 
 
 def a_tree(directory: Path, files: dict[str, bytes], *, age_s: float = 100) -> Path:
@@ -204,7 +190,7 @@ def test_there_are_more_threads_for_as_long_as_that_helps() -> None:
 
 
 def test_a_tree_comes_back_as_it_was(place: Store, tmp_path: Path) -> None:
-    files = {name: name.encode() * 100 for name in NAMES} | {"empty": b"", "large": random.Random(0).randbytes(20 << 20)}
+    files = {name: name.encode() * 100 for name in NAMES} | {"empty": b"", "large": random.Random(0).randbytes(3 * MIB)}
     source = a_tree(tmp_path / "source", files)
     os.utime(source / "a", ns=(10**18 + 123_456_789,) * 2)
     assert counts(sync.push(source, place, tmp_path / "push")) == (len(files), 0, 0)
@@ -276,7 +262,7 @@ def test_an_unchanged_tree_costs_one_request(kind: str, request: pytest.FixtureR
 
 
 def test_nothing_is_transferred_again_when_the_state_was_lost(place: Store, tmp_path: Path) -> None:
-    files = {"a": b"1", "b/c": b"2", "large": bytes(9 << 20)}
+    files = {"a": b"1", "b/c": b"2", "large": bytes(2 * MIB)}
     source, target = a_tree(tmp_path / "source", files), tmp_path / "target"
     (source / "just now").write_bytes(b"3")
     sync.push(source, place, tmp_path / "push")
@@ -398,7 +384,7 @@ def test_a_manifest_written_meanwhile_is_not_lost(moto_proxy: Proxy, tmp_path: P
 
 
 def test_an_object_that_is_replaced_during_a_pull_arrives_as_it_is_then(place: Store, tmp_path: Path) -> None:
-    source, target = a_tree(tmp_path / "source", {"a": b"1", "b": b"2" * (9 << 20), "c": b"3"}), tmp_path / "target"
+    source, target = a_tree(tmp_path / "source", {"a": b"1", "b": b"2" * (2 * MIB), "c": b"3"}), tmp_path / "target"
     sync.push(source, place, tmp_path / "push")
     sync.pull(place, target, tmp_path / "pull")
     for name in contents(source):
@@ -416,7 +402,7 @@ def test_an_object_that_is_replaced_during_a_pull_arrives_as_it_is_then(place: S
 
 
 def test_a_log_that_grows_while_it_is_pushed_arrives_in_the_end(place: Store, tmp_path: Path) -> None:
-    source = a_tree(tmp_path / "source", {"small": b"", "large": bytes(10 << 20)})
+    source = a_tree(tmp_path / "source", {"small": b"", "large": bytes(3 * MIB)})
     ended = threading.Event()
 
     def write() -> None:
@@ -472,7 +458,7 @@ def test_a_file_that_is_overwritten_all_the_time_is_sent_again_the_next_time(awa
 
 
 def test_files_deleted_during_the_walk_have_never_been_there(away: Store, tmp_path: Path) -> None:
-    source = a_tree(tmp_path / "source", {f"{n}": b"1" for n in range(100)} | {"large": bytes(9 << 20), "last": bytes(100)})
+    source = a_tree(tmp_path / "source", {f"{n}": b"1" for n in range(100)} | {"large": bytes(2 * MIB), "last": bytes(100)})
 
     def harm(progress: sync.Progress) -> None:
         for path in source.iterdir():
@@ -486,7 +472,7 @@ def test_files_deleted_during_the_walk_have_never_been_there(away: Store, tmp_pa
 
 
 def test_the_low_level_calls_send_and_receive_what_they_are_told(place: Store, tmp_path: Path) -> None:
-    files = {"a": b"1", "empty": b"", "large": random.Random(0).randbytes(17 << 20)}
+    files = {"a": b"1", "empty": b"", "large": random.Random(0).randbytes(2 * MIB + 5)}
     source = a_tree(tmp_path / "source", files)
     moved: list[int] = []
     sent = sync.send(place, [(source / n, f"to/{n}") for n in files], journals=tmp_path / "journals", progress=moved.append)
@@ -501,7 +487,7 @@ def test_the_low_level_calls_send_and_receive_what_they_are_told(place: Store, t
     assert sum(moved) == sum(map(len, files.values()))
 
 
-@pytest.mark.parametrize("size", [3, 20 << 20])
+@pytest.mark.parametrize("size", [3, 3 * MIB])
 def test_receive_leaves_nothing_behind_of_what_is_not_as_expected(place: Store, tmp_path: Path, size: int) -> None:
     place.put("a", bytes(size))
     target = tmp_path / "target"
@@ -703,9 +689,9 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("nobody")
 def test_what_cannot_be_read_is_named_and_the_rest_goes_on(away: Store) -> None:
-    source = a_tree(Path("source"), {"good": b"1", "bad": b"2", "large": bytes(9 << 20), "dir/inner": b"3"})
+    source = a_tree(Path("source"), {"good": b"1", "bad": b"2", "large": bytes(2 * MIB), "dir/inner": b"3"})
     sync.push(source, away, Path("push"))
-    a_tree(source, {"good": b"one", "bad": b"two", "large": bytes(10 << 20), "dir/inner": b"three"}, age_s=50)
+    a_tree(source, {"good": b"one", "bad": b"two", "large": bytes(3 * MIB), "dir/inner": b"three"}, age_s=50)
     for name in ("bad", "large", "dir"):
         (source / name).chmod(0)
     report = sync.push(source, away, Path("push"), sync.Options(delete=True))
@@ -868,13 +854,13 @@ def test_a_pull_of_what_is_missing_leaves_the_rest_alone(away: Store, tmp_path: 
 
 
 def test_what_arrived_before_a_stop_is_not_transferred_again(moto_proxy: Proxy, tmp_path: Path) -> None:
-    files = {f"{n:04d}": b"%d" % n for n in range(300)}
+    files = {f"{n:04d}": b"%d" % n for n in range(200)}
     source, target = a_tree(tmp_path / "source", files), tmp_path / "target"
     place = store.open_(moto_proxy.url)
     stop = threading.Event()
 
     def stopping(method: str) -> faults.Chooser:
-        left = iter(range(100))
+        left = iter(range(80))
 
         def choose(request: faults.Request) -> None:
             if request.method == method and next(left, None) is None:
@@ -886,21 +872,21 @@ def test_what_arrived_before_a_stop_is_not_transferred_again(moto_proxy: Proxy, 
     with pytest.raises(Stopped):
         sync.push(source, place, tmp_path / "push", sync.Options(stop=stop))
     arrived = len(objects(place))
-    assert 100 <= arrived < 300
+    assert 80 <= arrived < 200
     stop.clear()
     moto_proxy.forget()
     moto_proxy.fault = lambda _: None
-    assert counts(sync.push(source, place, tmp_path / "push")) == (300 - arrived, arrived, 0)
-    assert moto_proxy.counts["PUT"] == 300 - arrived + 1
+    assert counts(sync.push(source, place, tmp_path / "push")) == (200 - arrived, arrived, 0)
+    assert moto_proxy.counts["PUT"] == 200 - arrived + 1
 
     moto_proxy.forget()
     moto_proxy.fault = stopping("GET")
     with pytest.raises(Stopped):
         sync.pull(place, target, tmp_path / "pull", sync.Options(stop=stop))
     arrived = len(contents(target))
-    assert 50 <= arrived < 300
+    assert 40 <= arrived < 200
     moto_proxy.fault = lambda _: None
-    assert counts(sync.pull(place, target, tmp_path / "pull")) == (300 - arrived, arrived, 0)
+    assert counts(sync.pull(place, target, tmp_path / "pull")) == (200 - arrived, arrived, 0)
     assert contents(target) == files
 
 
@@ -930,7 +916,7 @@ def test_one_state_is_used_by_one_process(away: Store, tmp_path: Path) -> None:
 
 
 def test_a_store_that_refuses_is_not_asked_a_thousand_times(moto_proxy: Proxy, tmp_path: Path) -> None:
-    source = a_tree(tmp_path / "source", {f"{n}": b"1" for n in range(1000)})
+    source = a_tree(tmp_path / "source", {f"{n}": b"1" for n in range(300)})
     place = store.open_(moto_proxy.url)
     moto_proxy.fault = faults.always(faults.denied, method="PUT")
     with pytest.raises(Denied):
@@ -963,7 +949,7 @@ def test_one_object_that_is_refused_fails_and_the_rest_goes_on(moto_proxy: Proxy
     ],
 )
 def test_a_bad_connection_loses_nothing(rclone_proxy: Proxy, tmp_path: Path, fault: faults.Fault) -> None:
-    files = {f"{n}": b"%d" % n * 1000 for n in range(50)} | {"large": random.Random(0).randbytes(20 << 20)}
+    files = {f"{n}": b"%d" % n * 1000 for n in range(50)} | {"large": random.Random(0).randbytes(3 * MIB)}
     source, target = a_tree(tmp_path / "source", files), tmp_path / "target"
     place = store.open_(rclone_proxy.url)
     rng = random.Random(1)
@@ -1101,11 +1087,11 @@ def test_a_mistake_is_one_sentence(
 
 
 def test_ctrl_c_stops_and_the_same_command_goes_on(rclone_proxy: Proxy, tmp_path: Path) -> None:
-    source = a_tree(tmp_path / "source", {f"{n:04d}": b"%d" % n for n in range(500)})
+    source = a_tree(tmp_path / "source", {f"{n:04d}": b"%d" % n for n in range(250)})
     command = [OUTLAST, "sync", str(source), rclone_proxy.url]
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     reached = threading.Event()
-    left = iter(range(100))
+    left = iter(range(50))
 
     def choose(request: faults.Request) -> None:
         if request.method == "PUT" and next(left, None) is None:
@@ -1118,12 +1104,12 @@ def test_ctrl_c_stops_and_the_same_command_goes_on(rclone_proxy: Proxy, tmp_path
         out, err = child.communicate(timeout=60)
     assert (child.returncode, out, err) == (130, "", "stopped; the same command goes on from here\n")
     arrived = len(objects(store.open_(rclone_proxy.url)))
-    assert 100 <= arrived < 500
+    assert 50 <= arrived < 250
     rclone_proxy.forget()
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.startswith(f"{500 - arrived} files, ")
+    assert done.stdout.startswith(f"{250 - arrived} files, ")
     assert f", {arrived} unchanged, " in done.stdout
-    assert rclone_proxy.counts["PUT"] == 500 - arrived + 1
+    assert rclone_proxy.counts["PUT"] == 250 - arrived + 1
 
 
 def test_what_is_shown_meanwhile() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from outlast.worker.agent.run_ownership import Ended
 
 
 @pytest.fixture
-def place() -> store.Store:
-    return store.open_(f"memory://{uuid.uuid4().hex}/job")
+def place(memory: store.Store) -> store.Store:
+    return memory
 
 
 def taken(place: store.Store, word: str, *, fresh: bool = False) -> str | Ended:
