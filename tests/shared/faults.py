@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 import socket
 import struct
 import threading
@@ -317,6 +318,16 @@ def first(n: int, fault: Fault, *, method: str = "", path: str = "") -> Chooser:
 def always(fault: Fault, *, method: str = "", path: str = "") -> Chooser:
     """Every request, of a method or with a path if told so, has the fault."""
     return first(1 << 60, fault, method=method, path=path)
+
+
+def parts_above(number: int, fault: Fault) -> Chooser:
+    """The parts of a large file after that one have the fault."""
+
+    def choose(request: Request) -> Fault | None:
+        part = re.search(r"partNumber=(\d+)", request.path)
+        return fault if part and int(part[1]) > number else None
+
+    return choose
 
 
 def before(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import faults
+from faults import Proxy
 from outlast.base.errors import AlreadyRunning, Denied, OutlastError, Stopped, Superseded, Unreachable
 from outlast.job import contract
 from outlast.storage import checkpoints, runs, store
@@ -244,45 +246,48 @@ def test_a_push_that_goes_on_sends_only_what_is_missing(memory: Store, tmp_path:
 
 
 @pytest.fixture
-def large(tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch) -> checkpoints.Checkpoint:
-    """A checkpoint with more parts than two stopped pushes complete, each of which completes those on their way."""
-    monkeypatch.setattr(multipart, "AT_ONCE", 2)
-    return written(tmp_path / "here", 10, files={"large": bytes(10 * multipart.PART)})
+def large(tmp_path: Path, small_parts: None) -> checkpoints.Checkpoint:
+    """A checkpoint with a file of five parts."""
+    return written(tmp_path / "here", 10, files={"large": bytes(5 * multipart.PART)})
 
 
-def half_pushed(ours: remote.Checkpoints, local: checkpoints.Checkpoint, journals: Path) -> None:
-    """Push until some parts of the file have arrived, and not all."""
+def half_pushed(proxy: Proxy, ours: remote.Checkpoints, local: checkpoints.Checkpoint, journals: Path, most: int) -> None:
+    """Push until some parts of the file have arrived, and no more than `most`."""
     stop = threading.Event()
+    proxy.fault = faults.parts_above(most, faults.hang)
     with pytest.raises(Stopped):
         ours.push(local, journals=journals, progress=lambda count: stop.set() if count else None, stop=stop)
+    proxy.fault = lambda _: None
 
 
 def test_an_upload_that_was_stopped_goes_on_under_the_next_generation(
-    moto: Bucket, large: checkpoints.Checkpoint, tmp_path: Path
+    moto: Bucket, moto_proxy: Proxy, large: checkpoints.Checkpoint, tmp_path: Path
 ):
-    ours = remote.Checkpoints(store.open_(f"{moto.url}/job"), RUN)
+    ours, client = remote.Checkpoints(store.open_(f"{moto.url}/job"), RUN), moto.server.client
     arrived = 0
     for generation in (1, 2):
         ours.acquire(generation)
-        half_pushed(ours, large, tmp_path / "journals")
-        (upload,) = moto.server.client.list_multipart_uploads(Bucket=moto.bucket)["Uploads"]
+        half_pushed(moto_proxy, ours, large, tmp_path / "journals", most=2 * generation)
+        (upload,) = client.list_multipart_uploads(Bucket=moto.bucket)["Uploads"]
         key = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-        parts = moto.server.client.list_parts(Bucket=moto.bucket, **key)["Parts"]
+        parts = client.list_parts(Bucket=moto.bucket, **key)["Parts"]
         assert len(parts) >= arrived
         arrived = len(parts)
     assert arrived > 0
     assert ours.latest() is None
     assert ours.push(large, journals=tmp_path / "journals").kind == "committed"
-    assert "Uploads" not in moto.server.client.list_multipart_uploads(Bucket=moto.bucket)
+    assert "Uploads" not in client.list_multipart_uploads(Bucket=moto.bucket)
     newest = ours.latest()
     assert newest
     assert ours.verify(newest, deep=True) is None
 
 
-def test_uploads_that_nobody_goes_on_with_are_aborted(moto: Bucket, large: checkpoints.Checkpoint, tmp_path: Path):
+def test_uploads_that_nobody_goes_on_with_are_aborted(
+    moto: Bucket, moto_proxy: Proxy, large: checkpoints.Checkpoint, tmp_path: Path
+):
     ours = remote.Checkpoints(store.open_(f"{moto.url}/job"), RUN)
     ours.acquire(1)
-    half_pushed(ours, large, tmp_path / "journals")
+    half_pushed(moto_proxy, ours, large, tmp_path / "journals", most=2)
     assert moto.server.client.list_multipart_uploads(Bucket=moto.bucket)["Uploads"]
     ours.forget(tmp_path / "journals")
     assert "Uploads" not in moto.server.client.list_multipart_uploads(Bucket=moto.bucket)

@@ -495,7 +495,7 @@ store.open_(sys.argv[1]).upload(Path(sys.argv[2]), "x", journal=Path(sys.argv[3]
 @pytest.mark.slow
 def test_an_upload_that_is_killed_goes_on(proxy: Proxy, tmp_path: Path) -> None:
     place, path, journal = filled(proxy), large(tmp_path, 12), tmp_path / "journal"
-    proxy.intake = 6 * multipart.PART
+    proxy.fault = faults.parts_above(8, faults.hang)
     program = f"from outlast.storage.store import multipart\nmultipart.PART = {multipart.PART}\n{UPLOAD}"
     with subprocess.Popen(
         [sys.executable, "-c", program, place.url, path, journal], stdout=subprocess.PIPE, text=True
@@ -505,7 +505,7 @@ def test_an_upload_that_is_killed_goes_on(proxy: Proxy, tmp_path: Path) -> None:
         while arrived < 3 * multipart.PART:
             arrived += int(process.stdout.readline())
         process.kill()
-    proxy.intake = 0
+    proxy.fault = lambda _: None
     assert uploads(proxy) == ["p/x"]
     with pytest.raises(Missing):
         place.head("x")
@@ -580,10 +580,10 @@ def test_a_completion_before_the_kill_is_recognised(moto_proxy: Proxy, file: Pat
 
 def test_a_stopped_upload_goes_on(proxy: Proxy, tmp_path: Path) -> None:
     place, path, journal, stop = filled(proxy), large(tmp_path, 12), tmp_path / "journal", threading.Event()
-    proxy.intake = 6 * multipart.PART
+    proxy.fault = faults.parts_above(8, faults.hang)
     with pytest.raises(Stopped):
         place.upload(path, "x", journal=journal, stop=stop, progress=lambda n: stop.set() if n else None)
-    proxy.intake = 0
+    proxy.fault = lambda _: None
     proxy.forget()
     place.upload(path, "x", journal=journal)
     if proxy.place and proxy.place.server.name == "moto":
