@@ -144,7 +144,7 @@ def test_jobs_train_on_while_they_lose_workers_and_members_of_their_etcd(three: 
     namespace.wait(lambda: namespace.logs("set").count("stays up and does nothing more") == 2, lambda: namespace.logs("set"))
     documents = three.job("indexed", "indexed-job")
     namespace.kubectl("delete", "pod", "set-0", "--grace-period=0", "--force")
-    namespace.wait(lambda: "another worker says; nothing is left" in namespace.logs("set"), lambda: namespace.logs("set"))
+    namespace.wait(lambda: "as another worker reports; nothing is left" in namespace.logs("set"), lambda: namespace.logs("set"))
     namespace.at_epoch("indexed", 5)
     three.lose(three.leader())
     lose(namespace, "indexed", 0)

@@ -42,7 +42,7 @@ def test_a_statefulset_trains_once_and_stays_up(namespace: Namespace, undisturbe
     namespace.wait(lambda: namespace.logs("set").count("stays up and does nothing more") == 2, lambda: namespace.logs("set"))
     assert all(pod["status"]["containerStatuses"][0]["restartCount"] == 0 for pod in namespace.pods("set"))
     namespace.kubectl("delete", "pod", "set-0", "--grace-period=0", "--force")  # and all that was on its disk
-    namespace.wait(lambda: "another worker says; nothing is left" in namespace.logs("set"), lambda: namespace.logs("set"))
+    namespace.wait(lambda: "as another worker reports; nothing is left" in namespace.logs("set"), lambda: namespace.logs("set"))
     assert "rank 0 of" not in namespace.kubectl("logs", "set-0")
 
 

@@ -104,7 +104,7 @@ def test_a_changed_job_goes_on_with_the_run_and_the_one_before_it_takes_nothing_
     one.kill(0)
     one.start(0)
     assert one.running.pop(0).wait(60) == contract.Exit.MISCONFIGURED
-    assert "was taken up by a later version of this job" in one.log(0)
+    assert "belongs to a later version of this job" in one.log(0)
     one.start(0, **{contract.Env.RUN: "job-changed0"})
     assert one.codes() == {0: 0}
     assert (one.record().run, one.record().owner) == ("job-1a2b3c4d", "job-changed0")

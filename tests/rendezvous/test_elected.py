@@ -294,7 +294,7 @@ def test_a_job_of_other_sizes_is_another_unless_it_was_killed_just_now(bench: Be
     bench.turn(*() if killed else (candidate,), keep=(new,) if killed else (old, new), seconds=3.0)
     assert new.closed is None
     bench.turn(*() if killed else (candidate,), keep=(new,) if killed else (old, new), seconds=5.0)
-    reason = "run r is of --nnodes=1, and this is --nnodes=2: another job has this --rdzv-id; give each its own"
+    reason = "run r has --nnodes=1, and this node has --nnodes=2: another job has this --rdzv-id; give each its own"
     assert new.closed == (None if killed else sockets.Closed(reason, 78))
 
 

@@ -31,7 +31,7 @@ def test_an_order_that_is_signed_is_accepted_once() -> None:
     accepted = Answer(202, "the worker saves and leaves", "AWS takes the machine back", NOW + 120)
     assert taken.judge(*an_order(), NOW) == accepted
     again = taken.judge(*an_order(), NOW + 59)
-    assert (again.status, again.text) == (409, "the order came before; sign it anew if it is meant twice")
+    assert (again.status, again.text) == (409, "the order is a repetition; sign it again if the worker must leave once more")
     assert taken.judge(*an_order(now=NOW + 1), NOW + 1).status == 202, "signed anew it is another one, e.g. with less time"
     assert taken.judge(*an_order(), NOW + 61).status == 409
     assert len(taken._seen) <= 2, "what is too old is not remembered"
@@ -68,7 +68,7 @@ def test_anything_else_is_refused_with_the_reason(order: tuple[dict[str, str], b
 
 def test_an_order_to_the_process_before_is_not_for_this_one() -> None:
     answer = Orders(KEY, worker=3, since=NOW + 5).judge(*an_order(), NOW + 6)
-    assert (answer.status, "an earlier one" in answer.text) == (409, True)
+    assert (answer.status, "older than this process" in answer.text) == (409, True)
 
 
 def test_without_a_key_nobody_can_order_anything() -> None:

@@ -116,8 +116,8 @@ def test_a_run_that_there_is_not_is_said_with_those_there_are(shared_etcd: etcds
     ("endpoint", "code", "said"),
     [
         ("etcd://127.0.0.1:1", 1, "etcd at 127.0.0.1:1 cannot be reached"),
-        ("c10d://a:29400", 2, "'c10d://a:29400' is no address of an etcd; expected etcd://host:2379"),
-        ("", 2, "is no address of an etcd"),
+        ("c10d://a:29400", 2, "'c10d://a:29400' is not an etcd endpoint; expected etcd://host:2379"),
+        ("", 2, "is not an etcd endpoint"),
     ],
 )
 def test_an_endpoint_that_is_none_is_said(
@@ -141,5 +141,5 @@ def test_an_etcd_that_wants_to_know_who_asks_is_told_by_variables(
         said.append(outlast("rdzv", "show", "--endpoint", own_etcd.endpoint))
     (nobody, _, why_nobody), (wrong, _, why_wrong), (right, _, _) = said
     assert (nobody, wrong, right) == (2, 2, 0)
-    assert "wants to know who asks; say user and password (OUTLAST_ETCD_USER" in why_nobody
+    assert "requires a user; set user and password (OUTLAST_ETCD_USER" in why_nobody
     assert "does not accept user root" in why_wrong

@@ -200,7 +200,7 @@ def test_another_job_of_the_same_id_is_told_so(nodes: Nodes, monkeypatch: pytest
     nodes.until(nodes.training(1))
     other = nodes.start((1, 8))
     nodes.until(lambda: other.closed)
-    reason = f"run {nodes.run} is of --nnodes=2, and this is --nnodes=1:8: another job has this --rdzv-id; give each its own"
+    reason = f"run {nodes.run} has --nnodes=2, and this node has --nnodes=1:8: another job has this --rdzv-id; give each its own"
     assert other.closed == sockets.Closed(reason, contract.Exit.MISCONFIGURED)
     nodes.all.remove(other)
     other.close()
@@ -445,4 +445,4 @@ def test_what_cannot_be_taken_in_once_does_not_deafen_a_member(shared_etcd: Serv
         assert heard.wait(60)
         listener.stop()
         listener.thread.join(60)
-    assert "what stands in etcd could not be taken in; trying again" in capfd.readouterr().out
+    assert "the keys in etcd could not be processed; trying again" in capfd.readouterr().out

@@ -109,7 +109,7 @@ def test_strangers_can_neither_join_nor_end_the_run(run: Run, capfd: pytest.Capt
     members[0].report("training", generation=1)
     until(lambda: run.host.reports[0].standing == "training")
     assert (run.ended, run.broken) == ([], [])
-    assert "sent a report that makes no sense: it is not sealed with the key of the run" in capfd.readouterr().err
+    assert "sent an invalid report: it is not sealed with the key of the run" in capfd.readouterr().err
 
 
 def test_a_member_believes_nobody_who_does_not_know_the_key(capfd: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +128,7 @@ def test_a_member_believes_nobody_who_does_not_know_the_key(capfd: pytest.Captur
                     lines.next(1 << 20)
         client.close()
         assert client.closed is None
-    assert "cannot be understood: it is not sealed with the key of the run; trying again" in capfd.readouterr().out
+    assert "sent an invalid message: it is not sealed with the key of the run; trying again" in capfd.readouterr().out
 
 
 def test_a_sealed_line_is_of_its_place_its_side_and_its_connection() -> None:

@@ -150,7 +150,7 @@ class Link:
     def keep(self, lease: int) -> None:
         def renew() -> None:
             if lease not in self.server.leases:
-                raise LeaseGone("the lease has ended")
+                raise LeaseGone("the lease has expired")
             self.server.leases[lease].ends = self.server.now + self.server.leases[lease].ttl
 
         self._ask(renew)

@@ -121,7 +121,7 @@ def test_with_any_notice_there_is_time_to_save_and_to_upload(
 
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize(
-    ("death", "code", "how"), [("kill -9 $$", 137, "was killed by SIGKILL"), ("exit 1", 1, "ended by an exception of its own")]
+    ("death", "code", "how"), [("kill -9 $$", 137, "was killed by SIGKILL"), ("exit 1", 1, "ended with an exception")]
 )
 def test_a_warm_process_that_dies_is_started_again_where_there_is_something_to_lose(
     bench: Bench, trained: bool, death: str, code: int, how: str, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +173,7 @@ def test_a_warm_process_that_cannot_be_started_counts_as_one_that_has_ended(
     ("status", "event", "reason"),
     [
         (-9, lifecycle.Trained(137, (1, 0)), "was killed by SIGKILL"),
-        (os.EX_SOFTWARE, lifecycle.Trained(1, (1, 0)), "ended by an exception of its own"),
+        (os.EX_SOFTWARE, lifecycle.Trained(1, (1, 0)), "ended with an exception"),
         (1, lifecycle.Trained(1), ""),  # as the coordinator has published
         (75, lifecycle.Trained(75), ""),
     ],

@@ -210,7 +210,7 @@ def test_an_output_is_uploaded_although_what_was_compiled_is_not(tmp_path: Path,
     uploader.compiled = cache
     assert upload.flush(uploader, time.monotonic() + 20) == ""
     assert place.get("final.json") == b"{}"
-    assert "what was compiled is not all in the store" in capfd.readouterr().err
+    assert "compiled code could not be uploaded completely" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ def taken(place: store.Store, word: str, *, fresh: bool = False) -> str | Ended:
 def test_a_worker_without_a_record_is_told_of_the_end_by_those_who_stay_up() -> None:
     health = probes.Health(end=Ended("a", "it is over", 0).dumps())
     done, training = probes.serve(lambda: health, {}), probes.serve(probes.Health, {})
-    assert run_ownership.ask_end(["127.0.0.1:1", training, done], "a") == Ended("a", "it is over", 0)
-    assert run_ownership.ask_end([training, done], "b") is None
+    assert run_ownership.query_end(["127.0.0.1:1", training, done], "a") == Ended("a", "it is over", 0)
+    assert run_ownership.query_end([training, done], "b") is None
 
 
 def test_the_others_are_called_as_pod_0_is() -> None:
@@ -54,7 +54,7 @@ def test_the_first_pod_begins_a_run_and_the_others_find_it(place: store.Store) -
 
 def test_a_changed_file_goes_on_with_the_run_and_keeps_it(place: store.Store) -> None:
     assert [taken(place, "a"), taken(place, "b"), taken(place, "b")] == ["a", "a", "a"]
-    with pytest.raises(Superseded, match="was taken up by a later version of this job"):
+    with pytest.raises(Superseded, match="belongs to a later version of this job"):
         taken(place, "a")
 
 

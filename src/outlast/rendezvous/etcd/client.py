@@ -1,8 +1,8 @@
-"""A member's client of a rendezvous by etcd v3: under torchrun anywhere, and in pods without an operator.
+"""A member's client of the etcd v3 rendezvous, for torchrun anywhere and for pods without an operator.
 Docs: docs/decisions/0014-rendezvous-by-etcd.md, docs/guide/torchrun.md.
 
-This module has the threads around `member.Membership` and `election.Candidate`, and `look`, which shows people the state of runs.
-While etcd is unreachable, the last published state stays valid and training goes on; no error is raised here.
+This module has the threads around `member.Membership` and `election.Candidate`, and `look`, which reads the state of runs for
+people. While etcd is unreachable, the last published state stays valid and training continues; no error is raised here.
 """
 
 from __future__ import annotations
@@ -31,27 +31,25 @@ if TYPE_CHECKING:
     from outlast.rendezvous.etcd.election import ElectionConfig
 
 LEAST_TTL_S = 2
-"""The shortest TTL that etcd grants, with its usual election timeout of 1 s."""
+"""The shortest TTL that etcd grants with its usual election timeout of 1 s, in seconds."""
 LONGEST_PAUSE_S = 0.5
-"""Longest pause between two attempts while etcd is unreachable."""
+"""Longest pause between two attempts while etcd is unreachable, in seconds."""
 LIST_S = 10.0
-"""Interval at which watched keys are listed again, in case a watch has died silently. Arbitrary."""
+"""Interval between listings of watched keys in seconds, since a watch may die silently. Arbitrary."""
 LAST_S = 1.0
-"""How long a leaving member waits until its last report is written."""
+"""Time in seconds that a leaving member waits for the write of its last report."""
 CLOSE_S = 2.0
-"""How long a finished member stays a candidate: all members finish at about the same time, and one of them has to close the
-run."""
+"""Time in seconds that a finished member remains a candidate, since one of the members must close the run."""
 
 
 def _answer_s(ttl: int) -> float:
-    """Timeout of a request to one endpoint: short enough that another endpoint can still renew a lease, which is due every third
-    of its TTL."""
+    """Return the timeout of a request to one endpoint. Another endpoint must still be able to renew a lease, which is due every
+    third of its TTL."""
     return min(gateway.ANSWER_S, ttl / 3)
 
 
 class Listener:
-    """A thread that lists all keys with a prefix and watches them until it is stopped; it lists again whenever the watch
-    breaks."""
+    """A thread that lists and watches all keys with a prefix, and lists them again after each broken watch."""
 
     def __init__(
         self,
@@ -66,7 +64,7 @@ class Listener:
         self.thread = threading.Thread(target=self._run, name="outlast-etcd-watch", daemon=True)
 
     def again(self) -> None:
-        """List again; the prefix may have changed."""
+        """List the keys again, with the current prefix."""
         self._again.set()
         self._client.interrupt()
 
@@ -78,7 +76,7 @@ class Listener:
         failures = 0
         while True:
             self._again.clear()
-            if self._stop.is_set():  # checked after `clear`, or a call of `stop` would be missed
+            if self._stop.is_set():  # after `clear`, to notice a concurrent `stop`
                 return
             try:
                 prefix = self._prefix()
@@ -95,28 +93,27 @@ class Listener:
                 if not self._again.is_set():
                     failures += 1
                     self._again.wait(pause(failures, LONGEST_PAUSE_S))
-            except Exception:  # without this thread its process would receive nothing any more, and go on as if all were well
+            except Exception:  # without this thread the process would silently miss all news
                 failures += 1
                 if failures == 1:
                     print(
-                        f"outlast | what stands in etcd could not be taken in; trying again:\n{traceback.format_exc()}",
-                        flush=True,
+                        f"outlast | the keys in etcd could not be processed; trying again:\n{traceback.format_exc()}", flush=True
                     )
                 self._again.wait(LONGEST_PAUSE_S)
 
 
 class Client:
-    """A member's client. It does not connect before the first `report`."""
+    """A member's client, which connects at its first `report`."""
 
     def __init__(self, where: gateway.Address, who: Identity, *, name: str = "") -> None:
-        """`name` is the run's name in etcd; default: `who.run`."""
+        """`name` is the run's name in etcd, by default `who.run`."""
         self.etcd = gateway.Etcd(where, answer_s=_answer_s(who.ttl))
         of = schema.Keys.of(where.prefix, name or who.run)
         self._membership = Membership(self.etcd, of, who)
         self._of, self._ttl = of, who.ttl
         self._changed = threading.Condition()
         self._version, self._written_version = 0, 0
-        """Version of our report, which grows with each change, and the version that etcd has."""
+        """Version of our report, incremented by each change, and the version in etcd."""
         self._stop = threading.Event()
         self._reachable = True
         self._listener = Listener(self.etcd, lambda: of.decided, self._listed, self._happened)
@@ -142,7 +139,7 @@ class Client:
 
     @property
     def why(self) -> str:
-        """Why the coordinator waits."""
+        """The coordinator's reason to wait."""
         return self._membership.why
 
     def report(self, standing: str, **fields: Any) -> None:
@@ -168,7 +165,7 @@ class Client:
             self._changed.wait(timeout_s)
 
     def close(self) -> None:
-        """Leave, after the last report is written if etcd is reachable. The report of a finished member stays for a while."""
+        """Leave; first write the last report if etcd is reachable. A final report remains until the lease expires."""
         with self._changed:
             if self._writer.ident and not self._stop.is_set() and self._reachable:
                 self._changed.wait_for(lambda: self._written_version == self._version or not self._reachable, LAST_S)
@@ -203,7 +200,7 @@ class Client:
                 number = self._version
             try:
                 if not self._membership.synced:
-                    self.etcd.range(self._of.published)  # etcd is reachable: it must be listed before we write
+                    self.etcd.range(self._of.published)  # etcd is reachable: wait for the listing before we write
                     with self._changed:
                         self._changed.wait_for(lambda: self._membership.synced or self._stop.is_set(), LAST_S)
                     continue
@@ -223,7 +220,7 @@ class Client:
                     self._changed.notify_all()
                 self._stop.wait(pause(failures, LONGEST_PAUSE_S))
                 continue
-            except Exception as bug:  # without this thread the worker no longer reports
+            except Exception as bug:  # without this thread the worker cannot report
                 self._end(f"the rendezvous has failed: {bug!r}", contract.Exit.FAILED)
                 raise
             line.well()
@@ -242,8 +239,8 @@ class Client:
 
 
 class Running:
-    """A candidate and its threads; each process that may coordinate a run has one. `id` returns the index of the process's
-    member, or None before it has one."""
+    """A candidate and its threads, in a process that may coordinate a run. `id` returns the index of the process's member; None
+    before it has one."""
 
     def __init__(
         self, where: gateway.Address, name: str, config: ElectionConfig, *, id: Callable[[], int | None] = lambda: None
@@ -256,7 +253,7 @@ class Running:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listener = Listener(self.etcd, lambda: self._candidate.prefix, self._listed, self._happened)
         self._close_by: float | None = None
-        self._complained = False
+        self._printed_bug = False
         self._thread = threading.Thread(target=self._run, name="outlast-candidate", daemon=True)
 
     @property
@@ -270,11 +267,11 @@ class Running:
         self._thread.start()
 
     def wait(self) -> None:
-        """Resign after a last decision; waits for the decision as long as etcd answers at once."""
+        """Decide a last time, and resign. Gives up the decision if etcd does not answer at once."""
         self.close()
 
     def close(self, *, done: bool = False) -> None:
-        """Like `wait`; if training is done, first wait up to CLOSE_S for a coordinator to close the run."""
+        """Decide a last time, and resign. If training is done, first wait up to CLOSE_S for a coordinator to close the run."""
         self._close_by = time.monotonic() + (CLOSE_S if done else 0.0)
         self._inbox.put(None)
         if self._thread.ident:
@@ -316,23 +313,25 @@ class Running:
             self._candidate.last()
 
     def _take_inbox(self, timeout_s: float) -> None:
-        """Process everything in the inbox, after waiting for the first entry."""
+        """Wait for an entry in the inbox, then process all entries."""
         with contextlib.suppress(queue.Empty):
-            received = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
+            task = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
             while True:
-                if received:
+                if task:
                     try:
-                        received()
+                        task()
                     except Exception:
                         self._on_bug()
-                received = self._inbox.get_nowait()
+                task = self._inbox.get_nowait()
 
     def _on_bug(self) -> None:
-        """Handle an unexpected exception: either etcd holds something unreadable or there is a bug. Step down, let another
-        candidate try, and retry later."""
-        if not self._complained:
-            print(f"outlast | this worker could not decide, and lets another try:\n{traceback.format_exc()}", flush=True)
-        self._complained = True
+        """Handle an unexpected exception, from a bug or from unreadable data in etcd: resign, so that another candidate tries,
+        and retry later."""
+        if not self._printed_bug:
+            print(
+                f"outlast | this worker could not decide, and resigns for another worker:\n{traceback.format_exc()}", flush=True
+            )
+        self._printed_bug = True
         with contextlib.suppress(EtcdError):
             self._candidate.resign()
 
@@ -342,38 +341,38 @@ class Running:
 
 @dataclass(frozen=True)
 class Present:
-    """A member that has a key in etcd."""
+    """A member with a key in etcd."""
 
     report: Report
     left_s: int | None
-    """Remaining seconds of the member's lease; None if the lease ended while we looked."""
+    """Remaining seconds of the member's lease; None if the lease has just expired."""
     decides: bool
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as recorded in etcd."""
+    """The state of a run in etcd."""
 
     name: str
     members: tuple[Present, ...]
-    """The members, by id."""
+    """The members, sorted by id."""
     coordinator: schema.Leader | None
-    """The coordinator; None until one is elected, and after the end."""
+    """The coordinator; None before an election and after the end."""
     world: World | None = None
     called: Call | None = None
-    """The pending call, of a newer generation than the world's."""
+    """The pending call, for a newer generation than the world's."""
     closed: Closed | None = None
     why: str = ""
-    """The coordinator's reason to wait, or a sentence that all is well."""
+    """The coordinator's reason to wait, or a description of normal training."""
     nnodes: str = ""
-    """`min:max`, if members have to agree on it (torchrun's --nnodes)."""
+    """`min:max` of torchrun's --nnodes, on which members must agree."""
     left_s: int | None = None
-    """Seconds until the published state expires if it is not renewed; None if there is none."""
+    """Seconds until the published state expires without renewal; None without a published state."""
 
 
 def look(client: gateway.Etcd, run: str | None = None) -> list[Run]:
-    """Return all runs below the prefix of an etcd, or only the run or the runs of the job (`team/job`) that `run` names. Changes
-    nothing. Raises EtcdError.
+    """Read all runs below the prefix of an etcd, or only the run or the runs of the job (`team/job`) named by `run`. Raises
+    EtcdError.
 
     with contextlib.closing(gateway.Etcd(gateway.address("etcd://host:2379"))) as client: ...
     """

@@ -1,9 +1,8 @@
-"""Coordination by etcd: members elect one of them, which coordinates until it exits or its lease ends (docs/decisions/0014).
+"""Coordination by an elected member, which coordinates until it exits or its lease expires (docs/decisions/0014).
 
 `Candidate` runs for election and `Term` decides, both without threads: `client.Running` adds the threads, and tests use a
 simulated etcd. Every write of a term is conditional on its election: a term that is over cannot write, and its pending output and
-ledger events are dropped. An election is identified by a nonce in its key and not by a revision: if etcd loses its data, it
-counts revisions from the start again.
+ledger events are dropped. A nonce in the key identifies an election, since revisions restart if etcd loses its data.
 """
 
 from __future__ import annotations
@@ -30,31 +29,29 @@ from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
 LINGER_S = 600
-"""TTL of the published state, which outlives the last coordinator by this long; it bounds how long etcd may be down as a
-whole."""
+"""TTL in seconds of the published state after the last coordinator, which also limits the tolerated downtime of etcd."""
 LISTEN_S = 1.0
-"""How long a new coordinator listens if etcd has no state: etcd may have lost the state, and members report it every half
-second."""
+"""Time in seconds that a new coordinator listens if etcd has no state. Members report a lost state every half second."""
 REPORT_S = 3.0
-"""How long a new coordinator waits for a report from any member of the published world: all may have been cut off for a while."""
+"""Time in seconds that a new coordinator waits for a report from any member of the published world, since all may have been
+disconnected."""
 PASSED = 100
-"""Number of generations that are skipped when etcd has lost its state: more than can have followed the newest reported
-generation."""
+"""Number of generations skipped after a loss of etcd's state, more than can have followed the newest reported generation."""
 WHY_S = 0.5
-"""Minimum interval between writes that change only the reason for a wait."""
+"""Minimum interval in seconds between writes that change only the reason for a wait."""
 ENDED = 100
-"""Maximum number of fenced processes that stay published."""
+"""Maximum number of published fenced processes."""
 JITTER_S = 0.1
-"""Maximum random delay before running for election, since all candidates see the end of a term at once. Candidates that know no
-world wait longer."""
+"""Maximum random delay in seconds before running for election, since all candidates notice the end of a term at once. Candidates
+without a run wait longer."""
 
 
 class Deposed(Exception):
-    """Another candidate was elected, or may have been."""
+    """Raised if another candidate was, or may have been, elected."""
 
 
 class EventSink(Protocol):
-    """Receives a coordinator's messages, ledger events and final result, once etcd has accepted them."""
+    """Receiver of a coordinator's messages, ledger events and final result, once etcd has accepted them."""
 
     def say(self, text: str) -> None: ...
     def event(self, kind: str, **facts: Any) -> None: ...
@@ -68,30 +65,29 @@ class ElectionConfig:
     settings: coordinator.Settings
     events: EventSink
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
-    """Identifies the process."""
+    """Identifier of the process."""
     nnodes: str = ""
-    """`min:max` under torchrun, where any node may join and --max-restarts limits the restarts; empty in pods."""
+    """`min:max` under torchrun, where any node may join and --max-restarts is the limit; empty in pods."""
     replicas: int = 0
-    """Expected number of workers, in pods."""
+    """Expected number of workers in pods."""
     ttl: int = TTL_S
-    """TTL of the leadership."""
+    """TTL of the leadership, in seconds."""
     clock: Callable[[], float] = dataclasses.field(default_factory=Clock)
-    """A steady clock. It stops while this machine sleeps: leases that end in that time are then found ended, and are replaced."""
+    """A steady clock, which may stop while this machine sleeps: leases that expired meanwhile are replaced."""
     random: Callable[[], float] = RANDOM.random
     nonce: Callable[[], str] = lambda: secrets.token_hex(4)
 
 
 class Term(coordinator.Coordinator):
-    """The leadership of one coordinator, from its election on."""
+    """The leadership of one coordinator after its election."""
 
     def __init__(
         self, store: Store, keys: schema.Keys, config: ElectionConfig, leader: KeyValue, listing: Outcome, incarnation: str = ""
     ) -> None:
-        """`leader` is the key by which the coordinator was elected; `listing` holds all keys of the run; `incarnation` is the run
-        that the candidate was part of."""
+        """`leader` is the key of the election, `listing` has all keys of the run, and `incarnation` is the candidate's run."""
         super().__init__(config.settings, config.clock)
         self._store, self._keys, self._config, self.leader = store, keys, config, leader
-        self.gives_up = not config.nnodes  # torchrun knows no such code
+        self.gives_up = not config.nnodes  # torchrun has no equivalent exit code
         self._lease: int | None = None
         """Lease of the published state."""
         self._renewed_at = 0.0
@@ -100,32 +96,32 @@ class Term(coordinator.Coordinator):
         self._tokens: tuple[str, ...] = ()
         """Tokens of the members of the world, in the same order."""
         self._parked: dict[int, KeyValue] = {}
-        """Keys of processes that replace a member whose loss is not decided yet."""
+        """Keys of processes that replace a member with an undecided loss."""
         self._effects: list[Callable[[], None]] = []
         """Output and ledger events to emit once etcd has accepted the state."""
         self._last_published: schema.Published | None = None
         self._last_published_at = 0.0
         self._why = ""
         self._failure: Mapping[str, Any] | None = None
-        """The last failure that was counted."""
+        """The last counted failure."""
         self._ended: dict[str, str] = {}
-        """Tokens of fenced processes, each with the reason."""
+        """Reasons for fencing, by token of the process."""
         self._listen_until: float | None = None
         self._begin(listing, incarnation)
 
     @property
     def incarnation(self) -> str:
-        """Incarnation of the run; empty until it is published."""
+        """Incarnation of the run; empty before its first publication."""
         return self._incarnation if self._last_published else ""
 
     def _begin(self, listing: Outcome, incarnation: str) -> None:
-        """Take over the published state and the reports of members."""
+        """Take over the published state and the members' reports."""
         of, now = self._keys, self.clock()
         kv = next((kv for kv in listing.kvs if kv.key == of.published), None)
         last = schema.Published.loads(kv.value) if kv else None
         self._published_at = kv.modified if kv else 0
         self._after = 0
-        """Keys written up to this revision belong to a run that is over."""
+        """Last revision of the previous run, whose keys are ignored."""
         members = [kv for kv in listing.kvs if kv.key.startswith(of.members)]
         all_done = last and last.world and set(last.world.members) <= set(last.done)
         self._previous_incarnation = ""
@@ -161,7 +157,7 @@ class Term(coordinator.Coordinator):
         if not inside:
             self._listen_until = now + REPORT_S
         if not any(kv.created < self._published_at for kv in members if self._id(kv) in inside):
-            self.forgive()  # members may have had to reconnect as well; give the rest time
+            self.forgive()  # all members had to reconnect; give the rest time
 
     # Reports of members
 
@@ -170,7 +166,7 @@ class Term(coordinator.Coordinator):
         of = self._keys
         for event in events:
             if event.key == of.leader and event != self.leader:
-                raise Deposed("somebody else was elected")
+                raise Deposed("another candidate was elected")
             if event.key.startswith(of.members):
                 if isinstance(event, KeyValue):
                     self._on_report_key(event)
@@ -178,7 +174,7 @@ class Term(coordinator.Coordinator):
                     self._on_key_gone(self._id(event), event.modified)
 
     def listed(self, listing: Outcome) -> None:
-        """Process a listing of all keys of the run: events may have been missed."""
+        """Process a listing of all keys of the run, which replaces missed events."""
         members = {self._id(kv): kv for kv in listing.kvs if kv.key.startswith(self._keys.members)}
         for id in set(self._seen) - set(members):
             self._on_key_gone(id, listing.revision)
@@ -186,7 +182,7 @@ class Term(coordinator.Coordinator):
             self._on_report_key(kv)
 
     def forgive(self) -> None:
-        """Reset deadlines: leases may have ended while they could not be renewed, so members get time to come back."""
+        """Reset deadlines, so that members with expired leases have time to return."""
         self.state = replace(self.state, since=self.clock())
 
     def _id(self, kv: KeyValue | Gone) -> int:
@@ -197,35 +193,32 @@ class Term(coordinator.Coordinator):
         record, id = schema.Record.loads(kv.value), self._id(kv)
         token, at = self._seen.get(id, ("", 0))
         if record is None or record.report.id != id or kv.modified <= max(at, self._after):
-            return  # another program's, or seen before
+            return  # from another program, or already processed
         if record.nnodes != self._config.nnodes or (record.incarnation and record.incarnation == self._previous_incarnation):
-            return  # of another job, or of a run that is over
+            return  # from another job, or a run that is over
         if record.token in self._ended:
-            return  # fenced; it has not read that yet
+            return  # fenced, but not aware of it yet
         if token and token != record.token:
-            self.on_gone(id)  # another process has its place now
+            self.on_gone(id)  # another process has replaced it
         self._seen[id] = record.token, kv.modified
-        self._learn(record)
+        self._recover(record)
         report, now = record.report, self.state.world
         if now and id in now.members and (id, record.token) not in zip(now.members, self._tokens, strict=False):
-            if (
-                self.state.called is None
-            ):  # another process has this index: the member is lost, the new one may join the next world
-                self.on_gone(id)
+            if self.state.called is None:
+                self.on_gone(id)  # another process has this index: it may join the next world
                 self._parked[id] = kv
                 return
             if report.generation == now.generation and not report.again:
                 report = replace(report, generation=now.generation - 1)
-        if report.failure:  # dated by its arrival: the member's clock is not ours
+        if report.failure:  # dated by its arrival, since the member's clock may differ from ours
             report = replace(report, failure={**report.failure, "time": self.clock()})
         given_up = self._config.nnodes and report.failed and (report.failure or {}).get("code") == contract.Exit.GIVEN_UP
-        if given_up and report.failure and report.generation >= self.generation():  # unless the others have gone on without it
+        if given_up and report.failure and report.generation >= self.generation():  # unless the world has moved on without it
             self.over(State.FAILED, report.failure.get("reason", f"worker {id} gives up"), contract.Exit.FAILED, End.LIMIT)
         self.on_report(report)
 
-    def _learn(self, record: schema.Record) -> None:
-        """Learn from a member's record about a world that etcd may have lost: the world goes on, and we skip generations that may
-        have followed it unseen."""
+    def _recover(self, record: schema.Record) -> None:
+        """Recover a world that etcd may have lost from a member's record, and skip generations that may have followed it."""
         lost, state = record.world, self.state
         if lost and lost.generation > (state.world.generation if state.world else 0):
             if state.called is not None and lost.generation < state.called.generation:
@@ -245,7 +238,7 @@ class Term(coordinator.Coordinator):
     # Deciding
 
     def turn(self) -> None:
-        """Decide and publish. Raises EtcdError, and Deposed."""
+        """Decide and publish. Raises EtcdError and Deposed."""
         now = self.clock()
         self._renew_lease()
         if self._listen_until is not None:
@@ -253,7 +246,7 @@ class Term(coordinator.Coordinator):
                 self._listened()
             else:
                 if self.state.world:
-                    self._publish()  # a state that etcd has lost must not die with the members that know it
+                    self._publish()  # restore a state that etcd has lost before its members exit
                 return
         for _ in range(10):
             self._publish()  # never decide on top of a state that may not have been written
@@ -283,9 +276,8 @@ class Term(coordinator.Coordinator):
         now, members = self.state.world, self.state.members.values()
         if now and not any(m.generation >= now.generation for m in members if m.id in now.members):
             min_generation = max(self.state.min_generation, self.generation())
-            called = world.Call(
-                min_generation + 1, "nobody of the last world is left", False, self.clock(), cause=world.Cause.LOST
-            )
+            reason = "no member of the last world is left"
+            called = world.Call(min_generation + 1, reason, False, self.clock(), cause=world.Cause.LOST)
             self.state = replace(self.state, world=None, called=called, min_generation=min_generation, since=-math.inf)
 
     def _state_to_publish(self) -> schema.Published:
@@ -317,7 +309,7 @@ class Term(coordinator.Coordinator):
         """Publish the state if it has changed. Raises Deposed if this term is over."""
         new, last, now = self._state_to_publish(), self._last_published, self.clock()
         if last and replace(new, why=last.why) == last and now - self._last_published_at < WHY_S:
-            new = last  # many members come one after the other: do not write for each
+            new = last  # one write for many members that arrive one after the other
         if new != last:
             if self.state.world is None and new.why != (last.why if last else ""):
                 self._effects.append(lambda: self._config.events.say(new.why))
@@ -344,13 +336,13 @@ class Term(coordinator.Coordinator):
                 return
             current = {kv.key: kv for kv in outcome.kvs}
             if of.leader not in current or current[of.leader].value != self.leader.value:
-                raise Deposed("somebody else was elected, or etcd has lost who was")
-            # We lead, so either we wrote the current value and the answer was lost, or the lease of the value has ended.
+                raise Deposed("another candidate was elected, or etcd has lost the election")
+            # We lead, so we wrote the current value and its response was lost, or the value's lease has expired.
             self._published_at = current[of.published].modified if of.published in current else 0
         raise EtcdError(f"{of.published} changes although only this process may write it")
 
     def _renew_lease(self) -> None:
-        """Renew the lease of the published state; if the lease has ended, the state is published again."""
+        """Renew the lease of the published state. If the lease has expired, the state is published again."""
         if self._lease is None or self.clock() - self._renewed_at < LINGER_S / 4:
             return
         try:
@@ -368,8 +360,7 @@ class Term(coordinator.Coordinator):
         self._effects.append(lambda: self._config.events.event(kind, **facts))
 
     def formed(self, new: world.World) -> None:
-        """Called when a world has been formed: all its members have reported, so from now on a vanished key means a lost
-        member."""
+        """Note that all members of a new world have reported, so a deleted key now means a lost member."""
         self.state = replace(self.state, since=-math.inf)
         self._tokens = tuple(self._seen[id][0] for id in new.members)
 
@@ -379,7 +370,8 @@ class Term(coordinator.Coordinator):
             self._effects.append(lambda: self._config.events.say(failure.traceback))
 
     def fence(self, id: int, reason: str) -> None:
-        """Fence a member by the token of its process. Nobody restarts a plain torchrun, so there the member just waits."""
+        """Fence a member by the token of its process. A plain torchrun is not restarted after an exit, so there the member just
+        waits."""
         if not self._config.nnodes and id in self._seen:
             ended = {**self._ended, self._seen[id][0]: reason}
             self._ended = dict([*ended.items()][-ENDED:])
@@ -391,7 +383,7 @@ class Term(coordinator.Coordinator):
 
 
 class Candidate:
-    """A process that may be elected. `turn` acts; `listed` and `happened` process keys and events of etcd."""
+    """A process that may be elected. Call `turn` regularly; `listed` and `happened` process keys and events of etcd."""
 
     def __init__(
         self,
@@ -409,7 +401,7 @@ class Candidate:
         self._at = 0
         """The last revision that we have received."""
         self._began: int | None = None
-        """Revision of etcd at which we began to listen."""
+        """Revision of etcd at our first listing; None before it."""
         self._incarnation = ""
         self._leader: KeyValue | None = None
         self._lease: int | None = None
@@ -422,9 +414,9 @@ class Candidate:
         return f"{self._keys.root}/" if self.term else self._keys.decided
 
     def listed(self, listing: Outcome, below: str = "") -> None:
-        """Process a listing of all keys below `prefix`; `below` is the prefix of the request, which may have changed since."""
+        """Process a listing of all keys below `prefix`. `below` is the prefix of the request; `prefix` may have changed since."""
         if below and below != self.prefix:
-            return  # it lacks the members, or is of a term that is over; the new prefix is listed as well
+            return  # outdated; the new prefix is listed as well
         self._at = listing.revision
         current = {kv.key: kv for kv in listing.kvs}
         if self._began is None:
@@ -470,7 +462,7 @@ class Candidate:
             self._config.events.finished(state, published.closed.reason, published.closed.code)
 
     def turn(self) -> float:
-        """Run for election, coordinate, or wait; returns the seconds until the next turn if nothing happens. Raises EtcdError."""
+        """Run for election, coordinate, or wait; returns the seconds until the next turn without events. Raises EtcdError."""
         config, now = self._config, self._config.clock()
         if self._began is None or (self.ended and not self.term):
             return float(config.ttl)
@@ -525,7 +517,7 @@ class Candidate:
 
     def _stand_down(self) -> None:
         if self.term:
-            self._incarnation = self.term.incarnation or self._incarnation  # for when we are elected again
+            self._incarnation = self.term.incarnation or self._incarnation  # for our next election
         self.term = self._lease = self._leader = self._run_at = None
 
     def resign(self) -> None:
@@ -536,7 +528,7 @@ class Candidate:
             self._store.revoke(lease)
 
     def last(self) -> None:
-        """Decide once more from the current keys, and resign. Raises EtcdError."""
+        """Decide a last time from the current keys, and resign. Raises EtcdError."""
         if self.term:
             self.term.listed(self._store.range(f"{self._keys.root}/", prefix=True))
             self.turn()

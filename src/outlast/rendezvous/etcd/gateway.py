@@ -1,14 +1,14 @@
-"""A client of etcd v3 over its JSON gateway: keys, leases, transactions, watches. No other module knows the wire format.
+"""A client of etcd v3 over its JSON gateway: keys, leases, transactions, watches. Only this module handles the wire format.
 
-    etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, of which the first healthy one is used
+    etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, the first healthy endpoint is used
     etcds://host:2379                        TLS
 
 The gateway is part of every etcd since 3.4 (`POST /v3/kv/range`; https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so
-`http.client` is enough: we need no package, and no gRPC core in processes that fork. docs/decisions/0014 says why we use none of
-the existing clients.
+`http.client` is enough: we need no package, and no gRPC core in processes that fork. docs/decisions/0014 explains why we use none
+of the existing clients.
 
-A request whose answer was lost is sent again, to the next endpoint if there is one, so it may be carried out twice. Callers write
-with comparisons, which makes a repetition harmless: the second time the comparisons fail, and the caller finds its own value.
+A request with a lost response is repeated, on the next endpoint if one exists, and so may be executed twice. Callers write with
+comparisons, which makes a repetition harmless: the comparisons fail, and the caller finds its own value.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from outlast.base import tcp
 from outlast.base.errors import EtcdAway, EtcdError, EtcdRefused, OutlastError
 from outlast.job.contract import ETCD, Env
 
@@ -35,36 +36,36 @@ SCHEME, SECURE = ETCD
 PORT = 2379
 PREFIX = "/outlast"
 ANSWER_S = 2.0
-"""Default timeout of a request to one endpoint."""
+"""Default timeout of a request to one endpoint, in seconds."""
 LOGIN_S = 20.0
-"""Timeout of a login: etcd spends 60 ms of a core on each password, and all workers of a job may log in at once. Earlier retries
-would only add to that load."""
-_IDLE_S, _PROBE_S, _PROBES = 5, 2, 3
-"""TCP keepalive of a watch: idle time, interval, probes (tcp(7))."""
+"""Timeout of a login in seconds. It is long, since etcd spends 60 ms of a core on each password, all workers of a job may log in
+at once, and retries add to that load."""
+_IDLE_S, _PROBE_S, _LOST_S = 5, 2, 11.0
+"""TCP keepalive of a watch, see `tcp.ends_when_lost`."""
 _HOST = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?|([^\[\]:@/]+)(?::(\d+))?")
 _AGAIN = (1, 4, 8, 10, 13, 14)
-"""gRPC codes that are worth a retry: cancelled, deadline exceeded, exhausted, aborted, internal, unavailable."""
+"""gRPC codes of errors to retry: cancelled, deadline exceeded, exhausted, aborted, internal, unavailable."""
 _UNAUTHENTICATED = 16
 _OLD = re.compile("revision .* is old")
-"""Message of etcd after users or roles have changed since a token was issued: a JWT is refused from then on."""
+"""Message of etcd for a JWT that is older than the last change of users or roles."""
 _NO_USER = "user name is empty"
 _REFUSALS = {
     "database space exceeded": "is full: {message}; compact and defragment it, or raise its quota",
-    _NO_USER: f"wants to know who asks; say user and password ({Env.ETCD_USER}, ...)",
+    _NO_USER: f"requires a user; set user and password ({Env.ETCD_USER}, ...)",
     "authentication failed": "does not accept user {to.user}: {message}; correct user or password",
     "permission denied": "does not let user {to.user} read and write below {to.prefix}/; "
     "grant its role readwrite on all keys that begin with {to.prefix}/",
 }
-"""Parts of etcd's messages, and the errors that we raise for them."""
+"""Our errors by part of etcd's message."""
 _EXPECTED = "expected the client port of an etcd of version 3.4 or newer"
 _NO_ETCD = {
     b"HTTPS server": f"speaks TLS; write {SECURE}{{where}}",
     b"CommonName": "rejects logins with a client certificate that has a common name; use one without (cert: {to.cert})",
-    b"404": "answers a request of v3 with HTTP {status}, as an etcd that speaks v2 only, or one whose JSON gateway is not on "
+    b"404": "answers a v3 request with HTTP {status}, as does an etcd with only v2, or without a JSON gateway on "
     f"this port (enable-grpc-gateway, --listen-client-http-urls); {_EXPECTED}",
-    b"": f"answers a request of v3 with HTTP {{status}}, which no etcd does; {_EXPECTED}",
+    b"": f"answers a v3 request with HTTP {{status}}, unlike any etcd; {_EXPECTED}",
 }
-"""Errors for answers that are not JSON, by a part of their status and body."""
+"""Our errors for responses that are not JSON, by part of their status and body."""
 OPTIONS = {
     "prefix": Env.ETCD_PREFIX,
     "cacert": Env.ETCD_CACERT,
@@ -73,7 +74,7 @@ OPTIONS = {
     "user": Env.ETCD_USER,
     "password": Env.ETCD_PASSWORD,
 }
-"""Options besides the endpoint, and the environment variable that is read if an option is absent."""
+"""Options besides the endpoint, with the environment variables of their defaults."""
 
 
 class Host(NamedTuple):
@@ -95,7 +96,7 @@ class Address:
     """Prefix of all keys."""
     tls: bool = False
     cacert: str = ""
-    """File of trusted certificate authorities; empty: the authorities that this machine trusts."""
+    """File of trusted certificate authorities; empty for the authorities that this machine trusts."""
     cert: str = ""
     key: str = ""
     user: str = ""
@@ -112,14 +113,14 @@ class KeyValue:
     key: str
     value: str
     created: int
-    """Revision of its creation; it changes when a key is deleted and created again."""
+    """Revision of the key's creation, which changes if the key is deleted and created again."""
     modified: int
     lease: int = 0
 
 
 @dataclass(frozen=True)
 class Gone:
-    """A key that was deleted, or whose lease ended."""
+    """A key that was deleted, or whose lease expired."""
 
     key: str
     modified: int
@@ -127,7 +128,7 @@ class Gone:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a transaction: whether its comparisons held, and the keys read by the branch taken."""
+    """Result of a transaction: the outcome of its comparisons, and the keys read by the executed branch."""
 
     succeeded: bool
     revision: int
@@ -135,15 +136,15 @@ class Outcome:
 
 
 class LeaseGone(EtcdError):
-    """The lease has ended, or etcd has forgotten it."""
+    """Raised if the lease has expired, or etcd has lost it."""
 
 
 class Behind(EtcdError):
-    """The revision to watch from is compacted or does not exist yet: the caller must list again."""
+    """Raised if the first revision of a watch is compacted or does not exist yet, so the caller must list again."""
 
 
 def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> Address:
-    """Return an address from an endpoint and options (see OPTIONS), with defaults from the environment. Raises OutlastError."""
+    """Parse an endpoint and options (see OPTIONS), with defaults from the environment. Raises OutlastError."""
     environ = os.environ if environ is None else environ
     values = {name: (options or {}).get(name) or environ.get(variable) or "" for name, variable in OPTIONS.items()}
     secure = endpoint.startswith(SECURE)
@@ -153,42 +154,42 @@ def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Ma
         match = _HOST.fullmatch(text.strip())
         port = int((match[2] or match[4] or PORT) if match else 0)
         if not match or not 0 < port < 65536:
-            raise OutlastError(f"{endpoint!r} is no address of an etcd; expected etcd://host:2379, with commas between several")
+            raise OutlastError(f"{endpoint!r} is not an etcd endpoint; expected etcd://host:2379, with commas between several")
         endpoints.append(Host(match[1] or match[3], port))
     if bool(values["cert"]) != bool(values["key"]):
-        raise OutlastError(f"of cert ({values['cert']!r}) and key ({values['key']!r}) one is missing; say both or neither")
+        raise OutlastError(f"of cert ({values['cert']!r}) and key ({values['key']!r}) one is missing; set both or neither")
     if bool(values["user"]) != bool(values["password"]):
-        raise OutlastError("of user and password for the etcd one is missing; say both or neither")
+        raise OutlastError("of user and password for the etcd one is missing; set both or neither")
     prefix = (values.pop("prefix") or (slash + path)).rstrip("/") or PREFIX
     return Address(tuple(endpoints), "/" + prefix.lstrip("/"), secure or bool(values["cacert"] or values["cert"]), **values)
 
 
 class Etcd:
-    """A process's connection to etcd, shared by its threads: one request at a time. It is opened by the first request."""
+    """A process's connection to etcd, opened by its first request. Its threads share it, one request at a time."""
 
     def __init__(self, where: Address, *, answer_s: float = ANSWER_S) -> None:
-        """`answer_s` is the timeout of an endpoint, after which the next one is tried."""
+        """`answer_s` is the timeout of one endpoint; the request then goes to the next endpoint."""
         self.address, self._answer_s = where, answer_s
         self.requests = 0
-        """Number of requests sent."""
+        """Number of requests sent, for measurements."""
         self.local = ""
         """Our side of the connection to etcd; empty before the first request."""
         self._lock = threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
         self._at = 0
-        """Index of the host that is tried first."""
+        """Index of the first host for the next request."""
         self._token = ""
         self._tls: ssl.SSLContext | None = None
         self._answered = False
-        """True if there has been an answer, which shows that the address is right."""
+        """True after the first response, which proves that the address is right."""
         self._watching: dict[socket.socket, int] = {}
-        """Connections of watches, and the indices of their hosts."""
+        """Sockets of watches, with the indices of their hosts."""
         self._closed = False
 
     # Calls
 
     def range(self, key: str, *, prefix: bool = False) -> Outcome:
-        """Return the current value of a key, or of all keys with that prefix. A watch continues after `Outcome.revision`."""
+        """Read a key, or all keys with that prefix. A watch continues after `Outcome.revision`."""
         answer = self.ask("kv/range", range_(key, prefix=prefix)["request_range"])
         return Outcome(True, int(answer["header"]["revision"]), tuple(_keyvalue(kv) for kv in answer.get("kvs", ())))
 
@@ -213,26 +214,26 @@ class Etcd:
         """Renew a lease. Raises LeaseGone."""
         answer = self.ask("lease/keepalive", {"ID": str(lease)})
         if int(answer.get("result", {}).get("TTL", 0)) <= 0:
-            raise LeaseGone("the lease has ended")
+            raise LeaseGone("the lease has expired")
 
     def left(self, lease: int) -> int | None:
-        """Return remaining seconds of a lease; None if it has ended."""
+        """Return the remaining seconds of a lease; None if it has expired."""
         seconds = int(self.ask("lease/timetolive", {"ID": str(lease)}).get("TTL", 0))
         return seconds if seconds >= 0 else None
 
     def revoke(self, lease: int) -> None:
-        """End a lease, and with it its keys."""
+        """Revoke a lease, which deletes its keys."""
         with contextlib.suppress(LeaseGone):
             self.ask("lease/revoke", {"ID": str(lease)})
 
     def watch(self, prefix: str, after: int) -> Generator[Sequence[KeyValue | Gone], None, None]:
-        """Events of keys with this prefix after a revision, in order, for ever; the first item is empty once the watch has begun.
+        """Yield the events of keys with this prefix after a revision, in order, for ever. The first item, for the start of the
+        watch, is empty.
 
-        Raises Behind if etcd does not have that revision, because it is compacted or not reached yet. Raises EtcdAway, also after
-        a call of `interrupt`.
+        Raises Behind if the revision is compacted or not reached yet. Raises EtcdAway, also after `interrupt`.
         """
         with self._lock:
-            self._open()
+            self._check_open()
             connection, where = self._connect(self._at), self.address.hosts[self._at]
             token, sock = self._token, connection.sock
             self._watching[sock] = self._at
@@ -243,14 +244,15 @@ class Etcd:
             with self._send(connection, "watch", {"create_request": request}, token) as answer:
                 if answer.status != 200:
                     self._refused(where, answer.status, answer.read(), token)
-                self._listen_on(sock)
+                sock.settimeout(None)
+                tcp.ends_when_lost(sock, _LOST_S, idle_s=_IDLE_S, probe_s=_PROBE_S)
                 while line := answer.readline():
                     message = json.loads(line)
                     if "error" in message:
                         raise EtcdAway(f"etcd at {where} ended a watch: {message['error'].get('message', message['error'])}")
                     result = message["result"]
                     if result.get("canceled") or (result.get("created") and int(result["header"]["revision"]) < after):
-                        raise Behind(f"etcd at {where} has nothing of revision {after + 1}")
+                        raise Behind(f"etcd at {where} does not have revision {after + 1}")
                     yield [_event(event) for event in result.get("events", ())]
             raise EtcdAway(f"etcd at {where} ended a watch")
         except (OSError, ValueError, http.client.HTTPException) as problem:
@@ -260,7 +262,7 @@ class Etcd:
             connection.close()
 
     def interrupt(self) -> None:
-        """End all watches: their endpoint may be dead."""
+        """End all watches, whose endpoint may be dead."""
         self._end(list(self._watching))
 
     def _end(self, watches: Sequence[socket.socket]) -> None:
@@ -269,7 +271,7 @@ class Etcd:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Disconnect for good: further requests raise EtcdAway. A pending request is still answered."""
+        """Disconnect, after any pending request. Further requests raise EtcdAway."""
         self._closed = True
         self.interrupt()
         if self._lock.acquire(timeout=self._answer_s):
@@ -279,22 +281,22 @@ class Etcd:
     # Requests
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to the gateway and return the answer; `path` is below `/v3/`. Raises EtcdError."""
+        """Send a request to the gateway; returns its response. `path` is below `/v3/`. Raises EtcdError."""
         with self._lock:
-            self._open()
+            self._check_open()
             try:
                 return self._from_any_endpoint(path, body)
             finally:
                 if self._closed:
                     self._hang_up()
 
-    def _open(self) -> None:
-        """Raise EtcdAway after `close`: a new connection would never be closed."""
+    def _check_open(self) -> None:
+        """Raise EtcdAway after `close`, since a new connection would never be closed."""
         if self._closed:
             raise EtcdAway(f"{self.address}: the connection was closed")
 
     def _from_any_endpoint(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer of the first endpoint that gives one, beginning with the last endpoint that did."""
+        """Return the response of the first healthy endpoint, trying the last used endpoint first."""
         first, problems = self._at, list[OutlastError]()
         for n in range(len(self.address.hosts)):
             self._at = (first + n) % len(self.address.hosts)
@@ -304,7 +306,7 @@ class Etcd:
                 self._hang_up()
                 problems.append(problem)
                 continue
-            # watches of an unhealthy endpoint may stay silent for ever
+            # a watch of an unhealthy endpoint may remain silent for ever
             self._end([sock for sock, at in list(self._watching.items()) if at != self._at])
             return answer
         self._at = (first + 1) % len(self.address.hosts)
@@ -314,8 +316,8 @@ class Etcd:
         raise kind("; ".join(dict.fromkeys(map(str, problems)))) from problems[-1]
 
     def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer of the current endpoint. If a reused connection was closed by the other end, a new connection is
-        tried."""
+        """Return the response of the current endpoint. If the server has closed a reused connection, retry on a new
+        connection."""
         where = self.address.hosts[self._at]
         reused, logged_in = self._connection is not None, False
         while True:
@@ -325,12 +327,12 @@ class Etcd:
                 with self._send(self._connection, path, body, self._token) as answer:
                     text = answer.read()
             except TimeoutError as problem:
-                if not reused:  # an etcd that has lost its data lets an older token wait, perhaps for ever
+                if not reused:  # an etcd that has lost its data may never answer an older token
                     self._token = ""
                 raise EtcdAway(f"etcd at {where} does not answer within {self._answer_s:.2g} s") from problem
             except (OSError, http.client.HTTPException) as problem:
                 self._hang_up()
-                failed = self._failed(where, problem)  # with TLS 1.3, our certificate is refused with the first answer
+                failed = self._failed(where, problem)  # with TLS 1.3, the first response reports a rejected certificate
                 if reused and isinstance(failed, EtcdAway):
                     reused = False
                     continue
@@ -341,19 +343,19 @@ class Etcd:
                     content = json.loads(text)
                     if isinstance(content, dict) and ("header" in content or "result" in content):
                         return content
-                raise _Useless(f"etcd at {where} is no etcd: it answers {text[:60]!r}")
+                raise _Useless(f"etcd at {where} is not an etcd: it answers {text[:60]!r}")
             try:
                 self._refused(where, answer.status, text, self._token)
             except _Expired as problem:
                 if logged_in:
                     raise EtcdRefused(
-                        f"etcd at {where} does not accept the token that it has given to user {self.address.user}"
+                        f"etcd at {where} rejects the token that it has issued to user {self.address.user}"
                     ) from problem
                 reused, logged_in, self._token = False, True, ""
                 self._hang_up()
 
     def _connect(self, at: int) -> http.client.HTTPConnection:
-        """Return a new connection to an endpoint, with a token if there is a user. Raises EtcdAway, EtcdRefused."""
+        """Open a connection to an endpoint, and log in as the user, if any. Raises EtcdAway, EtcdRefused."""
         where = self.address.hosts[at]
         connection = http.client.HTTPConnection(*where, timeout=self._answer_s)
         if self.address.tls:
@@ -408,7 +410,7 @@ class Etcd:
         return connection.getresponse()
 
     def _refused(self, where: Host, status: int, text: bytes, token: str) -> None:
-        """Raise the error for an answer whose status is not 200."""
+        """Raise the error for a response whose status is not 200."""
         user = self.address.user
         try:
             error = json.loads(text)
@@ -420,7 +422,7 @@ class Etcd:
             raise _Useless(f"etcd at {where} {remedy.format(where=where, to=self.address, status=status)}") from None
         if token and (code == _UNAUTHENTICATED or _OLD.search(message)):
             raise _Expired(message)
-        if not token and user and _NO_USER in message:  # users were created since we connected
+        if not token and user and _NO_USER in message:  # users were created after we connected
             raise _Expired(message)
         if "lease not found" in message:
             raise LeaseGone(message)
@@ -430,30 +432,30 @@ class Etcd:
                 raise EtcdRefused(f"etcd at {where} {remedy.format(to=self.address, message=message)}")
         if code in _AGAIN:
             raise EtcdAway(f"etcd at {where} is not well: {message}")
-        raise EtcdError(f"etcd at {where} refuses what it was asked: {message} (code {code})")
+        raise EtcdError(f"etcd at {where} rejects a request: {message} (code {code})")
 
     def _failed(self, where: Host, problem: Exception, *, reached: bool = True) -> OutlastError:
-        """Return the error for a connection that could not be made or has ended without an answer.
+        """Return the error for a connection that failed or has ended without a response.
 
-        A missing or rejected certificate may look like the latter: with TLS 1.3 the server checks it after the handshake, and its
-        alert is lost if the server disconnects at once.
+        A missing or rejected client certificate may end in either error: with TLS 1.3 the server checks it after the handshake,
+        and its alert is lost if the server disconnects at once.
         """
         self._tls = None  # read renewed files again
         text, tls = str(problem), self.address.tls
         if "CERTIFICATE_VERIFY_FAILED" in text:
-            remedy = "it is for the etcd to get a valid one"
+            remedy = "give the etcd a valid certificate"
             if re.search("mismatch|not valid for", text):
-                remedy = "write the endpoint as it is named there"
+                remedy = "use a host name from the certificate in the endpoint"
             elif re.search("unable to get|self.signed", text):
-                remedy = "name the authority that signed it with cacert"
-            return _Useless(f"the certificate of etcd at {where} is not accepted: {_why(problem)}; {remedy}")
+                remedy = "set cacert to the authority that signed it"
+            return _Useless(f"the certificate of etcd at {where} is rejected: {_why(problem)}; {remedy}")
         if "CERTIFICATE" in text:
-            return _Useless(f"etcd at {where} wants to see a certificate: {_why(problem)}; say cert and key")
+            return _Useless(f"etcd at {where} requires a client certificate: {_why(problem)}; set cert and key")
         hint = f"; if it speaks TLS, write {SECURE}{where}"
         if tls:
-            hint = "; if it wants to see a certificate, say cert and key"
+            hint = "; if it requires a client certificate, set cert and key"
             if self.address.cert:
-                hint = f"; if it does not accept {self.address.cert}, give it one that its authority has signed"
+                hint = f"; if it rejects {self.address.cert}, use a certificate that its authority has signed"
         if reached:
             return EtcdAway(f"etcd at {where} does not answer: {_why(problem)}{'' if self._answered else hint}")
         hint = f"; if it speaks no TLS, write {SCHEME}{where}{hint}"
@@ -465,53 +467,46 @@ class Etcd:
             self._connection.close()
             self._connection = None
 
-    def _listen_on(self, sock: socket.socket) -> None:
-        sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", _IDLE_S), ("TCP_KEEPINTVL", _PROBE_S), ("TCP_KEEPCNT", _PROBES)):
-            if hasattr(socket, option):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
 
 class _Useless(EtcdRefused):
-    """This endpoint cannot serve our requests; another endpoint of the same etcd may."""
+    """Raised if this endpoint cannot serve our requests, while another endpoint of the same etcd may."""
 
 
 class _Expired(EtcdAway):
-    """The token is no longer accepted, or a token is needed by now."""
+    """Raised if the token has expired, or a token has become necessary."""
 
 
 # Parts of a transaction
 
 
 def range_(key: str, *, prefix: bool = False) -> dict[str, Any]:
-    """Read a key, or all keys with this prefix."""
-    end = key[:-1] + chr(ord(key[-1]) + 1)  # the first key behind all with this prefix
+    """Build a read of a key, or of all keys with this prefix."""
+    end = key[:-1] + chr(ord(key[-1]) + 1)  # the first key after those with this prefix
     return {"request_range": {"key": _b64(key), **({"range_end": _b64(end)} if prefix else {})}}
 
 
 def put(key: str, value: str, lease: int = 0) -> dict[str, Any]:
-    """Write a key, under a lease if there is one."""
+    """Build a write of a key, with an optional lease."""
     return {"request_put": {"key": _b64(key), "value": _b64(value), "lease": str(lease)}}
 
 
 def delete(key: str) -> dict[str, Any]:
-    """Delete a key."""
+    """Build a deletion of a key."""
     return {"request_delete_range": {"key": _b64(key)}}
 
 
 def created(key: str, revision: int) -> dict[str, Any]:
-    """Condition: the key was created at this revision, or does not exist if the revision is 0."""
+    """Build the condition that the key was created at this revision, or does not exist if the revision is 0."""
     return {"key": _b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
 
 
 def modified(key: str, revision: int) -> dict[str, Any]:
-    """Condition: the key was last written at this revision, or does not exist if the revision is 0."""
+    """Build the condition that the key was last written at this revision, or does not exist if the revision is 0."""
     return {"key": _b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
 
 
 def holds(key: str, value: str) -> dict[str, Any]:
-    """Condition: the key has exactly this value."""
+    """Build the condition that the key has this value."""
     return {"key": _b64(key), "target": "VALUE", "result": "EQUAL", "value": _b64(value)}
 
 

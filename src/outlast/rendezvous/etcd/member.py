@@ -1,7 +1,7 @@
-"""A member's side of the rendezvous by etcd, without threads: it writes the member's key and follows the published state.
+"""A member's side of the etcd rendezvous, without threads: it writes the member's key and follows the published state.
 
-`rendezvous.etcd.client.Client` calls it from two threads: one writes (`publish`, again and again), one receives events.
-Everything from etcd may come late, twice, or not at all.
+`rendezvous.etcd.client.Client` calls it from two threads: one calls `publish` repeatedly, the other delivers events. Events from
+etcd may be late, duplicated or lost.
 """
 
 from __future__ import annotations
@@ -38,33 +38,32 @@ class Store(Protocol):
 
 
 TTL_S = 5
-"""TTL of a member's lease: how long a silent member counts as alive."""
+"""TTL of a member's lease in seconds, for which a silent member counts as alive."""
 WATCHED_TTL_S = 10
-"""The same once the member's peers watch it: they report a machine that falls silent after 3 s. They cannot see a stopped
-process, but a process may be stopped for 5 s without being lost: the lease, renewed every third of the TTL, has more than a
-second left then."""
+"""TTL of a member's lease once its peers watch it, since they report a silent machine within 3 s. They do not notice a stopped
+process. After a stop of 5 s, the lease (renewed every third of the TTL) still has more than a second left."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The run and index of a member, and its settings."""
+    """The run, index and settings of a member."""
 
     run: str
     id: int | None = None
-    """The index of the member; None for any free index."""
+    """Index of the member; None for any free index."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Identifies the process, which thereby recognises its own key."""
+    """Identifier of the process, by which it recognises its own key."""
     ttl: int = TTL_S
     nnodes: str = ""
     """`min:max`, see `schema.Record.nnodes`."""
     most: int = 1
     """Maximum number of members of the run."""
     generation: int = 0
-    """The newest generation recorded in the output; the next world gets a newer generation."""
+    """The newest generation recorded in the output, which the next world exceeds."""
 
 
 class Membership:
-    """One member. `clock` is steady; `wall` is the wall clock, which other processes of this machine use, too."""
+    """One member. `clock` is steady; `wall` is this machine's wall clock, for deadlines that its other processes read."""
 
     def __init__(
         self,
@@ -80,20 +79,20 @@ class Membership:
         self._min_generation = who.generation
         self._clock, self._wall, self._choose = clock or Clock(), wall, choose
         self.id = -1 if who.id is None else who.id
-        """-1 until the member has an index."""
+        """Index of the member; -1 before it has one."""
         self.report = Report(run=who.run, id=self.id, standing=MemberState.WAITING, since=wall())
         self.called: Called | None = None
         self.world: World | None = None
-        """The newest world of which we are a member."""
+        """The newest world that includes us."""
         self.closed: Closed | None = None
         self.why = ""
-        """Why the coordinator waits."""
+        """The coordinator's reason to wait."""
         self.published: tuple[int, schema.Published] | None = None
-        """The last published state, and its revision."""
+        """The last published state, after its revision."""
         self.synced = False
-        """True if the keys in etcd have been listed; we do not register before that."""
+        """True if the keys in etcd have been listed, which must precede our registration."""
         self._newest: World | None = None
-        """The newest published world, with or without us."""
+        """The newest published world, even if it does not include us."""
         self._tokens: tuple[str, ...] = ()
         """Tokens of the members of `_newest`."""
         self._incarnation = ""
@@ -101,7 +100,7 @@ class Membership:
         self._leads_since = 0.0
         """Time at which we first saw the current leader."""
         self._call: tuple[int, bool, str] | None = None
-        """The call whose deadline has been set."""
+        """The call (generation, planned, reason) whose deadline has been set."""
         self._lease: int | None = None
         self._ttl = who.ttl
         """TTL of our lease; longer once our peers watch us."""
@@ -109,11 +108,11 @@ class Membership:
         self._at = 0
         """The last revision that we have received."""
         self._registered = 0
-        """Revision of our first registration; 0: never."""
+        """Revision of our first registration; 0 before it."""
         self._modified = 0
-        """Revision of our last write of our key; 0: the key must be registered."""
+        """Revision of our last write of our key; 0 if the key must be registered."""
         self._written: Report | None = None
-        """The report that etcd has. A newer published world is no reason to write again, since etcd has the world already."""
+        """The report in etcd. A newer published world needs no write, since etcd has the world already."""
 
     # Writing
 
@@ -128,7 +127,7 @@ class Membership:
             ttl = max(self._ttl, WATCHED_TTL_S) if self.report.mesh else self._ttl
             if self._lease is None or ttl > self._ttl:
                 self._lease, self._renewed_at, self._ttl = self._store.grant(ttl), self._clock(), ttl
-                self._written = None  # our key is moved to this lease; the previous one ends by itself
+                self._written = None  # move our key to this lease; the previous lease expires
             try:
                 if self._modified:
                     if self._renew():
@@ -137,11 +136,11 @@ class Membership:
                     return
             except LeaseGone:
                 self._lease, self._modified = None, 0
-        raise Superseded(f"worker {self.id} finds no place in run {self._who.run}: others write there all the time")
+        raise Superseded(f"worker {self.id} finds no free index in run {self._who.run}: other processes keep taking them")
 
     def _renew(self) -> bool:
-        """Write our key if the report has changed; renew its lease otherwise, or if renewal is due (a member that writes all the
-        time needs that, too). Returns False if the caller must try again."""
+        """Write our key if the report has changed. Renew its lease if the report is unchanged or renewal is due. Returns False if
+        the caller must retry."""
         assert self._lease is not None
         record, key = self.record(), self._keys.member(self.id)
         same = record.report == self._written
@@ -164,9 +163,9 @@ class Membership:
             self._choose_index()
         assert self._lease is not None
         record, key = self.record(), self._keys.member(self.id)
-        take = self._who.id is not None and not self._registered  # replaces an earlier process of this index
+        replace_key = self._who.id is not None and not self._registered  # of an earlier process of this index
         written = put(key, record.dumps(), self._lease)
-        outcome = self._store.txn([] if take else [created(key, 0)], [written], [range_(key)])
+        outcome = self._store.txn([] if replace_key else [created(key, 0)], [written], [range_(key)])
         if outcome.succeeded:
             self._modified, self._written = outcome.revision, record.report
             self._registered = self._registered or outcome.revision
@@ -175,14 +174,13 @@ class Membership:
         return outcome.succeeded
 
     def _reconcile_key(self, current: KeyValue) -> None:
-        """Handle a key of ours that exists with an unexpected value. Raises Superseded if the key is another process's and our
-        index is fixed."""
+        """Handle an unexpected value of our key. Raises Superseded if another process has written it and our index is fixed."""
         record = schema.Record.loads(current.value)
-        if record and record.token == self._who.token:  # we wrote it, and the answer was lost
+        if record and record.token == self._who.token:  # we wrote it, but the response was lost
             self._registered = self._registered or current.created
             if current.lease == self._lease:
                 self._modified, self._written = current.modified, record.report
-            else:  # under a lease that we no longer know
+            else:  # under a lease whose id we have lost
                 self._store.txn([modified(current.key, current.modified)], [delete(current.key)])
         elif self._who.id is not None:
             raise Superseded(f"another process is worker {self.id} of run {self._who.run} now, in the place of this one")
@@ -190,14 +188,14 @@ class Membership:
             self.id, self.world = -1, None
 
     def _choose_index(self) -> None:
-        """Choose one of the low free indices at random: otherwise members that start together would all take the lowest."""
+        """Choose one of the low free indices at random, since members that start together would all try the lowest."""
         kvs = self._store.range(self._keys.members, prefix=True).kvs
         taken = {int(number) for kv in kvs if (number := kv.key.removeprefix(self._keys.members)).isdecimal()}
         free = [index for index in range(max(self._who.most, len(taken) + 1)) if index not in taken]
         self.id = self._choose(free)
 
     def leave(self) -> None:
-        """Leave at once; only a report of our end (done, failed) stays until our lease ends. Raises EtcdError."""
+        """Leave at once. A final report (done, failed) remains until our lease expires. Raises EtcdError."""
         if self._lease is not None and self.report.standing != MemberState.DONE and not self.report.failed:
             self._store.revoke(self._lease)
         self._lease, self._modified = None, 0
@@ -213,13 +211,13 @@ class Membership:
         if not self.synced:
             published = schema.Published.loads(kv.value) if kv else None
             if published and not published.closed and published.generation >= self._min_generation:
-                self._min_generation = 0  # etcd has it
+                self._min_generation = 0  # etcd stores it already
         if kv:
             self._on_published(kv)
         self.synced = True
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
-        """Process events of these keys."""
+        """Process events of keys below `schema.Keys.decided`."""
         for event in events:
             if event.modified <= self._at:
                 continue
@@ -236,9 +234,9 @@ class Membership:
     def _on_published(self, kv: KeyValue) -> None:
         published = schema.Published.loads(kv.value)
         if published is None:
-            print("outlast | what was decided in etcd makes no sense here; is it of another version?", flush=True)
+            print("outlast | the published state in etcd is invalid; another version may have written it", flush=True)
             return
-        if published.closed:  # it is meant for members of that run, not for later ones
+        if published.closed:  # for members of that run, not of a later run
             if self._incarnation == published.incarnation or (not self._incarnation and 0 < self._registered < kv.modified):
                 self.closed, self.published = published.closed, (kv.modified, published)
             return
@@ -246,12 +244,12 @@ class Membership:
             self.closed = Closed(f"run {self._who.run} is over, and another of this name has begun", contract.Exit.FAILED)
             return
         if published.incarnation != self._incarnation and not schema.live(published, self._leader):
-            return  # of a run that is over, or that no coordinator has taken over yet
+            return  # of a run that is over or has no new coordinator yet
         if published.nnodes != self._who.nnodes:
-            # A killed job leaves its key until the lease ends: only a leader that stays longer belongs to another job.
+            # The key of a killed job remains until its lease expires; only a leader that stays longer is another job's.
             if published.nnodes and self._who.nnodes and self._clock() - self._leads_since > self._who.ttl + 1:
                 other, own = schema.nnodes_text(published.nnodes), schema.nnodes_text(self._who.nnodes)
-                reason = f"run {self._who.run} is of --nnodes={other}, and this is --nnodes={own}"
+                reason = f"run {self._who.run} has --nnodes={other}, and this node has --nnodes={own}"
                 self.closed = Closed(f"{reason}: another job has this --rdzv-id; give each its own", contract.Exit.MISCONFIGURED)
             return
         self._incarnation, self.why, self.published = published.incarnation, published.why, (kv.modified, published)
@@ -260,15 +258,17 @@ class Membership:
         world = published.world
         if world and world.generation > (self._newest.generation if self._newest else 0):
             self._newest, self._tokens = world, published.tokens
-            if (self.id, self._who.token) in zip(world.members, published.tokens, strict=False):  # not a predecessor of our index
+            if (self.id, self._who.token) in zip(
+                world.members, published.tokens, strict=False
+            ):  # not an earlier process of our index
                 self.world = world
         call = published.called
         if call and (world is None or call.generation > world.generation):
             mark = (call.generation, call.planned, call.reason)
-            if mark != self._call:  # our time for it begins when we receive it: the coordinator's clock is not ours
+            if mark != self._call:  # the deadline counts from its arrival, since the coordinator's clock may differ from ours
                 self._call = mark
                 self.called = Called(
                     call.generation, call.reason, call.planned, self._wall() + published.leave_s, published.leave_s
                 )
-        elif world:  # there was a call, whether or not we received it
+        elif world:  # its call came first, even if we missed it
             self.called = Called(world.generation, world.reason, False, self._wall())

@@ -4,8 +4,8 @@
     <prefix>/<run>/decided/leader      Leader: the coordinator             under its short lease
     <prefix>/<run>/decided/said        Published: the state of the run     under its long lease
 
-Written by `rendezvous.etcd.client` (members) and `rendezvous.etcd.election` (the coordinator); docs/decisions/0014. Values hold
-no clock time that another machine would compare with its own. Field names are the wire format, except for those in `_WIRE`.
+Written by `rendezvous.etcd.client` (members) and `rendezvous.etcd.election` (the coordinator); docs/decisions/0014. Values
+contain no clock times for comparison across machines. Field names are the wire format, except for those in `_WIRE`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WIRE = {
     "min_generation": "floor",
     "counted": "judged",
 }
-"""Names on the wire that differ from the names of the fields."""
+"""Names on the wire for fields with other names."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Keys:
 
     @classmethod
     def of(cls, prefix: str, run: str) -> Self:
-        """Return the keys of a run; its name may contain any characters."""
+        """Return the keys of a run, whose name may contain any characters."""
         return cls(f"{prefix}/{quote(run, safe='')}")
 
     @property
@@ -53,7 +53,7 @@ class Keys:
 
     @property
     def decided(self) -> str:
-        """Prefix of the keys that every member watches."""
+        """Prefix of the keys that all members watch."""
         return f"{self.root}/decided/"
 
     @property
@@ -72,8 +72,8 @@ def run_of(prefix: str, key: str) -> str:
 
 
 def run_name(run: str, environ: Mapping[str, str]) -> str:
-    """Return the name of a run in an etcd that many jobs share: the names of runs in pods are unique only within their namespace
-    and job."""
+    """Return the name of a run in an etcd shared by many jobs. A run in pods is prefixed by its namespace and job, within which
+    its name is unique."""
     place = [environ.get(name, "") for name in (contract.Env.NAMESPACE, contract.Env.JOB)]
     return "/".join([*filter(None, place), run])
 
@@ -88,23 +88,23 @@ class _Value:
 
 @dataclass(frozen=True)
 class Record(_Value):
-    """A member's report, with the state of the run as far as the member has received it."""
+    """A member's report, with the last state of the run that the member has received."""
 
     report: Report
     token: str
-    """Identifies the process, which thereby recognises its own key."""
+    """Identifier of the process, by which it recognises its own key."""
     nnodes: str = ""
-    """`min:max`, if members have to agree on it (torchrun's --nnodes); empty in pods, where the job file sets the sizes."""
+    """`min:max` of torchrun's --nnodes, on which members must agree; empty in pods, where the job file sets the sizes."""
     incarnation: str = ""
-    """See `Published.incarnation`; empty if none has been received yet."""
+    """See `Published.incarnation`; empty before the first is received."""
     world: World | None = None
-    """The newest published world, with or without this member, by which a coordinator recovers a state that etcd has lost."""
+    """The newest published world, with or without this member. A coordinator recovers lost state from it."""
     tokens: tuple[str, ...] = ()
     """Tokens of the members of that world, in the same order."""
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
-        """Parse a value; None if it is invalid: another program's, or of a version that is too different."""
+        """Parse a value; returns None if it is invalid, e.g. from another program or an incompatible version."""
         value = _fitting(cls, _read(text), token=_text, nnodes=_text, incarnation=_text, tokens=_texts, report=_any, world=_any)
         if value is None:
             return None
@@ -120,10 +120,10 @@ class Leader(_Value):
     """The coordinator, as recorded in the leader's key."""
 
     token: str
-    """Identifies the process; see `Published.by`."""
+    """Identifier of the process; see `Published.by`."""
     host: str = ""
     id: int | None = None
-    """Id of the coordinator as a member, if it is one already."""
+    """Id of the coordinator's member; None before it has one."""
     word: str = ""
     """Nonce of this election."""
 
@@ -136,41 +136,42 @@ class Leader(_Value):
 
 @dataclass(frozen=True)
 class Published(_Value):
-    """The published state: all decisions, in one value with one writer."""
+    """The published state, with all decisions. It has one writer."""
 
     by: str
-    """Token of the coordinator that wrote it."""
+    """Token of the coordinator that wrote the state."""
     incarnation: str
-    """Distinguishes successive runs of one name."""
+    """Identifier that distinguishes successive runs of one name."""
     previous_incarnation: str = ""
-    """Incarnation of the previous run of this name, which has ended; members of that run have no part in this one."""
+    """Incarnation of the previous run of this name, which has ended and whose members are ignored."""
     nnodes: str = ""
     world: World | None = None
     tokens: tuple[str, ...] = ()
-    """Tokens of the world's processes, in the order of its members: an index may pass to another process."""
+    """Tokens of the world's processes in the order of its members, since an index may pass to another process."""
     called: Call | None = None
     leave_s: float = 0.0
-    """Time for a planned call, counted from when a member receives the call."""
+    """Duration of a planned call in seconds, from when a member receives it."""
     closed: Closed | None = None
     why: str = ""
-    """The coordinator's reason to wait, without the remaining seconds, or a sentence that all is well."""
+    """The coordinator's reason to wait, without the remaining seconds, or a description of normal training."""
     min_generation: int = 0
-    """Calls have newer generations than this one."""
+    """Lower bound of generations: calls use newer ones."""
     done: tuple[int, ...] = ()
     """Members of the world that have finished, and may have exited."""
     counted: int = 0
-    """The newest generation whose failure was counted."""
+    """The newest generation with a counted failure."""
     restarts: int = 0
     failures: tuple[tuple[float, int, int | None], ...] = field(default=())
     """`restarts.Record`s, each with its age in seconds when the state was written, instead of its time."""
     failure: Mapping[str, Any] | None = None
-    """The last failure that was counted, a `failure.Failure`."""
+    """The last counted failure, a `failure.Failure`."""
     attempt: int = 0
     """Attempt of that failure in generation `counted`, see `failure.Failure.attempt`."""
     ended: Mapping[str, str] = field(default_factory=dict)
-    """Reasons why fenced processes must exit, by the token of the process."""
+    """Reasons for fenced processes to exit, by the token of the process."""
     lost: tuple[tuple[int, float, int], ...] = ()
-    """`partition.Loss`es that keep members out of worlds, each as id, seconds since the loss, and number of losses in a row."""
+    """`partition.Loss`es that keep members out of worlds, each as id, seconds since the loss, and number of consecutive
+    losses."""
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
@@ -203,13 +204,13 @@ class Published(_Value):
 
 
 def live(published: Published, leader: KeyValue | None) -> bool:
-    """Return whether the writer still coordinates; if not, the state may be left over from a run that is over."""
+    """Return whether the writer of a state still coordinates; if not, its run may be over."""
     current = Leader.loads(leader.value) if leader else None
     return current is not None and current.token == published.by
 
 
 def nnodes_text(nnodes: str) -> str:
-    """--nnodes as shown to people: `4` instead of `4:4`."""
+    """Return --nnodes as shown to people: `4` instead of `4:4`."""
     least, _, most = nnodes.partition(":")
     return nnodes if least != most else least
 
@@ -222,8 +223,8 @@ def _read(text: str) -> object:
 
 
 def _fitting(cls: type, value: object, **fits: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """Return the fields of a dataclass from JSON, lists as tuples, without fields of newer versions; None if a field is invalid
-    or missing."""
+    """Return the fields of a dataclass from JSON, lists as tuples, without fields of newer versions. Returns None if a field is
+    invalid or missing."""
     if not isinstance(value, Mapping):
         return None
     fields = {}
@@ -256,7 +257,7 @@ def _counts(value: object) -> bool:
 
 
 def _triples(*fits: Callable[[object], bool]) -> Callable[[object], bool]:
-    """Return a check for a list of triples, made from one check for each of the three values."""
+    """Return a check for a list of triples, from one check for each of the three values."""
 
     def check(value: object) -> bool:
         if not isinstance(value, list) or not all(isinstance(each, list) and len(each) == 3 for each in value):

@@ -1,4 +1,4 @@
-"""Direct connections between the agents of a world: peers notice a silent member, and can agree without a coordinator.
+"""The mesh: direct connections between the agents of a world, which detect a silent member and agree without a coordinator.
 Design: docs/decisions/0039-the-mesh.md.
 
     peer_state   the peers that each member watches, and the state of a peer: heard, in doubt, unheard (pure)

@@ -1,7 +1,7 @@
 """One connection of the mesh: a non-blocking socket with sealed lines (`job.seal`), each a JSON object.
 
-Both sides begin with a nonce in the clear. The connecting side seals as a "member", the accepting side as a "decider", so that a
-line cannot be reflected, and a port that echoes its input proves nothing.
+Both sides begin with a nonce in the clear. The connecting side seals as a "member", the accepting side as a "decider", so an
+attacker cannot reflect a line, and a port that echoes its input proves nothing.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from outlast.base import tcp
 from outlast.job import seal
 
 LINE_BYTES = 1 << 20
-"""Maximum number of bytes in a line; the largest message of the mesh holds a failure with its traceback, some 12 KiB."""
+"""Maximum number of bytes in a line. The largest message, a failure with its traceback, has some 12 KiB."""
 WAITING_BYTES = 8 << 20
 """Maximum number of bytes queued for a peer that does not read."""
 IDLE_S, LOST_S = 1, 1.5
-"""The kernel probes a connection that has been idle for `IDLE_S`, and again each second (a probe carries no data: the buffer of a
-stopped process never fills). If nothing is acknowledged for 1.5 s, the next probe breaks the connection, after 2 s. Data in
-flight breaks it 1.5 s after it was sent (tcp(7), TCP_USER_TIMEOUT)."""
+"""TCP keepalive of the connecting side: the kernel probes a connection after `IDLE_S` idle seconds, then each second.
+
+Without an acknowledgement for 1.5 s, the next probe breaks the connection, after 2 s; unacknowledged data breaks it after 1.5 s
+(tcp(7), TCP_USER_TIMEOUT). A probe carries no data, so the buffer of a stopped process never fills.
+"""
 CALLED_IDLE_S, CALLED_LOST_S = 20, 0.7
-"""The same for the accepting side, which does not watch the other side by this connection and only has to close it eventually.
-Data that the accepting side retransmits keeps the other side from probing, even if nothing arrives from there: so retransmissions
-end early."""
+"""TCP keepalive of the accepting side, which only has to close a dead connection eventually. Retransmissions end early, since
+they would keep the other side from probing."""
 
 
 def resolved(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Family, host and port of an address with a numeric host: resolving a name would take time. Raises ValueError."""
+    """Return family, host and port of an address. The host must be numeric, since resolving a name takes time. Raises
+    ValueError."""
     host, port = tcp.host_port(address)
     return socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6, (host, port)
 
 
 class Connection:
-    """A non-blocking connection. Its methods raise OSError when it breaks, and ValueError (such as `seal.Forged`) if the other
-    side is not a member."""
+    """A non-blocking connection. Its methods raise OSError if it breaks, and ValueError (such as `seal.Forged`) if the peer is
+    not a member."""
 
     def __init__(self, sock: socket.socket, side: seal.Side, key: bytes) -> None:
         self.sock = sock
@@ -46,7 +48,7 @@ class Connection:
         self._nonce = seal.nonce()
         self._seal: seal.Seal | None = None
         self._queued: list[bytes] = []
-        """Lines to send once the other side's nonce has arrived."""
+        """Lines to send once the peer's nonce has arrived."""
         self._in, self._out = bytearray(), bytearray(seal.greeting(self._nonce))
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -55,7 +57,7 @@ class Connection:
 
     @property
     def writing(self) -> bool:
-        """True if any bytes are waiting to be sent."""
+        """True if bytes are waiting to be sent."""
         return bool(self._out)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -69,7 +71,7 @@ class Connection:
             self._queued.append(line)
 
     def flush(self) -> None:
-        """Send as many bytes as the kernel takes now."""
+        """Send as many bytes as the kernel accepts now."""
         while self._out:
             try:
                 del self._out[: self.sock.send(self._out)]
@@ -77,13 +79,13 @@ class Connection:
                 return
 
     def receive(self) -> list[dict[str, Any]]:
-        """Messages received since the last call."""
+        """Return the messages received since the last call."""
         try:
             data = self.sock.recv(1 << 16)
         except BlockingIOError:
             return []
         if not data:
-            raise ConnectionResetError("it hung up")
+            raise ConnectionResetError("the peer disconnected")
         self._in += data
         messages = []
         while (end := self._in.find(b"\n")) >= 0:
@@ -94,7 +96,7 @@ class Connection:
                 continue
             message = json.loads(self._seal.opened(line))
             if not isinstance(message, dict):
-                raise ValueError("a line of the mesh is no object")
+                raise ValueError("a line of the mesh is not a JSON object")
             messages.append(message)
         if len(self._in) > (LINE_BYTES if self._seal else seal.LONGEST_NONCE):
             raise ValueError(f"a line has more than {LINE_BYTES} bytes")

@@ -1,10 +1,10 @@
-"""Exchange of the members' addresses in the mesh, through the store of the world, in a separate thread.
+"""Exchange of the members' mesh addresses through the world's store, in a separate thread.
 
     outlast/mesh/<rank>     host:port of that rank's mesh
 
-Joining a world does not wait for the exchange. The thread has its own client of the store, which serves one request at a time. It
-reads the addresses of the peers that the member watches, and of all others in small worlds. In large worlds only rank 0 reads all
-addresses: a member also learns a peer's address when the peer connects.
+Joining a world does not wait for the exchange. The thread has its own client of the store, which serves one request at a time.
+The thread reads the addresses of watched peers, and of all members in small worlds. In large worlds only rank 0 reads all
+addresses. A member also learns a peer's address when the peer connects.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 SMALL = 64
 """Maximum size of a world in which every member reads all addresses."""
 LEAST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 5.0
-"""Shortest and longest pause between polls for missing addresses; a member of an older version never writes its address. The
-store's own `wait` prints two warnings whenever it times out."""
+"""Shortest and longest pause between polls for missing addresses. A member of an older version never publishes its address. We
+poll since the store's own `wait` prints two warnings at each timeout."""
 CONNECT_S, TRIES = 5.0, 3
 """Timeout for connecting to the store, and maximum number of attempts."""
 
 
 class Exchange:
-    """The address exchange of one world. It ends when all addresses are known or `stop` is called."""
+    """The address exchange of one world, which ends with all addresses or with `stop`."""
 
     def __init__(self, mesh: Mesh, world: World, connect: Callable[[], TCPStore]) -> None:
         """`connect` creates a client of the world's store."""
@@ -42,7 +42,7 @@ class Exchange:
 
     @property
     def over(self) -> bool:
-        """True if all addresses are known, or none will come."""
+        """True if the exchange has ended, with or without all addresses."""
         return not self._thread.is_alive()
 
     def stop(self) -> None:
@@ -50,7 +50,7 @@ class Exchange:
         self._stop.set()
 
     def join(self) -> None:
-        """Wait for the thread to end, after `stop`: torch's clients must not outlive the interpreter."""
+        """Wait for the thread to end after `stop`, since torch's clients must not outlive the interpreter."""
         self._thread.join(CONNECT_S + 1.0)
 
     def _run(self) -> None:
@@ -59,7 +59,7 @@ class Exchange:
             try:
                 self._read(self._connect(), missing)
                 return
-            except RuntimeError:  # the store is gone, and usually the world with it; without it the mesh stays incomplete
+            except RuntimeError:  # the store has ended, usually with the world; otherwise the mesh stays incomplete
                 if self._stop.wait(1.0):
                     return
 
@@ -71,7 +71,7 @@ class Exchange:
         return [*dict.fromkeys([*near, *([0] if self._rank else [])])]
 
     def _read(self, store: TCPStore, missing: list[int]) -> None:
-        """Read the addresses of the missing ranks, and remove those ranks from the list."""
+        """Read the addresses of the missing ranks, and remove each from the list."""
         store.set(_key(self._rank), self._mesh.address)
         pause_s = 0.0
         while missing and not self._stop.wait(pause_s):
@@ -81,7 +81,7 @@ class Exchange:
                 addresses = {self._members[rank]: value.decode() for rank, value in zip(published, values, strict=True)}
                 self._mesh.learn(self._generation, addresses)
                 missing[:] = [rank for rank in missing if rank not in published]
-            least_s = LEAST_PAUSE_S * max(1.0, len(self._members) / SMALL)  # one process answers all
+            least_s = LEAST_PAUSE_S * max(1.0, len(self._members) / SMALL)  # one process serves all requests
             pause_s = least_s if published else min(max(1.5 * pause_s, least_s), LONGEST_PAUSE_S)
 
 

@@ -1,16 +1,15 @@
-"""A member's end of the mesh: one listening port, one thread, a connection to each peer that it watches or sends messages to.
+"""A member's side of the mesh: one listening port, one thread, and a connection to each peer that it watches or messages.
 
     mesh = Mesh(3, "10.0.0.7", key, run="digits-1a2b")
     mesh.changed = lambda: report(mesh.unheard)
     mesh.handlers["attempt"] = lambda id, message: ...
     mesh.enter(4, (0, 1, 3, 7), {0: "10.0.0.4:41123", ...})      addresses may come later, by `learn`
     mesh.send(7, {"kind": "attempt", ...}).result()                raises Undelivered
-    mesh.close()                                                   says goodbye
+    mesh.close()                                                   sends a goodbye
 
-The watching side connects, so two members that watch each other have two connections. The kernel finds out whether the other side
-is alive (`connection.IDLE_S`): nothing runs here while all is well, except for one reading of the clock per second. The kernel
-still acknowledges for a process that is stopped or gets no CPU, so such a process is not unheard: its own agent finds processes
-that hang.
+The watching side connects, so two members that watch each other have two connections. The kernel probes whether the peer is alive
+(`connection.IDLE_S`), so the thread only reads the clock once per second while all is well. The kernel also acknowledges for a
+stopped or starved process, which therefore stays heard; hang detection is the task of its own agent.
 
 Docs: docs/decisions/0039-the-mesh.md. Used by `rendezvous.handler`.
 """
@@ -41,36 +40,36 @@ from outlast.rendezvous.mesh.peer import BROKEN_S, FIRST_S, WOKEN_S, Peer, Undel
 __all__ = ["Mesh", "Undelivered"]
 
 TICK_S = 1.0
-"""Maximum duration of a wait; `Awake` must be read at least every second."""
+"""Maximum duration of a wait, since `Awake` must be read at least every second."""
 STOOD_S = 2.0
-"""If a turn takes this much longer than planned, this process or the machine stood still."""
+"""Excess duration of a turn that indicates a pause of this process or machine."""
 PROVE_S = 5.0
-"""Time within which a new connection must prove that it has the key."""
+"""Timeout for a new connection to prove that it has the key."""
 STRANGERS = 256
-"""Maximum number of connections that have not proven that they have the key; beyond that the oldest is closed."""
+"""Maximum number of connections without proof of the key; beyond it the oldest is closed."""
 ANSWER_S = 5.0
 """Timeout for the acknowledgement of a message."""
 Handler = Callable[[int, Mapping[str, Any]], None]
 
 
 class _Caller:
-    """A connection that was accepted, from a member or a stranger."""
+    """An accepted connection, from a member or a stranger."""
 
     def __init__(self, connection: Connection, until: float) -> None:
         self.connection, self.until = connection, until
         self.id: int | None = None
-        """The member's id, once it has proven that it has the key."""
+        """Id of the member, once it has proven that it has the key."""
         self.process = ""
 
 
 class Mesh:
-    """A member's end of the mesh. It is safe to use from any thread. `changed` and `handlers` are called in the mesh's thread and
-    must return at once."""
+    """A member's side of the mesh, which any thread may use. `changed` and `handlers` are called in the mesh's thread and must
+    return at once."""
 
     def __init__(
         self, id: int, host: str, key: bytes, *, run: str = "", clock: Callable[[], float] | None = None, thread: bool = True
     ) -> None:
-        """Starts to listen on `host`. Raises OSError. Without `thread`, the caller must call `turn`."""
+        """Listen on `host`. Raises OSError. Without `thread`, the caller must call `turn`."""
         self.id = id
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
@@ -81,29 +80,27 @@ class Mesh:
         self.generation = 0
         """Generation of the world that the following attributes describe."""
         self.unheard: tuple[int, ...] = ()
-        """Watched peers that have been heard from and are now silent or refuse connections. Peers that were never heard are left
-        out: they may run a version without a mesh, or a firewall may block their port."""
+        """Watched peers that were heard before and are now silent or refuse connections. Peers that were never heard are omitted:
+        they may run a version without a mesh, or a firewall may block their port."""
         self.refused: tuple[int, ...] = ()
-        """The subset of `unheard` whose machines refuse connections: their processes are gone."""
+        """The subset of `unheard` whose machines refuse connections, so their processes have ended."""
         self.complete = False
-        """True if every watched peer of this world has been heard from."""
-        self.reasons: Mapping[int, str] = {}
-        """Why each unheard peer is unheard, as the end of a sentence that begins with the peer's name."""
+        """True if every watched peer of this world has been heard."""
         self.changed: Callable[[], None] = lambda: None
-        """Called when `unheard`, `refused` or `complete` has changed."""
+        """Callback for changes of `unheard`, `refused` or `complete`."""
         self.handlers: dict[str, Handler] = {}
-        """Handler for each kind of message, called with the sender and the message."""
+        """Handlers by kind of message, called with the sender and the message."""
         self._key, self._clock = seal.derived(key, "mesh"), clock or Awake()
         self._hello: dict[str, Any] = {"id": id, "run": run, "process": secrets.token_hex(8), "address": self.address}
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, Peer] = {}
         self._callers: dict[_Caller, None] = {}
         self._last_handled: dict[tuple[int, str], int] = {}
-        """Number of the last message handled, by sender and its process."""
+        """Number of the last handled message, by sender and sender's process."""
         self._todo: collections.deque[Callable[[float], None]] = collections.deque()
         self._woken_until = 0.0
         self._over = self._ended = False
-        """True if the end was requested, and whether the thread has finished its work."""
+        """True if the end was requested, and if the thread has finished."""
         self._lock = threading.RLock()
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
@@ -117,8 +114,8 @@ class Mesh:
     # Called from any thread
 
     def enter(self, generation: int, members: Sequence[int], addresses: Mapping[int, str] | None = None) -> None:
-        """Enter a world that trains now: watch our neighbours in it, and nobody else. Peers whose address is not given keep their
-        previous address, if any. When this method returns, `unheard` describes this world."""
+        """Enter a world, and watch only our neighbours in it. Peers without a given address keep a connected previous address. On
+        return, `unheard` describes this world."""
         done = threading.Event()
 
         def do(now: float) -> None:
@@ -130,15 +127,15 @@ class Mesh:
             done.wait(TICK_S)
 
     def learn(self, generation: int, addresses: Mapping[int, str]) -> None:
-        """Set the addresses of members of the world of `generation`. Ignored if this member is in another world by then, since
-        the addresses may be outdated."""
+        """Set the addresses of members of the world of `generation`. They are ignored in any other world, where they may be
+        outdated."""
         self._do(functools.partial(self._learn, generation, dict(addresses)))
 
     def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:
-        """Send a message with a `kind` to a member, watched or not; the member's handler of that kind is called once.
+        """Send a message with a `kind` to any member, whose handler of that kind is called once.
 
-        The future completes when the member has handled the message, or raises `Undelivered`: the member has left, refuses
-        connections, or did not answer in time.
+        The future completes when the member has handled the message. It raises `Undelivered` if the member has left, refuses
+        connections, or does not answer in time.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
@@ -156,7 +153,7 @@ class Mesh:
         return future
 
     def close(self) -> None:
-        """Say goodbye, so that no peer counts this member as lost, and disconnect."""
+        """Send a goodbye, so that no peer counts this member as lost, and disconnect."""
         if not self._thread.ident:
             self._close(self._clock())
             self._finish()
@@ -175,7 +172,7 @@ class Mesh:
                 task(self._clock())
                 return
             self._todo.append(task)
-            with contextlib.suppress(BlockingIOError):  # it has rung often enough
+            with contextlib.suppress(BlockingIOError):  # enough wake-ups are pending
                 self._button.send(b"!")
 
     # Called in the mesh's thread
@@ -184,8 +181,8 @@ class Mesh:
         while not self._over:
             try:
                 self.turn(TICK_S)
-            except Exception:  # without this thread nobody would hear of a peer's end
-                _complain(f"the mesh of worker {self.id} goes on after:\n{traceback.format_exc()}")
+            except Exception:  # without this thread, losses of peers would go unnoticed
+                _print_problem(f"the mesh of worker {self.id} continues after:\n{traceback.format_exc()}")
                 time.sleep(TICK_S)
         self._finish()
 
@@ -228,7 +225,7 @@ class Mesh:
     def _accept(self, now: float) -> None:
         try:
             sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):  # it has gone again
+        except (BlockingIOError, ConnectionError):  # the caller has disconnected
             return
         caller = _Caller(Connection(sock, "decider", self._key), now + PROVE_S)
         self._callers[caller] = None
@@ -244,7 +241,7 @@ class Mesh:
             for message in connection.receive() if events & selectors.EVENT_READ else ():
                 self._on_message(caller, message)
             connection.flush()
-        except (OSError, ValueError, RecursionError):  # it has hung up, or is no member; if it is one, it calls again
+        except (OSError, ValueError, RecursionError):  # it disconnected, or is not a member; a member reconnects
             self._drop(caller)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.writing else 0)
@@ -252,7 +249,7 @@ class Mesh:
 
     def _on_message(self, caller: _Caller, message: Mapping[str, Any]) -> None:
         if caller.id is None:
-            caller.id, caller.process, address = self._introduced(message.get("hello"))
+            caller.id, caller.process, address = self._parse_hello(message.get("hello"))
             caller.connection.send({"hello": self._hello})
             peer = self._peer(caller.id)
             if address and not peer.address:
@@ -268,14 +265,13 @@ class Mesh:
                 self._handle(caller.id, content)
         caller.connection.send({"got" if handled else "unknown": number})
 
-    def _introduced(self, hello: object) -> tuple[int, str, str]:
-        """Return the sender's index, process and address; no address if the sender is in an older world, like a process that was
-        replaced."""
+    def _parse_hello(self, hello: object) -> tuple[int, str, str]:
+        """Return the sender's index, process and address; the address is empty if the sender is in an older world."""
         if not isinstance(hello, Mapping) or hello.get("run") != self._hello["run"]:
             raise Forged("it does not name this run")
         id, process, address = hello.get("id"), hello.get("process"), hello.get("address")
         if not (isinstance(id, int) and isinstance(process, str) and isinstance(address, str)):
-            raise Forged("it does not say who it is")
+            raise Forged("it does not identify itself")
         resolved(address)
         world = hello.get("generation", self.generation)  # older versions do not send it
         return id, process, address if isinstance(world, int) and world >= self.generation else ""
@@ -284,11 +280,11 @@ class Mesh:
         try:
             self.handlers[message["kind"]](id, message)
         except Exception:  # a mistake in one handler must not end the mesh
-            _complain(f"a message of worker {id} was too much:\n{traceback.format_exc()}")
+            _print_problem(f"a message of worker {id} could not be handled:\n{traceback.format_exc()}")
 
     def _drop(self, caller: _Caller) -> None:
         if caller not in self._callers:
-            return  # it was dropped as one too many in the same turn
+            return  # it exceeded the limit in the same turn
         del self._callers[caller]
         self._selector.unregister(caller.connection.sock)
         caller.connection.close()
@@ -309,7 +305,7 @@ class Mesh:
             if id not in addresses:
                 peer.forget(now)
         self.unheard, self.refused, self.complete = (), (), False
-        self.generation = self._hello["generation"] = generation  # other threads read it: after the last world's values are reset
+        self.generation = self._hello["generation"] = generation  # set last, since other threads read it
         self._learn(generation, addresses, now)
         self._publish()
 
@@ -319,7 +315,7 @@ class Mesh:
                 if id != self.id:
                     self._peer(id).meet(address, now)
             except ValueError as problem:
-                _complain(f"worker {id} has no address in the mesh: {problem}")
+                _print_problem(f"worker {id} has no valid address in the mesh: {problem}")
 
     def _publish(self) -> None:
         """Publish the state of the watched peers if it has changed."""
@@ -327,20 +323,19 @@ class Mesh:
         silent = [peer for peer in watched if peer.met and peer.state.unheard]
         unheard, refused = tuple(peer.id for peer in silent), tuple(peer.id for peer in silent if peer.state.gone)
         complete = bool(watched) and all(peer.met for peer in watched)
-        self.reasons = {peer.id: peer.state.unheard for peer in silent}
         if (unheard, refused, complete) == (self.unheard, self.refused, self.complete):
             return
         self.unheard, self.refused, self.complete = unheard, refused, complete
         try:
             self.changed()
         except Exception:  # a mistake of the subscriber must not end the mesh
-            _complain(f"the mesh of worker {self.id}:\n{traceback.format_exc()}")
+            _print_problem(f"the mesh of worker {self.id}:\n{traceback.format_exc()}")
 
     def _close(self, now: float) -> None:
         self._over = True
         for caller in self._callers:
             if caller.id is not None:
-                with contextlib.suppress(OSError):  # it has gone before us
+                with contextlib.suppress(OSError):  # it disconnected first
                     caller.connection.send({"goodbye": True})
                     caller.connection.flush()
 
@@ -355,5 +350,5 @@ class Mesh:
         self._button.close()
 
 
-def _complain(sentence: str) -> None:
+def _print_problem(sentence: str) -> None:
     print(f"outlast | {sentence}", file=sys.stderr, flush=True)

@@ -1,7 +1,6 @@
-"""A member's connection to one peer, for watching it and for messages, and the messages that wait for an answer.
+"""A member's connection to one watched or messaged peer, with its unacknowledged messages. Runs in the mesh's thread only.
 
-This code runs in the mesh's thread only. Messages are numbered, and repeated on a new connection; the peer drops duplicates, so
-each message is handled once and in order.
+Messages are numbered, and repeated on a new connection. The peer drops duplicates, so each message is handled once and in order.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ from outlast.rendezvous.mesh import peer_state
 from outlast.rendezvous.mesh.connection import Connection, resolved
 
 FIRST_S, BROKEN_S, WOKEN_S = 3.0, 1.0, 5.0
-"""Time within which a peer must answer before it counts as unheard: at first; after its connection broke (2 s after its last sign
-of life); and after this process or machine stood still, which breaks connections on our side only."""
+"""Timeouts after which a silent peer counts as unheard: at first; after its connection broke (2 s after its last sign of life);
+and after a pause of this process or machine, which breaks connections on our side only."""
 _NUMBERS = itertools.count(1)
-"""Numbers for all messages of this process. There is one counter, since a forgotten peer that comes back remembers the numbers it
-has seen."""
+"""Counter for all messages of this process. It is shared, since a returning peer remembers the numbers that it has seen."""
 
 
 class Undelivered(Exception):
-    """A message was not acknowledged; it may have arrived all the same."""
+    """Raised if a message was not acknowledged; it may have arrived nevertheless."""
 
 
 @dataclass
@@ -41,25 +39,26 @@ class _Message:
 
 
 class Peer:
-    """A peer of this member. `hello` is the message by which we introduce ourselves."""
+    """A peer of this member. `hello` is the first message that we send to it."""
 
     def __init__(self, id: int, selector: selectors.BaseSelector, hello: Mapping[str, Any], key: bytes) -> None:
         self.id, self.watched = id, False
         self.address = ""
         self.state = peer_state.PeerState()
         self.proven = self.met = False
-        """True if this very peer has answered on the current connection, and whether it has on any connection to this address."""
+        """True if the peer has proven its identity on the current connection, and on any connection to this address."""
         self._selector, self._hello, self._key = selector, hello, key
         self._connection: Connection | None = None
         self._connecting = False
         self._attempt_until, self._next_attempt = 0.0, 0.0
         self._messages: dict[int, _Message] = {}
         self.due = 0.0
-        """Time of the peer's next turn; right after any event. Among a thousand peers, only those with an event take a turn."""
+        """Time of the peer's next turn, set to now by any event. Peers without an event are skipped, as a world may have
+        thousands."""
 
     def meet(self, address: str, now: float) -> None:
-        """Set the address of the peer. If it differs from the current one, close the connection and reset the peer's state, since
-        it is another process. Raises ValueError for an invalid address."""
+        """Set the address of the peer. A new address means another process, so the connection is closed and the state is reset.
+        Raises ValueError for an invalid address."""
         if address == self.address:
             return
         if address:
@@ -69,13 +68,13 @@ class Peer:
         self._next_attempt, self.due = now, now
 
     def forget(self, now: float) -> None:
-        """Prepare for a new world: unless the peer is connected, forget its address and wait for a new address, since the peer
-        may be another process or may not have started."""
+        """Prepare for a new world: clear the address of a peer that is not connected, since the peer may be another process by
+        now."""
         if not self.proven:
             self.meet("", now)
 
     def send(self, message: Mapping[str, Any], future: Future[None], now: float, within_s: float) -> None:
-        """Deliver a message; the future completes when it is acknowledged, or fails after `within_s`."""
+        """Send a message; the future completes on its acknowledgement, or fails after `within_s`."""
         if not self.watched and self._connection is None and not self.state.left:
             self.state, self._next_attempt = peer_state.PeerState(), 0.0  # the state is outdated
         if problem := self._problem():
@@ -91,7 +90,7 @@ class Peer:
                 self._broken(error, now)
 
     def turn(self, now: float, patience_s: float) -> float:
-        """Do the work that is due; returns the time of the next turn."""
+        """Do all due work; returns the time of the next turn."""
         self._expire(now)
         if not self.address or self.state.left or not (self.watched or self._messages or self._connection):
             return min((each.until for each in self._messages.values()), default=now + 1.0)
@@ -109,7 +108,7 @@ class Peer:
         return min(due, self.state.ends, *(each.until for each in self._messages.values()), now + 1.0)
 
     def ready(self, events: int, now: float) -> None:
-        """Called when the socket can be read or written."""
+        """Handle a readable or writable socket."""
         connection, self.due = self._connection, now
         if connection is None:
             return
@@ -127,7 +126,7 @@ class Peer:
             self._broken(problem, now)
 
     def close(self) -> None:
-        """Disconnect, and give up undelivered messages."""
+        """Disconnect, and fail undelivered messages."""
         self._give_up("this worker has left the mesh")
         self._hang_up()
 
@@ -161,14 +160,16 @@ class Peer:
                 pending.future.set_result(None)
         elif "unknown" in message:
             if pending := self._messages.pop(message["unknown"], None):
-                pending.future.set_exception(Undelivered(f"worker {self.id} knows no such message; it runs another version"))
+                pending.future.set_exception(
+                    Undelivered(f"worker {self.id} does not support this message; it runs another version")
+                )
         elif "goodbye" in message:
             self.state = peer_state.PeerState(left=True)
             self._give_up(f"worker {self.id} has left")
             self._hang_up()
 
     def _broken(self, problem: Exception, now: float) -> None:
-        """Called when the connection broke. A proven member has hung up or was reset; an unproven one counts as refusing."""
+        """Handle a broken connection. Without proof of the peer's identity, it counts as a refusal."""
         silent = isinstance(problem, OSError) and not isinstance(problem, ConnectionError)
         refused = not self.proven and not silent
         if refused:
@@ -189,7 +190,7 @@ class Peer:
         for number, each in [*self._messages.items()]:
             if now >= each.until:
                 del self._messages[number]
-                where = "" if self.address else "; its address is not known"
+                where = "" if self.address else "; its address is unknown"
                 each.future.set_exception(Undelivered(f"worker {self.id} has not acknowledged a message in time{where}"))
 
     def _give_up(self, reason: str) -> None:
@@ -198,7 +199,7 @@ class Peer:
             each.future.set_exception(Undelivered(reason))
 
     def _listen(self) -> None:
-        """Register the events that we wait for with the selector."""
+        """Register the awaited events with the selector."""
         if self._connection is None:
             return
         events = selectors.EVENT_WRITE if self._connecting else selectors.EVENT_READ

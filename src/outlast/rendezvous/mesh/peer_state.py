@@ -1,7 +1,7 @@
-"""The peers that a member watches, and the state of each peer. Pure: times arrive as arguments, in seconds of one steady clock.
+"""The peers that a member watches, and the state of each peer. Pure: times are arguments, in seconds of one steady clock.
 
-A broken connection proves nothing: a middlebox resets it, a cable is out for a second. So we reconnect at once, and a peer is
-unheard only if that fails: it refuses twice, or does not answer for `patience_s`.
+A broken connection alone proves nothing: a middlebox may have reset it. So we reconnect at once. A peer becomes unheard only if
+that fails: it refuses twice, or does not answer for `patience_s`.
 
     heard    --lost-->  doubt  --accepted, proven-->  heard
     doubt    --refused twice, or silent for patience_s-->  unheard
@@ -16,58 +16,57 @@ import math
 from collections.abc import Sequence
 
 REFUSALS = 2
-"""Number of refusals in a row that prove that the process is gone."""
+"""Number of consecutive refusals that prove the end of the process."""
 AGAIN_S, PAUSE_S = 0.1, 0.5
 """Pause before the next attempt: after a refusal, and once the peer is unheard."""
 ATTEMPT_S, LATER_S = 0.3, 1.0
-"""Timeout of an attempt to connect: in doubt, where each attempt sends a new SYN (the kernel would repeat the first one only
-after 1 s), and once the peer is unheard."""
+"""Timeout of an attempt to connect: in doubt, and once the peer is unheard. In doubt it is short, since each attempt sends a new
+SYN, which the kernel alone would repeat only after 1 s."""
 
 
 @dataclasses.dataclass
 class PeerState:
-    """The state of one peer. `since` is the time at which doubt began; None if there is no doubt."""
+    """The state of one peer. `since` is the start of the doubt; None without doubt."""
 
     since: float | None = None
     patience_s: float = 0.0
     refusals: int = 0
     unheard: str = ""
-    """Why the peer is unheard, as the end of a sentence that begins with its name; empty while it is heard."""
+    """Reason why the peer is unheard, as the end of a sentence that begins with its name; empty while it is heard."""
     gone: bool = False
-    """True if nobody listens at the peer's address: the machine answers, but the process is gone."""
+    """True if the peer's machine refuses connections, so its process has ended."""
     left: bool = False
-    """True if the peer has said goodbye."""
+    """True if the peer has sent a goodbye."""
 
     def doubted(self, now: float, patience_s: float) -> None:
-        """Called when there is no connection; if none is established within `patience_s`, the peer is unheard."""
+        """Record a missing connection; without a new one within `patience_s`, the peer becomes unheard."""
         if self.since is None:
             self.since, self.patience_s = now, patience_s
 
     def accepted(self) -> None:
-        """Called when a kernel has accepted the connection. That ends a doubt, since nothing more comes from a stopped process;
-        but an unheard peer must prove its identity first: another process may have the port by now."""
+        """Record that the peer's kernel has accepted a connection, which ends a doubt: a stopped process cannot do more. An
+        unheard peer must also prove its identity, since another process may have its port."""
         if not self.unheard:
             self.since = None
 
     def refused(self) -> None:
-        """Called when an attempt was refused, or the accepting process hung up or lacks the key: no member listens there any
-        more."""
+        """Record a refusal, or an accepting process that disconnected or lacks the key: no member listens at the address."""
         self.refusals += 1
         if self.refusals >= REFUSALS:
             self.unheard, self.gone = "refuses connections", True
 
     def passed(self, now: float) -> None:
-        """Called when time has passed without a connection."""
+        """Check the time without a connection against the timeout."""
         if self.since is not None and now >= self.ends:
             self.unheard = f"has not answered for {now - self.since:.1f} s after its connection broke"
 
     def proven(self) -> None:
-        """Called when the peer has proven its identity: all doubts are reset."""
+        """Record that the peer has proven its identity, which resets all doubts."""
         self.since, self.refusals, self.unheard, self.gone = None, 0, "", False
 
     @property
     def ends(self) -> float:
-        """Time at which patience ends; infinite if there is no doubt."""
+        """Time at which a doubted peer becomes unheard; infinite without doubt."""
         return math.inf if self.since is None or self.unheard else self.since + self.patience_s
 
     @property
@@ -86,12 +85,11 @@ EVERYBODY = 8
 
 
 def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
-    """Return the peers that member `id` watches, in rank order; `members` are in rank order, too.
+    """Return the peers that member `id` watches, in rank order. `members` must be in rank order, too.
 
     In a large world, these are the peers at distance 1 and 2 on both sides, and the opposite peer. If i watches j, j watches i.
-    So each member is watched by five or six others, and the ring stays connected whichever two are lost. Opposite peers sit in
-    another rack, as the ranks of one rack are mostly neighbours: so a rack that is cut off as a whole is noticed by as many
-    members as the rack has.
+    Each member is watched by five or six others, and the ring stays connected if any two are lost. The ranks of one rack are
+    mostly neighbours, so opposite peers are in another rack, and notice if a whole rack is cut off.
     """
     if len(members) <= EVERYBODY:
         return tuple(each for each in members if each != id)

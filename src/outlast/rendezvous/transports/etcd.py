@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 def client(endpoint: str, member: Member) -> transport.Client:
-    """Return a client for an endpoint. Raises OutlastError in a pod whose operator is of an older version, which left the
-    decision to an etcd."""
+    """Create a client for an endpoint. Raises OutlastError in a pod of an older operator, which relied on an etcd."""
     if Env.MEMBER in member.environ:
-        raise OutlastError(f"this pod's operator has it meet at {endpoint}, which it no longer can; upgrade it: outlast install")
+        raise OutlastError(f"this pod's operator requires a rendezvous at {endpoint}, which is gone; upgrade it: outlast install")
     name = schema.run_name(member.run, member.environ)
     return Client(gateway.address(endpoint), Identity(member.run, member.id, generation=member.generation), name=name)
 
 
 def torchrun(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str, Any]) -> tuple[Client, float]:
-    """Return a client for a plain torchrun, which may be elected, and its timeout for a world in seconds. Raises OutlastError."""
+    """Create a client for a plain torchrun, which may be elected; returns it with its timeout for a world in seconds. Raises
+    OutlastError."""
     from outlast.rendezvous import torchrun
 
     return torchrun.client(endpoint, run=run, sizes=sizes, conf=conf)

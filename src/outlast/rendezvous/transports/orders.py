@@ -7,9 +7,9 @@
     {"deadline": "2026-01-01T00:02:00Z", "reason": "AWS takes the machine back"}
 
 The signature is an HMAC-SHA256 over the worker's index, the time and the body, with a key derived from the run's key
-(`seal.derived`). So nobody can make a worker leave without the key, and an order cannot be replayed: not to another worker, not
-twice, not after WINDOW_S, and not to the worker's next process. Both fields are optional; the default deadline is the end of the
-job's grace period.
+(`seal.derived`). An order therefore requires the key, and cannot be replayed: not to another worker, not twice, not after
+WINDOW_S, and not to the worker's next process. Both fields are optional; the default deadline is the end of the job's grace
+period.
 
     202 accepted    400 not an order    401 not signed with the key of the run    409 repeated, too old, or ending already
     411 without Content-Length    413 longer than LONGEST
@@ -33,9 +33,9 @@ TIME, SIGNATURE = "Outlast-Time", "Outlast-Signature"
 LONGEST = 4096
 """Maximum length of an order's body, in bytes."""
 WINDOW_S = 60.0
-"""Maximum difference between the clocks of sender and worker. Orders are remembered for this long, so that none counts twice."""
+"""Maximum difference between the clocks of sender and worker. Orders are remembered for this long to detect replays."""
 _REASON = 256
-"""Maximum length of a reason, in characters; the rest is cut off."""
+"""Maximum length of a reason, in characters; longer reasons are truncated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,29 +46,28 @@ class Answer:
     text: str
     reason: str = ""
     deadline: float | None = None
-    """Seconds since the epoch; None: the end of the job's grace period."""
+    """Deadline in seconds since the epoch; None for the end of the job's grace period."""
 
 
 def signed(key: bytes, *, worker: int, body: bytes, now: float) -> dict[str, str]:
-    """Return the headers of an order to a worker; `key` is the key of the run, see `seal.key`."""
+    """Return the headers of an order to a worker. `key` is the key of the run, see `seal.key`."""
     time = f"{now:.3f}"
     return {"Content-Type": "application/json", TIME: time, SIGNATURE: _signature(key, worker, time, body)}
 
 
 class Orders:
-    """The orders to one worker. `since` is the start of its agent, in seconds since the epoch; older orders were for an earlier
-    agent."""
+    """The orders to one worker. `since` is the start of its agent in seconds since the epoch; older orders are rejected."""
 
     def __init__(self, key: bytes, *, worker: int, since: float) -> None:
         self._key, self._worker, self._since = key, worker, since
         self._seen: dict[str, float] = {}
-        """Signatures of accepted orders with their times; only a holder of the key can add to them."""
+        """Times of accepted orders by signature; only a holder of the key can add entries."""
 
     def judge(self, headers: Mapping[str, str], body: bytes, now: float) -> Answer:
-        """Return the answer to an order. Each order is accepted at most once."""
+        """Validate an order. Each order is accepted at most once."""
         time, signature = headers.get(TIME, ""), headers.get(SIGNATURE, "").encode()
         if not self._key:
-            return Answer(401, "this run has no key, so nobody can order its workers to leave")
+            return Answer(401, "this run has no key, so it accepts no orders")
         if not hmac.compare_digest(signature, _signature(self._key, self._worker, time, body).encode()):
             return Answer(401, f"the order is not signed with the key of the run for worker {self._worker}; see {SIGNATURE}")
         try:
@@ -76,14 +75,12 @@ class Orders:
         except ValueError:
             at = math.nan
         if not abs(now - at) <= WINDOW_S:
-            return Answer(
-                409, f"the order was signed at {time}, and it is {now:.0f} here; sign it anew, with a clock that is right"
-            )
+            return Answer(409, f"the order was signed at {time}, and it is {now:.0f} here; correct the clock and sign it again")
         if at < self._since:
-            return Answer(409, "the order is older than this process, so it was for an earlier one; sign it anew if it is meant")
+            return Answer(409, "the order is older than this process; sign it again if this process must leave")
         self._seen = {each: when for each, when in self._seen.items() if abs(now - when) <= WINDOW_S}
         if signature.decode() in self._seen:
-            return Answer(409, "the order came before; sign it anew if it is meant twice")
+            return Answer(409, "the order is a repetition; sign it again if the worker must leave once more")
         try:
             answer = _read(body)
         except ValueError as problem:
@@ -99,10 +96,10 @@ def _read(body: bytes) -> Answer:
     except (ValueError, RecursionError):
         order = None
     if not isinstance(order, dict):
-        raise ValueError('the order is no JSON object; send {"deadline": "2026-01-01T00:02:00Z", "reason": "..."}')
+        raise ValueError('the order is not a JSON object; send {"deadline": "2026-01-01T00:02:00Z", "reason": "..."}')
     reason, deadline = order.get("reason") or "", order.get("deadline")
     if not isinstance(reason, str):
-        raise ValueError(f"reason ({reason}) is no text")
+        raise ValueError(f"reason ({reason}) is not a string")
     return Answer(202, "the worker saves and leaves", reason[:_REASON], None if deadline is None else _seconds(deadline))
 
 
@@ -113,7 +110,7 @@ def _seconds(deadline: object) -> float:
             return time.timestamp()
     except (ValueError, OverflowError):
         pass
-    raise ValueError(f"deadline ({deadline}) is no time with its offset from UTC; write 2026-01-01T00:02:00Z")
+    raise ValueError(f"deadline ({deadline}) is not a time with a UTC offset; write 2026-01-01T00:02:00Z")
 
 
 def _signature(key: bytes, worker: int, time: str, body: bytes) -> str:

@@ -1,15 +1,17 @@
-"""The rendezvous transport that connects workers directly to the coordinator: through the launcher's Unix socket on one machine
-(`unix:///path`), or through a port of worker 0 in pods that have neither an operator nor an etcd (`c10d://host:port`).
+"""The rendezvous transport by sockets, from workers directly to the coordinator.
 
-Workers report, one process coordinates (`rendezvous.coordinator`). Every message is complete: a report holds the whole state of a
-member, so a report that is late, duplicated or sent to a coordinator that has just been restarted does no harm. A member is lost
-as soon as its connection is closed, or after `SILENCE_S` of silence.
+The socket is the launcher's Unix socket on one machine (`unix:///path`), or a port of worker 0 in pods without an operator or an
+etcd (`c10d://host:port`).
+
+Workers report, one process coordinates (`rendezvous.coordinator`). Each report contains the whole state of a member, so a late or
+duplicated report, or a restart of the coordinator, does no harm. A member is lost once its connection is closed, or after
+`SILENCE_S` of silence.
 
     member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
 
-Strangers can reach a port, so lines to a port are sealed with the run's key (`job.seal`), and an invalid message closes its
-sender's connection and has no other effect. If several processes have the same index, the last one to connect is the member.
+Strangers can reach a port, so lines to a port are sealed with the run's key (`job.seal`). An invalid message only closes its
+sender's connection. If several processes have the same index, the last process to connect is the member.
 
 Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `local.launcher` and `rendezvous.worker0` (the
 server, asyncio).
@@ -45,26 +47,26 @@ if TYPE_CHECKING:
 CONNECT_S = 5.0
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
-"""Time of silence after which a member is lost. Arbitrary: longer than a pause of 5 s and the heartbeat after it. The mesh
-notices machines that fall silent earlier."""
+"""Time in seconds after which a silent member is lost. Arbitrary: longer than a pause of 5 s with the next heartbeat. The mesh
+detects silent machines earlier."""
 _RETRY_S = 0.2
 _LINE_BYTES = 64 << 10
-"""Maximum number of bytes in a line of a report; with a traceback and the tail of a log, a report has some 12 KiB."""
+"""Maximum number of bytes in a line of a report, which has some 12 KiB with a traceback and the tail of a log."""
 _MESSAGE_BYTES = 4 << 20
-"""Maximum number of bytes in a line that a member reads, and in the queue of a member that does not read: a world of 10,000
-workers has 60 KiB."""
+"""Maximum number of bytes in a line to a member, and in the queue of a member that does not read. A world of 10,000 workers has
+60 KiB."""
 _PROVE_S = 5.0
-"""Timeout for the first report after connecting."""
+"""Timeout for the first report on a connection, in seconds."""
 _STRANGERS, _BACKLOG = 512, 256
-"""Maximum number of connections that have not reported yet (beyond that the oldest is closed), and the listen backlog."""
-_COMPLAIN_S = 1.0
-"""Minimum interval between complaints about malformed messages."""
+"""Maximum number of connections without a report (beyond it the oldest is closed), and the listen backlog."""
+_PRINT_S = 1.0
+"""Minimum interval in seconds between printed problems with messages."""
 _MOST_REPLACED = 64
-"""Maximum number of replaced processes of one index that are remembered."""
+"""Maximum number of remembered replaced processes of one index."""
 _MOST_UNHEARD = 256
-"""Maximum number of peers that one report may name: a member watches few."""
+"""Maximum number of peers in one report; a member watches few."""
 _MOST_PAST = 64
-"""Maximum number of repaired failures that one report may list."""
+"""Maximum number of repaired failures in one report."""
 Kind = TypeVar("Kind", bound="Called | Closed | World")
 _ADDRESS = re.compile(r"([!-~]{1,255}:[0-9]{1,5})?")
 SCHEME = "unix://"
@@ -80,41 +82,39 @@ class Report:
     standing: str
     """A `world.MemberState`."""
     generation: int = 0
-    """The world that this member trains in, or trained in last."""
+    """Generation of the member's current or last world."""
     since: float = 0.0
     address: str = ""
-    """`host:port` at which the member would host the world's store."""
+    """`host:port` where the member would host the world's store."""
     failed: bool = False
     failure: Mapping[str, Any] | None = None
     """The failure in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, step, committed}`.
 
-    `cause` is a `contract.FailureCause`, `log_tail` holds the last lines of the rank's log; both are optional. `echo` marks an
-    error that only echoes the death of another rank; `left` is true if processes had exited with 0 before. `step` and `committed`
-    are the last step and the newest saved step; None for a plain script.
+    `cause` is a `contract.FailureCause`, `log_tail` has the last lines of the rank's log; both are optional. `echo` marks an
+    error that only echoes the death of another rank. `left` is true if processes had already exited with 0. `step` and
+    `committed` are the last step and the newest saved step; None for a plain script.
     """
     mesh: bool = False
-    """True if this member watches its peers in this world and has heard from all of them."""
+    """True if this member watches its peers in this world and has heard all of them."""
     unheard: tuple[int, ...] = ()
-    """Members of the world of `generation` that this member watches and has heard from, and that are now silent or refuse
-    connections."""
+    """Watched members of the same world that were heard before and are now silent or refuse connections."""
     refused: tuple[int, ...] = ()
-    """The subset of `unheard` at whose addresses nobody listens any more: the machine answers, but the process is gone."""
+    """The subset of `unheard` whose machines refuse connections, so their processes have ended."""
     attempt: int = 0
-    """Number of times that the members have started the processes of `generation` again by themselves."""
+    """Number of restarts of the processes of `generation` without the coordinator."""
     past: tuple[Mapping[str, Any], ...] = ()
-    """The last failures that the members repaired this way, of any generation: `attempts.Past`. Only a few members report
-    them."""
+    """The last failures repaired by such restarts, in any generation: `attempts.Past`. Only a few members report them."""
     held: int = 0
-    """The newest complete step that the member's processes had saved or in memory when they were stopped; sent between two
+    """The newest complete step that the member's processes had saved or in memory when they were stopped. It is sent between two
     worlds."""
     owes: bool = True
-    """True if other workers may not yet be able to reach the step that this member holds or is saving; False if they can, or
-    never will."""
+    """True if other workers may not yet be able to load the step that this member holds or is saving; False if they can, or never
+    will."""
     again: bool = False
-    """True if this process has replaced the one that took up `generation`, which its peers do not hear any more."""
+    """True if this process has replaced the process that joined `generation`, which its peers no longer hear."""
 
     def changed(self, standing: str, **fields: Any) -> Self:
-        """Return the next report. Fields about peers are reset if the generation changes."""
+        """Return the next report. A change of the generation resets the fields about peers."""
         another = fields.get("generation", self.generation) != self.generation
         reset: dict[str, Any] = {"unheard": (), "refused": (), "attempt": 0, "again": False} if another else {}
         if standing not in (MemberState.TRAINING, MemberState.LEAVING):
@@ -128,13 +128,13 @@ class Report:
         The contents of `failure` and `past` are checked by their readers, `failures.reported` and `attempts.uncounted`.
         """
         if not isinstance(value, Mapping):
-            raise ValueError("it is no report")
+            raise ValueError("it is not a report")
         fields = {each.name: value[each.name] for each in dataclasses.fields(cls) if each.name in value}
         for name, value in fields.items():
             if not _FITS[name](value):
                 raise ValueError(f"{name} of a report cannot be {value!r:.80}")
         if missing := {"run", "id", "standing"} - fields.keys():
-            raise ValueError(f"a report must say {', '.join(sorted(missing))}")
+            raise ValueError(f"a report must have {', '.join(sorted(missing))}")
         if (failure := fields.get("failure")) and not is_count(failure.get("committed", 0)):
             fields["failure"] = {**failure, "committed": None}
         peers: dict[str, Any] = {name: tuple(fields[name]) for name in ("unheard", "refused", "past") if name in fields}
@@ -142,12 +142,12 @@ class Report:
 
 
 def is_count(value: object) -> bool:
-    """True for a JSON integer in [0, 2**53); booleans and floats are rejected."""
+    """Return whether a JSON value is an integer in [0, 2**53); booleans and floats are rejected."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
 def is_number(value: object) -> bool:
-    """True for a finite JSON number below 1e300; booleans are rejected."""
+    """Return whether a JSON value is a finite number below 1e300; booleans are rejected."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
@@ -183,7 +183,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Called:
-    """Request for a re-rendezvous: the members should come together for `generation`."""
+    """Message: the members must meet for `generation`."""
 
     generation: int
     reason: str
@@ -191,12 +191,12 @@ class Called:
     deadline: float
     """Time at which a planned call turns into an unplanned one, in seconds since the epoch."""
     leave_s: float | None = None
-    """Seconds until `deadline` when this was sent; the recipient counts them by its own clock."""
+    """Seconds from the message to `deadline`, which the recipient counts on its own clock."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Closed:
-    """There will be no further world."""
+    """Message: the run is over, and no further world follows."""
 
     reason: str
     code: int
@@ -206,13 +206,13 @@ class Closed:
 
 
 class Client:
-    """A member's side: keeps the connection, repeats the report, and stores the coordinator's last messages.
+    """A member's side: it maintains the connection, repeats the report, and stores the coordinator's last messages.
 
-    It reconnects for ever: a running world does not need the coordinator, which may come back.
+    The client reconnects for ever, since a running world does not need the coordinator, which may return.
     """
 
     def __init__(self, endpoint: str, *, run: str, id: int, key: bytes = b"") -> None:
-        """`key` is the key of the run, see `seal.key`; none on a Unix socket."""
+        """`key` is the key of the run, see `seal.key`; empty on a Unix socket."""
         self._endpoint, self._key = endpoint, key
         self.id = id
         self._process = secrets.token_hex(8)
@@ -221,7 +221,7 @@ class Client:
         self._sock: socket.socket | None = None
         self._seal = seal.Plain()
         self._over = False
-        self._complaint = ""
+        self._last_problem = ""
         self.called: Called | None = None
         self.world: World | None = None
         self.closed: Closed | None = None
@@ -247,7 +247,7 @@ class Client:
             self._changed.wait(timeout_s)
 
     def close(self) -> None:
-        """Disconnect, which the coordinator takes as this member's end."""
+        """Disconnect, which ends this member's membership."""
         self._over = True
         self._hang_up()
 
@@ -259,14 +259,14 @@ class Client:
     def _send(self) -> None:
         with self._changed:
             if self._sock is None or not select.select([], [self._sock], [], 0)[1]:
-                return  # the coordinator does not read: it gets the newest report with the next heartbeat
+                return  # the coordinator does not read; the next heartbeat sends the newest report
             try:
                 self._sock.sendall(self._seal.sealed(self._line()))
-            except OSError:  # perhaps in the middle of the line: the reader notices, connects and reports again
+            except OSError:  # perhaps within a line: the reader reconnects and reports again
                 self._hang_up()
 
     def _line(self) -> bytes:
-        """Our report as JSON. The coordinator rejects long lines, so a long failure loses its traceback and log."""
+        """Return our report as JSON. A long failure loses its traceback and log, since the coordinator rejects long lines."""
         message = {"report": dataclasses.asdict(self._report), "process": self._process}
         line = json.dumps(message).encode()
         if len(line) > _LINE_BYTES // 2 and self._report.failure:
@@ -296,7 +296,7 @@ class Client:
                 except OSError:
                     pass
                 except (ValueError, KeyError, TypeError, RecursionError) as problem:
-                    self._complain(f"the coordinator at {self._endpoint} cannot be understood: {problem}")
+                    self._print_problem(f"the coordinator at {self._endpoint} sent an invalid message: {problem}")
                 with self._changed:
                     self._sock = None
             time.sleep(_RETRY_S)
@@ -321,10 +321,10 @@ class Client:
                 continue
             self._on_message(json.loads(sealed.opened(line)))
 
-    def _complain(self, sentence: str) -> None:
-        if sentence != self._complaint:
+    def _print_problem(self, sentence: str) -> None:
+        if sentence != self._last_problem:
             print(f"outlast | {sentence}; trying again", flush=True)
-        self._complaint = sentence
+        self._last_problem = sentence
 
     def _on_message(self, message: Mapping[str, Any]) -> None:
         with self._changed:
@@ -345,21 +345,21 @@ class _Lines:
         self._sock, self._buffer = sock, b""
 
     def next(self, longest: int) -> bytes:
-        """Return the next line. Raises OSError at the end, TimeoutError if no line is complete within the socket's timeout, and
-        ValueError if the line is longer than `longest` bytes."""
+        """Return the next line. Raises OSError at the end of the stream, TimeoutError if no line completes within the socket's
+        timeout, and ValueError if the line is longer than `longest` bytes."""
         while b"\n" not in self._buffer:
             if len(self._buffer) > longest:
                 raise ValueError(f"a line has more than {longest} bytes")
             data = self._sock.recv(65536)
             if not data:
-                raise ConnectionError("the other side hung up")
+                raise ConnectionError("the peer disconnected")
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
 
 def published(kind: type[Kind], message: Mapping[str, Any]) -> Kind | None:
-    """Return the Called, Closed or World in a message, without fields of newer versions; None if the message has none."""
+    """Parse the Called, Closed or World in a message; returns None if the message has none. Ignores fields of newer versions."""
     if not (value := message.get(kind.__name__.lower())):
         return None
     names = [each.name for each in dataclasses.fields(kind) if each.name in value]
@@ -368,9 +368,9 @@ def published(kind: type[Kind], message: Mapping[str, Any]) -> Kind | None:
 
 
 def world_from(value: object) -> World:
-    """Return a world from untrusted JSON. Raises ValueError for anything else."""
+    """Parse a world from untrusted JSON. Raises ValueError."""
     if not isinstance(value, Mapping):
-        raise ValueError("it is no world")
+        raise ValueError("it is not a world")
     members, generation, at, held = value.get("members"), value.get("generation"), value.get("at", 0.0), value.get("held", 0)
     fits = (
         is_count(generation),
@@ -381,12 +381,12 @@ def world_from(value: object) -> World:
         is_count(held),
     )
     if not all(fits):
-        raise ValueError(f"{value!r:.200} is no world")
+        raise ValueError(f"{value!r:.200} is not a world")
     return World(value["generation"], tuple(value["members"]), value["address"], value["reason"], at, held)
 
 
 def client(endpoint: str, member: Member) -> Client:
-    """Return a client for an endpoint, see `transport.Transport`."""
+    """Create a client for an endpoint, see `transport.Transport`."""
     return Client(endpoint, run=member.run, id=member.id, key=seal.key(member.environ) if endpoint.startswith(TCP) else b"")
 
 
@@ -400,7 +400,7 @@ def connect(endpoint: str) -> socket.socket:
 
 
 class Server:
-    """The coordinator's side: receives reports, notices lost members, and sends messages to members."""
+    """The coordinator's side: it receives reports, detects lost members, and sends messages to members."""
 
     def __init__(
         self,
@@ -411,27 +411,27 @@ class Server:
         key: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`key` is the key of the run, which every member must know; none on a Unix socket. `clock` measures silence: it must
-        stand still while this process does, see `clock.Awake`."""
+        """`key` is the key of the run, which every member must have; empty on a Unix socket. `clock` measures silence, and must
+        pause while this process is paused, see `clock.Awake`."""
         self._run, self._key, self._clock = run, key, clock
         self._on_report = on_report
         self._on_gone = on_gone
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._seals: dict[asyncio.StreamWriter, seal.Plain] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
-        """Connections that have not reported yet, oldest first."""
+        """Connections without a report, oldest first."""
         self._process: dict[int, str] = {}
         """The current process of each index."""
         self._replaced: dict[int, collections.deque[str]] = {}
         """Earlier processes of each index."""
         self._beats: dict[int, float] = {}
-        self._complained_at = -math.inf
+        self._printed_at = -math.inf
         self._encoded: tuple[object, bytes] | None = None
-        """The last message, and its JSON form."""
+        """The last message, with its JSON form."""
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, where: Path | socket.socket) -> None:
-        """Listen on a path, replacing a dead launcher's socket, or on a TCP socket that is listening already."""
+        """Listen on a path, where the socket of a dead launcher is replaced, or on a listening TCP socket."""
         if isinstance(where, socket.socket):
             self._server = await asyncio.start_server(self._serve, sock=where, limit=_LINE_BYTES, backlog=_BACKLOG)
             return
@@ -447,22 +447,22 @@ class Server:
             writer.close()
 
     def send(self, id: int, kind: str, content: object) -> None:
-        """Send a message to a connected member; any other member gets it when it reports again."""
+        """Send a message to a connected member; any other member receives it after its next report."""
         writer = self._writers.get(id)
         if writer is not None:
             self._write(writer, kind, content)
 
     def _write(self, writer: asyncio.StreamWriter, kind: str, content: Any) -> None:
         if writer.transport.get_write_buffer_size() > _MESSAGE_BYTES:
-            writer.transport.abort()  # it reports and does not read
+            writer.transport.abort()  # the member reports but does not read
             return
-        if self._encoded is None or self._encoded[0] is not content:  # a world is sent to each of its members
+        if self._encoded is None or self._encoded[0] is not content:  # encode a world once for all its members
             self._encoded = content, json.dumps({kind: dataclasses.asdict(content)}).encode()
         writer.write(self._seals[writer].sealed(self._encoded[1]))
 
     def drop_silent(self) -> dict[int, int]:
-        """Disconnect members that have been silent for too long (a stopped process keeps its connection). Returns their ids, each
-        with the pid of its process, or 0 if the process is on another machine."""
+        """Disconnect members that have been silent for too long, since a stopped process keeps its connection. Returns the pid of
+        each member by id; 0 on another machine."""
         now = self._clock()
         silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
         processes = {id: unix_sockets.process_of(self._writers[id].get_extra_info("socket")) for id in silent}
@@ -487,7 +487,7 @@ class Server:
                 if report.run != self._run:  # left over from an earlier run of the same name
                     self._write(writer, "closed", Closed(f"run {report.run} is over", contract.Exit.FAILED))
                     return
-                if id is None and not self._come(report.id, str(message.get("process", ""))[:64], writer):
+                if id is None and not self._admit(report.id, str(message.get("process", ""))[:64], writer):
                     reason = f"another process is worker {report.id} of run {self._run} now, in the place of this one"
                     self._write(writer, "closed", Closed(reason, contract.Exit.INTERRUPTED))
                     return
@@ -500,11 +500,11 @@ class Server:
                 self._on_report(report)
                 line = await reader.readline()
         except (ValueError, KeyError, TypeError, RecursionError) as problem:
-            self._complain(writer, f"a report that makes no sense: {problem}")
-        except (OSError, TimeoutError):  # it died in the middle of a line, or sent nothing
+            self._print_problem(writer, f"an invalid report: {problem}")
+        except (OSError, TimeoutError):  # it disconnected within a line, or sent nothing
             pass
         except Exception:  # one member's message must not end the server
-            self._complain(writer, f"a report of worker {id} was too much:\n{traceback.format_exc()}")
+            self._print_problem(writer, f"a report of worker {id} that could not be processed:\n{traceback.format_exc()}")
         finally:
             self._strangers.pop(writer, None)
             self._seals.pop(writer, None)
@@ -521,8 +521,8 @@ class Server:
         writer.write(seal.greeting(own))
         return seal.Seal(self._key, "decider", own=own, peer=seal.greeted(await reader.readline()))
 
-    def _come(self, id: int, process: str, writer: asyncio.StreamWriter) -> bool:
-        """Accept a connection as a member's; False if its process has been replaced by a later one."""
+    def _admit(self, id: int, process: str, writer: asyncio.StreamWriter) -> bool:
+        """Accept a connection as a member's; returns False if a later process has replaced its process."""
         replaced = self._replaced.setdefault(id, collections.deque(maxlen=_MOST_REPLACED))
         if process in replaced:
             return False
@@ -536,12 +536,12 @@ class Server:
             other.transport.abort()
         return True
 
-    def _complain(self, writer: asyncio.StreamWriter, sentence: str) -> None:
-        """Print a problem, at most once every _COMPLAIN_S: a peer may send any number of invalid messages."""
+    def _print_problem(self, writer: asyncio.StreamWriter, sentence: str) -> None:
+        """Print a problem, at most once every `_PRINT_S`, since a peer may send any number of invalid messages."""
         now = time.monotonic()
-        if now - self._complained_at < _COMPLAIN_S:
+        if now - self._printed_at < _PRINT_S:
             return
-        self._complained_at = now
+        self._printed_at = now
         peer = writer.get_extra_info("peername")
-        who = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "a process of this machine"
+        who = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "a process on this machine"
         print(f"outlast | rendezvous: {who} sent {sentence}", file=sys.stderr, flush=True)

@@ -1,10 +1,9 @@
-"""The agent: the first process of a worker on this machine, and the second in a pod (`agent.pid1`). It does not import torch, and
-outlives everything that it starts.
+"""The agent of a worker: its first process on this machine, and the second in a pod (`agent.pid1`).
 
-The agent is configured by the environment (`contract.Env`) and started by `agent.start`. It carries out the decisions of
-`agent.lifecycle`: it prepares code and data, starts the warm process and from it the elastic agent, asks training to leave, kills
-hung processes, answers probes, and exits with a code of `contract.Exit`, however training ends. Its own state on disk
-(`worker.json`) is replaced as a whole, so the agent may be killed between any two lines.
+The agent does not import torch, and outlives all processes that it starts. The environment (`contract.Env`) configures it, and
+`agent.start` starts it. It carries out the decisions of `agent.lifecycle`: it prepares code and data, starts the warm process and
+from it the elastic agent, requests training to leave, kills hung processes, answers probes, and exits with a code of
+`contract.Exit`. Its state on disk (`worker.json`) is replaced atomically, so the agent may be killed between any two lines.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ if TYPE_CHECKING:
     from outlast.worker.agent import run_ownership
 
 LOOK_INTERVAL_S = 0.1
-"""Interval at which the agent looks at the training processes."""
+"""Interval in seconds at which the agent observes the training processes."""
 LEAST_S = 1.0
-"""Minimum time to leave, even after the deadline: the clock of the machine that wrote the deadline may be ahead."""
+"""Minimum time to leave in seconds, even after the deadline, since the clock of its sender may be ahead."""
 PREPARATION_STOP_TIMEOUT_S = 5.0
 
 
 class Agent:
-    """One worker's agent. `warm` is None if the job's own Python environment must be made before the warm process can start."""
+    """One worker's agent. `warm` is None if the warm process must wait for the job's own Python environment."""
 
     def __init__(
         self,
@@ -78,9 +77,9 @@ class Agent:
         self.reporter = reporter.Reporter(self.state, log, self.hang_limit_s, pod=contract.Env.ADDRESS in environ)
         self._looked_at = self.clock()
         self._kill_at = float("inf")
-        """When training that was asked to leave is killed."""
+        """Time at which leaving training is killed."""
         self._published = ""
-        """The last deadline that the operator published, as JSON."""
+        """The last deadline published by the operator, as JSON."""
         self._warm = warm
         self._stop_preparing = threading.Event()
         from outlast.worker.prepare import prepare
@@ -90,7 +89,7 @@ class Agent:
         self._elastic: socket.socket | None = None
         self._launch_at = float("inf")
         self._lost: dict[str, Any] = {}
-        """How the last elastic agent ended, which the next one reports."""
+        """The failure of the last elastic agent, which the next elastic agent reports."""
         self._events: queue.SimpleQueue[lifecycle.Event] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
@@ -101,7 +100,7 @@ class Agent:
         self._launcher = LauncherWatch(environ)
         self._signalled = threading.Event()
         self._printed_end: tuple[int | None, str] = (None, "")
-        """Exit code and reason in the log's last line, once that line is printed."""
+        """Exit code and reason in the log's last line, if it is printed."""
         self._ranks = ranks.Ranks(self.state, self.processes, self.clock)
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
@@ -142,7 +141,7 @@ class Agent:
         if self._warm:
             self._warm.wait()
         if self._preparing:
-            self._preparing.join(PREPARATION_STOP_TIMEOUT_S)  # it ends what it has started
+            self._preparing.join(PREPARATION_STOP_TIMEOUT_S)  # it ends its child processes
         if self._snapshots:
             self._snapshots.close()
         self.coordination.close()
@@ -159,7 +158,7 @@ class Agent:
 
     @functools.cached_property
     def ledger(self) -> Ledger:
-        """This agent's ledger. It is opened at the first event, after its earlier lines have been fetched from the store."""
+        """This agent's ledger, opened at the first event, when its earlier lines have been fetched from the store."""
         return Ledger(self.output / contract.LEDGER, f"agent-{self.index}")
 
     def _kill_training(self) -> None:
@@ -171,7 +170,7 @@ class Agent:
     def _happened(self, event: lifecycle.Event) -> None:
         if event == lifecycle.Prepared(self.worker.phase) == lifecycle.Prepared(Phase.ENVIRONMENT) and self._warm is None:
             with contextlib.suppress(OSError):  # tried again at launch
-                # In this thread: the kernel kills the child when the thread that started it ends.
+                # in this thread, since the kernel kills the child when the thread that started it ends
                 self._warm = sibling.start_warm(self._preparation.python, self.environ)
         self.worker, effects = lifecycle.step(self.worker, event)
         for effect in effects:
@@ -184,7 +183,7 @@ class Agent:
                 case lifecycle.Notify(reason, deadline):
                     self._notify(reason, deadline)
                 case lifecycle.Kill():
-                    why = f"the time to leave is over ({self.worker.leaving})" if self.worker.leaving else self.worker.reason
+                    why = f"the grace period is over ({self.worker.leaving})" if self.worker.leaving else self.worker.reason
                     print(f"outlast | {why}; ending the training", flush=True)
                     self._kill_training()
                     if self._elastic is None:  # during the pause before a launch
@@ -201,7 +200,7 @@ class Agent:
         try:
             notice.write(self.notice, "leave", reason, time.time() + deadline - self.clock())
         except OSError as problem:
-            print(f"outlast | cannot tell the training to leave: {problem}", flush=True)
+            print(f"outlast | training cannot be notified to leave: {problem}", flush=True)
             self._events.put(lifecycle.GraceOver())
 
     def _begin_flush(self) -> None:
@@ -224,14 +223,16 @@ class Agent:
         self._log.drain()
         try:
             code, problem = self._upload.flush(timeout_s)
-        except OSError as error:  # no process can be started
+        except OSError as error:  # the limit on processes
             code, problem = 1, str(error)
         if code == upload_handle.SUPERSEDED:
             self._superseded(problem)
             return
         self.coordination.tell_goodput(self._upload.report.get("goodput"))
-        kept = f"the output is not all in {self._store}: {problem}; it is kept in {self.output}, and the next start pushes it"
-        self._put(lifecycle.Flushed(kept if code else ""))
+        incomplete = (
+            f"the output is not all in {self._store}: {problem}; it is kept in {self.output}, and the next start pushes it"
+        )
+        self._put(lifecycle.Flushed(incomplete if code else ""))
 
     def _prepare(self, phase: Phase) -> None:
         try:
@@ -244,14 +245,14 @@ class Agent:
             self._put(lifecycle.PreparationFailed(phase, str(problem), retry=getattr(problem, "retry", False)))
         except OSError as problem:
             self._put(lifecycle.PreparationFailed(phase, f"{phase}: {problem}", retry=True))
-        except Exception as problem:  # a bug in Outlast must not leave the worker in this phase for ever
+        except Exception as problem:  # a bug must not leave the worker in this phase for ever
             self._put(lifecycle.PreparationFailed(phase, f"{phase}: {problem!r}", retry=False))
             raise
         else:
             self._put(lifecycle.Prepared(phase))
 
     def _do(self, phase: Phase) -> run_ownership.Ended | None:
-        """Carry out a preparing phase. Returns the end of the run if the run has ended already."""
+        """Carry out a preparation phase. Returns the end of the run if the run has ended already."""
         match phase:
             case Phase.RUN:
                 return self.coordination.claim(self._log)
@@ -270,7 +271,7 @@ class Agent:
                 if self._snapshots is None:  # otherwise this is another attempt
                     workers = self.job.spec.workers.max if self.launched_here else 1
                     self._snapshots = snapshot_memory.begin(self.environ, workers, self._restore, self._newest)
-                if self._snapshots is None:  # otherwise the ranks request it if no worker has a newer snapshot
+                if self._snapshots is None:  # otherwise the ranks request it, if no worker has a newer snapshot
                     self._restore()
                 if self._store and not self.launched_here:  # on one machine the submission has fetched the files
                     from outlast.storage import store
@@ -281,7 +282,7 @@ class Agent:
         return None
 
     def _restore(self) -> None:
-        """Fetch the newest checkpoint in the store, if there is one. Also called by a thread of `snapshots`."""
+        """Fetch the newest checkpoint in the store, if any. Also called by a thread of `snapshots`."""
         if self._store:
             from outlast.storage import store
             from outlast.storage.checkpoints import restore
@@ -290,7 +291,7 @@ class Agent:
             restore.restore(self.output, place, run, self._preparation.say)
 
     def _newest(self) -> tuple[int, int] | None:
-        """(generation, step) of the newest checkpoint in the store, if there is one. Called by a thread of `snapshots`."""
+        """Return (generation, step) of the newest checkpoint in the store, if any. Called by a thread of `snapshots`."""
         if not self._store:
             return None
         from outlast.storage import store
@@ -301,15 +302,15 @@ class Agent:
 
     def _coordination_broke(self, reason: str) -> None:
         print(f"outlast | {reason}", flush=True)
-        self._put(lifecycle.Trained(contract.exit_code(-signal.SIGKILL)))  # makes whoever started us restart the worker
+        self._put(lifecycle.Trained(contract.exit_code(-signal.SIGKILL)))  # so that the worker is restarted
         self._kill_training()
 
     def _superseded(self, reason: str) -> None:
         self.reporter.displaced = True
-        self._put(lifecycle.Superseded(reason or "the run goes on elsewhere"))
+        self._put(lifecycle.Superseded(reason or "the run continues elsewhere"))
 
     def _launch(self) -> None:
-        """Have the warm process fork the elastic agent. The warm process listens soon after its start, and answers once torch is
+        """Request an elastic agent from the warm process, which listens soon after its start, and forks once torch is
         imported."""
         try:
             self._warm = self._warm or sibling.start_warm(self._preparation.python, self.environ)
@@ -326,7 +327,7 @@ class Agent:
         argv = [str(self.processes), grace, str(self.job.spec.restarts.limit), *prepare.command(self.job, self.environ)]
         environ = self.environ | ({contract.Env.LOST: json.dumps(self._lost)} if self._lost else {})
         environ |= {contract.Env.NEEDED: "1"} if self.job.spec.workers.replicas <= self.job.spec.workers.min else {}
-        with contextlib.suppress(OSError):  # it died at this moment; the closed connection tells us
+        with contextlib.suppress(OSError):  # it died at this moment; the closed connection reports that
             shim.request(sock, "elastic", argv, environ, self.environ[contract.Env.CODE], (0, 1, 2))
         self._elastic, self._launch_at = sock, float("inf")
 
@@ -335,7 +336,7 @@ class Agent:
     def _on_signal(self, number: int, _frame: object) -> None:
         grace = self.job.spec.interruption.grace.total_seconds()
         self._signalled.set()
-        # Not `self.clock()`: it takes a lock, which this thread may hold when the signal arrives.
+        # not `self.clock()`, whose lock this thread may hold when the signal arrives
         self._events.put(lifecycle.Interrupted(f"received {signal.Signals(number).name}", self._looked_at, grace))
 
     def _ordered(self, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
@@ -344,12 +345,12 @@ class Agent:
         if answer.status != HTTPStatus.ACCEPTED:
             return answer.status, answer.text
         if self.worker.phase in (Phase.FLUSHING, Phase.ENDED):
-            return HTTPStatus.CONFLICT, "this worker ends already"
+            return HTTPStatus.CONFLICT, "this worker is already ending"
         self._leave_until(answer.deadline, f"ordered to leave{f': {answer.reason}' if answer.reason else ''}")
         return answer.status, answer.text
 
     def _look_for_deadline(self) -> None:
-        """Leave by the deadline that the operator has published for this worker, if it is new."""
+        """Read the operator's deadline for this worker, and leave by it if it is new."""
         try:
             text = (self.state / contract.LEAVE).read_text()
             if text == self._published:
@@ -362,7 +363,7 @@ class Agent:
             print(f"outlast | {contract.LEAVE} cannot be read: {problem!r}", flush=True)
 
     def _leave_until(self, deadline: float | None, reason: str) -> None:
-        """Leave before `deadline`, in seconds since the epoch; None: within the job's grace period."""
+        """Leave before `deadline` in seconds since the epoch; if None, within the job's grace period."""
         grace_s, now = self.job.spec.interruption.grace.total_seconds(), self._looked_at
         if deadline is None:
             self._put(lifecycle.Interrupted(reason, now, grace_s))
@@ -405,12 +406,12 @@ class Agent:
             self._ended("warm process", min(status, 0) or os.EX_SOFTWARE)
 
     def _ended(self, process: str, status: int, why: str | None = None) -> None:
-        """Handle the end of the elastic agent, or of the warm process, with which all its forks end."""
+        """Handle the end of the elastic agent, or of the warm process with all its forks."""
         broken, reached, start, self._launch_at = status == os.EX_SOFTWARE, self._ranks.newest(), None, float("inf")
         code = contract.Exit.FAILED if broken else contract.exit_code(status)
         if (status < 0 or broken) and reached:
             start = reached.generation, reached.attempt
-            how = "ended by an exception of its own" if broken else f"was killed by {contract.signal_name(-status)}"
+            how = "ended with an exception" if broken else f"was killed by {contract.signal_name(-status)}"
             reason = f"the {process} of worker {self.index} {why or how}"
             failure = {"rank": None, "code": code, "reason": reason, "time": time.time(), "committed": reached.committed}
             self._lost = {"generation": start[0], "attempt": start[1], "failure": failure}
@@ -434,19 +435,19 @@ class Agent:
             if self._store and self._upload.ensure_running(processes):
                 self._superseded(self._upload.report.get("error", ""))
         self.reporter.report(self.worker, processes, self._upload)
-        if not self.state.is_dir():  # the job was removed while it runs
+        if not self.state.is_dir():  # the running job was removed
             self._kill_training()
             os._exit(contract.Exit.FAILED)
 
     def _end_hang(self, victims: Sequence[tuple[rule.Process, str]], processes: Sequence[rule.Process]) -> None:
-        """Dump the stacks of all `processes`, write the verdict for the elastic agent, and kill the `victims`."""
+        """Kill the `victims`, after a dump of the stacks of all `processes` and a verdict for the elastic agent."""
         file = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         stacks.dump([process.progress.pid for process in processes], file)
         for process, reason in victims:
             record = process.progress
             print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {file}", flush=True)
             path = self.state / contract.VERDICT.format(local_rank=process.local_rank)
-            with contextlib.suppress(OSError):  # a full disk costs the explanation, not the rescue
+            with contextlib.suppress(OSError):  # a full disk must not prevent the kill
                 verdict = {"pid": record.pid, "reason": reason, "stuck": not process.stopped, "early": process.early}
                 path.write_text(json.dumps({**verdict, "time": time.time()}))
             self.ledger.write(

@@ -1,6 +1,6 @@
-"""An agent's work for the whole run where there is no launcher: claim the run, coordinate its rendezvous, record its end.
+"""An agent's tasks for the whole run if no launcher exists: claim the run, coordinate its rendezvous, record its end.
 
-Every worker claims and records, since any other may be gone. `rendezvous.transport.Mode` decides which one coordinates.
+Every worker claims and records, since any other worker may have ended. `rendezvous.transport.Mode` determines the coordinator.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from outlast.worker.agent import run_ownership
 
 RECORD_TIMEOUT_S = 10.0
-"""How long a worker that is ending waits for the end of the run to be recorded."""
+"""Time in seconds that an ending worker waits for the record of the run's end."""
 
 
 class Coordination:
-    """The part of one worker's agent that concerns the whole run. `environ` is the worker's environment, which `claim` completes.
+    """One agent's tasks for the whole run. `environ` is the worker's environment, which `claim` completes.
 
-    `lost(reason)` is called when another machine takes the run, `broken(reason)` when coordinating fails for good.
+    `lost(reason)` is called if another machine takes the run, `broken(reason)` if coordination fails permanently.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Coordination:
         self.output = Path(environ[Env.OUTPUT])
         self._store = environ.get(Env.STORE, "")
         self._owner = environ.get(Env.RUN, "")
-        """The submission's name for the run, see `run_ownership`."""
+        """The owner of the run, see `run_ownership`."""
         self._coordinator: Host | etcd.Running | None = None
         self._heartbeat: alive.Heartbeats | None = None
         self._recording: threading.Thread | None = None
         self._reporting: threading.Thread | None = None
 
     def claim(self, log: Output) -> run_ownership.Ended | None:
-        """Find out which run this worker trains, and continue that run's `log`. Returns the end of the run if it has ended."""
+        """Determine the run of this worker, and continue that run's `log`. Returns the end of the run if it has ended."""
         if self.mode is Mode.LAUNCHER:
             return None
         from outlast.storage import runs
@@ -68,7 +68,7 @@ class Coordination:
         where = self._place()
         if environ.get(Env.STAY) == "1" and runs.read(where) is None:
             others = run_ownership.others(environ[Env.RENDEZVOUS], socket.getfqdn(), self.index, self._job.spec.workers.max)
-            if end := run_ownership.ask_end(others, self._owner):
+            if end := run_ownership.query_end(others, self._owner):
                 return end
         self.output.mkdir(parents=True, exist_ok=True)
         new = run_ownership.record(self._job.metadata.name, self._owner, self._owner)
@@ -91,7 +91,7 @@ class Coordination:
         return store.open_(self._store or f"file://{self.output}")
 
     def begin(self) -> None:
-        """Start coordinating, if this worker is to coordinate the run."""
+        """Start to coordinate the run, if this worker may coordinate it."""
         if self.mode in (Mode.OPERATOR, Mode.ELECTED):
             from outlast.worker.agent import run_ownership
 
@@ -137,7 +137,7 @@ class Coordination:
         self._coordinator = candidate
 
     def record_end(self, state: str, reason: str, code: int) -> None:
-        """Record in the background how the run has ended, so that it is not trained again, and report it to the trackers."""
+        """Record the end of the run in the background, so that it is not trained again, and report it to the trackers."""
         from outlast.storage import runs
 
         run, owner = self._environ[Env.RUN], self._environ[Env.OWNER]
@@ -146,7 +146,7 @@ class Coordination:
             try:
                 runs.end(self._place(), run, state, reason, code, by=owner)
             except OutlastError as problem:
-                _say(f"how the run has ended could not be recorded: {problem}")
+                _say(f"the end of the run could not be recorded: {problem}")
 
         def report() -> None:
             if problem := tracking.end(self.output, self._environ, state):
@@ -166,7 +166,7 @@ class Coordination:
         self.record_end("Failed" if end["code"] else "Succeeded", end["reason"], end["code"])
 
     def tell_goodput(self, goodput: float | None) -> None:
-        """Report the goodput of the whole run to the operator, if the run has ended and this worker knows its goodput."""
+        """Report the goodput of the whole run to the operator, if the run has ended and this worker has computed its goodput."""
         if goodput is None or not (Path(self._environ[Env.STATE]) / contract.END).exists():
             return
         from outlast.base.errors import ClusterError
@@ -176,19 +176,19 @@ class Coordination:
                 self._job.metadata.name, self.index, self._environ, goodput
             )
         except ClusterError as problem:
-            _say(f"the goodput of the run could not be told: {problem}")
+            _say(f"the goodput of the run could not be reported: {problem}")
 
     def end_for_others(self, code: int) -> str:
-        """Return the answer to workers that ask how the run has ended; empty if only this worker was unable to continue."""
+        """Return the answer to queries of other workers about the end of the run; empty if only this worker has ended."""
         if self.mode is Mode.LAUNCHER or code == contract.Exit.MISCONFIGURED:
             return ""
         from outlast.worker.agent import run_ownership
 
-        reason = f"run {self._owner} has ended before, another worker says; nothing is left to do"
+        reason = f"run {self._owner} has ended before, as another worker reports; nothing is left to do"
         return run_ownership.Ended(self._owner, reason, code).dumps()
 
     def close(self) -> None:
-        """Wait until the other workers know of the end and the end is recorded."""
+        """Wait until the end of the run is recorded and the other workers are notified."""
         if self._coordinator:
             self._coordinator.wait()
         for thread in filter(None, (self._recording, self._reporting)):
@@ -200,7 +200,7 @@ class Coordination:
 
     @functools.cached_property
     def _ledger(self) -> Ledger:
-        """The coordinator's ledger, which is opened only if a coordinator runs here."""
+        """The coordinator's ledger, opened only if a coordinator runs here."""
         return Ledger(self.output / contract.LEDGER, "decider" if self.mode is Mode.WORKER_0 else f"decider-{self.index}")
 
     def say(self, text: str) -> None:
@@ -210,7 +210,7 @@ class Coordination:
         self._ledger.write(kind, **facts)
 
     def finished(self, state: str, reason: str, code: int) -> None:
-        """Every agent records the end, since any other may be gone."""
+        """Record the end of the run, as does every agent."""
         self.record_end(state, reason, code)
 
 

@@ -1,8 +1,8 @@
-"""Evaluates a job's model in a pod of its own: the cluster side of `outlast evaluate`.
+"""Evaluation of a job's model in a separate pod: the cluster side of `outlast evaluate`.
 
-The environment is that of a worker. If the output is in a store, the newest committed checkpoint, the requested one and the files
-that the training wrote are fetched from the store. Code and data are prepared as for a worker, and the job's module runs with
-`--evaluate`. Its standard output becomes the pod's log; new files, such as evaluation.json, are uploaded.
+The pod has the environment of a worker. It fetches the newest committed checkpoint, the requested checkpoint and the training's
+files from the store, if any. It prepares code and data like a worker, and runs the job's module with `--evaluate`. The module's
+standard output becomes the pod's log; new files, such as evaluation.json, are uploaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outlast.storage.sync.index import Stat
 from outlast.worker.prepare import prepare
 
 _NO_RESULTS = (CHECKPOINTS, LOGS, LEDGER, METRICS, runs.PREVIOUS)
-"""Outlast's own files in the output, which an evaluation does not need."""
+"""Outlast's own entries in the output, which an evaluation does not need."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -35,7 +35,7 @@ def main(args: Sequence[str]) -> int:
     place, run, output = None, environ[Env.RUN], Path(environ[Env.OUTPUT])
     if Env.STORE in environ:
         place = store.open_(environ[Env.STORE])
-        record = runs.read(place)  # named by the job file that began it; ours may be a later version of that file
+        record = runs.read(place)  # the run's id comes from its first job file; ours may be a later version
         run = record.run if record else run
         restore.restore(output, place, run, lambda text: print(f"outlast | {text}", flush=True))
         _fetch_results(place, output)
@@ -64,7 +64,7 @@ def _fetch_results(place: store.Store, output: Path) -> None:
 
 
 def _upload(place: store.Store, output: Path, fetched: dict[str, Stat]) -> None:
-    """Upload the files that the evaluation wrote, but not the `fetched` ones, of which the store may have newer versions. Raises
+    """Upload the evaluation's files, but not unchanged `fetched` files, since the store may have newer versions. Raises
     StoreError."""
     new = {path for path, stat in _results(output).items() if fetched.get(path) != stat}
     if not new:

@@ -1,4 +1,4 @@
-"""Restarts this machine's launcher when it is unreachable: a job must not depend on the process that started it."""
+"""Restart of this machine's launcher when it is unreachable, since a job must not depend on the process that started it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from outlast.worker.launch import shim, system
 
 CHECK_INTERVAL_S = 1.0
 UNREACHABLE_S = 1.5
-"""How long the launcher may be unreachable before it is restarted. Doubles with each restart: imports take long on a busy
-machine."""
+"""Time in seconds after which an unreachable launcher is restarted. It doubles with each restart, since imports take long on a
+busy machine."""
 LONGEST_S = 60.0
 STAGGER_S = 0.2
-"""Additional delay per worker index: one new launcher is enough, and any later one finds the launcher's lock held."""
+"""Additional delay in seconds per worker index, since one new launcher is enough. The launcher's lock stops any other."""
 
 
 class LauncherWatch:
-    """Watches this machine's launcher for the worker with this environment; does nothing where there is no launcher."""
+    """A worker's watch of this machine's launcher, configured by its environment. Without a launcher, it does nothing."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._command = environ.get(Env.REVIVE, "")

@@ -1,12 +1,12 @@
 """The life of a worker as a pure state machine: events in, effects out.
 
     starting -> run, code, environment, data, checkpoint -> training -> flushing -> ended
-                          (an interruption at any time: finish early, save if there is something to save, exit 75;
-                           an elastic agent that is killed, or fails itself: launched again, the snapshots stay)
+                          (an interruption at any time: save if possible, finish early, exit 75;
+                           an elastic agent that is killed or fails: launch it again, keep the snapshots)
 
 This file decides what a worker does next, `hangs.rule` decides when its processes hang, and `rendezvous.transport` decides who
-coordinates the run. `agent.agent` carries out the effects and reports the events. This file uses no clock, file or process: times
-are read from the agent's own clock and arrive with the events.
+coordinates the run. `agent.agent` carries out the effects and reports the events. This file uses no clock, file or process:
+events carry times of the agent's clock.
 """
 
 from __future__ import annotations
@@ -43,35 +43,35 @@ class Worker:
 
     phase: Phase = Phase.STARTING
     leaving: str = ""
-    """The reason for which the worker is being interrupted; empty if it is not."""
+    """Reason for the interruption; empty without one."""
     leave_by: float | None = None
-    """Deadline of an interrupted worker's training, after which it is killed: the earliest of all interruptions."""
+    """Deadline after which an interrupted worker's training is killed: the earliest of all interruptions."""
     late: bool = False
-    """True if that deadline has passed."""
+    """True if `leave_by` has passed."""
     gone_by: float | None = None
-    """When the worker's machine goes away; None if that is unknown."""
+    """Time at which the worker's machine disappears; None if unknown."""
     code: int | None = None
     reason: str = ""
     stay: bool = False
-    """True if the worker's pod stays up after a final end, so that other pods can ask how the run ended."""
+    """True if the worker's pod stays up after a final end, so that other pods can query the end of the run."""
     start: tuple[int, int] | None = None
     """(generation, attempt) of the worker's processes when the elastic agent was last relaunched."""
     relaunches: int = 0
-    """Number of relaunches since then, none of which started a process."""
+    """Number of relaunches since `start` that started no process."""
 
 
 FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)
-"""Exit codes that leave a restarted worker nothing to do."""
+"""Exit codes after which a restart of the worker is pointless."""
 DONE_FLUSH_S = 1800.0
-"""Timeout of the last upload after training is done. Long, since nothing repeats that upload; a failed worker is restarted and
-uploads again."""
+"""Timeout in seconds of the last upload after training is done. It is long, since nothing repeats that upload, whereas a failed
+worker is restarted and uploads again."""
 LAST_FLUSH_S = 10.0
-"""Minimum timeout of the last upload of an interrupted worker, even when its grace period is over."""
+"""Minimum timeout in seconds of an interrupted worker's last upload, even after its grace period."""
 LEAST_FLUSH_S = 1.0
-"""Minimum timeout of that upload if the time at which the machine goes away is known."""
+"""Minimum timeout in seconds of an interrupted worker's last upload before a known end of its machine."""
 RELAUNCHES, PAUSE_S, LONGEST_PAUSE_S = 10, 1.0, 30.0
-"""Maximum number of consecutive relaunches that start no process, and the first and longest backoff between them; arbitrary.
-Together they take three minutes, in which a machine at its process limit may free some."""
+"""Maximum number of consecutive relaunches that start no process, and the first and longest backoff between them, in seconds.
+Arbitrary: together they take three minutes, in which a machine at its process limit may recover."""
 
 
 # Events
@@ -79,19 +79,19 @@ Together they take three minutes, in which a machine at its process limit may fr
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """The agent has started."""
+    """Event: the agent has started."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A preparation phase is done."""
+    """Event: a preparation phase is done."""
 
     phase: Phase
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparationFailed:
-    """A preparation phase failed. `retry`: whether restarting the worker could help."""
+    """Event: a preparation phase has failed. `retry` is True if a restart of the worker could help."""
 
     phase: Phase
     reason: str
@@ -100,48 +100,48 @@ class PreparationFailed:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The elastic agent has ended with this exit code (128+n for signal n)."""
+    """Event: the elastic agent has ended with this exit code (128+n for signal n)."""
 
     code: int
     start: tuple[int, int] | None = None
-    """(generation, attempt) of the elastic agent's newest processes if it was killed or failed itself; None if it started none,
-    or ended with the run."""
+    """(generation, attempt) of the elastic agent's newest processes if it was killed or failed; None if it started none or ended
+    with the run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Interrupted:
-    """A SIGTERM, a spot notice or a drain: training has to leave within `grace_s` from `now`. If several arrive, the earliest
-    deadline counts."""
+    """Event: a SIGTERM, spot notice or drain. Training must leave within `grace_s` from `now`; the earliest deadline of several
+    interruptions counts."""
 
     reason: str
     now: float
     grace_s: float
     ends_s: float | None = None
-    """Seconds until the machine goes away; None if that is unknown."""
+    """Seconds until the machine disappears; None if unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GraceOver:
-    """The grace period is over."""
+    """Event: the grace period is over."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flushed:
-    """Output and logs are uploaded, or cannot be uploaded because of `problem`."""
+    """Event: output and logs are uploaded, or `problem` has prevented the upload."""
 
     problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Superseded:
-    """A newer generation owns the job's output in the store: this worker is a zombie."""
+    """Event: a newer generation owns the job's output in the store, so this worker is a zombie."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Over:
-    """The run had ended before this worker started."""
+    """Event: the run had ended before this worker started."""
 
     code: int
     reason: str
@@ -155,21 +155,21 @@ Event: TypeAlias = Started | Prepared | PreparationFailed | Trained | Interrupte
 
 @dataclasses.dataclass(frozen=True)
 class Prepare:
-    """Carry out a preparation phase."""
+    """Effect: carry out a preparation phase."""
 
     phase: Phase
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Start the elastic agent and with it the training, after a pause."""
+    """Effect: start the elastic agent, and thereby the training, after a pause."""
 
     pause_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Notify:
-    """Ask training to save and leave."""
+    """Effect: request training to save and leave."""
 
     reason: str
     deadline: float
@@ -177,17 +177,17 @@ class Notify:
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """Kill the elastic agent and the training processes."""
+    """Effect: kill the elastic agent and the training processes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flush:
-    """Upload the rest of the output, including the logs."""
+    """Effect: upload all remaining output, including the logs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """End the agent. With `stay`, it ends only once its pod is deleted, and then with code 0: the real end is recorded."""
+    """Effect: end the agent. With `stay`, it ends only once its pod is deleted, with code 0, since the real end is recorded."""
 
     code: int
     reason: str
@@ -198,7 +198,7 @@ Effect: TypeAlias = Prepare | Launch | Notify | Kill | Flush | Exit
 
 
 def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
-    """Return the state after an event, and the effects to carry out. An event that does not fit the phase changes nothing."""
+    """Return the state after an event, and the effects to carry out. An event in the wrong phase changes nothing."""
     match event:
         case Started() if worker.phase is Phase.STARTING:
             return _enter(worker, PREPARATION[0])
@@ -213,8 +213,8 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
                 if worker.leaving and (code == contract.Exit.INTERRUPTED or contract.killed(code)):
                     return _flush(worker, contract.Exit.INTERRUPTED, worker.leaving)
                 return _flush(worker, code, _verdict(code))
-            # The agent keeps its snapshots, and a leaving worker still saves them. The coordinator counts the starts of processes
-            # that fail; we count the relaunches that start none.
+            # The agent keeps its snapshots, which a leaving worker still saves. The coordinator counts failed starts of
+            # processes; we count relaunches that start none.
             pause_s = backoff.exponential(relaunches - 1, PAUSE_S, LONGEST_PAUSE_S) if relaunches else 0.0
             return dataclasses.replace(worker, start=start, relaunches=relaunches), (Launch(pause_s),)
         case Interrupted() if worker.phase not in (Phase.FLUSHING, Phase.ENDED):
@@ -224,7 +224,7 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
         case Flushed(problem) if worker.phase is Phase.FLUSHING and worker.code is not None:
             if not problem:
                 return _end(worker, worker.code, worker.reason)
-            # Have a worker that has done everything but the upload restarted: it then only uploads again.
+            # Restart a worker that has failed only in its upload; it then repeats just the upload.
             code = contract.Exit.INTERRUPTED if worker.code == contract.Exit.DONE else worker.code
             return _end(worker, code, f"{worker.reason}; {problem}")
         case Superseded(reason) if worker.phase not in (Phase.STARTING, Phase.ENDED):
@@ -262,8 +262,7 @@ def _end(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, 
 
 
 def flush_timeout_s(code: int | None, worker: Worker, now: float) -> float:
-    """Timeout of the last upload of a worker that ends with this code. It ends before the worker's machine goes away, if that
-    time is known."""
+    """Timeout of the last upload of a worker that ends with this code. It ends before a known end of the worker's machine."""
     grace_left_s = worker.leave_by - now if worker.leave_by is not None else 0.0
     timeout_s = DONE_FLUSH_S if code == contract.Exit.DONE else max(LAST_FLUSH_S, grace_left_s)
     if worker.gone_by is None:
@@ -279,7 +278,7 @@ def _verdict(code: int) -> str:
 
 _VERDICTS: dict[int, str] = {
     contract.Exit.DONE: "training is done",
-    contract.Exit.INTERRUPTED: "training was interrupted, and goes on with the next start of this worker",
+    contract.Exit.INTERRUPTED: "training was interrupted, and continues with the next start of this worker",
     contract.Exit.MISCONFIGURED: "training failed, and would fail again",
     contract.Exit.GIVEN_UP: "the job is given up",
 }

@@ -1,9 +1,9 @@
-"""Process 1 of a pod: runs the agent as its child, forwards signals, and reaps orphans.
+"""Process 1 of a pod, which runs the agent as its child, forwards signals, and reaps orphans.
 
-Orphans, e.g. the data loaders of a killed rank, become children of process 1. Unless it waits for them, they stay zombies until
-the pod's pid limit is reached and nothing can be forked. The agent cannot reap them itself: waiting for *any* child would take
-away the exit codes of its own children. So process 1 only does this, and forks before the agent has threads, files or children.
-If something else is process 1 (a shared process namespace, `docker run --init`, this machine), this module does nothing.
+Orphans, e.g. the data loaders of a killed rank, become children of process 1. Without a wait they remain zombies until the pod
+reaches its pid limit and cannot fork. The agent cannot reap them itself: waiting for *any* child would consume the exit codes of
+its own children. So process 1 only reaps, and forks before the agent has threads, files or children. If another program is
+process 1 (a shared process namespace, `docker run --init`, a laptop), this module does nothing.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from outlast.job import contract
 from outlast.worker.launch import system
 
 FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-"""Signals that are raised by a fault of the process itself and cannot be blocked."""
+"""Signals for faults of the process itself, which cannot be blocked."""
 
 
 def stand_by() -> None:
-    """Fork if this is process 1: only the child returns. Otherwise return at once."""
+    """Fork if this is process 1, where only the child returns; otherwise return at once."""
     if os.getpid() == 1:
         split()
 
 
 def split() -> None:
-    """Fork, and return in the child; the parent reaps processes until the child ends, and exits with the child's code."""
+    """Fork, and return in the child. The parent reaps processes until the child ends, and exits with the child's code."""
     signals = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP} - FAULTS
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # so that none is lost between fork and wait
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # so that no signal is lost between fork and wait
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -1,9 +1,8 @@
-"""The training processes of one worker as its agent observes them: which are alive, and for how long each has been silent.
+"""The agent's observation of its worker's training processes: which of them are alive, and how long each has been silent.
 
-A process is identified by its pid *and* its start time, both of which it records itself: a hung process is killed, and its pid
-may have been reused. A process is silent from the time at which the agent last saw its progress or heartbeat change
-(`workerfiles.progress`). The clock stops when the agent does (`clock.Awake`): neither a step of the wall clock nor a machine that
-slept makes a process silent.
+A process records its pid and start time, which together identify it: before a hung process is killed, another may have reused its
+pid. Silence starts at the last observed change of the process's progress or heartbeat (`workerfiles.progress`). The clock stops
+while the agent does (`clock.Awake`), so a step of the wall clock or a suspended machine makes no process silent.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from outlast.job.workerfiles import progress
 from outlast.worker.hangs.rule import Process
 
 FROZEN_S = 10.0
-"""Time without a heartbeat after which a process counts as unable to run Python, because native code holds the GIL. A process
-that uses CPU time meanwhile does not count as silent."""
+"""Time in seconds without a heartbeat after which native code probably holds a process's GIL. If such a process uses CPU time, it
+is not silent."""
 
 
 class Ranks:
-    """Finds the live processes among the `count` training processes of a worker, by the records that they write into `state`, and
-    kills those that hang. The agent calls `look` ten times a second."""
+    """The `count` training processes of a worker, observed through their records in the directory `state`. The agent calls `look`
+    ten times a second."""
 
     def __init__(self, state: Path, count: int, clock: Callable[[], float]) -> None:
         self._state, self._count = state, count
         self._seen = Seen(clock)
         self._condemned: set[tuple[int, int]] = set()
-        """Pid and start time of each process that was killed and may take a while to die."""
+        """Pid and start time of each killed process, which may take a while to die."""
 
     def forget(self) -> None:
-        """Remove the records of an earlier agent's processes: a new container may reuse their pids."""
+        """Remove the records of an earlier agent's processes, whose pids a new container may reuse."""
         for local_rank in range(self._count):
             for name in (contract.PROGRESS, contract.PULSE):
                 (self._state / name.format(local_rank=local_rank)).unlink(missing_ok=True)
 
     def look(self, written: int = 0) -> list[Process]:
-        """Return the live processes by local rank. `written` is the number of bytes that all of them together have written to the
+        """Return the live processes, sorted by local rank. `written` is the total number of bytes that they have written to the
         log."""
         processes = []
         for local_rank in range(self._count):
@@ -55,7 +54,7 @@ class Ranks:
         return processes
 
     def newest(self) -> progress.Progress | None:
-        """Return the newest record, even if the process that wrote it has ended."""
+        """Return the newest record, even if its process has ended."""
         records = filter(None, (progress.read(self._state, local_rank) for local_rank in range(self._count)))
         return max(records, key=lambda record: (record.generation, record.attempt, record.step), default=None)
 
@@ -78,7 +77,7 @@ class Ranks:
         return Process(local_rank, record, stopped, silent_s, frozen, age_s, watched=watched, where=where, alone=alone)
 
     def kill(self, process: Process) -> None:
-        """Kill a process that hangs, unless its pid now belongs to another process."""
+        """Kill a hung process, unless its pid now belongs to another process."""
         record = process.progress
         self._condemned.add((record.pid, record.started))
         if _state(record):
@@ -87,6 +86,6 @@ class Ranks:
 
 
 def _state(record: progress.Progress) -> str:
-    """Return the state letter (proc(5)) of the process that wrote a record; "" if the process has ended."""
+    """Return the state letter (proc(5)) of the process of a record; empty if the process has ended."""
     state, started = progress.kernel(record.pid)
     return state if record.started in (0, started) else ""

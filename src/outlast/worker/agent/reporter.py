@@ -1,4 +1,4 @@
-"""An agent's reports on its worker: `worker.json` for the launcher, and the answers of its probes."""
+"""An agent's reports on its worker: `worker.json` for the launcher, and the responses of its probes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from outlast.worker.agent.upload_handle import UploadProcess
 from outlast.worker.hangs import rule
 
 HEARTBEAT_INTERVAL_S = 1.0
-"""Interval at which an unchanged `worker.json` is touched: the heartbeat of the agent."""
+"""Interval in seconds at which an unchanged `worker.json` is touched, as the heartbeat of the agent."""
 ALONE_LOOKS = 30
-"""Number of looks, ten a second, after which the agent warns that ranks train without a process group. Arbitrary: a script may
-print progress before it creates the group."""
+"""Number of observations, ten a second, after which the agent warns that ranks train without a process group. Arbitrary: a script
+may print progress before it creates the group."""
 STANDSTILL_S = 30.0
-"""Time without progress after which the status shows where the processes wait; shorter than the hang limit."""
+"""Time in seconds without progress after which the status shows where the processes wait; shorter than the hang limit."""
 
 
 class Reporter:
-    """Reports on one worker. `state` is the worker's directory, `limit_s` the job's hang limit."""
+    """The reporter of one worker. `state` is the worker's directory, `limit_s` the job's hang limit."""
 
     def __init__(self, state: Path, log: Output, limit_s: float, *, pod: bool = False) -> None:
         self.health = probes.Health()
@@ -109,8 +109,8 @@ class Reporter:
 
 
 class LoggedStep:
-    """The step that a plain script prints to its log, if rank 0 runs on this worker and reports no step itself. In a pod this
-    class also warns when the script trains from the beginning again; on one machine the launcher does."""
+    """The step that a plain script prints to its log, if rank 0 runs on this worker without a session. In a pod, this class also
+    warns if the script restarts from the beginning; on one machine the launcher warns."""
 
     def __init__(self, *, pod: bool = False) -> None:
         self._pod = pod
@@ -124,11 +124,11 @@ class LoggedStep:
         """The last step that the current process printed."""
         self.warning = ""
         self._alone = 0
-        """Number of consecutive looks at which the process trained without a process group."""
+        """Number of consecutive observations of the process without a process group."""
         self._written = 0
 
     def look(self, processes: Sequence[rule.Process], log: Output) -> None:
-        """Read the end of the text that was written to the log since the last look."""
+        """Read the new end of the log."""
         process = next((p for p in processes if p.progress.rank == 0), None)
         if process is None:
             return
@@ -153,8 +153,8 @@ class LoggedStep:
             print(f"outlast | {self.warning}", flush=True)
 
     def record(self) -> dict[str, Any]:
-        """Step, total and generation of the process that printed them, then the pid of that process, the epoch, and the first
-        step."""
+        """Return the fields of `worker.json`: step, total and generation of the process that printed them, then its pid, epoch
+        and first step."""
         if not self.last or not self._process:
             return {"logged": None}
         (generation, pid), (step, steps, epoch) = self._process, self.last
@@ -163,6 +163,6 @@ class LoggedStep:
 
 
 def write_state(directory: Path, record: dict[str, Any]) -> None:
-    """Replace `worker.json` (see `contract.WORKER`). On a full disk the old file stays: training matters more."""
+    """Replace `worker.json` (see `contract.WORKER`). On a full disk the old file remains, so that training continues."""
     with contextlib.suppress(OSError):
         files.replace(directory / contract.WORKER, json.dumps(record))

@@ -1,4 +1,4 @@
-"""The agent's memory for snapshots: its size limit, and the server that offers it to ranks."""
+"""The agent's memory for snapshots: its size limit, and its server for ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ if TYPE_CHECKING:
 
 
 def begin(environ: Mapping[str, str], workers: int, restore: Query, newest: Query) -> Server | None:
-    """Serve memory to the ranks of a worker, one of `workers` on this machine. Returns None if snapshots are off, or cannot be
-    kept.
+    """Serve memory to the ranks of a worker, one of `workers` on this machine. Returns None if snapshots are off or impossible.
 
-    Without memory of their own, ranks still read the snapshots of other workers. `restore` fetches the newest checkpoint of the
-    job's store when ranks request it; `newest` returns the generation and step of that checkpoint. Raises OSError if the socket
-    cannot be opened in a running job, whose other workers may have newer snapshots: the worker is restarted.
+    Even with a budget of 0 bytes, ranks can read the snapshots of other workers. `restore` fetches the newest checkpoint of the
+    job's store on request of a rank; `newest` returns its generation and step. Raises OSError if the socket cannot be opened in a
+    running job, so that the worker is restarted: other workers may have newer snapshots.
     """
     Path(environ[Env.STATE], contract.SNAPSHOTS).unlink(missing_ok=True)  # left by a killed agent
-    setting = environ.get(Env.MEMORY, "off")  # absent: an earlier version made this worker, and its memory limit
+    setting = environ.get(Env.MEMORY, "off")  # absent if an earlier version created this worker and its memory limit
     if setting == "off":
         return None
     from outlast.storage.snapshots import budget, memory, server

@@ -1,4 +1,4 @@
-"""Starts a worker (`outlast agent` in pods): first the warm process, whose imports take longest, then the agent."""
+"""Start of a worker (`outlast agent` in pods): first the warm process, whose imports take longest, then the agent."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from outlast.worker.launch import sibling, system
 
 
 def main(_: list[str]) -> None:
-    """Start the warm process and the agent, and exit with the agent's code. A job with a Python environment of its own starts its
-    warm process later, in that environment."""
+    """Start the warm process and the agent, and exit with the agent's code. For a job with its own Python environment, the warm
+    process starts later, in that environment."""
     pid1.stand_by()
     system.entitle(f"agent {os.environ[contract.Env.WORKER]}")
     log = Output()

@@ -1,14 +1,16 @@
-"""The upload process: uploads a job's output to its store, beside the training. Started by `agent.upload_handle`.
+"""The upload process, which uploads a job's output to its store during training. Started by `agent.upload_handle`.
 
-    python -m outlast upload              until standard input, the other end of which the agent holds, is closed
-    python -m outlast upload --rest S     once, everything left, retrying for S seconds; exit code 0 if all is uploaded
+    python -m outlast upload              upload until the agent closes standard input
+    python -m outlast upload --rest S     upload all that remains, retrying for S seconds; exit code 0 if all is uploaded
 
-Configured by the environment of the worker's agent (`contract.Env`). Only one process uploads a directory: other upload processes
-wait for its lock and take over when it dies. Workers that share no disk all have the same checkpoints and metrics: the process of
+The environment of the worker's agent (`contract.Env`) configures the process. Only one process uploads a directory: others wait
+for its lock and take over when it dies. Workers without a common disk all have the same checkpoints and metrics. The process of
 rank 0's directory uploads them (`checkpoints.first`), and each process uploads the files that only its directory has, such as
-logs. Progress is recorded in `.push/` after an upload is complete, so a kill costs at most a repetition. A committed checkpoint
-is uploaded at once, newest first, the ledger with each event, and everything else every `sync.every`. While the store is
-unreachable the backlog is retained and retried. Each line on standard output is a `Report` as JSON.
+logs.
+
+Progress is recorded in `.push/` after an upload is complete, so a kill costs at most a repetition. Committed checkpoints are
+uploaded at once, newest first, the ledger with each event, and everything else every `sync.every`. While the store is
+unreachable, the backlog is retained and retried. Each line on standard output is a `Report` as JSON.
 """
 
 from __future__ import annotations
@@ -38,19 +40,19 @@ from outlast.worker.launch import rank0_files, system
 from outlast.worker.prepare import compiled, workdir
 
 POLL_INTERVAL_S = 1.0
-"""Interval at which we look for new checkpoints and events."""
+"""Polling interval for new checkpoints and events, in seconds."""
 EVENTS_S, STEPS_S = 3.0, 120.0
-"""Minimum intervals between two uploads of the ledger: with an event in it, and with steps only. An upload takes two requests, so
-without events there is one request a minute. If a worker is lost, its last steps are known from the state from which the other
-workers resume."""
+"""Minimum intervals in seconds between two uploads of the ledger: with a new event, and with only new steps. An upload takes two
+requests, so steps cost one request a minute. The last steps of a lost worker are known from the state that the other workers
+resume."""
 LOCK_TIMEOUT_S = 3.0
-"""How long a flush waits for another process that uploads the same directory. That process then uploads the rest, too."""
+"""Time in seconds that a flush waits for another process that uploads the same directory, which then uploads the rest, too."""
 MAX_PASSES = 3
-"""Maximum number of passes of a flush in which single files fail, which the user has to repair."""
+"""Maximum number of passes of a flush while single files fail, which only the user can repair."""
 COUNT_S, COUNT_SHARE = 10.0, 0.02
-"""Minimum interval between two computations of the goodput, and the maximum share of the time that they may take."""
+"""Minimum interval in seconds between two computations of the goodput, and their maximum share of the time."""
 RETRY_S = (2.0, 60.0)
-"""First and longest backoff after the store has failed."""
+"""First and longest backoff in seconds after a failure of the store."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,23 +64,23 @@ class Report:
     step: int = 0
     """Step of the newest checkpoint in the store."""
     since: float | None = None
-    """When uploads began to fail, seconds since the epoch; None while they work."""
+    """Start of the current failure of uploads, seconds since the epoch; None while they succeed."""
     error: str = ""
     backlog: int = 0
-    """Total size in bytes of the committed checkpoints that are not in the store yet."""
+    """Total size in bytes of the committed checkpoints that the store lacks."""
     doing: str = ""
     seconds: float | None = None
-    """Duration of the last checkpoint's upload; None before the first."""
+    """Duration of the last upload of a checkpoint in seconds; None before the first."""
     goodput: float | None = None
-    """Goodput of the run so far, computed by the process beside rank 0; None elsewhere, and before the first step."""
+    """Goodput of the run so far, computed by the process beside rank 0; None in other processes and before the first step."""
 
 
 class SomeFailed(store.StoreError):
-    """Single files could not be uploaded; everything else is in the store."""
+    """Raised if single files could not be uploaded, while everything else is in the store."""
 
 
 class Uploader:
-    """Uploads one output directory. `publish` is called with each new report."""
+    """The uploader of one output directory. It calls `publish` with each new report."""
 
     def __init__(
         self,
@@ -96,27 +98,27 @@ class Uploader:
         self._checkpoints = remote.Checkpoints(place, run)
         self._run, self._retention, self._publish = run, retention, publish
         self._acquired = 0
-        """The newest generation that this process has acquired to write checkpoints to the store."""
+        """The newest generation for which this process may write checkpoints to the store."""
         self._left_behind = 0
-        """Newest generation on this disk when rank 0 moved to another disk; 0 if rank 0 has not moved."""
+        """Newest generation on this disk at rank 0's move to another disk; 0 without a move."""
         self._uploaded: set[tuple[int, int]] = set()
-        """Step and generation of each checkpoint that is in the store, or damaged."""
+        """Step and generation of each checkpoint that needs no upload: it is in the store, or damaged."""
         self._journals = output / OWN / "checkpoints"
         self._checked = False
         self._growing = growing.Sender(place, output)
         self._results = workdir.Results(output)
         self._index = output / OWN / "manifest"
-        """The index of sent files that `sync` writes."""
+        """The index of uploaded files, written by `sync`."""
         self._environ = environ or {}
         self.compiled: compiled.Cache | None = None
         self._read: dict[str, int] = {}
-        """Number of bytes read from each ledger so far."""
+        """Number of bytes read from each ledger."""
         self._unsent, self._sent_at = "", 0.0
-        """The kind of ledger lines not sent yet ("event", "steps" or ""), and when the ledgers were sent last."""
+        """The kind of pending ledger lines ("event", "steps" or ""), and the time of the ledgers' last upload."""
         self._have_ledgers, self._count_at = False, 0.0
-        """True if the ledgers of all workers up to now are on this disk, and when to compute the goodput next."""
+        """True if the earlier ledgers of all workers are on this disk; and the time of the next computation of the goodput."""
         self.ended: float | None = None
-        """When training ended, seconds since the epoch."""
+        """End of training, seconds since the epoch; None during training."""
         self.report = Report()
 
     def update(self, **changes: object) -> None:
@@ -126,7 +128,7 @@ class Uploader:
             self._publish(report)
 
     def waiting(self) -> list[checkpoints.Checkpoint]:
-        """Committed checkpoints that this process has to upload, newest first."""
+        """Return the committed checkpoints that this process must upload, newest first."""
         if not self._first():
             return []
         here = checkpoints.list_(self.output / contract.CHECKPOINTS)
@@ -135,26 +137,25 @@ class Uploader:
         ]
 
     def _first(self) -> bool:
-        """Return whether rank 0 writes to this directory, as far as we know: then checkpoints and metrics are uploaded from
-        here."""
+        """Return whether rank 0 writes to this directory, as far as we know, so that we upload its checkpoints and metrics."""
         directory = self.output / contract.CHECKPOINTS
         return checkpoints.first(directory, self._run) and (
             self._left_behind == 0 or checkpoints.generation(directory, self._run) > self._left_behind
         )
 
     def upload(self, stop: threading.Event, *, last: bool = False) -> None:
-        """Upload everything; results that may be unfinished wait for a later pass, unless this is the `last` one. Raises
-        StoreError, Stopped, Superseded, OSError; completed uploads stay."""
+        """Upload everything. Files that may be unfinished wait for a later pass, except in the `last` pass. Raises StoreError,
+        Stopped, Superseded, OSError; completed uploads remain."""
         runs.check(self._place, self._run, self._owner)
-        if not self._index.exists():  # in the first pass the job file and logs go before the first checkpoint
+        if not self._index.exists():  # the first pass uploads the job file and logs before the first checkpoint
             with contextlib.suppress(SomeFailed, OSError):  # raised again below
                 self._upload_output(stop, last=last)
         if self._first():
             try:
                 self.upload_checkpoints(stop)
             except Superseded:
-                # Another owner's machine makes this raise Superseded. Otherwise a worker of our world has a later generation:
-                # rank 0 has moved to a disk of its own, and the disk here is behind until a session writes to it again.
+                # If another owner has the run, `check` raises Superseded. Otherwise a worker of our world has a later generation:
+                # rank 0 has moved to another disk, and ours is outdated until a session writes to it again.
                 runs.check(self._place, self._run, self._owner)
                 self._left_behind = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         self._upload_output(stop, last=last)
@@ -163,7 +164,7 @@ class Uploader:
         self._upload_compiled(stop)
 
     def _upload_output(self, stop: threading.Event, *, last: bool) -> None:
-        """Upload everything but checkpoints. If the output's disk is full, the index goes to the state directory."""
+        """Upload everything but checkpoints. If the output's disk is full, move the index to the state directory."""
         try:
             self._push_output(stop, last=last)
         except (OutlastError, OSError) as problem:
@@ -179,7 +180,7 @@ class Uploader:
         self.update(doing="output")
         self._growing.push(self._grown(), stop)
         is_rank0 = workdir.is_rank0(self.output, self._place, self._environ)
-        metrics = () if self._first() else (f"{contract.TENSORBOARD}/metrics/",)  # rank 0's goes on in its own file
+        metrics = () if self._first() else (f"{contract.TENSORBOARD}/metrics/",)  # rank 0 continues in another file
 
         def skip(path: str) -> bool:
             foreign = self._results.skipped(path) if is_rank0 else path.startswith(f"{contract.WORK}/")
@@ -199,8 +200,8 @@ class Uploader:
             raise SomeFailed(f"{path} could not be pushed: {reason}{more}")
 
     def upload_ledger(self, stop: threading.Event, now: float) -> None:
-        """Upload the new lines of this worker's ledgers, if an upload is due. Raises the exceptions of `upload`, which has to be
-        called first."""
+        """Upload the new lines of this worker's ledgers if an upload is due. Call `upload` first. Raises the exceptions of
+        `upload`."""
         ledgers = [path for path in self._grown() if path.startswith(f"{contract.LEDGER}/")]
         for path in ledgers:
             with contextlib.suppress(OSError), (self.output / path).open("rb") as file:
@@ -215,14 +216,14 @@ class Uploader:
         self._sent_at, self._unsent = now, ""
 
     def count(self, now: float, stop: threading.Event) -> None:
-        """Compute the goodput from the ledgers of the whole run, periodically and after its end, for the operator. No upload
-        depends on the goodput; after a failure it is computed again later."""
+        """Compute the goodput from the ledgers of the whole run for the operator, periodically and after the end. A failure is
+        ignored, since no upload depends on the goodput."""
         if not (first := self._first()):
             self._have_ledgers = False
         if contract.Env.MEMBER not in self._environ or now < self._count_at or not first:
             return
         if self.ended and not (Path(self._environ[contract.Env.STATE]) / contract.END).exists():
-            return  # this worker leaves, and the run goes on
+            return  # this worker leaves, and the run continues
         self._count_at = now + COUNT_S
         own, all_ = self.output / contract.LEDGER, self.output / OWN / contract.LEDGER
         with contextlib.suppress(OutlastError, OSError):
@@ -243,15 +244,14 @@ class Uploader:
                 self.update(goodput=round(account.goodput, 6))
 
     def _upload_compiled(self, stop: threading.Event) -> None:
-        """Upload compiled code, after the output. Without compiled code in the store another machine only compiles again, so
-        failures are just logged."""
+        """Upload compiled code, after the output. Failures are only logged, since another machine can compile again."""
         if not self.compiled:
             return
         before = time.time() - compiled.SETTLED_S if self.ended is None else self.ended - compiled.KILLED_S
         try:
             self.compiled.push(stop, before=before)
         except (OutlastError, OSError) as problem:
-            print(f"outlast | what was compiled is not all in the store: {problem}", file=sys.stderr, flush=True)
+            print(f"outlast | compiled code could not be uploaded completely: {problem}", file=sys.stderr, flush=True)
 
     def _grown(self) -> list[str]:
         paths = [
@@ -262,12 +262,12 @@ class Uploader:
         ]
         if self._first():
             paths.append(contract.METRICS)
-        else:  # another worker uploads them for now
+        else:  # currently uploaded by another worker
             self._growing.forget(contract.METRICS)
         return sorted(filter(growing.grows, paths))
 
     def upload_checkpoints(self, stop: threading.Event) -> None:
-        """Upload the committed checkpoints that the store lacks, and prune those in the store by the job's retention."""
+        """Upload the committed checkpoints that the store lacks, and prune the store by the job's retention."""
         generation = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         if generation > self._acquired:
             newest = self._checkpoints.acquire(generation)
@@ -275,11 +275,11 @@ class Uploader:
             self._uploaded |= {(c.step, c.generation) for c in self._checkpoints.list_() if not c.problem}
             self.update(step=newest.step)
         if not self._acquired:
-            return  # nothing was trained here yet: all checkpoints were fetched
+            return  # this disk has only fetched checkpoints
         while waiting := self.waiting():
             checkpoint = self._checkpoints.next_(waiting, self._retention)
             self.update(doing=f"checkpoint of step {checkpoint.step}", backlog=sum(c.bytes for c in waiting))
-            self._growing.push([contract.METRICS], stop)  # first: a machine that resumes from this checkpoint needs them
+            self._growing.push([contract.METRICS], stop)  # first, for a machine that resumes from this checkpoint
             begun = time.monotonic()
             outcome = self._checkpoints.push(checkpoint, journals=self._journals, stop=stop)
             if outcome.kind == "waiting":
@@ -291,7 +291,7 @@ class Uploader:
             self.update(step=max(self.report.step, checkpoint.step), seconds=round(time.monotonic() - begun, 3))
             try:
                 self._checkpoints.prune(self._retention)
-            except store.StoreError as problem:  # this wastes space, nothing else
+            except store.StoreError as problem:  # only wastes space
                 print(f"outlast | old checkpoints stay in the store: {problem}", file=sys.stderr, flush=True)
         self._checkpoints.forget(self._journals)
         self.update(doing="", backlog=0)
@@ -299,7 +299,7 @@ class Uploader:
 
 @contextlib.contextmanager
 def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
-    """Hold the lock of an output directory; yields False if `give_up()` becomes true before we have it."""
+    """Hold the lock of an output directory; yields False if `give_up()` becomes true first."""
     (output / OWN).mkdir(parents=True, exist_ok=True)
     with open(output / OWN / "lock", "a") as file:
         while not file_locks.acquire(file.fileno()):
@@ -311,7 +311,7 @@ def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
 
 
 def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
-    """Upload until `stop` is set: each checkpoint when it is committed, everything else at each interval. Raises Superseded."""
+    """Upload until `stop` is set: each checkpoint once it is committed, everything else at each interval. Raises Superseded."""
     due, failures = 0.0, 0
     while not stop.is_set():
         requested = rank0_files.requested(uploader.output)
@@ -330,7 +330,7 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
             raise
         except (OutlastError, OSError) as problem:
             failed(uploader, problem)
-            with contextlib.suppress(OSError):  # a full disk: the request stays
+            with contextlib.suppress(OSError):  # a full disk: the request remains
                 rank0_files.report(uploader.output, requested, str(problem))
             until = time.monotonic() + backoff.jittered(backoff.exponential(failures, *RETRY_S))
             while time.monotonic() < until and not rank0_files.requested(uploader.output) and not stop.wait(POLL_INTERVAL_S):
@@ -341,7 +341,8 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
 
 
 def flush(uploader: Uploader, deadline: float) -> str:
-    """Upload the rest, retrying until `deadline` (monotonic). Returns the reason if anything is missing, or an empty string."""
+    """Upload all that remains, retrying until `deadline` (monotonic). Returns the reason for missing uploads; empty if
+    complete."""
     stop = threading.Event()
     uploader.ended = time.time()
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)
@@ -353,7 +354,7 @@ def flush(uploader: Uploader, deadline: float) -> str:
             uploader.count(time.monotonic(), stop)
             return ""
         except store.Stopped:
-            return uploader.report.error or "the time was over before it was pushed"
+            return uploader.report.error or "the timeout expired before it was uploaded"
         except Superseded:
             raise
         except (OutlastError, OSError) as problem:
@@ -412,7 +413,7 @@ def main(argv: list[str]) -> int:
 
 
 def _print(report: Report) -> None:
-    with contextlib.suppress(OSError):  # the agent is gone, so this process ends soon
+    with contextlib.suppress(OSError):  # the agent has ended, so this process ends soon
         os.write(1, json.dumps(dataclasses.asdict(report)).encode() + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""The handle of the upload process (`agent.upload`): starts it beside training, reads its reports, and flushes at the end."""
+"""The agent's handle of the upload process (`agent.upload`): start it, read its reports, and flush at the end."""
 
 from __future__ import annotations
 
@@ -20,39 +20,38 @@ from outlast.worker.launch import rank0_files
 
 RESTART_DELAY_S = 5.0
 AHEAD_S = 2.0
-"""Delay of the first upload process after the start of the first training process or after its first step: its imports take half
-a second of a core, which training should have first."""
+"""Minimum age in seconds of a training process before the first upload process starts, whose imports take half a second of a
+core."""
 WAIT_S = 30.0
-"""The same delay without a training process, counted from when training should have begun: logs are uploaded anyway."""
+"""Delay in seconds of the first upload process without a training process, so that logs are uploaded anyway."""
 NICENESS = 10
-"""Added to the niceness of the upload process, since training goes first."""
+"""Increment of the upload process's niceness, since training has priority."""
 BEFORE_STEPS = ("started", "open", "restore", "first step")
-"""Phases of a training process up to the end of its first step, as far as we know."""
+"""Phases of a training process before the end of its first step."""
 STOP_TIMEOUT_S = 10.0
 SUPERSEDED = 3
-"""Exit code of the upload process if it found a newer generation in the store."""
+"""Exit code of the upload process if the store has a newer generation."""
 _TIMES = ("pushed", "since")
-"""Fields of a report that are wall-clock times."""
+"""Fields of a report with wall-clock times."""
 
 
 class UploadProcess:
-    """The upload process of one worker, a child of this process. `environ` is the worker's environment, which is read at each
-    start."""
+    """The upload process of one worker, a child of this process. `environ` is the worker's environment, read at each start."""
 
     def __init__(self, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
         self._environ = environ
         self._child: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread()
         self._start_at: float | None = None
-        """Earliest time of the next start; None until there is something to upload."""
+        """Earliest time of the next start; None before the first upload is due."""
         self._waits = Seen(clock)
         self.report: dict[str, Any] = {}
-        """Last report of the upload process (`upload.Report`); empty while another worker of this machine uploads."""
+        """Last report of the upload process (`upload.Report`); empty while another worker on this machine uploads."""
         self._seen = Seen(time.monotonic)
 
     def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
-        """Start the upload process unless it runs, for the first time once the training `processes` may have something to upload.
-        Returns whether it found this worker superseded."""
+        """Start the upload process if it is not running, at first only once the training `processes` may have output. Returns
+        True if its last process found this worker superseded."""
         if self._child is not None:
             code = self._child.poll()
             if code is None:
@@ -69,7 +68,7 @@ class UploadProcess:
         if self._start_at is not None and time.monotonic() >= self._start_at:
             try:
                 self._child = self._start()
-            except (OSError, RuntimeError) as problem:  # the limit of processes or threads
+            except (OSError, RuntimeError) as problem:  # the limit on processes or threads
                 print(f"outlast | the upload process cannot be started: {problem}; it is tried again", flush=True)
                 self._start_at = time.monotonic() + RESTART_DELAY_S
                 return False
@@ -84,7 +83,7 @@ class UploadProcess:
         )
 
     def stop(self) -> None:
-        """Stop the upload process, if it is running. The next one resumes unfinished uploads."""
+        """Stop the upload process if it is running. The next process resumes unfinished uploads."""
         if self._child is None:
             return
         assert self._child.stdin is not None
@@ -98,7 +97,7 @@ class UploadProcess:
         self._child = None
 
     def flush(self, timeout_s: float) -> tuple[int, str]:
-        """Upload the rest, retrying until the timeout. Returns the exit code and, unless the code is 0, the reason."""
+        """Upload all remaining output, retrying until the timeout. Returns the exit code, and the reason if it is not 0."""
         self.stop()
         child = self._start("--rest", str(timeout_s))
         try:
@@ -125,19 +124,19 @@ class UploadProcess:
                 os.write(2, line)
 
     def received(self, report: dict[str, Any]) -> None:
-        """Store a report. The ages of its times are counted from now, see `metrics`."""
+        """Store a report. The ages in `metrics` count from its arrival."""
         for key in _TIMES:
             self._seen.age(key, report.get(key))
         self.report = report
 
     @property
     def seconds(self) -> float | None:
-        """Duration of the last checkpoint's upload; None before the first."""
+        """Duration of the last upload of a checkpoint in seconds; None before the first."""
         seconds = self.report.get("seconds")
         return float(seconds) if isinstance(seconds, int | float) else None
 
     def metrics(self) -> dict[str, float]:
-        """Return the last report as metrics. Ages are counted from the arrival of the report, since the wall clock may be set
+        """Return the last report as metrics. Ages count from the arrival of the report, since the wall clock may be set
         meanwhile."""
         if not (report := self.report):
             return {}
