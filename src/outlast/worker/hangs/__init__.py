@@ -1,1 +1,1 @@
-"""Hang detection: whether a rank makes progress, and which ranks wait for each other."""
+"""Hang detection: the progress of each rank, and ranks that wait for each other."""

@@ -1,16 +1,17 @@
-"""Detects deadlocks between ranks in seconds, and writes the heartbeat of each rank, by which hangs are detected.
+"""Detection of deadlocks between ranks within seconds, and the heartbeat of each rank.
 
-A thread of every training process samples its main thread about once a second (`hangs.motion`) and writes to a small file whether
-the main thread moves: the heartbeat for the agent (`progress.Pulse`). If the main thread has not moved for a while, the sampling
-thread publishes the state of the rank in the store of the process group: the session's call that the main thread is in, its place
-in the script, and the number of collectives begun in each group. While another rank moves, the ranks that wait for it count as
-moving. If no rank moves, each rank compares the states of all. If rank A waits in a call that rank B has not begun, and B in a
-collective that A has not begun, neither can ever continue: this is a mistake in the script, which ends with an error message. If
-a rank, the network or a disk is merely slow, the operation that one rank waits for has been begun by the others. Everything else
-is a hang after `hang.limit` (`hangs.rule`).
+A thread of every training process samples its main thread about once a second (`hangs.motion`), and writes a heartbeat for the
+agent to a small file (`progress.Pulse`). If the main thread has not moved for a while, the sampling thread publishes the state of
+the rank in the store of the process group: the session's current call, the place in the script, and the number of collectives
+begun in each group.
 
-This works with sessions and with plain scripts. While all ranks move, nothing is sent. Ranks that are in different calls of a
-session are detected by `training.calls`, without this thread.
+While another rank moves, the ranks that wait for it count as moving. If no rank moves, each rank compares the states of all. If
+rank A waits in a call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue. Then the
+script has a mistake, and ends with an error message. If a rank, the network or a disk is merely slow, all ranks have begun the
+same operation; that is a hang after `hang.limit` (`hangs.rule`).
+
+Detection works with sessions and with plain scripts, and sends nothing while all ranks move. `training.calls` detects ranks in
+different calls of a session, without this thread.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from outlast.worker.hangs import motion
 
 LOOK_S = 1.0
 STILL_S = 3.0
-"""Time without motion of the main thread after which the rank publishes its state."""
+"""Time in seconds without motion of the main thread after which the rank publishes its state."""
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _STILL = "outlast/still"
-"""Key of the number of ranks that do not move; each rank's state is stored below this key."""
+"""Key of the number of still ranks, and prefix of the keys of their states."""
 PATIENCE = 3.0
-"""Longest interval between two comparisons with the other ranks, reached in long waits."""
+"""Longest interval in seconds between two comparisons with the other ranks, reached in long waits."""
 _ANSWER_S = 10.0
-"""Timeout of requests to the store."""
+"""Timeout of requests to the store, in seconds."""
 _WHERE_LIMIT = 600
 """Maximum number of characters for the places of all ranks."""
 _COUNTED = frozenset(
@@ -54,7 +55,7 @@ _COUNTED = frozenset(
         *("gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
     ]
 )
-"""Functions of torch.distributed that every rank calls; each call is counted before it waits."""
+"""Functions of torch.distributed that every rank calls, and that count a call before they wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,24 +63,23 @@ class RankState:
     """The state of a rank whose main thread does not move."""
 
     calls: int = 0
-    """Number of calls of the session begun so far."""
+    """Number of calls of the session begun."""
     call: str = ""
     """The current call of the session, with its place: `run.save(20) (train.py:20)`; empty outside of calls."""
     waits: str = ""
-    """The current collective outside of calls: `all_reduce`; empty if the rank does something else."""
+    """The current collective outside of calls: `all_reduce`; empty if the rank waits in none."""
     at: str = ""
     """The current line of the script: `loss.backward() (train.py:12)`."""
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Number of collectives begun in each group that the script has made; empty if they are not counted."""
+    """Number of collectives begun in each group of the script; empty if they are not counted."""
     looks: int = 0
-    """Number of reports of this rank so far: if a state is not reported again, it may be over."""
+    """Number of reports of this rank, which shows whether a state was reported again."""
     blocks: bool = True
-    """True if the main thread in `waits` waits for the collective begun last. It does not in a GPU's backward pass, which runs in
-    other threads."""
+    """True if the main thread waits for the last begun collective. A GPU's backward pass waits in other threads."""
 
 
 def deadlock(states: Sequence[RankState]) -> str:
-    """Return the error message if no rank moves and the ranks wait for each other by mistake; empty if that is not certain."""
+    """Return the error message if these still ranks wait for each other by mistake; empty if that is not certain."""
     calling = [each for each in states if each.call]
     others = [each for each in states if not each.call]
     if not others or not all(each.waits for each in others):
@@ -89,7 +89,7 @@ def deadlock(states: Sequence[RankState]) -> str:
         certain = all(any(one.calls > other.calls and _ahead(other, one) for one in calling) for other in others)
     else:
         names = {each.waits for each in others}
-        # If ranks have begun different numbers of collectives, some are only late.
+        # Ranks with fewer collectives begun may only be late.
         same = all(each.blocks and each.begun and each.begun == others[0].begun for each in others)
         certain = same and len(names) > 1
     if not certain:
@@ -122,9 +122,8 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _frame(thread: int) -> FrameType | None:
-    """Return the current frame of a thread. Garbage collection is off meanwhile: in older Pythons a finalizer that runs during
-    this call may wait forever for the lock that the call holds, and so block the process
-    (https://github.com/python/cpython/issues/106883)."""
+    """Return the current frame of a thread. Garbage collection is disabled during the call: in older Pythons a finalizer could
+    wait forever for a lock that the call holds (https://github.com/python/cpython/issues/106883)."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -135,33 +134,33 @@ def _frame(thread: int) -> FrameType | None:
 
 
 class Watch:
-    """Watches the main thread of this process. There is one watch per process, see `watch`."""
+    """The watch of this process's main thread. A process has one, see `watch`."""
 
     def __init__(self) -> None:
         self.call = ""
-        """The main thread's current call of the session, with its place."""
+        """The main thread's current call of the session, with its place in the script."""
         self.calls = 0
-        """Number of calls of the session begun so far."""
+        """Number of calls of the session begun."""
         self.signs = 0
         self.held = 0
-        """Number of open `alive` contexts: while any is open, the process counts as moving."""
+        """Number of open `alive` contexts, in which the process counts as moving."""
         self.broken = False
-        """True if a collective has failed, and with it perhaps the store."""
+        """True if a collective has failed, and perhaps the store, too."""
         self.record: Callable[[str], object] = lambda _: None
-        """Called with the error message before a deadlocked process ends."""
+        """Callback with the error message before a deadlocked process ends."""
         self.last: Callable[[], object] = lambda: None
-        """Called after `record` to wait for the save in progress."""
+        """Callback after `record`, which waits for the save in progress."""
         self._own_groups: set[str] = set()
         self._store: Any = None
         self._rank, self._ranks, self._group = 0, 1, 0
-        """Rank, size and identity of the process group that the store belongs to."""
+        """Rank, size and identity of the store's process group."""
         self._published = False
-        """True if the other ranks count this rank as not moving."""
+        """True if this rank's state is published, so that the other ranks count it as still."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._looks = 0
         self._suspected: list[tuple[RankState, int]] = []
-        """The reports of all ranks in a suspected deadlock, each with the rank's number of reports at that time."""
+        """The states of all ranks in a suspected deadlock, each with the rank's number of reports."""
 
     def own(self, group: Any) -> Any:
         """Mark a group as Outlast's own, so that its collectives are not counted. Returns the group."""
@@ -169,7 +168,7 @@ class Watch:
         return group
 
     def start(self) -> None:
-        """Start watching, once. Does nothing if this is the only rank and has no agent."""
+        """Start the watch unless it runs. Does nothing in a single rank without an agent."""
         state = os.environ.get(contract.Env.STATE)
         if self._thread is None and (state or int(os.environ.get("WORLD_SIZE", "1")) > 1):
             self._rank = int(os.environ.get("RANK", "0"))
@@ -178,7 +177,7 @@ class Watch:
             self._thread.start()
 
     def alive(self) -> contextlib.AbstractContextManager[None]:
-        """Count as moving from now until the returned context is closed."""
+        """Return a context in which the process counts as moving."""
         self.signs += 1
         return self._hold()
 
@@ -221,10 +220,9 @@ class Watch:
             time.sleep(pause)
 
     def _on_standstill(self, main: int, frame: FrameType, sample: motion.Sample) -> tuple[bool, str]:
-        """Publish that the main thread does not move. Returns whether it waits for a rank that moves, and the place of this rank
-        or the places of all.
+        """Publish that the main thread is still. Ends this process if the ranks wait for each other.
 
-        Ends this process if the ranks wait for each other.
+        Returns True if the main thread waits for a moving rank, and the place of this rank or the places of all.
         """
         state = self._state(frame)
         at = listed([state.call or state.at], "in", first=self._rank)
@@ -234,12 +232,12 @@ class Watch:
             states = self._compare(state)
             if states and self._still(main, sample) and (sentence := self._deadlock(states)) and self._still(main, sample):
                 end(sentence)
-        except Exception:  # torch raises anything if the store is gone; then other ranks have ended
+        except Exception:  # the store has ended, and other ranks with it; torch raises various errors
             return False, at
         return states is None, listed([each.call or each.at for each in states], "in")[:_WHERE_LIMIT] if states else at
 
     def _sample(self, frame: FrameType) -> motion.Sample:
-        """Take a sample. This has to be cheap, since it runs once a second beside the training."""
+        """Take a sample. It must be cheap, since it runs once a second during training."""
         spins = motion.accelerator() is not None or where(frame)[0] in _COUNTED
         return motion.Sample(motion.place(frame), self._counts(), motion.cpu_s(), spins)
 
@@ -247,13 +245,13 @@ class Watch:
         return self.calls, self.signs, *self._begun().items()
 
     def _still(self, main: int, sample: motion.Sample) -> bool:
-        """Return whether the main thread has not moved since the sample, so that everything read from it is consistent."""
+        """Return whether the main thread has not moved since the sample, so that all observations are consistent."""
         return motion.place(_frame(main)) == sample.place and self._counts() == sample.counts
 
     def _connect(self) -> None:
-        """Open our own connection to the process group's store as soon as there is a store; it may be gone later."""
+        """Open a separate connection to the process group's store once it exists."""
         dist: Any = sys.modules.get("torch.distributed")
-        with contextlib.suppress(Exception):  # the group is being made or destroyed at this moment
+        with contextlib.suppress(Exception):  # the group is just being created or destroyed
             if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
                 return
             if self._group != (group := id(dist.distributed_c10d._get_default_group())):
@@ -264,15 +262,13 @@ class Watch:
     def _withdraw(self) -> None:
         """Withdraw this rank's report, since the rank moves again."""
         if self._published:
-            with contextlib.suppress(Exception):  # the store is gone
+            with contextlib.suppress(Exception):  # the store has ended
                 self._store.add(_STILL, -1)
                 self._published = False
 
     def _leave(self) -> None:
-        """Publish that the script has ended: ranks that wait for this one would wait forever. If the store is gone, they notice
-        by themselves."""
-        # The lock stays acquired: a thread that returns from torch during interpreter shutdown would end the process with
-        # SIGABRT.
+        """Publish that the script has ended, since other ranks may wait for this rank forever."""
+        # Keep the lock: a thread that returns from torch during interpreter shutdown would end the process with SIGABRT.
         if self._lock.acquire(timeout=_ANSWER_S) and self._store is not None and not self.broken:
             with contextlib.suppress(Exception):
                 self._publish(RankState(at="its exit, at the end of the script"))
@@ -290,10 +286,10 @@ class Watch:
         return RankState(self.calls, self.call, waits, at, self._begun(), self._looks, blocks)
 
     def _compare(self, own: RankState) -> list[RankState] | None:
-        """Publish our own state. Returns the states of all ranks if none moves, None if some move, and an empty list if there are
-        no other ranks.
+        """Publish our state. Returns the states of all ranks if all are still, None if some move, and an empty list without a
+        store.
 
-        A report stays in the store while its rank is stopped by the kernel, and for up to PATIENCE after the rank has moved on.
+        A state remains in the store while its rank is stopped by the kernel, and for up to PATIENCE after the rank has moved.
         """
         if self._store is None:
             return []
@@ -304,8 +300,7 @@ class Watch:
         return [RankState(**json.loads(text)) for text in texts]
 
     def _deadlock(self, states: Sequence[RankState]) -> str:
-        """Return the error message, once all ranks have repeated the same report, which means that all were in these places at
-        the same time."""
+        """Return the error message once all ranks have repeated the same states, which were therefore simultaneous."""
         sentence, last = deadlock(states), self._suspected
         if not sentence or [dataclasses.replace(each, looks=0) for each in states] != [state for state, _ in last]:
             self._suspected = [(dataclasses.replace(each, looks=0), each.looks) for each in states] if sentence else []
@@ -313,7 +308,7 @@ class Watch:
         return sentence if all(each.looks > looks for each, (_, looks) in zip(states, last, strict=True)) else ""
 
     def _begun(self) -> dict[str, int]:
-        """Return number of collectives begun, by group; empty if not all of them can be counted."""
+        """Return the number of collectives begun by group; empty if not all of them can be counted."""
         begun: dict[str, int] = {}
         dist: Any = sys.modules.get("torch.distributed")
         try:
@@ -321,7 +316,7 @@ class Watch:
                 if name not in self._own_groups:
                     backends = (group._get_backend(device) for device in group._device_types)
                     begun[name] = sum(backend._get_sequence_number_for_group() for backend in backends)
-        except (AttributeError, RuntimeError):  # half imported, or a backend that does not count
+        except (AttributeError, RuntimeError):  # torch is half imported, or a backend does not count
             return {}
         return begun
 
@@ -335,7 +330,7 @@ def watch() -> Watch:
 
 
 def store() -> Any:
-    """Our own connection to the process group's store, since the script's may be blocked; None if there is no store."""
+    """Return a separate connection to the process group's store, since the script's may be blocked; None without a store."""
     dist = sys.modules["torch.distributed"]
     try:
         return dist.distributed_c10d._get_default_store().clone()
@@ -344,7 +339,7 @@ def store() -> Any:
 
 
 def where(frame: FrameType | None) -> tuple[str, str]:
-    """Return the collective that a thread waits in, if any, and the thread's line of the script."""
+    """Return the collective in which a thread waits (empty if none), and the thread's line of the script."""
     waits = ""
     if frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
@@ -364,8 +359,7 @@ def where(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _line(frame: FrameType) -> int:
-    """Return the current line of a frame. A running frame has none between two lines; then it is the first line of the
-    function."""
+    """Return the current line of a frame, or the first line of its function if the frame is between two lines."""
     return frame.f_lineno or frame.f_code.co_firstlineno  # typed as int, but may be None
 
 
@@ -379,7 +373,7 @@ def _call(frame: FrameType) -> str:
 
 
 def _foreign(frame: FrameType) -> bool:
-    """Return whether a frame runs library code rather than the script's."""
+    """Return whether a frame runs library code, not the script's."""
     name = frame.f_globals.get("__name__", "")
     file = frame.f_code.co_filename
     return name.split(".")[0] in ("torch", "outlast") or "site-packages" in file or file.startswith((_STDLIB, "<frozen"))
@@ -395,7 +389,7 @@ def _joins(frame: FrameType | None) -> bool:
 
 
 def end(sentence: str) -> None:
-    """End this process with an error message: its main thread waits where no exception reaches it."""
+    """End this process with an error message, since no exception reaches its waiting main thread."""
     _watch.record(sentence)
     print(sentence, file=sys.stderr, flush=True)
     with contextlib.suppress(Exception):  # nothing may keep this process from ending

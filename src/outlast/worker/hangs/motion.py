@@ -1,10 +1,9 @@
-"""Detects whether a training process makes progress, by comparing samples of its main thread.
+"""Detection of progress in a training process, by a comparison of samples of its main thread.
 
 A process moves if its main thread is at another place in the code or has begun another call or collective, or if the process or
-its child processes use CPU time. Some waits spin: a process that waits for a GPU, and some backends inside a collective, use a
-whole core and do nothing. In such a wait CPU time counts only if the main thread is at another place than before; allocations on
-the GPU count as well. A polling loop shows the same few places again and again, with hardly any CPU time, and counts as not
-moving.
+its child processes use CPU time. Some waits spin: a wait for a GPU, and some backends inside a collective, use a whole core
+without work. In such waits CPU time counts only if the main thread is at a new place; allocations on the GPU count as well. A
+polling loop repeats the same few places with hardly any CPU time, and counts as still.
 
 `deadlocks.Watch` takes the samples, `hangs.rule` decides. Docs: docs/decisions/0022-what-is-a-hang.md.
 """
@@ -26,43 +25,45 @@ from outlast.job import accelerators
 from outlast.job.workerfiles import progress
 
 BUSY = 0.01
-"""Share of a core above which this process counts as working. A training loop uses more; a loop that polls ten times a second
+"""Share of a core above which this process counts as working. A training loop uses more, and a loop that polls ten times a second
 uses less."""
 CHILDREN_BUSY = 0.2
-"""The same share for its child processes. It is higher, since services that only record metrics run all the time."""
+"""Share of a core above which child processes count as working. It is higher, since services that record metrics always run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
+    """One observation of a process."""
+
     place: Hashable
     """The stack of the main thread: code and instruction of each frame."""
     counts: Hashable = 0
     """Number of calls and collectives begun, which changes only if the process moves."""
     cpu_s: float = 0.0
-    """CPU seconds that all threads except the sampling one have used so far."""
+    """CPU seconds used by all threads except the sampling thread."""
     spins: bool = False
     """True if this process uses CPU time while it waits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work that child processes and GPUs do for this process. It is more expensive to measure than a `Sample`."""
+    """Work of child processes and GPUs for this process, which is more expensive to measure than a `Sample`."""
 
     children_s: float = 0.0
-    """CPU seconds that child processes have used."""
+    """CPU seconds used by child processes."""
     allocated: tuple[int, ...] = ()
-    """Number of allocations on each GPU so far: operations on tensors allocate, whereas waiting does not."""
+    """Number of allocations on each GPU, which grows with operations on tensors, but not in waits."""
 
 
 class Motion:
-    """Compares each sample with earlier ones."""
+    """A comparison of each sample with earlier samples."""
 
     def __init__(self) -> None:
         self._last = Sample(None)
         self._work: Work | None = None
-        """The work at the last sample; None unless that sample needed it."""
+        """The work at the last sample; None if it was not measured."""
         self._places: set[Hashable] = set()
-        """Places of the main thread since it last showed any other sign of motion."""
+        """Places of the main thread since the last other sign of motion."""
 
     def moves(self, sample: Sample, seconds: float, work: Callable[[], Work] = Work) -> bool:
         """Return whether the process has moved since the last sample, `seconds` ago."""
@@ -93,7 +94,7 @@ def place(frame: FrameType | None) -> Hashable:
 
 
 def cpu_s() -> float:
-    """CPU seconds that this process has used, without the calling thread."""
+    """Return the CPU seconds used by this process, without the calling thread."""
     return time.process_time() - time.thread_time()
 
 
@@ -107,20 +108,20 @@ def accelerator() -> Any:
 
 
 def work() -> Work:
-    """Measure the work that child processes and GPUs do for this process."""
+    """Measure the work of child processes and GPUs for this process."""
     allocated: tuple[int, ...] = ()
     if module := accelerator():
-        with contextlib.suppress(Exception):  # allocators that do not count
+        with contextlib.suppress(Exception):  # an allocator without statistics
             stats = [module.memory_stats(index) for index in range(module.device_count())]
             allocated = tuple(each["allocation.all.allocated"] for each in stats)
     return Work(_children_s(os.getpid()), allocated)
 
 
 def _children_s(pid: int) -> float:
-    """CPU seconds of the living descendants of a process; 0 without CONFIG_PROC_CHILDREN in the kernel (proc(5))."""
+    """Return the CPU seconds of the live descendants of a process; 0 without CONFIG_PROC_CHILDREN in the kernel (proc(5))."""
     total = 0.0
     for file in glob.glob(f"/proc/{pid}/task/*/children"):
-        with contextlib.suppress(OSError):  # it ends while we read
+        with contextlib.suppress(OSError):  # the process has just ended
             for child in map(int, Path(file).read_text().split()):
                 total += progress.cpu_s(child) + _children_s(child)
     return total

@@ -1,4 +1,4 @@
-"""The one rule that decides when training hangs; pure. Every limit is a multiple of the job's `hang.limit`.
+"""The rule that decides when training hangs. Pure. Every limit is a multiple of the job's `hang.limit`.
 
     stopped by the kernel             limit
     unable to run Python              limit, before the first step at least 600 s
@@ -6,7 +6,7 @@
     /healthz of the worker fails      1.25 x limit, from the first step on
 
 `agent.ranks` observes, this module decides, `agent.agent` kills and writes a verdict file, from which `launch.elastic` reports
-the failure. Deadlocks that are a mistake in the script are detected earlier, within seconds, by `hangs.deadlocks`.
+the failure. `hangs.deadlocks` detects deadlocks caused by the script earlier, within seconds.
 """
 
 from __future__ import annotations
@@ -20,46 +20,44 @@ from outlast.job.workerfiles.progress import Progress
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """One training process as its agent observes it."""
+    """An agent's observation of one training process."""
 
     local_rank: int
     progress: Progress
     stopped: bool
     """True if the kernel has stopped the process (SIGSTOP, a debugger)."""
     silent_s: float
-    """Time without progress: no step, no activity of its main thread, no output of a plain script. Excludes time in which the
-    agent itself did not run."""
+    """Time in seconds without progress: no step, no activity of the main thread, no output of a plain script. Excludes pauses of
+    the agent."""
     frozen: bool = False
     """True if the process cannot run Python, because native code holds the GIL."""
     age_s: float = math.inf
-    """Time since the agent first saw the process."""
+    """Time in seconds since the agent first observed the process."""
     watched: bool = True
     """True if the process reports the activity of its main thread; false after execv."""
     where: str = ""
-    """The process's place in the script, or the places of all ranks if none moves."""
+    """The process's place in the script, or the places of all ranks if all are still."""
     alone: int = 0
     """See `progress.Pulse.alone`."""
 
     @property
     def early(self) -> bool:
-        """True if the process has been silent for longer than it was active."""
+        """True if the process has been silent longer than it was active."""
         return self.silent_s > self.age_s / 2
 
 
 OTHERS_FIRST = 1.25
-"""Factor on the limit for processes that may be waiting for a culprit on another worker, so that the culprit's worker acts
-first."""
+"""Factor on the limit for processes that may wait for a culprit on another worker, so that the culprit's worker acts first."""
 START_LIMIT_S = 600.0
-"""Minimum limit before the first step, since imports, compilation and restores may be slow."""
+"""Minimum limit in seconds before the first step, since imports, compilation and restores may be slow."""
 
 
 def hung(processes: Sequence[Process], limit_s: float) -> list[tuple[Process, str]]:
-    """Return the hung processes of this worker, which are to be killed, each with a sentence that says why. `limit_s` is the
-    job's `hang.limit`.
+    """Return the hung processes of this worker to kill, each with a reason. `limit_s` is the job's `hang.limit`.
 
-    All ranks of a world stand still together when one hangs. A rank that the kernel has stopped, or that cannot run Python, is
-    the culprit; if this worker has no culprit, another worker may have it, so the ranks here count as stuck only after a longer
-    time. Ranks that wait for a rank that moves count as moving (`hangs.deadlocks`).
+    If one rank hangs, all ranks of its world stop. The culprit is a rank that the kernel has stopped or that cannot run Python.
+    Without a culprit on this worker, another worker may have it, so the ranks here count as stuck only after a longer time. Ranks
+    that wait for a moving rank count as moving (`hangs.deadlocks`).
     """
     counted = [p for p in processes if p.progress.phase != "done" and (p.watched or p.progress.phase != "started")]
     stopped = [p for p in processes if p.stopped and p.silent_s > limit_s]
@@ -86,6 +84,6 @@ def _at(process: Process) -> str:
 
 
 def unhealthy(process: Process, silent_s: float, limit_s: float) -> bool:
-    """Return whether `/healthz` fails: training has begun, and has been silent for longer than the limit at which its agent
-    should have killed it."""
+    """Return whether `/healthz` fails: training has begun, and has been silent longer than the limit at which its agent should
+    have killed it."""
     return process.progress.phase in ("train", "save") and silent_s > OTHERS_FIRST * limit_s

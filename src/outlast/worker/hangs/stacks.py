@@ -1,4 +1,4 @@
-"""Dumps the Python stacks of hung processes from outside, with py-spy. Called by the agent before it kills them."""
+"""Dumps of the Python stacks of hung processes with py-spy, made by the agent before it kills the processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 DUMP_TIMEOUT_S = 10.0
-"""Timeout of py-spy. The agent writes no heartbeat meanwhile, and counts as stuck after 20 s without a heartbeat."""
+"""Timeout of py-spy in seconds. The agent writes no heartbeat meanwhile, and counts as stuck after 20 s without one."""
 
 
 def dump(pids: list[int], path: Path) -> None:
-    """Write the Python stacks of processes, dumped in parallel, to `path`. If py-spy fails, its error is written instead."""
+    """Write the Python stacks of processes to `path`, dumped in parallel. If py-spy fails, its error is written instead."""
     py_spy = Path(sys.executable).with_name("py-spy")
     end = time.monotonic() + DUMP_TIMEOUT_S
     with ThreadPoolExecutor(max(1, len(pids))) as pool:
@@ -28,6 +28,6 @@ def _stack(py_spy: Path, pid: int, seconds: float) -> str:
     argv = [str(py_spy), "dump", "--nonblocking", "--pid", str(pid)]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
-        return done.stdout or f"process {pid}: py-spy says: {done.stderr}"
+        return done.stdout or f"process {pid}: py-spy failed: {done.stderr}"
     except (OSError, subprocess.TimeoutExpired) as problem:
         return f"process {pid}: no stack: {problem}\n"
