@@ -36,7 +36,7 @@ def without(job: Document, *fields: str) -> Document:
 
 
 def limits(job: Document) -> list[str]:
-    return [*adapter.limits(job)]
+    return [*adapter.unsupported(job)]
 
 
 def variables(pod: Document, container: int = 0) -> dict[str, str]:
@@ -188,7 +188,7 @@ def test_a_field_that_is_null_is_absent_and_one_that_is_no_number_is_said_of_the
     torchrun_pod.worker(there).update({"replicas": None, "restartPolicy": None})
     for name in ("replicas", "restartPolicy"):
         del torchrun_pod.worker(absent)[name]
-    assert adapter.plain(there).job == adapter.plain(absent).job
+    assert adapter.translate(there).job == adapter.translate(absent).job
     assert (limits(there), torchrun_pod.pod(there, 0)) == (limits(absent), torchrun_pod.pod(absent, 0))
     for job in (a_job(backoffLimit="three"), a_job(minReplicas="three"), a_job(worker={"replicas": "three"})):
         name = next(key for key, value in {**job["spec"], **torchrun_pod.worker(job)}.items() if value == "three")
@@ -202,8 +202,8 @@ WORKER_0 = "worker 0 (cifar-worker-0.cifar-rdzv.team.svc.cluster.local:29400)"
 
 
 def test_a_deadline_of_0_which_the_archived_definition_let_in_is_none() -> None:
-    assert job_files.of(adapter.plain(a_job(activeDeadlineSeconds=0)).job).spec.active_deadline_seconds is None
-    assert job_files.of(adapter.plain(a_job(activeDeadlineSeconds=9)).job).spec.active_deadline_seconds == 9
+    assert job_files.of(adapter.translate(a_job(activeDeadlineSeconds=0)).job).spec.active_deadline_seconds is None
+    assert job_files.of(adapter.translate(a_job(activeDeadlineSeconds=9)).job).spec.active_deadline_seconds == 9
 
 
 def test_what_cannot_be_honoured_is_said() -> None:

@@ -29,19 +29,19 @@ class Functions(Protocol):
     def processes(self, job: Document, /) -> int:
         """Return the number of processes in each worker."""
 
-    def end(self, job: Document, /) -> str | None:
+    def final_state(self, job: Document, /) -> str | None:
         """Return `Succeeded` or `Failed`, or None if the job has not ended."""
 
-    def scaled(self, replicas: int, /) -> dict[str, Any]:
+    def scale_patch(self, replicas: int, /) -> dict[str, Any]:
         """Return the merge patch of a job's spec that sets the number of workers."""
 
-    def rival(self, deployment: Document, /) -> bool:
+    def is_replaced_controller(self, deployment: Document, /) -> bool:
         """Return whether this Deployment is the controller that the operator replaces."""
 
     def definition(self) -> dict[str, Any]:
         """Return the CustomResourceDefinition of this kind of job."""
 
-    def reconcile(self, limits: Any, known: Any, now: float, features: Any, /) -> Any:
+    def reconcile(self, limits: Any, cached: Any, now: float, features: Any, /) -> Any:
         """Return the plan for one job, see `operator.reconcilers`."""
 
 
@@ -54,7 +54,7 @@ class DropIn:
     """Name of the training container in pods with several containers."""
     index: str
     """Label with the worker's index, on pods that the other controller created."""
-    rival: str
+    replaced_deployment: str
     """Usual Deployment of the replaced controller: `namespace/name`."""
     module: str
 

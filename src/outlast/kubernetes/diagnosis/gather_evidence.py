@@ -199,7 +199,7 @@ def _operator(read: _Reader) -> Document | None:
 def rivals(cluster: api.Cluster) -> list[str]:
     """Running Deployments of controllers that the operator replaces, as `namespace/name`, as far as we may read Deployments."""
     running = [each for each in _deployments(cluster) if each["spec"].get("replicas", 1)]
-    theirs = [each["metadata"] for each in running if any(one.functions.rival(each) for one in dropins.DROP_INS)]
+    theirs = [each["metadata"] for each in running if any(one.functions.is_replaced_controller(each) for one in dropins.DROP_INS)]
     return [f"{meta['namespace']}/{meta['name']}" for meta in theirs]
 
 
@@ -208,7 +208,7 @@ def _deployments(cluster: api.Cluster) -> list[Document]:
     with contextlib.suppress(Forbidden):
         return cluster.list_(kinds.DEPLOYMENT, everywhere=True)
     found = []
-    for namespace, name in (each.rival.split("/") for each in dropins.DROP_INS):
+    for namespace, name in (each.replaced_deployment.split("/") for each in dropins.DROP_INS):
         with contextlib.suppress(Absent, Forbidden):
             found.append(cluster.get(kinds.DEPLOYMENT, name, namespace=namespace))
     return found

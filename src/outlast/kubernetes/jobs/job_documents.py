@@ -192,7 +192,7 @@ class Workloads:
         """Set the number of pods of a workload that has no field for suspension, and record the former number in an
         annotation."""
         drop_in = dropins.of({"apiVersion": kind.api_version, "kind": kind.kind})
-        spec = drop_in.scaled(replicas) if drop_in else {"replicas": replicas}
+        spec = drop_in.scale_patch(replicas) if drop_in else {"replicas": replicas}
         self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.REPLICAS: before}}, "spec": spec})
 
     def adopt(self, document: Document, workload: Document) -> None:

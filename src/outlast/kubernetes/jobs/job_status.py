@@ -161,7 +161,7 @@ def suspended(workload: Document) -> bool:
 def over(workload: Document) -> State | None:
     """The state in which a workload has ended; None while it has not."""
     if (drop_in := dropins.of(workload)) is not None:
-        return State(end) if (end := drop_in.end(workload)) else None
+        return State(end) if (end := drop_in.final_state(workload)) else None
     written = str((workload.get("status") or {}).get("state") or "")
     if workload.get("kind") == "ElasticJob":
         return State(written) if written in {str(s) for s in State if s.final} else None

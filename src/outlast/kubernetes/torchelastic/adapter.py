@@ -1,9 +1,8 @@
-"""Implements the functions of `api.dropins` for ElasticJobs of `elastic.pytorch.org`; `operator.decide` treats these as jobs
-without agents.
+"""Implements the functions of `api.dropins` for ElasticJobs of `elastic.pytorch.org`. Pure.
 
-The job's fields are translated for `operator.decide`. The resulting status is kept under `job` in the job's own status, whose
-other fields are those that the archived controller wrote. Pods and Service belong to the job, so pods of that controller go on
-training. Pure.
+This module translates the job's fields for `operator.decide`, which treats the job as a job without agents. The job's status has
+the same fields as under the archived controller, and the operator's own status under `job`. The job owns its pods and its
+Service, so pods that the archived controller created continue to train.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from outlast.kubernetes.torchelastic import torchrun_pod
 from outlast.kubernetes.torchelastic.definition import definition
 from outlast.kubernetes.torchelastic.torchrun_pod import sizes
 
-__all__ = ["definition", "end", "processes", "reconcile", "rival", "scaled", "sizes"]
+__all__ = ["definition", "final_state", "is_replaced_controller", "processes", "reconcile", "scale_patch", "sizes"]
 
 Document = dict[str, Any]
 _CONTROLLER = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\b")
@@ -37,62 +36,62 @@ _CONTROLLER = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\
 
 
 def processes(job: Document) -> int:
-    """Number of processes per worker, from the arguments and variables of torchrun; else 1, the default of torchrun."""
+    """Return the number of processes per worker, from torchrun's arguments and variables; else 1, the default of torchrun."""
     container: Document = next((each for each in torchrun_pod.containers(job) if each["name"] == torchrun_pod.torchrun(job)), {})
     words = " ".join(map(str, [*(container.get("command") or ()), *(container.get("args") or ())]))
-    told = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", words)
-    given = next((str(e.get("value")) for e in container.get("env") or () if e["name"] == "PET_NPROC_PER_NODE"), "")
-    count = told[1] if told else given
+    argument = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", words)
+    variable = next((str(e.get("value")) for e in container.get("env") or () if e["name"] == "PET_NPROC_PER_NODE"), "")
+    count = argument[1] if argument else variable
     if count in ("gpu", "auto"):
         limits = (container.get("resources") or {}).get("limits") or {}
         count = next((str(amount) for device, amount in limits.items() if accelerators.is_accelerator(device)), "1")
     return int(count) if count.isdecimal() else 1
 
 
-def end(job: Document) -> str | None:
-    """`Succeeded` or `Failed`; None if the job has not ended. The archived controller wrote only conditions."""
+def final_state(job: Document) -> str | None:
+    """Return `Succeeded` or `Failed`, or None if the job has not ended. The archived controller wrote only conditions."""
     status = job.get("status") or {}
-    told = [each["type"] for each in status.get("conditions") or () if each["status"] == "True"]
-    return next((each for each in ("Succeeded", "Failed") if each == status.get("state") or each in told), None)
+    true_conditions = [each["type"] for each in status.get("conditions") or () if each["status"] == "True"]
+    return next((each for each in ("Succeeded", "Failed") if each == status.get("state") or each in true_conditions), None)
 
 
-def scaled(replicas: int) -> Document:
-    """The merge patch of a job's spec that changes the number of workers."""
+def scale_patch(replicas: int) -> Document:
+    """Return the merge patch of a job's spec that sets the number of workers."""
     return {"replicaSpecs": {"Worker": {"replicas": replicas}}}
 
 
-def rival(deployment: Document) -> bool:
-    """Whether a Deployment is the archived controller."""
+def is_replaced_controller(deployment: Document) -> bool:
+    """Return whether a Deployment is the archived controller."""
     images = [each.get("image") or "" for each in deployment["spec"]["template"]["spec"]["containers"]]
     return deployment["metadata"]["name"] == "elastic-job-k8s-controller" or any(map(_CONTROLLER.search, images))
 
 
 def reconcile(limits: Limits, cached: CachedJob, now: float, _: ClusterFeatures) -> Plan:
-    """The plan for one ElasticJob of `elastic.pytorch.org`."""
+    """Return the plan for one ElasticJob of `elastic.pytorch.org`."""
     assert cached.job is not None, "reconcilers are only called for jobs that exist"
-    job, ours = cached.job, None
+    job, translated = cached.job, None
     if document_parsing.UNREADABLE not in job:
         try:
-            ours = plain(job)
+            translated = translate(job)
         except OutlastError as error:
             job = {**job, document_parsing.UNREADABLE: str(error)}
-    if ours is None and cached.pods:
-        return Plan()  # it could be read when they were made: they train on
-    known = {**job, "status": _remembered(job)}
-    seen = observed_job.take(dataclasses.replace(cached, job=known), now, None, limits, plain=ours)
-    plan = decide.decide(seen)
+    if translated is None and cached.pods:
+        return Plan()  # the job was readable when its pods were created: they continue
+    job_with_status = {**job, "status": _stored_status(job)}
+    snapshot = observed_job.take(dataclasses.replace(cached, job=job_with_status), now, None, limits, plain=translated)
+    plan = decide.decide(snapshot)
     if job["metadata"].get("deletionTimestamp"):
         return plan
-    status = _status(job, dict(plan.status or known["status"]), seen)
+    status = _status(job, dict(plan.status or job_with_status["status"]), snapshot)
     return dataclasses.replace(plan, status=status if status != job.get("status") else None)
 
 
-def plain(job: Document) -> Plain:
-    """The job translated for the operator: an equivalent ElasticJob of Outlast whose workers have no agent."""
-    least, wanted, most = (min(each, contract.MOST_WORKERS) for each in sizes(job))
-    given = {
+def translate(job: Document) -> Plain:
+    """Translate the job to an equivalent ElasticJob of Outlast whose workers have no agent."""
+    minimum, replicas, maximum = (min(each, contract.MOST_WORKERS) for each in sizes(job))
+    spec = {
         "module": "torch.distributed.run",
-        "workers": {"min": least, "replicas": wanted, "max": most},
+        "workers": {"min": minimum, "replicas": replicas, "max": maximum},
         "restarts": {"limit": torchrun_pod.count(job["spec"], "backoffLimit", torchrun_pod.MAX_RESTARTS)},
         "cleanPodPolicy": "All" if job["spec"].get("cleanPodPolicy") == "All" else "Running",
         # The archived controller's definition accepted a deadline of 0, which means none.
@@ -100,25 +99,25 @@ def plain(job: Document) -> Plain:
         "ttlSecondsAfterFinished": job["spec"].get("ttlSecondsAfterFinished"),
     }
     head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}}
-    ours, make = {**head, "spec": given}, functools.partial(torchrun_pod.pod, job)
-    return Plain(ours, torchrun_pod.nnodes(job), torchrun_pod.policy(job), torchrun_pod.service(job), make)
+    elastic_job, make_pod = {**head, "spec": spec}, functools.partial(torchrun_pod.pod, job)
+    return Plain(elastic_job, torchrun_pod.nnodes(job), torchrun_pod.policy(job), torchrun_pod.service(job), make_pod)
 
 
-def limits(job: Document) -> Iterator[str]:
-    """Sentences about features of a job that the operator cannot honour."""
+def unsupported(job: Document) -> Iterator[str]:
+    """Yield sentences about features of a job that the operator does not support."""
     fields, worker, name = job["spec"], torchrun_pod.worker(job), job["metadata"]["name"]
     if len(name) > names.LONGEST:
-        has = f"the job's name has {len(name)} characters, and labels hold at most {names.LONGEST}"
-        yield f"no worker is created: {has}; give it a shorter one"
-    asked_for, place = torchrun_pod.annotation(job, torchrun_pod.RENDEZVOUS), fields.get("rdzvEndpoint")
-    if place and not asked_for:
+        problem = f"the job's name has {len(name)} characters, and labels hold at most {names.LONGEST}"
+        yield f"no worker is created: {problem}; give it a shorter one"
+    backend, place = torchrun_pod.annotation(job, torchrun_pod.RENDEZVOUS), fields.get("rdzvEndpoint")
+    if place and not backend:
         yield f"rdzvEndpoint {place} is not used: workers meet at worker 0 ({torchrun_pod.endpoint(job)})"
-    if asked_for and not torchrun_pod.etcd(job):
-        need = "it must be etcd" if asked_for != "etcd" else "it needs a rdzvEndpoint, e.g. etcd:2379"
+    if backend and not torchrun_pod.etcd(job):
+        requirement = "it must be etcd" if backend != "etcd" else "it needs a rdzvEndpoint, e.g. etcd:2379"
         where = f"workers meet at worker 0 ({torchrun_pod.endpoint(job)})"
-        yield f"the annotation {torchrun_pod.RENDEZVOUS} ({asked_for}) is not used: {need}; {where}"
-    if (pin := torchrun_pod.annotation(job, torchrun_pod.WORKER0)) not in (None, placement.ON_DEMAND):
-        yield f"the annotation {torchrun_pod.WORKER0} ({pin}) is not used: it must be {placement.ON_DEMAND}"
+        yield f"the annotation {torchrun_pod.RENDEZVOUS} ({backend}) is not used: {requirement}; {where}"
+    if (node_kind := torchrun_pod.annotation(job, torchrun_pod.WORKER0)) not in (None, placement.ON_DEMAND):
+        yield f"the annotation {torchrun_pod.WORKER0} ({node_kind}) is not used: it must be {placement.ON_DEMAND}"
     for kind in fields["replicaSpecs"]:
         if kind == "Master":
             yield (
@@ -129,67 +128,73 @@ def limits(job: Document) -> Iterator[str]:
             yield f"replicaSpecs.{kind} is not used: there are workers only"
     if (gang := (fields.get("schedulingPolicy") or {}).get("minAvailable")) is not None:
         yield f"schedulingPolicy.minAvailable ({gang}) is not used: workers start one by one, and training with minReplicas"
-    asked, (least, wanted, most) = torchrun_pod.count(worker, "replicas", 1), sizes(job)
-    if asked != wanted:
-        yield f"replicas ({asked}) is not within minReplicas and maxReplicas ({least} to {most}): {wanted} is used"
-    if (own := worker["template"]["spec"].get("restartPolicy")) and own != torchrun_pod.restart_policy(job):
-        yield f"restartPolicy {own} of the template is not used: replicaSpecs.Worker.restartPolicy is {torchrun_pod.policy(job)}"
-    if torchrun_pod.policy(job) == "Always":
+    requested, (minimum, used, maximum) = torchrun_pod.count(worker, "replicas", 1), sizes(job)
+    if requested != used:
+        yield f"replicas ({requested}) is not within minReplicas and maxReplicas ({minimum} to {maximum}): {used} is used"
+    policy, template_policy = torchrun_pod.policy(job), worker["template"]["spec"].get("restartPolicy")
+    if template_policy and template_policy != torchrun_pod.restart_policy(job):
+        yield f"restartPolicy {template_policy} of the template is not used: replicaSpecs.Worker.restartPolicy is {policy}"
+    if policy == "Always":
         yield "restartPolicy Always restarts workers that have succeeded, so the job never ends; write ExitCode or OnFailure"
-    there = {each["name"]: each for each in torchrun_pod.containers(job)}
-    if (told := torchrun_pod.torchrun(job)) is None:
-        none = f"none of the containers ({', '.join(there)}) is called {torchrun_pod.CONTAINER}"
-        yield f"{none}, so none is set up for torchrun; rename its container"
-    elif flags := [arg for arg in there[told].get("args") or () if str(arg).startswith(("--rdzv", "--nnodes"))]:
+    by_name = {each["name"]: each for each in torchrun_pod.containers(job)}
+    if (container_name := torchrun_pod.torchrun(job)) is None:
+        problem = f"none of the containers ({', '.join(by_name)}) is called {torchrun_pod.CONTAINER}"
+        yield f"{problem}, so none is set up for torchrun; rename its container"
+    elif flags := [arg for arg in by_name[container_name].get("args") or () if str(arg).startswith(("--rdzv", "--nnodes"))]:
         yield f"arguments of torchrun override the job: {' '.join(flags)} stay as they are"
 
 
-def _remembered(job: Document) -> Document:
-    """The status as the operator last stored it, or else derived from a status by the archived controller or an earlier
-    operator."""
-    told = job.get("status") or {}
-    if "job" in told:
-        return dict(told["job"])
-    ended, said = end(job), told.get("conditions") or ()
-    times = [told.get("completionTime"), *(each.get("lastTransitionTime") for each in said if each["type"] == ended)]
-    found = {
-        "state": ended or told.get("state"),
-        "startTime": told.get("startTime"),
+def _stored_status(job: Document) -> Document:
+    """Return the status that the operator last stored. Without it, derive the status from fields that the archived controller or
+    an earlier operator wrote."""
+    status = job.get("status") or {}
+    if "job" in status:
+        return dict(status["job"])
+    ended, conditions = final_state(job), status.get("conditions") or ()
+    times = [status.get("completionTime"), *(each.get("lastTransitionTime") for each in conditions if each["type"] == ended)]
+    derived = {
+        "state": ended or status.get("state"),
+        "startTime": status.get("startTime"),
         "completionTime": next(filter(None, [*times, job["metadata"].get("creationTimestamp")]), None) if ended else None,
-        "restarts": told.get("restarts"),
-        "judged": {"pods": told.get("judged"), "restarted": told.get("started")},
-        "conditions": [each for each in said if each["type"] != "Limited"],
+        "restarts": status.get("restarts"),
+        "judged": {"pods": status.get("judged"), "restarted": status.get("started")},
+        "conditions": [each for each in conditions if each["type"] != "Limited"],
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in derived.items() if value is not None}
 
 
-def _status(job: Document, ours: Document, seen: observed_job.JobSnapshot) -> Document:
-    """The status in the form in which the archived controller wrote it, with the operator's own status under `job`."""
-    told = job.get("status") or {}
-    there = [pod for pod in seen.pods if not pod.terminating]
-    counts = {"succeeded": sum(pod.succeeded for pod in there), "failed": sum(pod.over and not pod.succeeded for pod in there)}
-    active = len(there) - sum(counts.values())
-    if "completionTime" in ours:  # the counts stay when pods are deleted
-        before = (told.get("replicaStatuses") or {}).get("Worker") or {}
-        counts = {key: max(count, int(before.get(key) or 0)) for key, count in counts.items()}
-    state = ours.get("state", State.PENDING)
+def _status(job: Document, operator_status: Document, snapshot: observed_job.JobSnapshot) -> Document:
+    """Return the status in the format of the archived controller, with the operator's own status under `job`."""
+    old_status = job.get("status") or {}
+    pods = [pod for pod in snapshot.pods if not pod.terminating]
+    counts = {"succeeded": sum(pod.succeeded for pod in pods), "failed": sum(pod.over and not pod.succeeded for pod in pods)}
+    active = len(pods) - sum(counts.values())
+    if "completionTime" in operator_status:  # counts do not decrease when pods are deleted
+        old_counts = (old_status.get("replicaStatuses") or {}).get("Worker") or {}
+        counts = {key: max(count, int(old_counts.get(key) or 0)) for key, count in counts.items()}
+    state = operator_status.get("state", State.PENDING)
     return {
-        **{key: ours[key] for key in ("startTime", "completionTime") if key in ours},
+        **{key: operator_status[key] for key in ("startTime", "completionTime") if key in operator_status},
         "state": "Created" if state == State.PENDING else state,
-        "selector": ",".join(f"{key}={value}" for key, value in torchrun_pod.selector(seen.name).items()),
+        "selector": ",".join(f"{key}={value}" for key, value in torchrun_pod.selector(snapshot.name).items()),
         "replicaStatuses": {"Worker": {"active": active, **counts}},
-        "restarts": ours.get("restarts", 0),
-        "conditions": _conditions(told.get("conditions") or (), ours, seen),
-        "job": ours,
+        "restarts": operator_status.get("restarts", 0),
+        "conditions": _conditions(old_status.get("conditions") or (), operator_status, snapshot),
+        "job": operator_status,
     }
 
 
-def _conditions(told: Sequence[Document], ours: Document, seen: observed_job.JobSnapshot) -> list[Document]:
-    """The operator's conditions, preceded by `Limited` if it applies: the current condition is the last that is true."""
-    found = [each for each in ours["conditions"] if each["status"] == "True" or each["type"] == "Running"]
-    limited = [*limits(dict(seen.document)), seen.refused] if seen.plain else []
-    if message := "; ".join(filter(None, limited)):
-        since = next((each["lastTransitionTime"] for each in told if each["type"] == "Limited"), elasticjob_status.text(seen.now))
-        said = {"type": "Limited", "status": "True", "reason": "NotHonoured", "message": message}
-        found.insert(0, {**said, "lastTransitionTime": since})
-    return found
+def _conditions(
+    old_conditions: Sequence[Document], operator_status: Document, snapshot: observed_job.JobSnapshot
+) -> list[Document]:
+    """Return the operator's conditions, preceded by `Limited` if it applies. Clients read the last true condition."""
+    conditions = [each for each in operator_status["conditions"] if each["status"] == "True" or each["type"] == "Running"]
+    messages = [*unsupported(dict(snapshot.document)), snapshot.refused] if snapshot.plain else []
+    if message := "; ".join(filter(None, messages)):
+        since = next(
+            (each["lastTransitionTime"] for each in old_conditions if each["type"] == "Limited"),
+            elasticjob_status.text(snapshot.now),
+        )
+        limited = {"type": "Limited", "status": "True", "reason": "NotHonoured", "message": message}
+        conditions.insert(0, {**limited, "lastTransitionTime": since})
+    return conditions

@@ -1,5 +1,4 @@
-"""The CustomResourceDefinition: the archived controller's Go types as a structural schema, with CEL validation rules that it
-lacked."""
+"""The CustomResourceDefinition: the Go types of the archived controller as a structural schema, with added CEL rules."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ _REPLICAS = "self.replicaSpecs.Worker.replicas"
 
 
 def definition() -> Document:
-    """The CustomResourceDefinition."""
+    """Return the CustomResourceDefinition."""
     columns = [
         crd.column("Min", ".spec.minReplicas", "integer"),
         crd.column("Max", ".spec.maxReplicas", "integer"),
@@ -21,19 +20,18 @@ def definition() -> Document:
         crd.column("State", ".status.state"),
         crd.column("Age", ".metadata.creationTimestamp", "date"),
     ]
-    wanted, there = ".spec.replicaSpecs.Worker.replicas", ".status.replicaStatuses.Worker.active"
-    return crd.resource(LEGACY_JOB, schema(), columns, wanted, there, {})
+    desired, active = ".spec.replicaSpecs.Worker.replicas", ".status.replicaStatuses.Worker.active"
+    return crd.resource(LEGACY_JOB, schema(), columns, desired, active, {})
 
 
 def schema() -> Schema:
-    """The structural schema."""
     about = "A training job of torchelastic: its workers run torchrun, and their number may change."
     parts = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
     return known("object", about, required=["spec"], properties={**parts, "spec": _spec(), "status": _status()})
 
 
 def _spec() -> Schema:
-    # Other types of replicas are kept, so that the status can say that they are not used.
+    # Other types of replicas are preserved, so that the status can report that they are not used.
     replicas = {**part("What to run.", Worker=_worker()), "required": ["Worker"]}
     limit = f"The job fails after more restarts of its workers than this. Default: {MAX_RESTARTS}."
     etcd = f"Address of an etcd v3. It is used when the annotation {RENDEZVOUS} says etcd."
@@ -71,12 +69,12 @@ def _spec() -> Schema:
             at=".replicaSpecs.Worker.replicas",
         ),
     ]
-    more = {"required": ["replicaSpecs"], "properties": fields, "x-kubernetes-validations": rules}
-    return known("object", "What to run, and with how many workers.", **more)
+    rest = {"required": ["replicaSpecs"], "properties": fields, "x-kubernetes-validations": rules}
+    return known("object", "What to run, and with how many workers.", **rest)
 
 
 def _worker() -> Schema:
-    wanted = known("integer", "How many are wanted; 0 suspends the job. Default: 1.", minimum=0, maximum=10_000, default=1)
+    replicas = known("integer", "How many are wanted; 0 suspends the job. Default: 1.", minimum=0, maximum=10_000, default=1)
     policy = known(
         "string",
         "Never, OnFailure, Always: as of pods. ExitCode: pods that ended with 130, 137, 138 or 143, were lost, or never "
@@ -98,12 +96,12 @@ def _worker() -> Schema:
         ),
         "required": ["spec"],
     }
-    properties = {"replicas": wanted, "restartPolicy": policy, "template": template}
+    properties = {"replicas": replicas, "restartPolicy": policy, "template": template}
     return known("object", "The workers.", required=["template"], properties=properties)
 
 
 def _status() -> Schema:
-    """A schema without types, so that a status written by an earlier operator or by the archived controller is kept."""
+    """Return a schema without types, which preserves statuses by an earlier operator or the archived controller."""
     return part(
         "What is known of the job, written by the operator: state (Created, Running, Restarting, Suspended, Succeeded, Failed), "
         "conditions (the same, and Limited for what cannot be honoured), replicaStatuses (pods that are active, have succeeded, "
