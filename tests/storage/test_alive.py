@@ -47,7 +47,7 @@ def test_a_run_that_lives_elsewhere_is_not_taken_and_we_are_told_whose_it_is(pla
     said: list[str] = []
     with pytest.raises(AlreadyRunning) as refused:
         alive.wait(place, "a", B, advice="go", say=said.append, pause=lambda _: heart.once(place, first=False))
-    assert str(refused.value).startswith(f"run a in {place.url} is trained by {A} (heard of ")
+    assert str(refused.value).startswith(f"run a in {place.url} is trained by {A} (last heartbeat ")
     assert said[0].startswith(f"{A} trained run a until ")
     record = runs.read(place)
     assert record is not None

@@ -1,1 +1,1 @@
-"""The places of state: memory, disks, stores."""
+"""Storage of training state in memory, on disks and in stores."""

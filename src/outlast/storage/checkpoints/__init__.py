@@ -1,4 +1,4 @@
-"""Committed checkpoints: on a worker's disk (`disk`), in a store (`remote`), and how they get from one to the other."""
+"""Committed checkpoints: on a worker's disk (`disk`), in a store (`remote`), and transfers between the two."""
 
 from __future__ import annotations
 

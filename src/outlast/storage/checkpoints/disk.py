@@ -1,20 +1,20 @@
 """Checkpoints on disk: listing, verifying, committing and removing them.
 
-The training library writes them, the command line lists them, agents copy them to a store and back
-(`outlast.storage.checkpoints.remote`). Nothing here knows torch. `checkpoints/` holds
+The training library writes them, the command line lists them, and agents copy them to a store and back
+(`outlast.storage.checkpoints.remote`). This module does not depend on torch. `checkpoints/` holds
 
     step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
     step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
     step-00001300.fetching/     being fetched from a store or another disk, and locked; or left behind
-    step-00001300.replaced-0/   damaged or of an earlier generation, and saved again since: removed with the checkpoints before
-                                it; stays if it is another run's
-    FENCE                       the {run, generation} that may commit, and whether the disk is `first`, rank 0's; read and
+    step-00001300.replaced-0/   damaged or from an earlier generation, and saved again since; removed with the checkpoints before
+                                it, but kept if it is another run's
+    FENCE                       the {run, generation} that may commit, and whether the disk is rank 0's (`first`); read and
                                 written while `.lock` is held
 
 Invariants, whenever a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were durable
 before COMMIT was written, and the directory got its name after that. A replaced generation cannot commit, because its successor
-moved the fence. Readers hold a shared lock on COMMIT (`reading`); removal needs that lock exclusively. A crc32 protects against
-rot and truncation, not against malice (11 GB/s on one core; sha256 2 GB/s).
+moved the fence. Readers hold a shared lock on COMMIT (`reading`), and removal needs an exclusive lock. A crc32 protects against
+bit rot and truncation, not against malice (11 GB/s on one core; sha256 2 GB/s).
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ class Checkpoint:
     step: int
     """Number of optimizer steps done when the checkpoint was saved."""
     path: Path
-    """Its directory."""
+    """Directory of the checkpoint."""
     run: str = ""
-    """The run that wrote the checkpoint; "" if Outlast did not start the run."""
+    """The run that wrote the checkpoint; empty if Outlast did not start the run."""
     generation: int = 0
     """The generation that saved the checkpoint; see `Session.generation`."""
     world_size: int = 0
-    """Number of ranks that saved it."""
+    """Number of ranks that saved the checkpoint."""
     time: float = 0.0
     """Time of the commit, seconds since the epoch."""
     bytes: int = 0
     """Total size of the checkpoint's files."""
     problem: str = ""
-    """Why COMMIT cannot be read; empty if it can."""
+    """The reason why COMMIT cannot be read; empty if it can."""
     metric: Metric | None = None
     """The metric of the model, if the script gave one."""
 
 
 def list_(directory: Path) -> list[Checkpoint]:
-    """The committed checkpoints in `directory`, lowest step first, including any whose COMMIT cannot be read (`problem`)."""
+    """Return the committed checkpoints in `directory`, lowest step first, including those with an unreadable COMMIT."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def list_(directory: Path) -> list[Checkpoint]:
 
 
 def step_of(name: str) -> int | None:
-    """The step in a checkpoint directory's name; None for other names."""
+    """Return the step in a checkpoint directory's name, or None for other names."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -104,9 +104,9 @@ class Commit:
     world_size: int
     time: float
     files: Mapping[str, Mapping[str, int]]
-    """`{name: {size, crc32}}`."""
+    """`{name: {size, crc32}}`, sizes in bytes."""
     metric: Metric | None = None
-    """None if unknown; COMMITs of early versions have none."""
+    """None if unknown; COMMITs of early versions lack it."""
 
     @property
     def size(self) -> int:
@@ -114,7 +114,7 @@ class Commit:
 
     @classmethod
     def parse(cls, text: bytes) -> Commit:
-        """Parse a COMMIT; raises ValueError with the reason. None of its file names leads out of the checkpoint's directory."""
+        """Parse a COMMIT. Raises ValueError with the reason, also for a file name that leads out of the directory."""
         document = json.loads(text.decode())
         if not isinstance(document, dict):
             raise ValueError("not a mapping")
@@ -132,7 +132,7 @@ class Commit:
         return cls(**{name: document[name] for name in _REQUIRED}, metric=Metric.of(document.get("metric")))
 
     def text(self) -> str:
-        """The text of the file COMMIT; `parse` reads it back."""
+        """Return the text of the file COMMIT, which `parse` reads back."""
         document = {name: getattr(self, name) for name in _REQUIRED} | {"files": dict(self.files)}
         return json.dumps(document | ({"metric": self.metric.plain()} if self.metric else {}))
 
@@ -145,23 +145,26 @@ def _is_file(file: object) -> bool:
 
 
 def read(path: Path) -> Commit:
-    """The COMMIT of the checkpoint at `path`; raises OSError, and ValueError if it is damaged."""
+    """Read the COMMIT of the checkpoint at `path`. Raises OSError, and ValueError if COMMIT is damaged."""
     return Commit.parse((path / contract.COMMIT).read_bytes())
 
 
 def latest(checkpoints: Iterable[Checkpoint], run: str) -> Checkpoint | None:
-    """The newest checkpoint of `run` whose COMMIT can be read, or None. `run` is "" for scripts run without Outlast."""
+    """Return the newest checkpoint of `run` with a readable COMMIT, or None. `run` is "" for scripts run without Outlast."""
     readable = (checkpoint for checkpoint in checkpoints if checkpoint.run == run and not checkpoint.problem)
     return max(readable, key=lambda checkpoint: checkpoint.step, default=None)
 
 
 def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Checkpoint]:
-    """The checkpoints to remove. Checkpoints whose COMMIT cannot be read do not count, and stay."""
+    """Return the checkpoints to remove. Checkpoints with an unreadable COMMIT do not count, and stay."""
     return retention.expired(checkpoint for checkpoint in checkpoints if not checkpoint.problem)
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Check every `parts`-th file of the checkpoint at `path`, beginning at `part`. Returns a sentence if a file is wrong."""
+    """Verify every `parts`-th file of the checkpoint at `path` from number `part` on.
+
+    Returns a sentence about the first damaged file, or None.
+    """
     try:
         files = sorted(read(path).files.items())
     except (OSError, ValueError) as error:
@@ -176,19 +179,19 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def verify_file(path: Path, name: str, expected: Mapping[str, int], *, deep: bool = True) -> str | None:
-    """A sentence if a file of the checkpoint at `path` is wrong, otherwise None; without `deep`, only its size is checked."""
+    """Verify a file's size and, with `deep`, its checksum. Returns a sentence if the file is damaged, otherwise None."""
     if problem := wrong_size(name, (path / name).stat().st_size, expected):
         return problem
     return wrong_crc(name, checksum(path / name), expected) if deep else None
 
 
 def wrong_size(name: str, size: int, expected: Mapping[str, int]) -> str | None:
-    """A sentence if a file has the wrong size, otherwise None."""
+    """Return a sentence if a file has the wrong size, otherwise None."""
     return None if size == expected["size"] else f"{name} has {size} bytes instead of {expected['size']}"
 
 
 def wrong_crc(name: str, crc: int, expected: Mapping[str, int]) -> str | None:
-    """A sentence if a file has the wrong checksum, otherwise None."""
+    """Return a sentence if a file has the wrong checksum, otherwise None."""
     return None if crc == expected["crc32"] else f"{name} has crc32 {crc} instead of {expected['crc32']}"
 
 
@@ -202,14 +205,16 @@ def checksum(path: Path) -> int:
 
 
 def saving(directory: Path, step: int, generation: int) -> Path:
-    """The directory in which `generation` writes the checkpoint of `step` before committing it."""
+    """Return the directory in which `generation` writes the checkpoint of `step` before the commit."""
     return directory / f"{contract.checkpoint_name(step)}.saving-g{generation}"
 
 
 def abandon(directory: Path, generation: int) -> None:
-    """Remove the unfinished checkpoints of dead attempts of `generation` and of earlier generations: they may fill the disk. If a
-    writer died after moving a checkpoint aside and before replacing it, the newest valid one moved aside is put back. Call this
-    before the present attempt saves, and after `acquire`, so that no earlier attempt commits the files that are being removed."""
+    """Remove the unfinished checkpoints of dead attempts of `generation` and of earlier generations: they may fill the disk.
+
+    If a writer died after moving a checkpoint aside and before replacing it, the newest valid one moved aside is put back. Call
+    this before the present attempt saves, and after `acquire`, so that no earlier attempt commits the files that are removed.
+    """
     with file_locks.attempted(directory / _LOCK, wait=True):
         aside = [path for path in directory.glob("*.replaced-*") if _LEFTOVER.fullmatch(path.name)]
         lost = [path for path in aside if not path.with_suffix("").exists()]
@@ -224,9 +229,9 @@ def abandon(directory: Path, generation: int) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Keep the checkpoint at `path` from being removed; raises FileNotFoundError if its removal has begun.
+    """Protect the checkpoint at `path` from removal by a shared lock, which ends with this process.
 
-    Holds a shared lock of the kernel, which ends with this process.
+    Raises FileNotFoundError if the removal has begun.
     """
     fd = os.open(path / contract.COMMIT, os.O_RDONLY)
     try:
@@ -238,7 +243,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _is(fd: int, path: Path) -> bool:
-    """Whether `path` still names the file open as `fd`."""
+    """Return whether `path` still names the file that is open as `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -247,7 +252,7 @@ def _is(fd: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Lock the file or directory at `path` against `reading` and `fetching`; yields False if it is in use."""
+    """Lock the file or directory at `path` against `reading` and `fetching`. Yields False if it is in use."""
     fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         yield file_locks.acquire(fd)
@@ -256,30 +261,31 @@ def _alone(path: Path) -> Iterator[bool]:
 
 
 def generation(directory: Path, run: str) -> int:
-    """The generation of `run` that may commit in `directory`; 0 before the first, or if another run owns it."""
+    """Return the generation of `run` that may commit in `directory`; 0 before the first, or if another run owns `directory`."""
     holder, last, _ = _fence(directory)
     return last if holder == run else 0
 
 
 def owner(directory: Path) -> str:
-    """The run that may commit in `directory`; empty before the first."""
+    """Return the run that may commit in `directory`, or an empty string before the first."""
     return _fence(directory)[0]
 
 
 def first(directory: Path, run: str) -> bool:
-    """Whether `directory` is rank 0's in the generation of `run` that owns it, as far as is known. If workers share no disk, the
-    checkpoints in rank 0's directory are the ones that count."""
+    """Return whether `directory` is rank 0's in the generation of `run` that owns it, as far as is known.
+
+    If workers have separate disks, the checkpoints in rank 0's directory count.
+    """
     holder, _, first = _fence(directory)
     return first or holder != run
 
 
 def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
-    """Move the fence to `generation` of `run`: earlier generations can no longer commit. None stands for the one after the last.
+    """Move the fence to `generation` of `run`, by default the next one: earlier generations can no longer commit.
 
-    `first`: whether the directory is rank 0's; None if not known yet, which keeps the old value. Raises Superseded if a later
-    generation of the run has moved the fence. Another run's fence is taken over: the last run to open a directory owns it.
-    Nothing is written if the fence is up to date, so another attempt of a generation needs no disk space. Raises OSError if the
-    fence cannot be written.
+    `first` tells whether the directory is rank 0's; None keeps the old value. Another run's fence is taken over, since the last
+    run to open a directory owns it. A fence that is up to date is not written, so another attempt of a generation needs no disk
+    space. Raises Superseded if a later generation of the run has moved the fence, and OSError if the fence cannot be written.
     """
     holder, last, was = _fence(directory)
     if (holder, last) == (run, generation) and first in (None, was):
@@ -301,12 +307,11 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
 
 
 def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
-    """Make the files in `written` the checkpoint `checkpoint.path`: once this returns the checkpoint exists, whichever process
-    dies.
+    """Make the files in `written` the checkpoint `checkpoint.path`, which exists durably once the call returns.
 
-    `content` maps file names to `{size, crc32}`; the files must be durable. An existing valid checkpoint of that step and of the
+    `content` maps file names to `{size, crc32}`; the files must be durable. An existing valid checkpoint of the step from the
     same generation or a later one wins: the new checkpoint is dropped, and the existing one is returned. Any other checkpoint of
-    that step is moved aside. Raises Superseded if a later generation owns the directory.
+    the step is moved aside. Raises Superseded if a later generation owns the directory.
     """
     directory = checkpoint.path.parent
     stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
@@ -324,8 +329,11 @@ def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[
 
 
 def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Checkpoint | None:
-    """Rename the directory of the written files, COMMIT included, to the checkpoint's name; or drop it and return an existing
-    valid checkpoint of that step and of the same generation or a later one."""
+    """Rename the directory of the written files, including COMMIT, to the checkpoint's name.
+
+    Unless `instead` is set, an existing valid checkpoint of the step from the same generation or a later one wins: the directory
+    is then dropped, and that checkpoint is returned.
+    """
     directory = checkpoint.path.parent
     if checkpoint.path.exists():
         existing = next((c for c in list_(directory) if (c.run, c.step) == (checkpoint.run, checkpoint.step)), None)
@@ -341,7 +349,7 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
 
 @contextlib.contextmanager
 def fetching(directory: Path, step: int) -> Iterator[Path]:
-    """A directory in which to assemble the checkpoint of `step` before `place`; one process at a time, while others wait.
+    """Yield a locked directory in which to assemble the checkpoint of `step` before `place`; other processes wait.
 
     The directory may hold files from a process that was killed.
     """
@@ -350,7 +358,7 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
         path.mkdir(parents=True, exist_ok=True)
         try:
             fd = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:  # its holder has just placed it
+        except FileNotFoundError:  # another process has just placed it
             continue
         try:
             file_locks.acquire(fd, wait=True)
@@ -362,10 +370,10 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
 
 
 def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
-    """Make the files in `fetched`, which are durable and match `commit`, the checkpoint of that step.
+    """Make the files in `fetched`, which are durable and match `commit`, the checkpoint of `commit.step`.
 
-    An existing valid checkpoint of the same generation or a later one stays and is returned, unless `instead` is set; any other
-    is moved aside. No fence is needed: a checkpoint that a store or another disk of the world has committed belongs to the run.
+    An existing valid checkpoint of the same generation or a later one stays and is returned, unless `instead` is set. Any other
+    checkpoint of the step is moved aside. No fence is needed, since a store or another disk of the world has committed the files.
     """
     directory = fetched.parent
     new = _committed(directory / contract.checkpoint_name(commit.step), commit)
@@ -375,11 +383,11 @@ def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint
 
 
 def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Checkpoint]:
-    """After the commit of `newest`, delete its run's expired checkpoints, replaced ones older than the newest that are retained,
-    and unfinished ones of dead generations. Returns the deleted checkpoints.
+    """Delete the expired checkpoints of a run after the commit of `newest`, and return them.
 
-    Checkpoints of higher steps stay and do not count: restoring skipped them, so they are damaged. A checkpoint that is being
-    read stays until the next call.
+    Also deletes replaced checkpoints that are older than the retained newest ones, and unfinished checkpoints of dead
+    generations. Checkpoints of higher steps stay and do not count: the run has skipped them, so they are damaged. A checkpoint
+    that is being read stays until the next call.
     """
     own = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
     deleted = [checkpoint for checkpoint in expired(own, retention) if remove(checkpoint)]
@@ -406,8 +414,7 @@ def _belongs_to_another(path: Path, run: str) -> bool:
 
 
 def remove(checkpoint: Checkpoint) -> bool:
-    """Delete a checkpoint unless it is being read; returns whether it was deleted. Atomic: the checkpoint never exists in
-    part."""
+    """Delete a checkpoint atomically unless it is being read. Returns whether it was deleted."""
     aside = checkpoint.path.with_name(f"{checkpoint.path.name}.expired")
     try:
         with _alone(checkpoint.path / contract.COMMIT) as alone:
@@ -423,8 +430,10 @@ def remove(checkpoint: Checkpoint) -> bool:
 
 
 def _fence(directory: Path) -> tuple[str, int, bool]:
-    """Run and generation that may commit, and whether the directory is rank 0's. ("", 0, True) if the fence is missing or
-    damaged: then nobody may commit until the next generation begins."""
+    """Return the run and generation that may commit, and whether the directory is rank 0's.
+
+    Returns ("", 0, True) if the fence is missing or damaged: no process may then commit until the next generation begins.
+    """
     try:
         fence = json.loads((directory / _FENCE).read_text())
         return fence["run"], int(fence["generation"]), fence.get("first", True)

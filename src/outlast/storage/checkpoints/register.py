@@ -2,8 +2,8 @@
 
 `Swapped` is an object, `checkpoints/latest`, replaced by compare-and-swap only. `Named` is for stores without compare-and-swap
 (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written by one generation and never
-rewritten. Both guarantee the same: a committed checkpoint stays committed until it expires; a generation commits nothing after a
-later one has begun; the newest step never goes back. A writer that dies or loses a response may simply start over.
+rewritten. Both give the same guarantees. A committed checkpoint stays committed until it expires, a generation commits nothing
+after a later one has begun, and the newest step never goes back. A writer that dies or loses a response may simply start over.
 Docs: docs/decisions/0007-commits-in-a-store.md.
 """
 
@@ -23,35 +23,35 @@ from outlast.storage.store import Store
 
 LATEST = f"{contract.CHECKPOINTS}/latest"
 _ATTEMPTS = 50
-"""Number of lost races after which we report contention; arbitrary."""
+"""Number of lost races after which contention is reported; arbitrary."""
 
 
 class Register(Protocol):
-    """A kind of register. All methods may raise StoreError."""
+    """A register of either kind. All methods may raise StoreError."""
 
     def acquire(self, generation: int) -> Latest:
         """Begin `generation`: earlier generations can no longer commit. Raises Superseded if a later generation has begun."""
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
-        """Commit a checkpoint, in place of the damaged one `instead` if given. Returns the new content.
+        """Commit a checkpoint, which replaces the damaged one `instead`. Returns the new content.
 
-        The new content lacks the checkpoint if `rules.refused` has a reason, or another checkpoint of that step is committed.
+        The new content lacks the checkpoint if `rules.refused` has a reason, or another checkpoint of its step is committed.
         Raises Superseded.
         """
 
     def drop(self, places: Sequence[Place]) -> Latest | None:
-        """Remove checkpoints, except those that might still be needed (not `rules.obsolete`). Returns the new content."""
+        """Remove those checkpoints that are `rules.obsolete`. Returns the new content."""
 
 
 def open_(store: Store, run: str) -> Register:
-    """The register of a run, for writing, of the kind that the store supports."""
+    """Open the register of a run for writing, in the kind that the store supports."""
     return Swapped(store, run) if store.conditional() else Named(store, run)
 
 
 def read(store: Store, run: str) -> Latest | None:
-    """The register of a run, of either kind; None if there is none. Writes nothing.
+    """Read the register of a run, of either kind. Returns None before the first checkpoint.
 
-    A lost or damaged register is rebuilt from the checkpoints themselves.
+    A lost or damaged register is rebuilt from the checkpoints themselves, but not written.
     """
     latest, _ = _object(store)
     if latest:
@@ -60,7 +60,7 @@ def read(store: Store, run: str) -> Latest | None:
 
 
 def finished(store: Store, run: str) -> list[Place]:
-    """The places of a run that have a COMMIT, and thus all of their files."""
+    """Return the places of a run that have a COMMIT, and thus all of their files."""
     places = []
     for entry in store.entries(contract.CHECKPOINTS):
         key = entry.key.removeprefix(f"{contract.CHECKPOINTS}/")
@@ -71,8 +71,7 @@ def finished(store: Store, run: str) -> list[Place]:
 
 
 def _object(store: Store) -> tuple[Latest | None, str]:
-    """The content of `checkpoints/latest` and its etag; the etag is empty if there is no such object, and the content is None if
-    it is damaged."""
+    """Return the content of `checkpoints/latest`, None if damaged, and its etag, which is empty if the object does not exist."""
     try:
         text, entry = store.read(LATEST)
     except Missing:
@@ -111,7 +110,7 @@ class Swapped:
         for _ in range(_ATTEMPTS):
             latest, etag = _object(self.store)
             if latest and latest.run == self.run and latest.at(place.step) == place:
-                return latest  # perhaps from an earlier attempt of ours whose response was lost
+                return latest  # our earlier attempt may have succeeded although its response was lost
             if reason := rules.superseded(latest, self.run, generation):
                 raise Superseded(reason)
             if latest is None or latest.generation < generation:  # the register was removed or damaged
@@ -150,8 +149,11 @@ class Swapped:
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A register in a set of names. A generation announces itself before it reads, and reads again after proposing a commit, so
-    of two racing generations at least one sees the other."""
+    """A register in a set of names.
+
+    A generation announces itself before it reads, and reads again after proposing a commit. So at least one of two racing
+    generations sees the other.
+    """
 
     store: Store
     run: str
@@ -161,11 +163,11 @@ class Named:
         return f"{LATEST}.{self.run}"
 
     def names(self) -> Names:
-        """The content of the register."""
+        """Read the content of the register."""
         for _ in range(_ATTEMPTS):
             names = self.store.names(self._below)
             content = Names.read(names, self.run)
-            # Listings are not atomic: a listing without an owner may have missed the old owner and not yet contain the new owner.
+            # Listings are not atomic: one without an owner may have missed the old owner and not yet contain the new owner.
             if content.latest or not content.announced or names == self.store.names(self._below):
                 return content
         return content
@@ -189,7 +191,7 @@ class Named:
             raise Superseded(reason)
         for place in latest.places:
             self._write(rules.commitment(generation, place))
-        if etag:  # from a time when the store supported compare-and-swap; readers would believe it
+        if etag:  # left from a time when the store supported compare-and-swap; readers would use it
             self.store.delete([LATEST])
         self._write(rules.ownership(generation))
         self._check(self.names(), generation)
@@ -209,12 +211,12 @@ class Named:
         return latest.added(place)
 
     def _open(self, place: Place, generation: int) -> Latest:
-        """The register's content, if `generation` may commit or has committed `place` already. Raises Superseded."""
+        """Read the register before a commit of `place`. Raises Superseded unless `generation` may commit or has committed it."""
         content = self.names()
         if content.latest and content.latest.at(place.step) == place:
             return content.latest
         self._check(content, generation)
-        if content.latest is None or content.latest.generation < generation:  # it was removed
+        if content.latest is None or content.latest.generation < generation:  # the register was removed
             return self.acquire(generation)
         return content.latest
 

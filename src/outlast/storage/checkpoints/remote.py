@@ -6,9 +6,9 @@ The job's place in the store contains
     checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`parts`)
     checkpoints/step-00001200/READING-<id>            lease of a reader of that step
 
-Invariants, whichever process dies, whichever response is lost and in whatever order writers come: every checkpoint in the
-register is complete and comes from one writer; its newest step never goes back; a generation commits nothing after its successor
-has begun; the last two checkpoints and all that are being read stay. Docs: docs/decisions/0007-commits-in-a-store.md.
+Invariants for any order of writers, any killed process and any lost response: every checkpoint in the register is complete and
+comes from one writer. The newest step never goes back. A generation commits nothing after its successor has begun. The last two
+checkpoints and all checkpoints that are being read stay. Docs: docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Checkpoint:
 
     place: Place
     commit: disk.Commit | None = None
-    """None if COMMIT cannot be read."""
+    """The content of COMMIT; None if it cannot be read."""
     problem: str = ""
-    """Why COMMIT cannot be read; empty if it can."""
+    """The reason why COMMIT cannot be read; empty if it can."""
 
     @property
     def step(self) -> int:
@@ -72,14 +72,13 @@ class Outcome:
     """The outcome of a push."""
 
     kind: Literal["committed", "there", "expired", "waiting", "damaged"]
-    """Committed; already in the store; too old to be retained; waiting for files that another machine has; damaged on this
-    disk."""
+    """Committed, already in the store, too old to be retained, waiting for another machine's files, or damaged on this disk."""
     reason: str
     missing: tuple[str, ...] = ()
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to do."""
+        """True if no later push is needed."""
         return self.kind in ("committed", "there", "expired")
 
 
@@ -90,7 +89,7 @@ class Checkpoints:
         self.store, self.run = store, run
         self._generation: int | None = None
         self._metrics: dict[Place, Metric | None] = {}
-        """Metrics from the COMMITs read so far; COMMITs never change."""
+        """Metrics from the COMMITs read so far; a COMMIT never changes."""
 
     @functools.cached_property
     def _register(self) -> register.Register:
@@ -100,28 +99,27 @@ class Checkpoints:
         return Parts(self.store, self.run, place)
 
     def acquire(self, generation: int) -> Latest:
-        """Fence off earlier generations: only `generation` may commit now. The result's `.step` is the newest step, 0 if there is
-        none.
+        """Fence off earlier generations: only `generation` may commit now. Returns the register.
 
         Call this before a push, and before choosing a checkpoint to resume from, so that no checkpoint is committed after the
-        choice. Raises Superseded if a later generation has begun or another run owns the place, and StoreError.
+        choice. Raises StoreError, and Superseded if a later generation has begun or another run owns the place.
         """
         latest = self._register.acquire(generation)
         self._generation = generation
         return latest
 
     def list_(self) -> list[Checkpoint]:
-        """The committed checkpoints, lowest step first, including any whose COMMIT cannot be read."""
+        """Return the committed checkpoints, lowest step first, including those with an unreadable COMMIT."""
         latest = register.read(self.store, self.run)
         if latest is None:
             return []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-list") as pool:
             checkpoints = list(pool.map(self._read, latest.places))
-        # A checkpoint that is obsolete and has no COMMIT is being removed.
+        # An obsolete checkpoint without a COMMIT is being removed.
         return [c for c in checkpoints if c.commit or not rules.obsolete(latest, c.place)]
 
     def latest(self) -> Checkpoint | None:
-        """The newest committed checkpoint whose COMMIT can be read."""
+        """Return the newest committed checkpoint with a readable COMMIT, or None."""
         latest = register.read(self.store, self.run)
         checkpoints = (self._read(place) for place in reversed(latest.places if latest else ()))
         return next((checkpoint for checkpoint in checkpoints if not checkpoint.problem), None)
@@ -146,9 +144,9 @@ class Checkpoints:
     ) -> Outcome:
         """Commit a local checkpoint in the store. Call `acquire` first.
 
-        Files already in the store are not sent again. If a checkpoint is spread over machines, each pushes its own files, and the
-        last one commits. `journals` is a directory for journals of unfinished uploads. Raises Superseded, Stopped, OSError and
-        StoreError; a later call resumes.
+        Files already in the store are not sent again. If a checkpoint is spread over machines, each machine pushes its files, and
+        the last one commits. `journals` is a directory for journals of unfinished uploads. Raises Superseded, Stopped, OSError
+        and StoreError; a later call resumes the push.
         """
         if self._generation is None:
             raise ValueError("acquire() comes before push()")
@@ -167,7 +165,7 @@ class Checkpoints:
             latest, instead = self._fenced(), None
             if latest and (reason := rules.refused(latest, place)):
                 return Outcome("expired", reason)
-            # Another writer's checkpoint of that step: the run resumed from before it, so it was skipped as damaged. Verify it.
+            # Verify another writer's checkpoint of that step: the run may have skipped it as damaged and saved the step again.
             if latest and (existing := latest.at(place.step)):
                 if self._parts(existing).problem(deep=existing != place) is None:
                     return _present(place)
@@ -179,7 +177,7 @@ class Checkpoints:
             if missing:
                 more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
                 return Outcome("waiting", f"{local.path.name} waits for {missing[0]}{more}, which another machine has", missing)
-            self._fenced()  # not needed, but a zombie leaves less behind
+            self._fenced()  # not required, but a zombie then leaves fewer objects behind
             self._parts(place).commit(commit)
             latest = self._register.add(place, self._generation, instead)
         if latest.at(place.step) == place:
@@ -188,19 +186,19 @@ class Checkpoints:
         return Outcome("expired", reason) if reason else _present(place)
 
     def _fenced(self) -> Latest | None:
-        """The content of the register; raises Superseded if this generation may no longer commit."""
+        """Read the register. Raises Superseded if this generation may no longer commit."""
         latest = register.read(self.store, self.run)
         if reason := rules.superseded(latest, self.run, self._generation or 0):
             raise Superseded(reason)
         return latest
 
     def next_(self, waiting: Sequence[disk.Checkpoint], retention: Retention) -> disk.Checkpoint:
-        """The local checkpoint to push next; see `rules.pressing`."""
+        """Return the local checkpoint to push next; see `rules.pressing`."""
         latest = self._fenced() if retention.best and len(waiting) > 1 else None
         return rules.pressing(self._measured(latest) if latest else Latest(self.run, 0), waiting, retention)
 
     def _measured(self, latest: Latest) -> Latest:
-        """A copy of `latest`, with metrics from COMMIT where the register has none."""
+        """Return a copy of `latest`, with metrics from COMMIT where the register lacks them."""
         for place in latest.places:
             if not place.metric and place not in self._metrics:
                 self._read(place)
@@ -208,7 +206,7 @@ class Checkpoints:
         return dataclasses.replace(latest, places=tuple(places))
 
     def forget(self, journals: Path) -> None:
-        """Abort abandoned uploads, once nothing is left to push. `journals` must hold journals of checkpoints only."""
+        """Abort abandoned uploads once no checkpoint is left to push. `journals` must hold journals of checkpoints only."""
         for journal in sorted(journals.glob("*.upload")):
             self.store.forget(journal)
 
@@ -222,7 +220,7 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> str | None:
-        """Check the sizes of a checkpoint's files in the store; with `deep`, also their checksums, for which all files are read.
+        """Verify the sizes of a checkpoint's files in the store and, with `deep`, their checksums, for which all files are read.
 
         Returns a sentence about the first problem, or None.
         """
@@ -236,17 +234,17 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> disk.Checkpoint:
-        """Fetch a checkpoint to the local `directory`, verified and durable, unless the directory has a valid checkpoint of that
-        step and of the same generation or a later one.
+        """Fetch a checkpoint to the local `directory`, verified and durable.
 
-        Raises Damaged if the checkpoint in the store differs from its COMMIT or has been removed. After Stopped, OSError
-        or StoreError, the fetched files stay, and the next call fetches only the others.
+        A valid local checkpoint of the step from the same generation or a later one is returned instead. Raises Damaged if the
+        checkpoint in the store differs from its COMMIT or has been removed. After Stopped, OSError or StoreError, the fetched
+        files stay, and the next call fetches only the others.
         """
         parts = self._parts(checkpoint.place)
         if here := _valid_here(directory, checkpoint, self.run):
             return here
         with disk.fetching(directory, checkpoint.step) as path:
-            if here := _valid_here(directory, checkpoint, self.run):  # while we waited
+            if here := _valid_here(directory, checkpoint, self.run):  # another process has fetched it while we waited
                 with contextlib.suppress(OSError):
                     path.rmdir()
                 return here
@@ -267,14 +265,13 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> disk.Checkpoint | None:
-        """Fetch the newest valid checkpoint of a step higher than `above`; None if there is none.
+        """Fetch the newest valid checkpoint of a step higher than `above`, if any.
 
         `say` is called with a line for each fetched or skipped checkpoint. Raises the errors of `fetch`, except Damaged.
         """
         skipped: set[Place] = set()
-        while newer := [
-            c for c in self.list_() if c.step > above and c.place not in skipped
-        ]:  # list again: there may be new ones
+        # List again each time, since another machine may have committed a checkpoint.
+        while newer := [c for c in self.list_() if c.step > above and c.place not in skipped]:
             newest = newer[-1]
             try:
                 if newest.problem:
@@ -288,10 +285,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def reading(self, place: Place) -> Iterator[None]:
-        """Hold a lease on a checkpoint, which keeps it from being removed. Raises Damaged if removal has begun.
+        """Hold a lease on a checkpoint, which protects it from removal. Raises Damaged if the removal has begun.
 
-        A remover takes the checkpoint out of the register before it looks for leases; a reader writes its lease before it reads
-        the register. Thus at least one of the two sees the other.
+        A remover drops the checkpoint from the register before it lists the leases; a reader writes its lease before it reads the
+        register. So at least one of the two sees the other.
         """
         key = f"{contract.CHECKPOINTS}/{contract.checkpoint_name(place.step)}/{_READING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -324,7 +321,7 @@ class Checkpoints:
     def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
         """Remove expired checkpoints that are not being read, and leftovers of dead writers.
 
-        Returns the removed checkpoints, or with `dry_run` those that would be removed. Raises StoreError.
+        Returns the removed checkpoints. With `dry_run`, nothing is removed. Raises StoreError.
         """
         latest = register.read(self.store, self.run)
         if latest is None:
@@ -339,7 +336,7 @@ class Checkpoints:
         return expired
 
     def _sweep(self, latest: Latest) -> None:
-        """Delete files that are not in the register and can never be added again."""
+        """Delete the files of checkpoints that are not in the register and can never be added again."""
         for name in self.store.names(contract.CHECKPOINTS):
             step = disk.step_of(name)
             if step is None or latest.at(step) or len(latest.places) < 2 or step > latest.places[-2].step:
@@ -360,7 +357,7 @@ class Checkpoints:
         return list(self.store.entries(f"{contract.CHECKPOINTS}/{contract.checkpoint_name(step)}"))
 
     def _being_read(self, entries: Iterable[Entry]) -> bool:
-        """Whether one of these objects is a valid lease, by the store's clock."""
+        """Return whether one of these objects is a valid lease by the store's clock."""
         renewed = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
         if not renewed:
             return False
@@ -374,7 +371,7 @@ def _present(place: Place) -> Outcome:
 
 
 def _valid_here(directory: Path, stored: Checkpoint, run: str) -> disk.Checkpoint | None:
-    """The valid local checkpoint of the same step and of the same generation or a later one, if any."""
+    """Return a valid local checkpoint of the same step from the same generation or a later one, or None."""
     own = (c for c in disk.list_(directory) if c.run == run and not c.problem)
     same = (c for c in own if c.step == stored.step and c.generation >= stored.generation)
     return next((c for c in same if disk.verify(c.path) is None), None)

@@ -1,6 +1,6 @@
-"""Fetches committed checkpoints from the store: the newest one before a worker trains, and any one for an evaluation.
+"""Fetches committed checkpoints from the store: the newest before a worker trains, and the requested one for an evaluation.
 
-A valid local checkpoint that is newer stays. Workers of one machine share their output, so only the first worker fetches.
+A newer valid local checkpoint stays. Workers of one machine share their output, so only the first worker fetches.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from outlast.storage.checkpoints import disk, remote, retention
 
 
 def restore(output: Path, place: store.Store, run: str, say: Callable[[str], None]) -> None:
-    """Fetch the newest valid checkpoint of `run` to `output` unless it is already there; `say` is called with lines about the
-    progress.
+    """Fetch the newest valid checkpoint of `run` to `output` unless it is already there.
 
-    Raises store.StoreError. While the store is unreachable, a worker with a local checkpoint resumes from its own.
+    `say` is called with lines about the progress. While the store is unreachable, a worker resumes from its local checkpoint.
+    Raises store.StoreError.
     """
     directory = output / contract.CHECKPOINTS
     directory.mkdir(parents=True, exist_ok=True)
@@ -34,17 +34,16 @@ def restore(output: Path, place: store.Store, run: str, say: Callable[[str], Non
 
 
 def evaluated(output: Path, place: store.Store | None, run: str, args: Sequence[str]) -> list[str]:
-    """The arguments of an evaluation with the checkpoint that they name replaced by its step. Fetches the checkpoint if there is
-    no valid local copy.
+    """Return the arguments of an evaluation with the requested checkpoint replaced by its step.
 
-    `--checkpoint=best` is the best checkpoint on this machine and in the store. Arguments without a checkpoint stay as they are.
-    Raises NotFound, Damaged and store.StoreError.
+    Fetches the checkpoint unless a valid local copy exists. `--checkpoint=best` is the best checkpoint on this machine and in the
+    store. Arguments without a checkpoint are returned unchanged. Raises NotFound, Damaged and store.StoreError.
     """
     requested = [each for each in args if each.startswith(contract.EVALUATED)]
     if not requested:
         return [*args]
     directory = output / contract.CHECKPOINTS
-    if not place:  # on a volume the run may have been begun by an earlier version of the job
+    if not place:  # on a volume, an earlier version of the job may have begun the run
         run = disk.owner(directory) or run
     here = {c.step: c for c in disk.list_(directory) if c.run == run and not c.problem}
     stored = remote.Checkpoints(place, run) if place else None

@@ -1,8 +1,8 @@
 """Retention of committed checkpoints: one rule for disks and stores. Pure.
 
 The `keep` newest checkpoints stay, and so do the `best` checkpoints with the best metrics. If a later generation resumed from
-before a checkpoint, that checkpoint was skipped as damaged, and counts neither as one of the newest nor as one of the best.
-Resuming takes the newest checkpoint, never the best. Docs: docs/decisions/0029-best-checkpoints.md.
+an earlier step, it skipped a checkpoint as damaged: that checkpoint counts neither as one of the newest nor as one of the best.
+A run resumes from the newest checkpoint, never from the best. Docs: docs/decisions/0029-best-checkpoints.md.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from outlast.base.errors import NotFound
 from outlast.job.contract import Env
 
 LEAST = 2
-"""The newest checkpoint may turn out to be damaged, so the checkpoint before it always stays."""
+"""Minimum number of newest checkpoints to keep: the newest may turn out to be damaged."""
 
 Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """The quality of a checkpoint, with the name of the measure and its direction, so that any reader can compare checkpoints."""
+    """The quality of a checkpoint, with the measure's name and direction, by which any reader can compare checkpoints."""
 
     value: float
     by: str = ""
-    """The name under which the value was logged; "" if it was not logged under a name."""
+    """The name under which the value was logged; empty for a value passed to `run.save`."""
     mode: Mode = "min"
 
     @classmethod
     def of(cls, document: object) -> Metric | None:
-        """The metric in a JSON document; None if there is none, or if this version does not understand it."""
+        """Parse the metric in a JSON document. Returns None if this version does not support it."""
         if not isinstance(document, dict):
             return None
         value, by, mode = document.get("value"), document.get("by", ""), document.get("mode", "min")
@@ -41,7 +41,7 @@ class Metric:
         return cls(float(value), by, mode) if math.isfinite(value) else None
 
     def plain(self) -> dict[str, Any]:
-        """The metric as a JSON document; `of` reads it back."""
+        """Return the metric as a JSON document, which `of` reads back."""
         return asdict(self)
 
 
@@ -65,7 +65,7 @@ C = TypeVar("C", bound=Committed)
 
 
 def counted(checkpoints: Iterable[C]) -> list[C]:
-    """The checkpoints, lowest step first, without those that a later generation skipped by resuming from before them."""
+    """Return the checkpoints that no later generation has skipped by resuming from an earlier step, lowest step first."""
     stays, newest = [], -1
     for each in sorted(checkpoints, key=lambda each: each.step):
         if each.generation >= newest:
@@ -75,10 +75,10 @@ def counted(checkpoints: Iterable[C]) -> list[C]:
 
 
 def ranked(checkpoints: Iterable[C]) -> list[C]:
-    """The checkpoints that have a metric, best first; among equals, the older first.
+    """Return the checkpoints that have a metric, best first; among equal values, the older first.
 
-    A logged value applies to every checkpoint until the next one is logged, but only the first of these was measured. Checkpoints
-    whose metric is not that of the newest measured checkpoint are left out, since their values cannot be compared.
+    A logged value applies to every checkpoint until the next value is logged, but it measures only the first of these.
+    Checkpoints with another measure than the newest measured checkpoint are left out, since their values cannot be compared.
     """
     measured = [(each, each.metric) for each in counted(checkpoints) if each.metric and math.isfinite(each.metric.value)]
     if not measured:
@@ -93,7 +93,7 @@ BEST = "best"
 
 
 def named(checkpoints: Iterable[C], name: str) -> C:
-    """The checkpoint that the user names: `best`, or a step. Raises NotFound."""
+    """Return the checkpoint with a name given by the user: `best`, or a step. Raises NotFound."""
     checkpoints = sorted(checkpoints, key=lambda each: each.step)
     if name == BEST:
         if best := ranked(checkpoints):
@@ -109,14 +109,14 @@ def named(checkpoints: Iterable[C], name: str) -> C:
 
 @dataclass(frozen=True)
 class Retention:
-    """Numbers of committed checkpoints to keep."""
+    """The rule for which committed checkpoints to keep."""
 
     keep: int = 3
-    """Number of newest checkpoints to keep; at least LEAST stay."""
+    """Number of newest checkpoints to keep, raised to LEAST if it is lower."""
     best: int = 0
     """Number of best checkpoints to keep."""
     by: str = ""
-    """Name of the logged value that ranks checkpoints; if "", only values passed to `run.save(metric=)` do."""
+    """Name of the logged value that ranks checkpoints; if empty, only values passed to `run.save(metric=)` do."""
     mode: Mode = "min"
 
     @classmethod
@@ -126,11 +126,11 @@ class Retention:
         return cls(int(environ.get(Env.CHECKPOINT_KEEP, 3)), int(number or 0), by, "max" if mode == "max" else "min")
 
     def metric(self, value: float | None) -> Metric | None:
-        """The metric of a checkpoint; None if the value is None or not finite, since such a checkpoint is never best."""
+        """Return the metric of a checkpoint, or None if the value is None or not finite: such a checkpoint is never best."""
         return Metric(value, self.by, self.mode) if value is not None and math.isfinite(value) else None
 
     def expired(self, checkpoints: Iterable[C]) -> list[C]:
-        """The committed checkpoints to remove, lowest step first."""
+        """Return the committed checkpoints to remove, lowest step first."""
         checkpoints = sorted(checkpoints, key=lambda each: each.step)
         newest = counted(checkpoints)[-max(LEAST, self.keep) :]
         if len(newest) < max(LEAST, self.keep):
@@ -139,5 +139,5 @@ class Retention:
         return [each for each in checkpoints if each.step < newest[0].step and each.step not in best]
 
     def best_of(self, checkpoints: Iterable[C]) -> list[C]:
-        """The best checkpoints, which stay, best first."""
+        """Return the best checkpoints, which stay, best first."""
         return ranked(checkpoints)[: self.best]

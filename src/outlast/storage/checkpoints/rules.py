@@ -1,7 +1,7 @@
-"""Pure rules about a run's register: which checkpoints in a store count, which may be added, and which may be removed.
+"""Pure rules for a run's register: which checkpoints in a store count, which may be added, and which may be removed.
 
 `Latest` is the content of a run's register (`register`): the generation that owns the run, and the committed checkpoints. Their
-files lie in directories named after their content, so no two writers ever write different things to one name; these rules only
+files lie in directories named after their content, so two writers never write different content under one name. These rules only
 decide which directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
 
     passed     a later generation skipped it as damaged, and resumed from an earlier step
@@ -10,8 +10,8 @@ decide which directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
     obsolete   two committed checkpoints of its own generation or later have higher steps: it may never be added (again), so its
                files may be deleted
 
-Every expired checkpoint is obsolete, and an obsolete checkpoint stays obsolete, whatever happens next: a process may delete its
-files at any later time, even as a zombie. Both rules are designed for this.
+Every expired checkpoint is obsolete, and an obsolete checkpoint always stays obsolete. So a process may delete its files at any
+later time, even as a zombie.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ class Place:
     parts: str
     """Name of the directory that holds the files, unique to their contents."""
     metric: Metric | None = field(default=None, compare=False)
-    """A copy of the metric in COMMIT; None if the register has none, although COMMIT may have one."""
+    """A copy of the metric in COMMIT; None if the register lacks it."""
 
     @property
     def key(self) -> str:
-        """The place's name below `checkpoints/`."""
+        """Name of the place below `checkpoints/`."""
         return f"{contract.checkpoint_name(self.step)}/{self.parts}"
 
     @classmethod
     def of(cls, commit: disk.Commit) -> Place:
-        """The place of the checkpoint that a COMMIT describes."""
+        """Return the place of the checkpoint that a COMMIT describes."""
         files = [(name, file["size"], file["crc32"]) for name, file in sorted(commit.files.items())]
         digest = zlib.crc32(json.dumps(files).encode())
         return cls(commit.step, commit.generation, f"{commit.run}-g{commit.generation}-{digest:08x}", commit.metric)
 
     @classmethod
     def parse(cls, key: str, run: str) -> Place | None:
-        """The place that contains a key below `checkpoints/`, if it is a place of `run`."""
+        """Return the place of `run` that contains a key below `checkpoints/`, or None."""
         step, _, rest = key.partition("/")
         parts = rest.partition("/")[0]
         number = disk.step_of(step)
@@ -75,22 +75,22 @@ class Latest:
 
     @property
     def step(self) -> int:
-        """The newest checkpoint's step; 0 without checkpoints."""
+        """Step of the newest checkpoint; 0 without checkpoints."""
         return self.places[-1].step if self.places else 0
 
     def at(self, step: int) -> Place | None:
         return next((place for place in self.places if place.step == step), None)
 
     def added(self, place: Place) -> Latest:
-        """A copy with one more checkpoint, which replaces any other of that step."""
+        """Return a copy with one more checkpoint, which replaces any other checkpoint of its step."""
         return replace(self, places=tuple(sorted([*(p for p in self.places if p.step != place.step), place])))
 
     def without(self, places: Collection[Place]) -> Latest:
-        """A copy without some checkpoints."""
+        """Return a copy without some checkpoints."""
         return replace(self, places=tuple(place for place in self.places if place not in places))
 
     def text(self, time: float) -> bytes:
-        """The content of the register's object; `parse` reads it back. `step`, `name` and `time` are for people and scripts."""
+        """Return the content of the register's object. `parse` ignores `step`, `name` and `time`, which are for people."""
         newest = self.places[-1].key if self.places else ""
         document = {"version": _VERSION, "run": self.run, "generation": self.generation, "step": self.step, "name": newest}
         committed = [
@@ -102,7 +102,7 @@ class Latest:
 
     @classmethod
     def parse(cls, text: bytes) -> Latest:
-        """Parse a register; raises ValueError if it is damaged, OutlastError if a later Outlast wrote it."""
+        """Parse a register. Raises ValueError if it is damaged, OutlastError if a later Outlast wrote it."""
         document = json.loads(text.decode())
         try:
             if document["version"] > _VERSION:
@@ -120,7 +120,7 @@ class Latest:
 
 
 def superseded(latest: Latest | None, run: str, generation: int) -> str:
-    """The reason why `generation` of `run` may no longer commit; empty if it may."""
+    """Return why `generation` of `run` may no longer commit, or an empty string."""
     if latest and latest.run != run:
         return f"run {run} no longer owns its output in the store: run {latest.run} does"
     if latest and latest.generation > generation:
@@ -129,10 +129,10 @@ def superseded(latest: Latest | None, run: str, generation: int) -> str:
 
 
 def pressing(latest: Latest, waiting: Sequence[C], retention: Retention) -> C:
-    """The checkpoint on a disk to add to the register next: the newest, so that little is lost if the disk is.
+    """Return the checkpoint on a disk to add to the register next.
 
-    One of the best checkpoints takes precedence if a single further commit would make it `obsolete`; of several, the one of the
-    lowest step.
+    This is the newest, so that little is lost with the disk. One of the best checkpoints takes precedence, lowest step first, if
+    a single further commit would make it `obsolete`.
     """
     waiting = sorted(waiting, key=lambda each: each.step)
     here = {each.step for each in waiting}
@@ -143,12 +143,12 @@ def pressing(latest: Latest, waiting: Sequence[C], retention: Retention) -> C:
 
 
 def obsolete(latest: Latest, place: Place) -> bool:
-    """Whether a checkpoint is so old that it may never be added (again), so its files may be deleted."""
+    """Return whether a checkpoint is so old that it may never be added (again), so its files may be deleted."""
     return _above(latest, place) >= OBSOLETE
 
 
 OBSOLETE = 2
-"""A checkpoint is obsolete once this many committed checkpoints of its own generation or later have higher steps."""
+"""Number of committed checkpoints of higher steps, of its own generation or later, that make a checkpoint obsolete."""
 
 
 def _above(latest: Latest, checkpoint: Committed) -> int:
@@ -156,8 +156,7 @@ def _above(latest: Latest, checkpoint: Committed) -> int:
 
 
 def refused(latest: Latest, place: Place) -> str:
-    """The reason why a checkpoint must not be added; empty if it may be. Callers also check for another checkpoint of the same
-    step."""
+    """Return why a checkpoint must not be added, or an empty string. Callers also check for another checkpoint of its step."""
     if obsolete(latest, place):
         above = ", ".join(str(other.step) for other in latest.places if other.step > place.step)
         return f"step {place.step} is older than what the store keeps (steps {above})"
@@ -168,17 +167,17 @@ def refused(latest: Latest, place: Place) -> str:
 
 
 def acquired(latest: Latest, generation: int, finished: Iterable[Place]) -> Latest:
-    """The register when `generation` begins. `finished` are the checkpoints that have all their files and a COMMIT.
+    """Return the register when `generation` begins. `finished` checkpoints have all their files and a COMMIT.
 
-    Finished checkpoints of the previous generation whose writer died before registering them are added now. Those of older
-    generations come from zombies.
+    Finished checkpoints of the previous generation are added now, since their writers may have died before the registration.
+    Finished checkpoints of older generations come from zombies.
     """
     previous = (place for place in finished if place.generation == latest.generation)
     return replace(completed(latest, previous), generation=generation)
 
 
 def completed(latest: Latest, places: Iterable[Place]) -> Latest:
-    """The register with pending checkpoints added, unless a later generation has written that step."""
+    """Return the register with pending checkpoints added, unless a later generation has written their step."""
     for place in sorted(places):
         existing = latest.at(place.step)
         if not obsolete(latest, place) and (existing is None or existing.generation < place.generation):
@@ -187,7 +186,7 @@ def completed(latest: Latest, places: Iterable[Place]) -> Latest:
 
 
 def rebuilt(run: str, finished: Iterable[Place]) -> Latest | None:
-    """Rebuild a lost register from the store: for each step, the checkpoint of the latest generation; None if there is none."""
+    """Rebuild a lost register from finished checkpoints: for each step, the latest generation's. None without checkpoints."""
     places = {place.step: place for place in sorted(finished)}
     if not places:
         return None
@@ -208,7 +207,7 @@ class Names:
     """
 
     announced: int
-    """The highest announced generation; 0 if there is none."""
+    """The highest announced generation; 0 before the first."""
     latest: Latest | None
     """The commits of the highest generation that owns the run; None before the first."""
     proposed: tuple[Place, ...] = ()
@@ -242,32 +241,32 @@ class Names:
 
 
 def announcement(generation: int) -> str:
-    """The name by which a generation announces itself."""
+    """Return the name by which a generation announces itself."""
     return f"g{generation:010d}"
 
 
 def ownership(generation: int) -> str:
-    """The name by which a generation owns the run, once it has copied its predecessor's commits."""
+    """Return the name by which a generation owns the run, once it has copied its predecessor's commits."""
     return f"g{generation:010d}.taken"
 
 
 def commitment(generation: int, place: Place, *, proposed: bool = False) -> str:
-    """The name by which a generation commits, or proposes, a checkpoint."""
+    """Return the name by which a generation commits or proposes a checkpoint."""
     return f"g{generation:010d}.{contract.checkpoint_name(place.step)}.{place.parts}{'.proposed' if proposed else ''}"
 
 
 def generation_of(name: str) -> int | None:
-    """The generation that wrote a name; None for other names."""
+    """Return the generation that wrote a name, or None for other names."""
     match = re.match(r"g(\d+)(?:\.|$)", name)
     return int(match[1]) if match else None
 
 
 LEASE_S = 300.0
-"""TTL of a reader's lease on a checkpoint."""
+"""Seconds that a reader's lease on a checkpoint is valid."""
 RENEW_S = 60.0
-"""Interval at which readers renew their lease."""
+"""Seconds between two renewals of a lease."""
 
 
 def being_read(readers: Sequence[float], now: float) -> bool:
-    """Whether any lease is valid, given the times of the leases' renewals and the present time, by the store's clock."""
+    """Return whether any lease is valid, given the times of the last renewals and the present time by the store's clock."""
     return any(now - since < LEASE_S for since in readers)

@@ -22,7 +22,7 @@ _BLOCK = 8 << 20
 _AT_ONCE = 8
 
 Progress = Callable[[int], None]
-"""Called from many threads with the number of bytes transferred since the last call."""
+"""A callback for the number of bytes transferred since the last call; many threads call it."""
 
 
 class Damaged(OutlastError):
@@ -35,8 +35,7 @@ class DamagedHere(OutlastError):
 
 @dataclass(frozen=True)
 class Parts:
-    """The objects of one checkpoint in the store, identified by its `place` (step, generation and directory): sends, fetches,
-    verifies, commits and deletes them."""
+    """The objects of one checkpoint in the store, identified by its `place` (step, generation and directory)."""
 
     store: Store
     run: str
@@ -54,7 +53,7 @@ class Parts:
         return {entry.key.removeprefix(self.key("")): entry.size for entry in entries}
 
     def read_commit(self) -> disk.Commit:
-        """Read COMMIT; raises Damaged."""
+        """Read COMMIT. Raises Damaged."""
         try:
             commit = disk.Commit.parse(self.store.get(self.key(contract.COMMIT)))
             if (commit.run, commit.step, commit.generation) != (self.run, self.place.step, self.place.generation):
@@ -65,13 +64,15 @@ class Parts:
         return commit
 
     def commit(self, commit: disk.Commit) -> None:
-        """Write COMMIT unless it exists: an earlier request of ours whose response was lost, or another machine with files of the
-        same checkpoint, may have written it."""
+        """Write COMMIT unless it exists.
+
+        Our earlier request may have written it although the response was lost, or another machine with files of the checkpoint.
+        """
         key, text = self.key(contract.COMMIT), commit.text().encode()
         if not self.store.conditional():
             try:
                 self.read_commit()
-            except Damaged:  # or absent
+            except Damaged:  # or missing
                 self.store.put(key, text)
             return
         try:
@@ -85,7 +86,7 @@ class Parts:
                 self.store.replace(key, text, entry.etag)
 
     def problem(self, *, deep: bool, progress: Progress = lambda _: None, stop: threading.Event | None = None) -> str | None:
-        """A sentence about the first problem, or None. With `deep`, all files are read."""
+        """Return a sentence about the first problem, or None. With `deep`, all files are read."""
         try:
             files = self.read_commit().files
         except Damaged as damage:
@@ -113,10 +114,10 @@ class Parts:
     def send(
         self, path: Path, commit: disk.Commit, *, journals: Path, progress: Progress, stop: threading.Event | None
     ) -> tuple[str, ...]:
-        """Send the files of the local checkpoint at `path` that the store lacks; returns the names of files that are missing in
-        both.
+        """Send the files of the local checkpoint at `path` that the store lacks.
 
-        Verifies the checksums of all local files, during the upload if they are sent. Raises DamagedHere.
+        Verifies the checksums of all local files, during the upload if they are sent. Returns the names of files that neither the
+        store nor this machine has. Raises DamagedHere.
         """
         from outlast.storage.sync import sync
 
@@ -136,7 +137,7 @@ class Parts:
         return tuple(name for name in absent if name not in local)
 
     def receive(self, into: Path, commit: disk.Commit, *, progress: Progress, stop: threading.Event | None) -> None:
-        """Fetch the checkpoint's files that a directory lacks, durably, and remove all extra files from it.
+        """Fetch the checkpoint's files that the directory `into` lacks, durably, and remove all other files from it.
 
         Raises Damaged if a file in the store differs from COMMIT.
         """

@@ -1,4 +1,4 @@
-"""Runs in a store: the owner of a place (`run.json`, `record`), and its heartbeat (`alive.json`, `alive`)."""
+"""Runs in a store: the owner of a place (`record`, in `run.json`), and its heartbeat (`alive`, in `alive.json`)."""
 
 from __future__ import annotations
 

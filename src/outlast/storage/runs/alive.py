@@ -1,8 +1,8 @@
 """The heartbeat of a run in a store: `alive.json`, written every BEAT_S while the run trains.
 
 `run.json` names the owner of a place, and stays when the owner dies. So a worker of another machine, namespace or cluster reads
-the heartbeat first: a run with a recent heartbeat is not taken over unless the user requests it. Workers and machines of the same
-`where` are one owner and never wait for each other. Times are by the store's clock.
+the heartbeat first: a run with a recent heartbeat is not taken over unless the user requests it. Workers and machines with the
+same `where` are one owner and never wait for each other. Times are by the store's clock.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from outlast.storage.store import Store
 ALIVE = "alive.json"
 BEAT_S = 30.0
 DEAD_S = 120.0
-"""TTL of a heartbeat: an owner that has sent none for this long is dead."""
+"""Seconds that a heartbeat is valid; without another heartbeat, the owner then counts as dead."""
 LEFT_S = BEAT_S + 5.0
 _LOOK_S = 5.0
-"""Poll interval while waiting for an owner's next heartbeat."""
+"""Seconds between two polls for an owner's next heartbeat."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
+    """A heartbeat."""
+
     run: str
     where: str
-    """Location of the training, for people; the same for all workers that belong together."""
+    """Location of the training, for people; the same for all workers of an owner."""
     left: bool = False
-    """Whether the owner has stopped training, and this is its last heartbeat."""
+    """True in the last heartbeat of an owner that has stopped training."""
     leaving: bool = False
-    """Whether the sending worker has left. If other workers of the owner still train, one of them sends a heartbeat within
-    BEAT_S."""
+    """True if the sending worker has left. Another worker of the owner that still trains sends a heartbeat within BEAT_S."""
     etag: str = dataclasses.field(default="", compare=False)
     modified: float = dataclasses.field(default=0.0, compare=False)
 
 
 def last(place: Store) -> Beat | None:
-    """The latest heartbeat; None if there is none or it cannot be read."""
+    """Return the latest heartbeat, or None if it is missing or damaged."""
     try:
         text, entry = place.read(ALIVE)
         document = json.loads(text)
@@ -62,7 +63,7 @@ def beat(place: Store, run: str, where: str, *, left: bool = False, leaving: boo
 
 
 def held(place: Store, run: str, where: str) -> tuple[Beat, float] | None:
-    """The valid heartbeat of another owner of the run, and its age in seconds; None if there is none."""
+    """Return the valid heartbeat of another owner of the run, and its age in seconds, or None."""
     beat = last(place)
     if beat is None or beat.left or beat.run != run or beat.where == where:
         return None
@@ -85,8 +86,10 @@ def wait(
     say: Callable[[str], None],
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Return when no other owner trains the run: at once, or once its heartbeat has expired. Raises AlreadyRunning if the owner
-    sends another."""
+    """Wait until the heartbeat of any other owner of the run has expired.
+
+    Raises AlreadyRunning if the owner sends another heartbeat.
+    """
     current = held(place, run, where)
     if current is None:
         return
@@ -95,28 +98,30 @@ def wait(
     while current is not None:
         beat, ago = current
         if beat.etag != first.etag and not beat.leaving:
-            age = f"heard of {units.human_seconds(ago)} ago"
+            age = f"last heartbeat {units.human_seconds(ago)} ago"
             raise AlreadyRunning(f"run {run} in {place.url} is trained by {beat.where} ({age}); {advice}")
         pause(_LOOK_S)
         current = held(place, run, where)
 
 
 def release(place: Store) -> str:
-    """Release the run of a place from its owner, for the next one; returns the location of that owner. The owner's processes
-    notice that they are superseded, and stop."""
+    """Release the run of a place from its owner for the next owner. Returns the previous owner's location.
+
+    The previous owner's processes detect that they are superseded, and stop.
+    """
     run, newest = record.read(place), last(place)
     if run is None or run.ended:
         return ""
     record.acquire(place, run.run, f"released-{secrets.token_hex(4)}")
     beat(place, run.run, newest.where if newest else "", left=True)
-    return newest.where if newest else "an owner that says nothing of itself"
+    return newest.where if newest else "an owner without a heartbeat"
 
 
 class Heartbeats:
-    """Sends heartbeats of a run from a thread. `index` is the worker's number: workers other than 0 send a heartbeat only if none
-    has been sent for a while.
+    """A thread that sends heartbeats of a run.
 
-    `lost` is called when another owner has taken over; after that no more heartbeats are sent.
+    `index` is the worker's number: workers other than 0 send a heartbeat only if no other worker has sent a recent one. `lost` is
+    called once another owner has taken over; the heartbeats then stop.
     """
 
     def __init__(
@@ -127,24 +132,24 @@ class Heartbeats:
         self._stop = threading.Event()
         self._etag = ""
         self._doubted = False
-        """Whether another owner has sent a heartbeat since our last one."""
+        """True if another owner has sent a heartbeat since our last one."""
         self.silent = False
-        """Whether another owner has taken over."""
+        """True once another owner has taken over."""
         self._thread = threading.Thread(target=self._live, name="outlast-heart", daemon=True)
         self._thread.start()
 
     def stop(self, *, left: bool = False) -> None:
-        """Send no more heartbeats; with `left`, send a last one which records that training has stopped here."""
+        """Stop the heartbeats. With `left`, a last heartbeat records that training has stopped here."""
         self._stop.set()
         self._thread.join(_LOOK_S)
         if left and not self._thread.is_alive() and not self.silent:
             beat(self._open(), self._run, self._where, left=True)
 
     def leave(self) -> None:
-        """Send no more heartbeats from this worker; worker 0 announces that it leaves, since other workers may go on here."""
+        """Stop this worker's heartbeats. Worker 0 announces that it leaves, since other workers of this owner may go on."""
         self.stop()
         if self._index == 0 and not self._thread.is_alive() and not self.silent:
-            with contextlib.suppress(StoreError):  # the next owner waits longer
+            with contextlib.suppress(StoreError):  # the next owner then waits longer
                 beat(self._open(), self._run, self._where, leaving=True)
 
     def _live(self) -> None:
@@ -153,14 +158,14 @@ class Heartbeats:
             try:
                 self.once(self._open(), first=first)
                 first = False
-            except StoreError:  # unreachable, which the uploader reports; the next beat may succeed
+            except StoreError:  # the uploader reports an unreachable store, and the next heartbeat may succeed
                 pass
             except Superseded as reason:
                 self.silent = True
                 self._lost(str(reason))
                 return
-            except Exception as problem:  # without heartbeats we would lose the run
-                print(f"outlast | that we train run {self._run} could not be said: {problem!r}", flush=True)
+            except Exception as problem:  # without heartbeats another owner would take the run over
+                print(f"outlast | the heartbeat of run {self._run} could not be sent: {problem!r}", flush=True)
             self._stop.wait(BEAT_S)
 
     def once(self, place: Store, *, first: bool) -> None:

@@ -1,6 +1,6 @@
-"""A run's output: which files are Outlast's own, and which are synchronized unchanged.
+"""A run's output in a store: the files excluded from the sync, and readers of logs, metrics and the ledger.
 
-Logs, metrics and the ledger are read from a store when the machine that wrote them is gone.
+The command line reads them from the store when the machine that wrote them is gone.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from outlast.storage.runs import alive
 from outlast.storage.sync import growing
 
 OWN = ".push"
-"""The upload process's directory in the output: lock, index, journals of uploads."""
+"""The upload process's directory in the output, for its lock, index and journals of uploads."""
 _PROTOCOL = {OWN, contract.TRACKING, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN, alive.ALIVE}
-"""Entries that have a protocol of their own or are in the store already."""
+"""Entries with a separate protocol, and entries that exist only in the store."""
 
 
 def skipped(path: str) -> bool:
-    """Whether a path below the output is excluded from the sync: Outlast's own files, unfinished files, and growing files
-    (`sync.growing`)."""
+    """Return whether a path below the output is excluded from the sync.
+
+    Excluded are Outlast's own files, unfinished files, and growing files (`sync.growing`).
+    """
     first, _, rest = path.partition("/")
     name = rest.rpartition("/")[2] if rest else first
     own = first in _PROTOCOL or growing.grows(path) or growing.is_part(path)
@@ -32,7 +34,7 @@ def skipped(path: str) -> bool:
 
 
 def logs(url: str, *, worker: int | None = None, tail: int | None = None) -> Iterator[LogLine]:
-    """The log lines of all workers, or of one worker. Raises NotFound if there is no job."""
+    """Yield the log lines of all workers, or of one worker. Raises NotFound if the URL holds no job."""
     place = store.open_(url)
     keys: dict[int, str] = {}
     for path in growing.files(place):
@@ -48,14 +50,14 @@ def logs(url: str, *, worker: int | None = None, tail: int | None = None) -> Ite
 
 
 def events(place: store.Store) -> ledger.Events:
-    """The ledger of the run."""
+    """Return the events in the run's ledger."""
     paths = (path for path in growing.files(place) if path.startswith(f"{contract.LEDGER}/"))
     pool = ThreadPoolExecutor(growing.AHEAD)
     return ledger.Events(partial(growing.pieces, place, path, pool) for path in paths)
 
 
 def metrics(place: store.Store) -> Iterator[bytes]:
-    """The lines of the run's metrics; none if it has not logged any."""
+    """Yield the lines of the run's metrics, if it has logged any."""
     if contract.METRICS in growing.files(place):
         with ThreadPoolExecutor(growing.AHEAD) as pool:
             yield from ledger.lines(growing.pieces(place, contract.METRICS, pool))

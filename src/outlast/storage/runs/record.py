@@ -1,7 +1,7 @@
 """The record of a run in a store, `run.json`: the run that owns the place, and how the next run claims it.
 
 A new run claims the place first, then moves the objects of earlier runs to `previous/<run>/`. `aside` in its record is set until
-this is done; until then the new run writes nothing else to the place. After a kill, the next start continues the move. Docs:
+the move is done, and the new run writes nothing else to the place before. After a kill, the next start continues the move. Docs:
 docs/decisions/0007-commits-in-a-store.md.
 """
 
@@ -45,16 +45,16 @@ class Run:
     reason: str = ""
     exit_code: int | None = None
     owner: str = ""
-    """Nonce of the machine that acquired the run last. Other machines are zombies."""
+    """Nonce of the machine that acquired the run last; other machines are zombies."""
     before: tuple[str, ...] = ()
-    """Earlier owners, the most recent last: they cannot acquire the run again."""
+    """Earlier owners, the most recent last. They cannot acquire the run again."""
     aside: str = ""
     """The previous run while its objects are being moved to `previous/`; otherwise empty."""
     version: int = _VERSION
 
     @property
     def ended(self) -> bool:
-        """Whether the run is in a final state. It can still be resumed unless it succeeded."""
+        """True if the run is in a final state. It can still be resumed unless it succeeded."""
         return self.state in FINAL
 
     @property
@@ -62,12 +62,12 @@ class Run:
         return self.state == "Succeeded"
 
     def text(self) -> bytes:
-        """The content of `run.json`; `parse` reads it back."""
+        """Return the content of `run.json`, which `parse` reads back."""
         return json.dumps(dataclasses.asdict(self), indent=1).encode() + b"\n"
 
     @classmethod
     def parse(cls, text: bytes) -> Run:
-        """Parse a record, ignoring fields of newer versions; raises ValueError."""
+        """Parse a record, ignoring fields of newer versions. Raises ValueError."""
         document = json.loads(text.decode())
         names = {field.name for field in dataclasses.fields(cls)}
         try:
@@ -78,7 +78,7 @@ class Run:
 
 
 def read(store: Store) -> Run | None:
-    """The run that owns the place; None before the first. Raises StoreError, also for a damaged record."""
+    """Read the run that owns the place, or None before the first. Raises StoreError, also for a damaged record."""
     record, _, problem = _load(store)
     if problem:
         raise StoreError(f"{store.url}/{RUN} cannot be read: {problem}; remove it, or begin anew with --fresh")
@@ -86,7 +86,7 @@ def read(store: Store) -> Run | None:
 
 
 def check(store: Store, run: str, owner: str = "") -> None:
-    """Raise Superseded if another run owns the place, or another machine than `owner` has acquired the run."""
+    """Raise Superseded if another run owns the place, or if a machine other than `owner` has acquired the run."""
     record, _, _ = _load(store)
     if record and record.run != run:
         raise Superseded(f"run {run} no longer owns {store.url}: run {record.run} does")
@@ -99,15 +99,15 @@ def _elsewhere(store: Store, run: str) -> str:
 
 
 def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
-    """Claim the place for `new`; returns the record, which is the existing record if the run owns the place already.
+    """Claim the place for `new`. Returns the record, or the existing one if the run owns the place already.
 
-    Raises AlreadyRunning if an unfinished run owns it, unless `replace`. Call `archive` next. In a store without conditional
-    writes, two simultaneous claims may both seem to succeed; the loser finds out with its next `update`.
+    Call `archive` next. Raises AlreadyRunning if an unfinished run owns the place, unless `replace` is set. In a store without
+    conditional writes, two simultaneous claims may both seem to succeed; the loser's next `update` then raises Superseded.
     """
     for _ in range(_ATTEMPTS):
         old, etag, _ = _load(store)
         others = _others(store)
-        if not etag and not replace:  # without a record, objects may be somebody else's: never move them unasked
+        if not etag and not replace:  # without a record, the objects may belong to others: never move them without a request
             mark = "" if others and {contract.CHECKPOINTS, contract.LOGS} & set(others) else None
             instead = "choose another output, or begin with --fresh, which moves them to previous/"
             foreign.check_place(store.url, [name for name in others if not name.startswith(".")], mark, instead=instead)
@@ -128,7 +128,7 @@ def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
 
 
 def update(store: Store, run: str, *, by: str = "", **changes: Any) -> Run:
-    """Change the record of a run and return it. Raises Superseded if another run owns the place, or another owner than `by`."""
+    """Change the record of a run and return it. Raises Superseded if another run owns the place, or `by` is not the owner."""
     return _change(store, run, by, lambda record: dataclasses.replace(record, **changes))
 
 
@@ -163,11 +163,11 @@ def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, 
 
 
 def archive(store: Store, run: str) -> int:
-    """Move the objects of earlier runs to `previous/<their run>/`, so that `run` finds an empty place; returns the number of
-    objects.
+    """Move the objects of earlier runs to `previous/<their run>/`, so that `run` has an empty place.
 
-    Nothing happens if they have been moved already. An object is deleted once its copy exists, and only while the record still
-    has `aside`: a process that is killed or very late neither loses an object nor touches those of the new run.
+    Returns the number of moved objects, 0 if an earlier call has moved them. An object is deleted once its copy exists, and only
+    while the record still has `aside`. So a process that is killed or very late neither loses an object nor touches those of the
+    new run.
     """
     moved = 0
 
@@ -192,7 +192,7 @@ def archive(store: Store, run: str) -> int:
 
 
 def _others(store: Store) -> list[str]:
-    """Top-level names in the place other than our own bookkeeping."""
+    """Return the top-level names in the place, without our own bookkeeping."""
     return [name for name in store.names() if name not in (PREVIOUS, RUN) and not name.startswith(_PROBE)]
 
 
@@ -205,7 +205,7 @@ def _keys_to_move(store: Store) -> Iterator[str]:
 
 
 def _load(store: Store) -> tuple[Run | None, str, str]:
-    """The record, its etag, and the reason why it cannot be read."""
+    """Return the record, its etag, and the reason why it cannot be read."""
     try:
         text, entry = store.read(RUN)
     except Missing:
@@ -217,7 +217,7 @@ def _load(store: Store) -> tuple[Run | None, str, str]:
 
 
 def _write(store: Store, record: Run, etag: str, conditional: bool) -> bool:
-    """Write the record if its version in the store is still `etag`; without conditional writes, check afterwards."""
+    """Write the record if its version in the store is still `etag`. Without conditional writes, verify it afterwards."""
     if not conditional:
         store.put(RUN, record.text())
         return _load(store)[0] == record
