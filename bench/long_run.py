@@ -23,7 +23,7 @@ from pathlib import Path
 
 from outlast.job import contract
 from outlast.storage import store
-from outlast.storage.sync import growing
+from outlast.storage.sync import growing_files
 
 DAY_S, SAVE_S, PUSH_S = 86_400, 300, 600
 LEDGER = f"{contract.LEDGER}/worker-0-process-0.jsonl"
@@ -38,10 +38,10 @@ READERS = {
         print(f"goodput {goodput.buckets(ledger.read(output / 'ledger'), None).goodput:.5f}")""",
     "report, of this machine": """
         import outlast.cli
-        from outlast.job.report import goodput, text
+        from outlast.job.report import goodput, printed
         from outlast.job import ledger
         found = goodput.buckets(ledger.read(output / 'ledger'), None)
-        text.plain(found); print(f"goodput {found.goodput:.5f}, {found.steps_kept} steps kept")""",
+        printed.plain(found); print(f"goodput {found.goodput:.5f}, {found.steps_kept} steps kept")""",
     "report, from the store": """
         import outlast.cli
         from outlast.storage.runs import output as stored
@@ -52,16 +52,16 @@ READERS = {
         print(sum(1 for _ in stored.logs(place.url)), "lines")""",
     "agent (fetches what its disk has lost)": """
         import shutil
-        from outlast.worker.agent import agent, run_ownership
-        run_ownership.fetch_own(place, output / 'fetched', 0)
+        from outlast.worker.agent import agent, join_run
+        join_run.fetch_own(place, output / 'fetched', 0)
         print((output / 'fetched/metrics.jsonl').stat().st_size, "bytes of metrics")
         shutil.rmtree(output / 'fetched')""",
     "pusher (starts, finds nothing new)": """
         import threading
         from outlast.worker.agent import upload
-        from outlast.storage.sync import growing
+        from outlast.storage.sync import growing_files
         names = ['metrics.jsonl', 'logs/worker-0.log', 'ledger/worker-0-process-0.jsonl']
-        print(growing.Sender(place, output).push(names, threading.Event()), "bytes sent")""",
+        print(growing_files.Sender(place, output).push(names, threading.Event()), "bytes sent")""",
     "training (compares metrics between disks)": """
         from outlast.training import metrics
         print(metrics.Copy(output / 'metrics.jsonl')._summary()[0], "is the last step; its memory is torch's and this")""",
@@ -75,7 +75,7 @@ def write(output: Path, days: float, steps_s: int, place: store.Store) -> tuple[
     for file in files.values():
         file.parent.mkdir(parents=True, exist_ok=True)
     opened = {name: file.open("ab") for name, file in files.items()}
-    sender, sent = growing.Sender(place, output), 0
+    sender, sent = growing_files.Sender(place, output), 0
     step, generation, committed, kept_s, lost_s = 0, 1, 0, 0.0, 0.0
 
     def tell(t: float, kind: str, **fields: object) -> None:
@@ -122,7 +122,7 @@ def write(output: Path, days: float, steps_s: int, place: store.Store) -> tuple[
         file.close()
     sent += sender.push(names, threading.Event())
     written = {name: file.stat().st_size for name, file in files.items()}
-    there = {name: sum(part.size for part in growing.parts(place, name)) for name in names}
+    there = {name: sum(part.size for part in growing_files.parts(place, name)) for name in names}
     assert sum(there.values()) == sent, "the store has what was sent"
     return written, there, kept_s / (kept_s + lost_s)
 
@@ -158,7 +158,7 @@ def main() -> None:
     print(f"{given.days:g} days at {given.steps_per_second} steps/s; {platform.platform()}, Python {platform.python_version()}\n")
     print("| file | MiB written | MiB sent | ratio | objects |\n|---|---|---|---|---|")
     for name, size in written.items():
-        count = len(growing.parts(place, name))
+        count = len(growing_files.parts(place, name))
         print(f"| {name} | {size / 2**20:.1f} | {sent[name] / 2**20:.1f} | {sent[name] / size:.4f} | {count} |")
     whole, all_sent = sum(written.values()), sum(sent.values())
     print(f"| together | {whole / 2**20:.1f} | {all_sent / 2**20:.1f} | {all_sent / whole:.4f} | |\n")

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from outlast.job.contract import Env
-from outlast.storage.snapshots import client, parts
-from outlast.storage.snapshots.parts import Item, Part
+from outlast.storage.snapshots import client, part_format
+from outlast.storage.snapshots.part_format import Item, Part
 
 HERE = Path(__file__).parent
 TENSORS = 100
@@ -65,7 +65,7 @@ class Bench:
             assert agent.stdout
             agent.stdout.readline()
         each = size // TENSORS
-        places, self.size = parts.laid_out([each] * TENSORS)
+        places, self.size = part_format.laid_out([each] * TENSORS)
         self.index = [Item(f"w{i}", "uint8", (each,), (0,), (each,), place, each) for i, place in enumerate(places)]
         self.data = os.urandom(1 << 20) * (self.size // (1 << 20) + 1)
         self.into = memoryview(bytearray(self.size))
@@ -106,8 +106,8 @@ class Bench:
     def read_file(self) -> None:
         """The same bytes, verified, as of a checkpoint."""
         with (self.directory / "file").open("rb", buffering=0) as file:
-            for start in range(0, self.size, parts.BLOCK):
-                block = self.into[start : start + parts.BLOCK]
+            for start in range(0, self.size, part_format.BLOCK):
+                block = self.into[start : start + part_format.BLOCK]
                 file.readinto(block)  # type: ignore[attr-defined] # a raw file
                 zlib.crc32(block)
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from outlast.rendezvous.mesh import peer_state
+from outlast.rendezvous.mesh import watched_peers
 from outlast.rendezvous.mesh.mesh import Mesh
 
 KEY = b"key of the run"
@@ -64,9 +64,9 @@ def measured(agents: int, seconds: float) -> list[str]:
     addresses = {mesh.id: mesh.address for mesh in meshes}
     begun = time.monotonic()
     for mesh in meshes:
-        mesh.enter(1, members, {id: addresses[id] for id in (0, *peer_state.watched(mesh.id, members))})
+        mesh.enter(1, members, {id: addresses[id] for id in (0, *watched_peers.watched(mesh.id, members))})
     formed_s = until(lambda: all(mesh.complete for mesh in meshes), begun)
-    watched = statistics.mean(len(peer_state.watched(id, members)) for id in members)
+    watched = statistics.mean(len(watched_peers.watched(id, members)) for id in members)
 
     time.sleep(2.0)
     used, at = time.process_time(), time.monotonic()
@@ -97,7 +97,7 @@ def death(meshes: list[Mesh], id: int) -> float:
     """End one as the kernel ends a process, without a goodbye; how long it takes until all who watch it know."""
     victim, begun = meshes[id], time.monotonic()
     victim.abandon()
-    watchers = [meshes[each] for each in peer_state.watched(id, range(len(meshes)))]
+    watchers = [meshes[each] for each in watched_peers.watched(id, range(len(meshes)))]
     return until(lambda: all(id in mesh.unheard for mesh in watchers), begun)
 
 

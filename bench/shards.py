@@ -37,14 +37,14 @@ SHARD = 128 << 10
 
 def write(directory: Path, shards: int) -> None:
     """Random tokens in shards, as `outlast data prepare` writes them."""
-    from outlast.data import shards as prepared
+    from outlast.data import shard_format
 
     directory.mkdir(parents=True)
-    writer = prepared.Writer(directory, "train", 2, SHARD)
+    writer = shard_format.Writer(directory, "train", 2, SHARD)
     draw = np.random.default_rng(0)
     for _ in range(shards):
         writer.write(draw.integers(0, 256, SHARD // 2, dtype=np.uint16).tobytes(), 1)
-    prepared.write(directory, prepared.Manifest("text", {"train": writer.close()}, dtype="uint16", vocab_size=256))
+    shard_format.write(directory, shard_format.Manifest("text", {"train": writer.close()}, dtype="uint16", vocab_size=256))
 
 
 def train(places: dict[str, str], steps: int) -> dict[str, object]:

@@ -40,7 +40,7 @@ def train(windows: int, threads: int) -> None:
     """Train and print what was measured."""
     import torch
 
-    from outlast.job.workerfiles import progress
+    from outlast.job.workerfiles import progress_file
     from outlast.training import session
 
     torch.set_num_threads(threads)
@@ -75,7 +75,7 @@ def train(windows: int, threads: int) -> None:
         window(WARM_S if pid else 1.0)
         log_s.clear()
         steps: dict[str, list[float]] = {"on": [], "off": []}
-        used = progress.cpu_s(pid) if pid else 0.0
+        used = progress_file.cpu_s(pid) if pid else 0.0
         begun = time.monotonic()
         for number in range(windows):
             mode = "on" if number % 2 == 0 else "off"
@@ -84,7 +84,7 @@ def train(windows: int, threads: int) -> None:
             steps[mode] += window(WINDOW_S)
         if pid:
             os.kill(pid, signal.SIGCONT)
-        used = (progress.cpu_s(pid) - used) / (time.monotonic() - begun) if pid else 0.0
+        used = (progress_file.cpu_s(pid) - used) / (time.monotonic() - begun) if pid else 0.0
     print(json.dumps({**steps, "log_s": log_s, "follower": used}))
 
 

@@ -15,7 +15,7 @@ WATCHED = {
     *(
         "outlast.worker.agent.lifecycle",
         "outlast.job.spec",
-        "outlast.worker.prepare.prepare",
+        "outlast.worker.prepare.phases",
         "outlast.storage.store",
         "outlast.storage.runs",
         "outlast.base.probes",
@@ -23,18 +23,23 @@ WATCHED = {
     *(
         "obstore",
         "outlast.worker.agent.coordination",
-        "outlast.storage.checkpoints.remote",
-        "outlast.worker.prepare.compiled",
-        "outlast.worker.launch.warm",
+        "outlast.storage.checkpoints.in_store",
+        "outlast.worker.prepare.compile_cache",
+        "outlast.worker.launch.warm_process",
     ),
     *(
         "numpy",
         "torch",
         "torch.distributed.elastic.agent.server.local_elastic_agent",
         "torch._dynamo",
-        "outlast.worker.launch.elastic",
+        "outlast.worker.launch.elastic_agent",
     ),
-    *("torch.distributed.checkpoint", "outlast.training.session", "outlast.worker.launch.rank", "outlast.rendezvous.handler"),
+    *(
+        "torch.distributed.checkpoint",
+        "outlast.training.session",
+        "outlast.worker.launch.training_process",
+        "outlast.rendezvous.handler",
+    ),
     *("torch.distributed.run",),
 }
 _notes = os.environ.get("OUTLAST_BENCH_NOTES", "")

@@ -12,10 +12,10 @@ ROLES = {
     "faults": "outlast.local.fault_schedule",
     "follower": "outlast.worker.tracking.follower",
     "launcher": "outlast.local.launcher",
-    "rank": "outlast.worker.launch.rank",
-    "shard": "outlast.training.samples.stored_shards",
+    "rank": "outlast.worker.launch.training_process",
+    "shard": "outlast.training.samples.shard_fetching",
     "upload": "outlast.worker.agent.upload",
-    "warm": "outlast.worker.launch.warm",
+    "warm": "outlast.worker.launch.warm_process",
     "weights": "outlast.training.state.weights",
     "workdir": "outlast.worker.prepare.workdir",
 }

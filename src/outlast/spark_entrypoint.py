@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outlast.base.errors import OutlastError
-from outlast.data import java
+from outlast.data import spark_java
 from outlast.job.contract import Exit
 
 BACKEND = "org.apache.spark.scheduler.cluster.k8s.KubernetesExecutorBackend"
@@ -117,7 +117,7 @@ def main(words: Sequence[str]) -> None:
         if words[0] in ("driver", "executor"):
             spark = spark_home()
             _check_user(os.getuid())
-            java_home = java.home(_version(spark), environ)
+            java_home = spark_java.home(_version(spark), environ)
             words = command(words, environ, spark=spark, java_home=java_home)
             environ = environment(environ, spark=spark, java_home=java_home)
         os.execvpe(words[0], list(words), environ)

@@ -21,7 +21,7 @@ import pytest
 import apiserver
 from outlast import cli
 from outlast.base.errors import Forbidden, NotFound, OutlastError, Refused
-from outlast.job import chaos
+from outlast.job import faults
 from outlast.job.status import JobStatus, State, WorkerStatus
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.jobs import backend, fault_in_pod, fault_injection
@@ -84,7 +84,7 @@ def test_a_rank_that_reports_to_its_agent_is_harmed(tmp_path: Path) -> None:
 
 
 def test_a_slow_rank_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaos, "SLOW", (3, 0.02, 0.01))
+    monkeypatch.setattr(faults, "SLOW", (3, 0.02, 0.01))
     with a_process() as process:
         (tmp_path / "progress-0.json").write_text(json.dumps({"rank": 7, "pid": process.pid}))
         said = fault_injection.inject(Pod({"OUTLAST_WORKER_STATE": str(tmp_path)}), a_pod(), "slow", random.Random(0))

@@ -19,7 +19,7 @@ from outlast.job import contract
 from outlast.job.shipping import code_files
 from outlast.job.status import JobStatus, State, StoreStatus
 from outlast.storage import checkpoints, runs, store
-from outlast.storage.checkpoints import remote
+from outlast.storage.checkpoints import in_store
 from outlast.storage.store import Store
 
 Outlast = Callable[..., tuple[int, str, str]]
@@ -98,7 +98,7 @@ def saved(directory: Path, step: int, val_loss: float | None = None) -> checkpoi
 
 
 def pushed(place: Store, local: checkpoints.Checkpoint, tmp_path: Path) -> None:
-    there = remote.Checkpoints(place, RUN)
+    there = in_store.Checkpoints(place, RUN)
     there.acquire(1)
     assert there.push(local, journals=tmp_path / "journals").done
 
@@ -223,7 +223,7 @@ def test_pruning_removes_the_oldest_here_and_in_the_store(outlast: Outlast, here
         would.replace("would remove", "removed").replace("removed step-00000030", "kept, for it is being read: step-00000030"),
     )
     assert [c.step for c in checkpoints.list_(here)] == [30, 40, 50]
-    assert [c.step for c in remote.Checkpoints(place, RUN).list_()] == [40, 50]
+    assert [c.step for c in in_store.Checkpoints(place, RUN).list_()] == [40, 50]
     assert outlast("prune", place.url)[1] == "nothing to remove: there are no more than 2\n"
     assert outlast("prune", "--keep", 1)[0] == 2
 
@@ -301,7 +301,7 @@ def test_the_best_is_restored_and_kept_when_old_ones_are_removed(outlast: Outlas
     assert (code, out) == (0, "removed step-00000020 here, 2.9 KiB\n")
     assert [c.step for c in checkpoints.list_(here)] == [10, 30, 40]
     assert outlast("prune")[1] == "nothing to remove: there are no more than 2, and the best 1\n"
-    assert [c.step for c in remote.Checkpoints(place, RUN).list_()] == [10, 20, 30], (
+    assert [c.step for c in in_store.Checkpoints(place, RUN).list_()] == [10, 20, 30], (
         "of three, two are the newest and one the best"
     )
     assert outlast("prune", "--keep", 2, "--best", 0)[1].splitlines() == [

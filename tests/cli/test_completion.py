@@ -14,8 +14,8 @@ import apiserver
 import fake
 from outlast import cli
 from outlast.cli import commands, completion
-from outlast.data import registry
-from outlast.job import chaos
+from outlast.data import named_datasets
+from outlast.job import faults
 
 Complete = Callable[[str], list[str]]
 
@@ -74,8 +74,8 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.
         ("tensorboard te", ["test"]),
         ("scale ", ["train", "test"]),
         ("chaos t", ["term", "train", "test"]),
-        ("chaos ", [*chaos.ACTIONS, "train", "test"]),
-        ("data get ", list(registry.NAMES)),
+        ("chaos ", [*faults.ACTIONS, "train", "test"]),
+        ("data get ", list(named_datasets.NAMES)),
         ("submit --as i", ["indexed-job"]),
         ("status nothing", []),
     ],

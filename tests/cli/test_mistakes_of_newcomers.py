@@ -19,7 +19,7 @@ from outlast.job import spec
 from outlast.job.failure import Failure
 from outlast.kubernetes import diagnosis, manifests
 from outlast.local.backend import LocalBackend
-from outlast.rendezvous import restarts
+from outlast.rendezvous import restart_budget
 
 HEAD = "apiVersion: outlast.dev/v1alpha1\nkind: ElasticJob\nmetadata: {name: exact}\nspec:\n"
 JOB = HEAD + "  script: exact.py\n"
@@ -160,13 +160,13 @@ def raised(step: int, *, early: str = "") -> Failure:
     return Failure(worker=1, rank=1, code=1, reason="rank 1 on worker 1 raised ValueError: bad batch 17", step=step, early=early)
 
 
-def judged(failure: Failure, *before: restarts.Record, everywhere: bool = False) -> str:
-    policy = restarts.Policy(10, timedelta(hours=1))
-    return restarts.judge(before, failure, 0, 100.0, policy, everywhere=everywhere).reason
+def judged(failure: Failure, *before: restart_budget.Record, everywhere: bool = False) -> str:
+    policy = restart_budget.Policy(10, timedelta(hours=1))
+    return restart_budget.judge(before, failure, 0, 100.0, policy, everywhere=everywhere).reason
 
 
 def test_a_mistake_in_a_script_ends_the_job_with_its_cause() -> None:
-    twice = (restarts.Record(80.0, 0, 0), restarts.Record(90.0, 0, 0))
+    twice = (restart_budget.Record(80.0, 0, 0), restart_budget.Record(90.0, 0, 0))
     assert judged(raised(0), *twice) == (
         "rank 1 on worker 1 raised ValueError: bad batch 17; it has failed soon after its start 3 times in a row"
     )

@@ -23,7 +23,7 @@ from outlast.cli.look import tensorboard
 from outlast.kubernetes.api.streams import Ended
 from outlast.kubernetes.jobs.backend import KubernetesBackend
 from outlast.storage import store
-from outlast.storage.sync import growing
+from outlast.storage.sync import growing_files
 from outlast.worker.tracking import follower
 from tracked import append, line, shown
 from waits import until
@@ -68,7 +68,7 @@ def test_metrics_in_a_store_are_read_as_they_are_uploaded(tmp_path: Path, capsys
     place = store.open_(f"file://{tmp_path}/store")
     output = tmp_path / "out"
     output.mkdir()
-    sender = growing.Sender(place, output)
+    sender = growing_files.Sender(place, output)
     show = tensorboard.Show(tmp_path, "job", tensorboard.InStore(place))
 
     def steps() -> list[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outlast.data import shards
+from outlast.data import shard_format
 
 Outlast = Callable[..., tuple[int, str, str]]
 
@@ -157,7 +157,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path, name: str) -> None
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(1, 9))) for _ in range(5000)]
     piece = " ".join(rng.choices(words, k=20_000)) + "\n"
-    tokenizer = tmp_path / "small" / shards.TOKENIZER
+    tokenizer = tmp_path / "small" / shard_format.TOKENIZER
     outlast = str(Path(sys.executable).with_name("outlast"))
     peaks = []
     for size, pieces in (("small", 50), ("large", 1000)):

@@ -24,7 +24,7 @@ import pytest
 
 from outlast.base import file_locks
 from outlast.base.errors import OutlastError, Stopped
-from outlast.data import get, place, registry, stdlib
+from outlast.data import dataset_directory, named_datasets, obtain, stdlib_text
 from outlast.data.download import Options
 from tars import tar
 from web import Fault, Web
@@ -32,11 +32,11 @@ from web import Fault, Web
 
 def got(name: str, directory: Path, archive: Path | None = None, **remote: object) -> bool:
     """Get a dataset; whether anything was written."""
-    dataset = registry.of_url(name) if registry.is_url(name) else registry.named(name)
+    dataset = named_datasets.of_url(name) if named_datasets.is_url(name) else named_datasets.named(name)
     if remote:
         dataset = dataclasses.replace(dataset, remotes=(dataclasses.replace(dataset.remotes[0], **remote),))  # type: ignore[arg-type]
     options = Options(patience_s=0.5, absent_s=0.2, timeout_s=5)
-    return get.get(dataset, directory, get.How(print, options=options, archive=archive))[1]
+    return obtain.get(dataset, directory, obtain.How(print, options=options, archive=archive))[1]
 
 
 def refusal(name: str, directory: Path, archive: Path | None = None) -> str:
@@ -51,7 +51,7 @@ def refusal(name: str, directory: Path, archive: Path | None = None) -> str:
 
 def tree(directory: Path) -> dict[str, bytes]:
     """The files of a dataset by name."""
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name != place.MARKER)
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != dataset_directory.MARKER)
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
@@ -85,9 +85,9 @@ def test_an_archive_is_downloaded_checked_unpacked_and_marked(web: Web, tmp_path
     url, checksum = web.put(f"set.{kind}", content), hashlib.sha256(content).hexdigest()
     assert got(f"{url}#sha256={checksum}", tmp_path / "to")
     assert tree(tmp_path / "to") == FILES
-    found = place.marker(tmp_path / "to")
-    assert found == place.Marker(url, url, checksum, True, 3, sum(map(len, FILES.values())), ("set",))
-    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [place.MARKER, "set"]
+    found = dataset_directory.marker(tmp_path / "to")
+    assert found == dataset_directory.Marker(url, url, checksum, True, 3, sum(map(len, FILES.values())), ("set",))
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [dataset_directory.MARKER, "set"]
     before = len(web.requests)
     assert not got(f"{url}#sha256={checksum}", tmp_path / "to")
     assert len(web.requests) == before, "what is complete costs no request"
@@ -98,7 +98,7 @@ def test_a_single_file_is_taken_as_it_is_or_decompressed(web: Web, tmp_path: Pat
     url = web.put("corpus.txt" + f".{kind}" * bool(kind), compressed(kind, b"text\n" * 999))
     assert got(url, tmp_path / "to")
     assert tree(tmp_path / "to") == {"corpus.txt": b"text\n" * 999}
-    found = place.marker(tmp_path / "to")
+    found = dataset_directory.marker(tmp_path / "to")
     assert found is not None
     assert (found.checked, len(found.sha256)) == (False, 64)
 
@@ -119,7 +119,7 @@ def test_a_file_that_is_here_already_needs_no_server_and_is_checked_as_well(tmp_
 
 
 def test_several_files_make_one_dataset(tmp_path: Path) -> None:
-    names = [remote.file for remote in registry.named("kinetics700-2020").remotes]
+    names = [remote.file for remote in named_datasets.named("kinetics700-2020").remotes]
     assert len(set(names)) == 6
     (tmp_path / "lists").mkdir()
     for name in names[:-1]:
@@ -174,7 +174,7 @@ def test_an_archive_that_may_not_be_unpacked_leaves_nothing(
 
 @pytest.mark.parametrize("kind", ["tar.gz", "tar.bz2", "tar.xz", "tar.zst", "zip", "gz", "zst"])
 def test_a_bomb_is_refused_by_what_it_unpacks_to(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(get, "LIMITS", dataclasses.replace(get.LIMITS, size=1 << 20))
+    monkeypatch.setattr(obtain, "LIMITS", dataclasses.replace(obtain.LIMITS, size=1 << 20))
     zeros = bytes(3 << 20)
     url = web.put(
         f"bomb.{kind}", compressed(kind, zeros) if "." not in kind and kind != "zip" else packed(kind, {"zeros": zeros})
@@ -184,7 +184,7 @@ def test_a_bomb_is_refused_by_what_it_unpacks_to(web: Web, tmp_path: Path, monke
 
 
 def test_an_archive_with_too_many_entries_is_refused(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(get, "LIMITS", dataclasses.replace(get.LIMITS, entries=20))
+    monkeypatch.setattr(obtain, "LIMITS", dataclasses.replace(obtain.LIMITS, entries=20))
     url = web.put("many.zip", packed("zip", {f"{i}": b"" for i in range(21)}))
     assert refusal(url, tmp_path / "to").startswith(f"{url} holds more than 20 entries, the limit for data; ")
 
@@ -194,10 +194,10 @@ def test_what_was_downloaded_before_the_disk_was_full_is_used_again(
 ) -> None:
     url = web.put("set.tar", packed("tar"))
     with monkeypatch.context() as full:
-        full.setattr(get.unpack, "extract", raises(OSError(errno.ENOSPC, "No space left on device")))
+        full.setattr(obtain.unpack, "extract", raises(OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(OutlastError, match=r"^the disk of .*/to is full; make room there and run the same command again"):
             got(url, tmp_path / "to")
-    assert place.incomplete(tmp_path / "to")
+    assert dataset_directory.incomplete(tmp_path / "to")
     before = len(web.requests)
     assert got(url, tmp_path / "to")
     assert len(web.requests) == before
@@ -211,7 +211,7 @@ def test_two_that_get_the_same_wait_for_each_other(web: Web, tmp_path: Path) -> 
         written = list(pool.map(lambda _: got(url, tmp_path / "to"), range(3)))
     assert sorted(written) == [False, False, True]
     assert tree(tmp_path / "to") == FILES
-    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [place.MARKER, "set"]
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [dataset_directory.MARKER, "set"]
 
 
 def test_a_directory_that_another_process_finishes_meanwhile_is_opened_again(
@@ -227,19 +227,22 @@ def test_a_directory_that_another_process_finishes_meanwhile_is_opened_again(
         return exclusive(path, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(file_locks, "exclusive", removed_first)
-    with place.opened(tmp_path / "to", "set", say=print, stop=threading.Event()) as opened:
+    with dataset_directory.opened(tmp_path / "to", "set", say=print, stop=threading.Event()) as opened:
         opened.tree()
-        opened.finish(place.Marker("set", "here"))
+        opened.finish(dataset_directory.Marker("set", "here"))
     assert len(tries) == 3
-    assert place.marker(tmp_path / "to") is not None
+    assert dataset_directory.marker(tmp_path / "to") is not None
 
 
 def test_an_archive_cannot_bring_a_marker_of_its_own(web: Web, tmp_path: Path) -> None:
-    forged = place.Marker("cifar10", "https://example.org").text().encode()
-    url = web.put("set.tar", packed("tar", {**FILES, place.MARKER: forged, f"{place.COMING}/name": b"x", "state.json": b"{}"}))
+    forged = dataset_directory.Marker("cifar10", "https://example.org").text().encode()
+    url = web.put(
+        "set.tar",
+        packed("tar", {**FILES, dataset_directory.MARKER: forged, f"{dataset_directory.COMING}/name": b"x", "state.json": b"{}"}),
+    )
     assert got(url, tmp_path / "to")
     assert tree(tmp_path / "to") == {**FILES, "state.json": b"{}"}
-    found = place.marker(tmp_path / "to")
+    found = dataset_directory.marker(tmp_path / "to")
     assert found is not None
     assert (found.name, found.entries) == (url, ("set", "state.json"))
     assert got(web.put("state.json", b"{}"), tmp_path / "other")
@@ -264,40 +267,40 @@ def test_another_version_of_a_dataset_is_not_taken_for_it(web: Web, tmp_path: Pa
 @pytest.mark.parametrize("pin", ["sha256=12", "md5=c58f30108f718f92721af3b95e74349a", "x"])
 def test_a_checksum_that_is_none_is_refused(pin: str) -> None:
     with pytest.raises(OutlastError, match=rf"^#{pin} is no checksum; append #sha256= and the 64 digits that sha256sum prints"):
-        registry.of_url(f"https://example.org/x#{pin}")
+        named_datasets.of_url(f"https://example.org/x#{pin}")
 
 
 def test_the_directory_of_a_url_is_no_other_directory() -> None:
     names = {"set.tar.gz": "set", "...zip": "data", "..tar": "data", ".gz": "data", "%2e%2e": "data", "a%2Fb.zip": "a_b"}
-    assert {name: registry.of_url(f"https://host/{name}").directory for name in names} == names
+    assert {name: named_datasets.of_url(f"https://host/{name}").directory for name in names} == names
 
 
 def test_the_registry_is_sorted_and_every_url_is_one() -> None:
-    assert list(registry.NAMES) == sorted(registry.NAMES)
-    for name in registry.NAMES:
-        dataset = registry.named(name)
+    assert list(named_datasets.NAMES) == sorted(named_datasets.NAMES)
+    for name in named_datasets.NAMES:
+        dataset = named_datasets.named(name)
         assert dataset.made or dataset.remotes
         assert all(remote.file and remote.shown == remote.url for remote in dataset.remotes)
-    assert registry.of_url("https://h/a/corpus.tar.zst?x=1").directory == "corpus"
+    assert named_datasets.of_url("https://h/a/corpus.tar.zst?x=1").directory == "corpus"
 
 
 def digest(directory: Path) -> str:
     """Of all names and contents below a directory."""
     found = hashlib.sha256()
-    for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != place.MARKER):
+    for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != dataset_directory.MARKER):
         found.update(f"{path.relative_to(directory)}\0".encode() + path.read_bytes())
     return found.hexdigest()
 
 
 def test_the_standard_library_is_the_same_text_each_time_without_tests_and_packages(tmp_path: Path) -> None:
     assert got("python-stdlib", tmp_path / "a")
-    stdlib.write(tmp_path / "b")
+    stdlib_text.write(tmp_path / "b")
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
     names = {path.relative_to(tmp_path / "a").as_posix() for path in (tmp_path / "a").rglob("*.*")}
     assert {"argparse.py", "json/decoder.py"} < names
     assert not {name for name in names if name.startswith(("test/", "site-packages/", "_sysconfigdata_"))}
     assert {path.suffix for path in (tmp_path / "a").rglob("*") if path.is_file()} == {".py", ".json"}
-    found = place.marker(tmp_path / "a")
+    found = dataset_directory.marker(tmp_path / "a")
     assert found is not None
     assert (found.name, found.files, found.source) == ("python-stdlib", len(names) - 1, f"Python {sys.version.split()[0]}")
 
@@ -308,13 +311,13 @@ def test_a_dataset_without_its_marker_or_one_of_its_files_is_completed(web: Web,
     shutil.rmtree(tmp_path / "set")
     assert got(url, tmp_path)
     assert tree(tmp_path) == FILES
-    (tmp_path / place.MARKER).unlink()
+    (tmp_path / dataset_directory.MARKER).unlink()
     (tmp_path / "set" / "a.txt").unlink()
-    (tmp_path / place.COMING).mkdir()
-    assert place.incomplete(tmp_path)
+    (tmp_path / dataset_directory.COMING).mkdir()
+    assert dataset_directory.incomplete(tmp_path)
     assert got(url, tmp_path)
     assert tree(tmp_path) == FILES
-    assert not place.incomplete(tmp_path)
+    assert not dataset_directory.incomplete(tmp_path)
 
 
 def test_a_dataset_is_not_complete_while_its_files_are_replaced(
@@ -323,7 +326,7 @@ def test_a_dataset_is_not_complete_while_its_files_are_replaced(
     url = web.put("set.tar", packed("tar", {"a/x": b"x", "b/y": b"y"}))
     assert got(url, tmp_path)
     shutil.rmtree(tmp_path / "a")
-    removed = place._removed
+    removed = dataset_directory._removed
 
     def killed(path: Path) -> None:
         removed(path)
@@ -332,11 +335,11 @@ def test_a_dataset_is_not_complete_while_its_files_are_replaced(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(place, "_removed", killed)
+        patched.setattr(dataset_directory, "_removed", killed)
         with pytest.raises(KeyboardInterrupt):
             got(url, tmp_path)
-    assert place.marker(tmp_path) is None
-    assert place.incomplete(tmp_path)
+    assert dataset_directory.marker(tmp_path) is None
+    assert dataset_directory.incomplete(tmp_path)
     assert got(url, tmp_path)
     assert tree(tmp_path) == {"a/x": b"x", "b/y": b"y"}
 
@@ -352,8 +355,8 @@ def test_unpacking_can_be_stopped_and_the_download_is_kept(web: Web, tmp_path: P
             stop.set()
 
     with pytest.raises(Stopped):
-        get.get(registry.of_url(url), tmp_path, get.How(say, stop=stop))
-    assert place.incomplete(tmp_path)
+        obtain.get(named_datasets.of_url(url), tmp_path, obtain.How(say, stop=stop))
+    assert dataset_directory.incomplete(tmp_path)
     asked = len(web.requests)
     assert got(url, tmp_path)
     assert len(web.requests) == asked
@@ -365,11 +368,11 @@ def test_a_directory_with_other_files_or_another_dataset_is_refused(tmp_path: Pa
         got("python-stdlib", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     (tmp_path / "there").mkdir()
-    (tmp_path / "there" / place.MARKER).write_text(place.Marker("cifar10", "https://x").text())
+    (tmp_path / "there" / dataset_directory.MARKER).write_text(dataset_directory.Marker("cifar10", "https://x").text())
     with pytest.raises(OutlastError, match=r"there holds cifar10; choose another place for python-stdlib"):
         got("python-stdlib", tmp_path / "there")
-    (tmp_path / "begun" / place.COMING).mkdir(parents=True)
-    (tmp_path / "begun" / place.COMING / "name").write_text("cifar10")
+    (tmp_path / "begun" / dataset_directory.COMING).mkdir(parents=True)
+    (tmp_path / "begun" / dataset_directory.COMING / "name").write_text("cifar10")
     with pytest.raises(OutlastError, match=r"begun holds a part of cifar10; complete that with the same command as before"):
         got("python-stdlib", tmp_path / "begun")
     with pytest.raises(OutlastError, match=r"thesis.tex is a file; choose a directory"):
@@ -379,5 +382,6 @@ def test_a_directory_with_other_files_or_another_dataset_is_refused(tmp_path: Pa
 
 
 def test_getting_imports_no_torch() -> None:
-    code = "import sys; from outlast.data import get, stdlib; print(sorted({'torch', 'numpy', 'sklearn'} & set(sys.modules)))"
+    heavy = "{'torch', 'numpy', 'sklearn'}"
+    code = f"import sys; from outlast.data import obtain, stdlib_text; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

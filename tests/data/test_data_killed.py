@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.data import place
+from outlast.data import dataset_directory
 from servers import Place
 from tars import tar
 from web import Fault, Web
@@ -45,26 +45,26 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def tree(directory: Path) -> dict[str, bytes]:
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name != place.MARKER)
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != dataset_directory.MARKER)
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
 def looks_whole(directory: Path) -> bool:
     """Whether somebody who looks for the marker or for the files would take it for complete."""
-    return (directory / place.MARKER).exists()
+    return (directory / dataset_directory.MARKER).exists()
 
 
 def test_a_download_that_was_killed_goes_on_where_it_was(web: Web, start: Start, tmp_path: Path) -> None:
     url = f"{web.put('set.tar.gz', ARCHIVE)}#sha256={hashlib.sha256(ARCHIVE).hexdigest()}"
     web.fault = lambda request: Fault(rate=100_000)
     process = start(url, "--to", "to")
-    state = tmp_path / "to" / place.COMING / "0" / "state.json"
+    state = tmp_path / "to" / dataset_directory.COMING / "0" / "state.json"
     while not (state.exists() and json.loads(state.read_text())["done"]):
         assert process.poll() is None
         time.sleep(0.05)
     process.kill()
     process.communicate()
-    assert place.incomplete(tmp_path / "to")
+    assert dataset_directory.incomplete(tmp_path / "to")
     assert not looks_whole(tmp_path / "to")
     web.fault = lambda request: None
     code, out, err = ended(start(url, "--to", "to"))
@@ -97,7 +97,7 @@ def test_a_dataset_goes_to_a_store_with_its_marker_last(web: Web, start: Start, 
         "set/a.txt": b"a",
         "set/b.txt": b"b",
     }
-    assert place.COMING not in there
+    assert dataset_directory.COMING not in there
     assert list((tmp_path / "cache" / "get").iterdir()) == [], "nothing stays on this machine"
     before = len(web.requests)
     assert ended(start(url, "--to", f"{rclone.url}/set"))[1].startswith("already there: ")
@@ -126,4 +126,4 @@ def test_killed_at_random_moments_and_run_again_it_is_complete(
         assert {k: v for k, v in tree(directory).items() if k in FILES} == FILES
         assert looks_whole(directory)
         if target == "to":
-            assert sorted(path.name for path in directory.iterdir()) == [place.MARKER, "set"]
+            assert sorted(path.name for path in directory.iterdir()) == [dataset_directory.MARKER, "set"]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from outlast.base.errors import OutlastError
-from outlast.data import cifar, shards
+from outlast.data import cifar, shard_format
 from outlast.recipes import pixels
 from outlast.training import Stream
 
@@ -236,7 +236,7 @@ def test_packed_images_are_those_of_the_folder_and_nothing_is_decoded_twice(tmp_
         os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
     assert pixels.pack(source, size=SIZE) == place
     assert pixels.pack(place) == place, "a prepared place is returned as it is"
-    assert shards.verify(shards.read(place), shards.Local(Path(place))) == []
+    assert shard_format.verify(shard_format.read(place), shard_format.Local(Path(place))) == []
 
 
 def test_a_changed_directory_is_packed_to_another_place(tmp_path: Path) -> None:
@@ -354,14 +354,16 @@ def test_what_cannot_be_trained_on_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_label_beyond_the_classes_is_refused_before_training(tmp_path: Path) -> None:
     columns = {"image": noise(3).numpy(), "label": np.array([0, 2, 1])}
-    shard = shards.write_columns(tmp_path / "train-00000.safetensors", columns)
-    made = shards.Manifest("images", {"train": shards.Part((shard,))}, source={"classes": ["a", "b"]})
-    shards.write(tmp_path, made)
+    shard = shard_format.write_columns(tmp_path / "train-00000.safetensors", columns)
+    made = shard_format.Manifest("images", {"train": shard_format.Part((shard,))}, source={"classes": ["a", "b"]})
+    shard_format.write(tmp_path, made)
     assert sentence(lambda: pixels.packed(tmp_path)) == (
         f"{tmp_path} has label 2 in train, and its 2 classes have labels from 0 to 1; prepare the data again"
     )
     assert "has no part val" in sentence(lambda: pixels.packed(tmp_path, "val"))
-    shards.write(tmp_path, shards.Manifest("text", {"train": shards.Part((shard,), shard.bytes // 2)}, dtype="uint16"))
+    shard_format.write(
+        tmp_path, shard_format.Manifest("text", {"train": shard_format.Part((shard,), shard.bytes // 2)}, dtype="uint16")
+    )
     assert sentence(lambda: pixels.packed(tmp_path)).startswith(
         f"{tmp_path} holds text, and decoded images are needed; make them"
     )

@@ -18,9 +18,9 @@ import psutil
 import pytest
 from PIL import Image
 
-from outlast.base import memory
-from outlast.data import shards
-from outlast.data.prepare import work
+from outlast.base import machine_memory
+from outlast.data import shard_format
+from outlast.data.prepare import work_units
 
 LIMIT = 512 << 20
 CLASSES, EACH, DISTINCT = 200, 500, 1000
@@ -34,11 +34,11 @@ def test_processes_are_as_many_as_memory_allows(
 ) -> None:
     if free_mib is not None:
         (tmp_path / "meminfo").write_text(f"MemTotal: 0 kB\nMemAvailable: {free_mib << 10} kB\n")
-    monkeypatch.setattr(memory, "Machine", lambda machine=memory.Machine: machine(tmp_path, tmp_path))
-    monkeypatch.setattr(work, "cores", lambda: 16)
-    wanted = work.Request(tmp_path, tmp_path, 0)
-    assert work.fitting(wanted, each_mib << 20).processes == processes
-    assert work.fitting(work.Request(tmp_path, tmp_path, 7), each_mib << 20).processes == 7, "as asked"
+    monkeypatch.setattr(machine_memory, "Machine", lambda machine=machine_memory.Machine: machine(tmp_path, tmp_path))
+    monkeypatch.setattr(work_units, "cores", lambda: 16)
+    wanted = work_units.Request(tmp_path, tmp_path, 0)
+    assert work_units.fitting(wanted, each_mib << 20).processes == processes
+    assert work_units.fitting(work_units.Request(tmp_path, tmp_path, 7), each_mib << 20).processes == 7, "as asked"
 
 
 def _images() -> Iterator[tuple[str, bytes]]:
@@ -127,6 +127,6 @@ def test_a_hundred_thousand_images_need_no_more_than_512_mib(tmp_path: Path, suf
     for what, (peak, seconds) in (("get", get), ("prepare", prepare)):
         print(f"{suffix} {what}: {peak >> 20} MiB in {seconds:.0f} s, {'in' if group else 'without'} a cgroup")
         assert peak < LIMIT
-    manifest = shards.read(made)
+    manifest = shard_format.read(made)
     assert sum(part.samples for part in manifest.parts.values()) == CLASSES * EACH
-    assert shards.verify(manifest, shards.Local(made)) == []
+    assert shard_format.verify(manifest, shard_format.Local(made)) == []

@@ -17,19 +17,19 @@ import pytest
 from PIL import Image
 
 from outlast.base.errors import OutlastError
-from outlast.data import cifar, shards
-from outlast.data.prepare import images, jsonl, tokenizer, video, work
+from outlast.data import cifar, shard_format
+from outlast.data.prepare import images, jsonl, tokenizer, video, work_units
 
 
-def request(tmp_path: Path, to: str = "out", **more: Any) -> work.Request:
-    return work.Request(tmp_path / "source", tmp_path / to, **more)
+def request(tmp_path: Path, to: str = "out", **more: Any) -> work_units.Request:
+    return work_units.Request(tmp_path / "source", tmp_path / to, **more)
 
 
 def rows(directory: Path, part: str) -> list[dict[str, np.ndarray]]:
     found = []
-    for shard in shards.read(directory).part(part).shards:
-        table = shards.columns(directory / shard.file)
-        found += [shards.sample(table, i) for i in range(shard.samples)]
+    for shard in shard_format.read(directory).part(part).shards:
+        table = shard_format.columns(directory / shard.file)
+        found += [shard_format.sample(table, i) for i in range(shard.samples)]
     return found
 
 
@@ -88,7 +88,7 @@ def test_a_directory_per_class_becomes_pixels_and_labels(tmp_path: Path) -> None
     assert sorted((int(row["image"][0, 0, 0]), int(row["label"])) for row in found) == [(i, i % 2) for i in range(12)]
     assert max(shard.samples for shard in made.parts["train"].shards) == 600 // (6 * 8 * 3)
     assert [int(row["label"]) for row in found] != sorted(int(row["label"]) for row in found), "classes are mixed"
-    assert shards.verify(made, shards.Local(tmp_path / "out")) == []
+    assert shard_format.verify(made, shard_format.Local(tmp_path / "out")) == []
 
 
 @pytest.mark.parametrize("processes", [1, 2])

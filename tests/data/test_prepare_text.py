@@ -21,8 +21,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outlast.base.errors import OutlastError, Stopped
-from outlast.data import shards
-from outlast.data.prepare import ascii_words, plan, text, tokenizer, work
+from outlast.data import shard_format
+from outlast.data.prepare import ascii_words, source_files, text, tokenizer, work_units
 from outlast.data.prepare.text import Settings
 
 WORDS = [
@@ -58,8 +58,8 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def prepare(source: Path, to: Path, settings: Settings, **request: Any) -> shards.Manifest:
-    return text.prepare(work.Request(source, to, **{"unit": 1000, **request}), settings)
+def prepare(source: Path, to: Path, settings: Settings, **request: Any) -> shard_format.Manifest:
+    return text.prepare(work_units.Request(source, to, **{"unit": 1000, **request}), settings)
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -67,12 +67,12 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def tokens(directory: Path, part: str) -> np.ndarray:
-    manifest = shards.read(directory)
-    return np.concatenate([shards.tokens(directory / each.file, manifest.dtype) for each in manifest.parts[part].shards])
+    manifest = shard_format.read(directory)
+    return np.concatenate([shard_format.tokens(directory / each.file, manifest.dtype) for each in manifest.parts[part].shards])
 
 
 def decoded(directory: Path, part: str) -> str:
-    lib = tokenizer.load(directory / shards.TOKENIZER)
+    lib = tokenizer.load(directory / shard_format.TOKENIZER)
     return str(lib.decode(tokens(directory, part).tolist(), skip_special_tokens=False))
 
 
@@ -85,8 +85,10 @@ def test_one_file_by_character_is_what_nanogpt_makes_of_it(tmp_path: Path) -> No
     n = int(len(whole) * 0.9)
     assert (tmp_path / "out" / "train.bin").read_bytes() == ids[:n].tobytes()
     assert (tmp_path / "out" / "val.bin").read_bytes() == ids[n:].tobytes()
-    about = shards.vocabulary(tmp_path / "out" / "meta.pkl")
-    assert about == shards.Vocabulary(len(characters), {c: i for i, c in enumerate(characters)}, dict(enumerate(characters)))
+    about = shard_format.vocabulary(tmp_path / "out" / "meta.pkl")
+    assert about == shard_format.Vocabulary(
+        len(characters), {c: i for i, c in enumerate(characters)}, dict(enumerate(characters))
+    )
     assert (made.dtype, made.vocab_size, made.tokenizer) == ("uint16", len(characters), "tokenizer.json")
     assert decoded(tmp_path / "out", "val") == whole[n:]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -206,13 +208,13 @@ def test_a_killed_command_continues_and_its_processes_end_with_it(tmp_path: Path
     settings = Settings("char")
     prepare(source, tmp_path / "whole", settings, unit=300, processes=2)
     code = (
-        "import sys; from pathlib import Path; from outlast.data.prepare import text, work\n"
+        "import sys; from pathlib import Path; from outlast.data.prepare import text, work_units\n"
         "if __name__ == '__main__':\n"
-        "    text.prepare(work.Request(Path(sys.argv[1]), Path(sys.argv[2]), 2, unit=300), text.Settings('char'))\n"
+        "    text.prepare(work_units.Request(Path(sys.argv[1]), Path(sys.argv[2]), 2, unit=300), text.Settings('char'))\n"
     )
     (tmp_path / "run.py").write_text(code)
     process = subprocess.Popen([sys.executable, str(tmp_path / "run.py"), str(source), str(tmp_path / "out")])
-    private = tmp_path / "out" / work.PRIVATE
+    private = tmp_path / "out" / work_units.PRIVATE
     while not list(private.glob("*-000003.json")) and process.poll() is None:
         time.sleep(0.001)
     helpers = psutil.Process(process.pid).children(recursive=True)
@@ -235,7 +237,7 @@ def test_a_finished_dataset_is_not_made_again(tmp_path: Path) -> None:
 
 def test_an_unfinished_dataset_of_other_settings_is_begun_again(tmp_path: Path) -> None:
     source = a_source(tmp_path / "source")
-    stop = work.Request(source, tmp_path).stop
+    stop = work_units.Request(source, tmp_path).stop
 
     def progress(stage: str, done: int, total: int) -> None:
         if stage == "put together":
@@ -265,10 +267,10 @@ def test_what_another_run_has_just_finished_is_not_removed(tmp_path: Path) -> No
     source = a_source(tmp_path / "source")
     prepare(source, tmp_path / "out", Settings("char"))
     before = digests(tmp_path / "out")
-    late = work.opened(work.Request(source, tmp_path / "out"), {}, [])  # it saw no manifest a moment ago
+    late = work_units.opened(work_units.Request(source, tmp_path / "out"), {}, [])  # it saw no manifest a moment ago
     with pytest.raises(OutlastError, match=r"has just written .*; run the same command again"), late:
         pass
-    shutil.rmtree(tmp_path / "out" / work.PRIVATE)
+    shutil.rmtree(tmp_path / "out" / work_units.PRIVATE)
     assert digests(tmp_path / "out") == before
 
 
@@ -288,7 +290,7 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(tmp_path: Path
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(shards.Writer, "write", full)
+        patched.setattr(shard_format.Writer, "write", full)
         with pytest.raises(OutlastError, match=r"the disk of .* is full; make room there and run the same command again"):
             prepare(source, tmp_path / "out", Settings("char"))
     prepare(source, tmp_path / "out", Settings("char"))
@@ -305,20 +307,20 @@ def test_named_parts_are_obeyed(tmp_path: Path) -> None:
 
 
 def test_a_document_stays_in_its_part_when_others_come() -> None:
-    files = [plan.File(f"{i}.txt", 10) for i in range(300)]
-    few, many = plan.parts(files[:200], 0.1), plan.parts(files, 0.1)
+    files = [source_files.File(f"{i}.txt", 10) for i in range(300)]
+    few, many = source_files.parts(files[:200], 0.1), source_files.parts(files, 0.1)
     assert all(many[name] == part for name, part in few.items())
     assert 15 < sum(part == "val" for part in many.values()) < 45
     for n in range(2, 40):
         for share in (0.001, 0.5, 0.99):
-            assert set(plan.parts(files[:n], share).values()) == {"train", "val"}
-    assert set(plan.parts(files, 0).values()) == {"train"}
+            assert set(source_files.parts(files[:n], share).values()) == {"train", "val"}
+    assert set(source_files.parts(files, 0).values()) == {"train"}
 
 
 @given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 30))
 def test_units_cover_every_byte_once_and_are_bounded(sizes: list[int], limit: int) -> None:
-    documents = [plan.Document(str(i), size, 0, size, "train") for i, size in enumerate(sizes)]
-    units = plan.units(documents, limit)
+    documents = [source_files.Document(str(i), size, 0, size, "train") for i, size in enumerate(sizes)]
+    units = source_files.units(documents, limit)
     assert [unit.number for unit in units] == list(range(len(units)))
     assert all(0 < unit.bytes <= limit for unit in units)
     covered = [(piece.document.file, at) for unit in units for piece in unit.pieces for at in range(piece.begin, piece.end)]
@@ -423,7 +425,7 @@ def test_a_large_vocabulary_is_written_as_uint32(tmp_path: Path) -> None:
     made = prepare(tmp_path / "source", tmp_path / "out", Settings("char"), unit=1 << 20)
     assert (made.dtype, made.vocab_size) == ("uint32", len(many))
     assert tokens(tmp_path / "out", "val").tolist() == list(range(len(many)))
-    assert shards.verify(made, shards.Local(tmp_path / "out")) == []
+    assert shard_format.verify(made, shard_format.Local(tmp_path / "out")) == []
 
 
 @pytest.mark.slow

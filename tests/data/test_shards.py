@@ -16,38 +16,38 @@ import pytest
 import safetensors.numpy
 
 from outlast.base.errors import OutlastError
-from outlast.data import shards
+from outlast.data import shard_format
 
 TOKENS = np.arange(1000, dtype="<u2") % 300
 
 
-def a_text(directory: Path, *, limit: int | None = None, val: int = 100, vocab_size: int = 300) -> shards.Manifest:
+def a_text(directory: Path, *, limit: int | None = None, val: int = 100, vocab_size: int = 300) -> shard_format.Manifest:
     directory.mkdir(parents=True, exist_ok=True)
     parts = {}
     for name, ids in (("train", TOKENS), ("val", TOKENS[:val])):
-        writer = shards.Writer(directory, name, 2, limit)
+        writer = shard_format.Writer(directory, name, 2, limit)
         for start in range(0, len(ids), 70):
             writer.write(ids[start : start + 70].tobytes(), samples=1)
         parts[name] = writer.close()
-    (directory / shards.TOKENIZER).write_text("{}")
-    made = shards.Manifest("text", parts, dtype="uint16", vocab_size=vocab_size, tokenizer=shards.TOKENIZER)
-    shards.write(directory, made)
+    (directory / shard_format.TOKENIZER).write_text("{}")
+    made = shard_format.Manifest("text", parts, dtype="uint16", vocab_size=vocab_size, tokenizer=shard_format.TOKENIZER)
+    shard_format.write(directory, made)
     return made
 
 
-def a_table(directory: Path) -> shards.Manifest:
+def a_table(directory: Path) -> shard_format.Manifest:
     rows = [np.arange(n, dtype=np.int32) for n in (3, 0, 5)]
-    flat, offsets = shards.ragged(rows, "int32")
+    flat, offsets = shard_format.ragged(rows, "int32")
     table = {"image": np.arange(3 * 4 * 4 * 3, dtype=np.uint8).reshape(3, 4, 4, 3), "ids": flat, "ids.offsets": offsets}
-    shard = shards.write_columns(directory / "train-00000.safetensors", table)
-    made = shards.Manifest("images", {"train": shards.Part((shard,))}, settings={"size": 4})
-    shards.write(directory, made)
+    shard = shard_format.write_columns(directory / "train-00000.safetensors", table)
+    made = shard_format.Manifest("images", {"train": shard_format.Part((shard,))}, settings={"size": 4})
+    shard_format.write(directory, made)
     return made
 
 
 def refusal(directory: Path) -> str:
-    with pytest.raises(shards.BadDataset) as refused:
-        shards.read(directory).part("val")
+    with pytest.raises(shard_format.BadDataset) as refused:
+        shard_format.read(directory).part("val")
     assert refused.value.exit_code == 78
     assert "\n" not in str(refused.value)
     return str(refused.value).replace(str(directory), "DIR")
@@ -56,14 +56,14 @@ def refusal(directory: Path) -> str:
 @pytest.mark.parametrize(("limit", "files"), [(None, 1), (1 << 20, 1), (501, 4), (500, 4), (50, 40)])
 def test_shards_of_any_size_are_the_same_tokens(tmp_path: Path, limit: int | None, files: int) -> None:
     made = a_text(tmp_path, limit=limit)
-    read = shards.read(tmp_path)
+    read = shard_format.read(tmp_path)
     assert read == made
     train = read.part("train")
     assert (len(train.shards), train.tokens, train.samples) == (files, 1000, 15)
     assert train.shards[0].file == ("train.bin" if limit is None else "train-00000.bin")
-    ids = np.concatenate([shards.tokens(tmp_path / shard.file, read.dtype) for shard in train.shards])
+    ids = np.concatenate([shard_format.tokens(tmp_path / shard.file, read.dtype) for shard in train.shards])
     np.testing.assert_array_equal(ids, TOKENS)
-    assert shards.verify(read, shards.Local(tmp_path)) == []
+    assert shard_format.verify(read, shard_format.Local(tmp_path)) == []
     assert not list(tmp_path.glob(".*"))
 
 
@@ -78,39 +78,39 @@ def test_the_manifest_is_the_one_that_was_agreed(tmp_path: Path) -> None:
 def test_columns_are_read_back_and_are_what_safetensors_reads_and_writes(tmp_path: Path) -> None:
     made = a_table(tmp_path)
     path = tmp_path / "train-00000.safetensors"
-    assert shards.read(tmp_path) == made
+    assert shard_format.read(tmp_path) == made
     assert made.part("train").samples == 3
-    table = shards.columns(path)
+    table = shard_format.columns(path)
     theirs = safetensors.numpy.load_file(path)
     assert table.keys() == theirs.keys()
     for name in table:
         np.testing.assert_array_equal(table[name], theirs[name])
-    third = shards.sample(table, 2)
+    third = shard_format.sample(table, 2)
     assert third["ids"].tolist() == [0, 1, 2, 3, 4]
     assert third["image"].shape == (4, 4, 3)
-    assert shards.sample(table, 1)["ids"].shape == (0,)
+    assert shard_format.sample(table, 1)["ids"].shape == (0,)
 
     safetensors.numpy.save_file({name: np.array(column) for name, column in table.items()}, tmp_path / "theirs")
-    for name, column in shards.columns(tmp_path / "theirs").items():
+    for name, column in shard_format.columns(tmp_path / "theirs").items():
         np.testing.assert_array_equal(column, table[name])
-    assert shards.verify(made, shards.Local(tmp_path)) == []
+    assert shard_format.verify(made, shard_format.Local(tmp_path)) == []
 
 
 def test_a_directory_of_nanogpt_is_read_as_it_is(tmp_path: Path) -> None:
     TOKENS[:900].tofile(tmp_path / "train.bin")
     TOKENS[900:].tofile(tmp_path / "val.bin")
-    plain = shards.read(tmp_path)
+    plain = shard_format.read(tmp_path)
     assert (plain.kind, plain.dtype, plain.vocab_size, plain.tokenizer) == ("text", "uint16", None, "")
     assert (plain.part("train").tokens, plain.part("val").tokens) == (900, 100)
-    assert shards.verify(plain, shards.Local(tmp_path)) == []
+    assert shard_format.verify(plain, shard_format.Local(tmp_path)) == []
 
     texts = {i: chr(i + 32) for i in range(300)}
     (tmp_path / "meta.pkl").write_bytes(
         pickle.dumps({"vocab_size": 300, "itos": texts, "stoi": {c: i for i, c in texts.items()}})
     )
-    assert (shards.read(tmp_path).vocab_size, shards.read(tmp_path).tokenizer) == (300, "meta.pkl")
-    shards.write_vocabulary(tmp_path / "meta.pkl", 300, texts)
-    assert shards.vocabulary(tmp_path / "meta.pkl").stoi["A"] == 33
+    assert (shard_format.read(tmp_path).vocab_size, shard_format.read(tmp_path).tokenizer) == (300, "meta.pkl")
+    shard_format.write_vocabulary(tmp_path / "meta.pkl", 300, texts)
+    assert shard_format.vocabulary(tmp_path / "meta.pkl").stoi["A"] == 33
 
 
 class Calls:
@@ -197,16 +197,16 @@ def test_verify_finds_a_flipped_bit_in_every_byte_of_every_file(tmp_path: Path) 
             damaged = bytearray(content)
             damaged[at] ^= 1 << at % 8
             (directory / shard.file).write_bytes(damaged)
-            (problem,) = shards.verify(manifest, shards.Local(directory))
+            (problem,) = shard_format.verify(manifest, shard_format.Local(directory))
             assert problem.startswith(f"{shard.file} is damaged: its sha256 is ")
         (directory / shard.file).write_bytes(content)
-    (tmp_path / "text" / shards.TOKENIZER).unlink()
-    assert shards.verify(made, shards.Local(tmp_path / "text")) == ["tokenizer.json is missing"]
+    (tmp_path / "text" / shard_format.TOKENIZER).unlink()
+    assert shard_format.verify(made, shard_format.Local(tmp_path / "text")) == ["tokenizer.json is missing"]
 
 
 def test_a_token_beyond_the_vocabulary_is_found(tmp_path: Path) -> None:
     made = a_text(tmp_path, vocab_size=299)
-    assert shards.verify(made, shards.Local(tmp_path)) == [
+    assert shard_format.verify(made, shard_format.Local(tmp_path)) == [
         "train.bin has the token 299 at position 299, and the vocabulary has 299"
     ]
 
@@ -214,8 +214,8 @@ def test_a_token_beyond_the_vocabulary_is_found(tmp_path: Path) -> None:
 def test_a_wrong_count_of_samples_is_found(tmp_path: Path) -> None:
     made = a_table(tmp_path)
     (shard,) = made.parts["train"].shards
-    wrong = dataclasses.replace(made, parts={"train": shards.Part((dataclasses.replace(shard, samples=4),))})
-    assert shards.verify(wrong, shards.Local(tmp_path)) == ["train-00000.safetensors has 3 samples, not 4"]
+    wrong = dataclasses.replace(made, parts={"train": shard_format.Part((dataclasses.replace(shard, samples=4),))})
+    assert shard_format.verify(wrong, shard_format.Local(tmp_path)) == ["train-00000.safetensors has 3 samples, not 4"]
 
 
 @pytest.mark.parametrize("cut", [0, 4, 20, 200, -1])
@@ -223,19 +223,20 @@ def test_a_torn_safetensors_file_is_refused(tmp_path: Path, cut: int) -> None:
     a_table(tmp_path)
     path = tmp_path / "train-00000.safetensors"
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(shards.BadDataset, match="is not a whole safetensors file"):
-        shards.columns(path)
+    with pytest.raises(shard_format.BadDataset, match="is not a whole safetensors file"):
+        shard_format.columns(path)
 
 
 def test_a_large_vocabulary_is_written_as_uint32() -> None:
-    assert [shards.dtype(size) for size in (256, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
+    assert [shard_format.dtype(size) for size in (256, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
 
 
 def test_a_shard_that_holds_no_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutlastError, match="a shard of 3 bytes holds no token"):
-        shards.Writer(tmp_path, "train", 4, 3)
+        shard_format.Writer(tmp_path, "train", 4, 3)
 
 
 def test_the_reader_imports_no_torch() -> None:
-    code = "import sys; from outlast.data import shards; print(sorted({'torch', 'safetensors', 'tokenizers'} & set(sys.modules)))"
+    heavy = "{'torch', 'safetensors', 'tokenizers'}"
+    code = f"import sys; from outlast.data import shard_format; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

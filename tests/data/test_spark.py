@@ -17,8 +17,8 @@ import pytest
 
 from outlast import cli
 from outlast.base.errors import OutlastError, Stopped
-from outlast.data.prepare import spark, work
-from outlast.data.prepare.plan import BadSource
+from outlast.data.prepare import spark, work_units
+from outlast.data.prepare.source_files import BadSource
 from sparks import CASES, Unit, digests, do, of_pyspark, prepare, results, times
 from waits import until
 
@@ -237,11 +237,11 @@ class Twice:
     """An engine that does each unit a second time while the first time is just writing its file."""
 
     def done(
-        self, task: work.Task[Any], units: Sequence[Any], check: Callable[[], None], finished: Callable[[int], None]
-    ) -> Mapping[int, work.Note]:
+        self, task: work_units.Task[Any], units: Sequence[Any], check: Callable[[], None], finished: Callable[[int], None]
+    ) -> Mapping[int, work_units.Note]:
         return {unit.number: self._twice(task, unit) for unit in units}
 
-    def _twice(self, task: work.Task[Any], unit: Any) -> work.Note:
+    def _twice(self, task: work_units.Task[Any], unit: Any) -> work_units.Note:
         flush, others = os.fsync, []
 
         def meanwhile(fd: int) -> None:
@@ -264,7 +264,7 @@ def test_a_unit_may_be_done_by_two_at_once(case: str, tmp_path: Path) -> None:
 
 def test_files_that_nobody_renamed_are_removed_and_no_others(tmp_path: Path) -> None:
     local = prepared("images", tmp_path, None, "local")
-    private = tmp_path / "to" / "images" / work.PRIVATE
+    private = tmp_path / "to" / "images" / work_units.PRIVATE
     private.mkdir(parents=True)
     left = [private.parent / ".train-00001.safetensors.0123abcd.partial", private / ".shard-000001.json.0123abcd.partial"]
     for path in left:
@@ -273,7 +273,7 @@ def test_files_that_nobody_renamed_are_removed_and_no_others(tmp_path: Path) -> 
 
 
 def test_who_was_left_behind_by_another_run_adds_nothing(tmp_path: Path) -> None:
-    task = work.Task(functools.partial(do, into=tmp_path), "stage", tmp_path, "its plan")
+    task = work_units.Task(functools.partial(do, into=tmp_path), "stage", tmp_path, "its plan")
     (tmp_path / "plan").write_text("another plan")
     with pytest.raises(OutlastError, match="another `outlast data prepare` has begun to write to"):
         task(Unit(0))
@@ -290,10 +290,10 @@ class Recorded:
         self.stage = stage
 
     def done(
-        self, task: work.Task[Any], units: Sequence[Any], check: Callable[[], None], finished: Callable[[int], None]
-    ) -> Mapping[int, work.Note]:
+        self, task: work_units.Task[Any], units: Sequence[Any], check: Callable[[], None], finished: Callable[[int], None]
+    ) -> Mapping[int, work_units.Note]:
         if task.stage != self.stage:
-            return work.Processes(1).done(task, units, check, finished)
+            return work_units.Processes(1).done(task, units, check, finished)
         self.task, self.units = task, units
         raise Stopped("stopped")
 
@@ -306,18 +306,18 @@ class Outlived:
         self.ended = 0
 
     def done(
-        self, task: work.Task[Any], units: Sequence[Any], check: Callable[[], None], finished: Callable[[int], None]
-    ) -> Mapping[int, work.Note]:
-        notes = work.Processes(1).done(task, units, check, finished)
+        self, task: work_units.Task[Any], units: Sequence[Any], check: Callable[[], None], finished: Callable[[int], None]
+    ) -> Mapping[int, work_units.Note]:
+        notes = work_units.Processes(1).done(task, units, check, finished)
         for unit in self.left.units if task.stage == self.left.stage else ():
-            really, begun = work.Task.check, []
+            really, begun = work_units.Task.check, []
 
-            def later(self: work.Task[Any], really: Any = really, begun: list[int] = begun) -> None:
+            def later(self: work_units.Task[Any], really: Any = really, begun: list[int] = begun) -> None:
                 begun.append(0) if not begun else really(self)
 
             with self.monkeypatch.context() as patch:
-                patch.setattr(work.Task, "check", later)
-                patch.setattr(work.Task, "note", lambda self, unit: None)
+                patch.setattr(work_units.Task, "check", later)
+                patch.setattr(work_units.Task, "note", lambda self, unit: None)
                 with pytest.raises(OutlastError, match="another `outlast data prepare` has begun to write to"):
                     self.left.task(unit)
             self.ended += 1
@@ -334,7 +334,7 @@ def test_units_of_another_run_that_end_late_replace_nothing(
     left = Recorded(stage)
     other = prepare("images" if case == "images" else "text", val=0.5, **others)
     with pytest.raises(Stopped):
-        other(work.Request(tmp_path / "source" / case, tmp_path / "to" / case, unit=700, engine=left))
+        other(work_units.Request(tmp_path / "source" / case, tmp_path / "to" / case, unit=700, engine=left))
     late = Outlived(left, monkeypatch)
     assert prepared(case, tmp_path, late, "to") == local
     assert late.ended > 3
@@ -347,7 +347,7 @@ def test_what_cannot_be_read_here_is_not_damage(case: str, kind: str, tmp_path: 
     CASES[case].write(tmp_path / "source")
     left = Recorded("encode" if kind == "text" else "shard")
     some: dict[str, Any] = {"tokenizer": "char"} if kind == "text" else {"size": 16}
-    request = work.Request(tmp_path / "source", tmp_path / "to", engine=left)
+    request = work_units.Request(tmp_path / "source", tmp_path / "to", engine=left)
     with pytest.raises(Stopped):
         prepare(kind, skip_damaged=True, **some)(request)
     (tmp_path / "source").rename(tmp_path / "elsewhere")
@@ -360,12 +360,12 @@ def test_what_cannot_be_read_here_is_not_damage(case: str, kind: str, tmp_path: 
 # ---- Spark itself
 
 
-def prepared(case: str, tmp_path: Path, engine: work.Engine | None, to: str) -> dict[str, str]:
+def prepared(case: str, tmp_path: Path, engine: work_units.Engine | None, to: str) -> dict[str, str]:
     source = tmp_path / "source" / case
     if not source.exists():
         source.mkdir(parents=True)
         CASES[case].write(source)
-    CASES[case].prepare(work.Request(source, tmp_path / to / case, unit=600, engine=engine))
+    CASES[case].prepare(work_units.Request(source, tmp_path / to / case, unit=600, engine=engine))
     return digests(tmp_path / to / case)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from outlast import spark_entrypoint
 from outlast.base.errors import OutlastError
-from outlast.data import java
+from outlast.data import spark_java
 
 SPARK = Path("/opt/pyspark")
 JAVA = Path("/opt/java")
@@ -92,13 +92,13 @@ def a_java(where: Path, version: str = "17.0.9", modules: str = "java.base jdk.i
 
 def test_java_home_is_taken_then_the_path_then_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, other, packaged = (a_java(tmp_path / name) for name in ("given", "other", "packaged"))
-    monkeypatch.setattr(java, "_packaged", lambda: packaged)
+    monkeypatch.setattr(spark_java, "_packaged", lambda: packaged)
     on_path = {"PATH": str(other / "bin")}
-    assert java.home("3.5.9", {**on_path, "JAVA_HOME": str(given)}) == given
-    assert java.home("3.5.9", on_path) == other
-    assert java.home("3.5.9", {"PATH": str(tmp_path)}) == packaged
+    assert spark_java.home("3.5.9", {**on_path, "JAVA_HOME": str(given)}) == given
+    assert spark_java.home("3.5.9", on_path) == other
+    assert spark_java.home("3.5.9", {"PATH": str(tmp_path)}) == packaged
     (other / "release").write_text('JAVA_VERSION="11.0.2"\n')
-    assert java.home("4.3.0", on_path) == packaged
+    assert spark_java.home("4.3.0", on_path) == packaged
 
 
 @pytest.mark.parametrize(
@@ -113,16 +113,16 @@ def test_java_home_is_taken_then_the_path_then_the_package(tmp_path: Path, monke
     ],
 )
 def test_a_java_that_spark_does_not_run_on_is_refused(tmp_path: Path, version: str, modules: str, spark: str, why: str) -> None:
-    assert java.unfit(a_java(tmp_path / "java", version, modules), spark) == why
+    assert spark_java.unfit(a_java(tmp_path / "java", version, modules), spark) == why
 
 
 def test_without_a_java_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(java, "_packaged", lambda: None)
+    monkeypatch.setattr(spark_java, "_packaged", lambda: None)
     remedy = r"install one \(Debian: openjdk-17-jre-headless\) and set JAVA_HOME to its directory$"
     with pytest.raises(OutlastError, match=f"^Spark needs a Java, and there is none; {remedy}"):
-        java.home("3.5.9", {"PATH": str(tmp_path)})
+        spark_java.home("3.5.9", {"PATH": str(tmp_path)})
     old = a_java(tmp_path / "old", "11")
     with pytest.raises(OutlastError, match=f"^{old}: Java 11, but Spark 3.5.9 needs 17 to 21; {remedy}"):
-        java.home("3.5.9", {"PATH": str(old / "bin")})
+        spark_java.home("3.5.9", {"PATH": str(old / "bin")})
     with pytest.raises(OutlastError, match=f"^JAVA_HOME is {old}: Java 11, but"):
-        java.home("3.5.9", {"JAVA_HOME": str(old)})
+        spark_java.home("3.5.9", {"JAVA_HOME": str(old)})

@@ -16,8 +16,8 @@ import psutil
 import pyspark
 import pytest
 
-from outlast.data import java
-from outlast.data.prepare import work
+from outlast.data import spark_java
+from outlast.data.prepare import work_units
 from sparks import CASES, GATED, digests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # on a busy machine a Java takes a minute to start
@@ -32,7 +32,7 @@ class Run:
         for each in (self.source, self.into):
             each.mkdir()
         CASES[case].write(self.source)
-        CASES[case].prepare(work.Request(self.source, directory / "local", unit=600))
+        CASES[case].prepare(work_units.Request(self.source, directory / "local", unit=600))
         self.local = digests(directory / "local")
 
     def start(self, master: str) -> subprocess.Popen[str]:
@@ -47,11 +47,11 @@ class Run:
 
     def notes(self) -> dict[str, tuple[int, int]]:
         """Inode and time of each note that there is."""
-        return {path.stem: identity(path) for path in (self.to / work.PRIVATE).glob("[a-z]*-*.json")}
+        return {path.stem: identity(path) for path in (self.to / work_units.PRIVATE).glob("[a-z]*-*.json")}
 
     def shards(self) -> dict[str, tuple[int, int]]:
         """Inode and time of each shard of a unit that is done."""
-        notes = [json.loads((self.to / work.PRIVATE / f"{name}.json").read_text()) for name in self.notes()]
+        notes = [json.loads((self.to / work_units.PRIVATE / f"{name}.json").read_text()) for name in self.notes()]
         parts = [note[part] for note in notes for part in ("train", "val") if part in note]
         return {part["file"]: identity(self.to / part["file"]) for part in parts if (self.to / part["file"]).exists()}
 
@@ -169,14 +169,14 @@ def test_the_command_prints_its_result_and_leaves_nothing_behind(master: str, tm
     assert [line for line in err.splitlines() if " done (shard), " not in line] == [], "Spark's words are not on the terminal"
     assert command.left() == []
     gone(javas)
-    CASES["images"].prepare(work.Request(tmp_path / "source", tmp_path / "local"))
+    CASES["images"].prepare(work_units.Request(tmp_path / "source", tmp_path / "local"))
     assert digests(tmp_path / "to") == digests(tmp_path / "local")
 
 
 def test_as_the_program_of_spark_submit_it_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the driver's pod in cluster mode, where the image's entrypoint runs spark-submit in client mode."""
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
-    monkeypatch.setenv("JAVA_HOME", str(java.home(pyspark.__version__)))
+    monkeypatch.setenv("JAVA_HOME", str(spark_java.home(pyspark.__version__)))
     submit = Path(pyspark.__path__[0]) / "bin" / "spark-submit"
     command = Command(tmp_path)
     process = command.start(by=(str(submit), "--master", "local[2]"))
@@ -184,7 +184,7 @@ def test_as_the_program_of_spark_submit_it_makes_the_same_bytes(tmp_path: Path, 
     assert process.returncode == 0, out + err
     assert "wrote train " in out
     assert command.left() == []
-    CASES["images"].prepare(work.Request(tmp_path / "source", tmp_path / "local"))
+    CASES["images"].prepare(work_units.Request(tmp_path / "source", tmp_path / "local"))
     assert digests(tmp_path / "to") == digests(tmp_path / "local")
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import apiserver
-from outlast.data import java
+from outlast.data import spark_java
 from outlast.kubernetes.manifests import volumes
 from rights import Right, needed, rights
 from spark_files import PROGRAM, SPARK
@@ -48,7 +48,7 @@ class Zip(apiserver.ApiServer):
 
 @pytest.fixture
 def environ() -> dict[str, str]:
-    home = str(java.home(pyspark.__version__))
+    home = str(spark_java.home(pyspark.__version__))
     path = os.pathsep.join([str(Path(pyspark.__path__[0]) / "bin"), os.environ["PATH"]])
     return {**os.environ, "JAVA_HOME": home, "PATH": path, "KUBECONFIG": "/dev/null"}
 

@@ -97,7 +97,7 @@ def test_an_agent_starts_the_warm_process_before_it_reads_its_job() -> None:
 
 
 def test_what_an_elastic_agent_needs_is_there_before_what_only_training_needs() -> None:
-    meeting = loaded("from outlast.worker.launch import warm; warm.preload(warm.MEETING)")
+    meeting = loaded("from outlast.worker.launch import warm_process as warm; warm.preload(warm.MEETING)")
     assert not meeting & {"pydantic", "torch._dynamo", "torch.distributed.checkpoint", "sympy", "outlast.training.session"}
 
 

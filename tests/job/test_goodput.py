@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accounts import KILLED, Story, training
-from outlast.job.report import goodput, reading, text, timeline
+from outlast.job.report import goodput, ledger_events, printed, timeline
 from outlast.job.report.incidents import Incident, Lost
 from outlast.job.report.steps import Bucket
 
@@ -207,7 +207,7 @@ def test_a_script_that_reports_nothing_trains_again_once_its_members_have_repair
     account = story.say("finished", 20, state="Succeeded", code=0).account()
     assert (account.seconds[Bucket.RENDEZVOUS], account.seconds[Bucket.TRAINING], account.restarts) == (0, 30, 1)
     assert [incident.recovery_s for incident in account.incidents] == [0]
-    report = text.plain(account, "job", width=160)
+    report = printed.plain(account, "job", width=160)
     assert report.startswith("job  Succeeded  32s  goodput at most 93.8 %\n")
     assert "exact with: from outlast.training import progress; progress(step, total)\n" in report
 
@@ -241,7 +241,7 @@ def test_the_time_a_step_waited_for_data_is_a_data_stall_unless_the_step_was_los
     # the first step: 4 s of data, 1.5 s as ordinary, the rest is start-up; the last ones have said more than they took
     expected = {"queue": 1, "startup": 3.5, "data stall": 7, "training": 5.5, "replayed": 4, "rendezvous": 1}
     assert spent(story.account()) == expected
-    assert "  ~ data stall             7.00s" in text.plain(story.account())
+    assert "  ~ data stall             7.00s" in printed.plain(story.account())
     half = training().say("step", 1, generation=1, step=1).say("step", 4, generation=1, step=5, steps=4, waited_s=2.0)
     half.failure().world(1).session().restored(3).say("step", 1, generation=2, step=4)
     assert spent(half.account()) == {"queue": 1, "startup": 2, "training": 3, "data stall": 1, "replayed": 2, "rendezvous": 1}
@@ -337,11 +337,11 @@ def test_processes_started_again_by_the_members_of_a_world_are_a_failure_of_that
     assert (account.failures, account.restarts, account.worlds, account.steps_kept) == (1, 1, 1, 8)
     expected = {"queue": 1, "startup": 2, "training": 8, "replayed": 0.5, "rendezvous": 0.75, "restore": 0.25}
     assert spent(account) == expected
-    shown = text.plain(account, width=160)
+    shown = printed.plain(account, width=160)
     assert "… lost up to 1.50s: 0.50s detection + 0.75s re-forming + 0.25s restoring from memory\n" in shown
     again = story.failure(1, reason="the second").world(1).session().restored(8).steps(1).account()
     assert costs(again)[1:] == [("failure", "the second", 1, 1, 0, 0, 0)]
-    assert "\n  lost     2 failures cost up to 3.50s of training, 1.75s each\n" in text.plain(again)
+    assert "\n  lost     2 failures cost up to 3.50s of training, 1.75s each\n" in printed.plain(again)
 
 
 def test_an_event_that_lacks_what_the_account_needs_is_left_out():
@@ -349,7 +349,7 @@ def test_an_event_that_lacks_what_the_account_needs_is_left_out():
     lacking = [{"t": story.at, "kind": kind, "source": "another version"} for kind in ALWAYS]
     typed = FIELDS.keys() - {"planned", "counted", "adopted", "interrupted", "reason", "state"}
     fields = {**dict.fromkeys(FIELDS, 1), "workers": [0], "path": "p", "suspends": "", "t": story.at, "source": "s"}
-    odd = [{**fields, "kind": kind, name: {"no": "value"}} for kind in sorted(reading.KINDS) for name in sorted(typed)]
+    odd = [{**fields, "kind": kind, name: {"no": "value"}} for kind in sorted(ledger_events.KINDS) for name in sorted(typed)]
     assert goodput.buckets([*story.events, *lacking, *odd], story.at) == story.account()
 
 
@@ -376,7 +376,7 @@ def test_what_snapshots_take_from_steps_is_their_own():
     story = training().say("snapshots", generation=1, every=2, step=1, copied_s=0.1, bytes=3 << 20, replicas=1, reason="1 %")
     account = story.steps(1).say("step", 1, generation=1, step=2, waited_s=0.25, copied_s=0.5).account()
     assert spent(account) == {"queue": 1, "startup": 2, "training": 1.25, "data stall": 0.25, "snapshot stall": 0.5}
-    assert "\n  snapshots every 2 steps, 3.0 MiB, 1 replica\n" in text.plain(account)
+    assert "\n  snapshots every 2 steps, 3.0 MiB, 1 replica\n" in printed.plain(account)
 
 
 # Any ledger at all
@@ -417,7 +417,7 @@ def an_event(kind: str) -> st.SearchStrategy[dict]:
     return st.fixed_dictionaries(fixed, optional={name: of for name, of in FIELDS.items() if name not in needed})
 
 
-EVENTS = st.lists(st.sampled_from([*sorted(reading.KINDS), "unheard-of"]).flatmap(an_event), max_size=60)
+EVENTS = st.lists(st.sampled_from([*sorted(ledger_events.KINDS), "unheard-of"]).flatmap(an_event), max_size=60)
 
 
 def accounted(account: goodput.Goodput) -> None:
@@ -443,8 +443,8 @@ def accounted(account: goodput.Goodput) -> None:
 def test_any_events_sum_to_the_wall_time(events, now):
     account = goodput.buckets(events, now)
     accounted(account)
-    assert text.plain(account, "job")
-    json.dumps(text.as_json(account), allow_nan=False)
+    assert printed.plain(account, "job")
+    json.dumps(printed.as_json(account), allow_nan=False)
 
 
 @given(EVENTS, st.floats(25, 50), st.floats(0, 50))
@@ -509,9 +509,9 @@ def test_a_long_run_is_accounted_for_in_bounded_memory(monkeypatch):
     story = long_story(20, 200)
     exact = story.account()
     monkeypatch.setattr(timeline, "_SPANS", 400)
-    known = reading.survey(reading.in_order(story.events))
+    known = ledger_events.survey(ledger_events.in_order(story.events))
     fold, most = timeline.Timeline(0, known), 0
-    for t, event in reading.in_order(story.events):
+    for t, event in ledger_events.in_order(story.events):
         fold.feed(t, event)
         most = max(most, len(fold.spans), len(fold.kept))
     assert most < 900 < exact.steps_kept
@@ -633,7 +633,7 @@ cifar10  Succeeded  58s  goodput 85.8 %
 
 
 def test_the_report_shows_where_the_time_went():
-    report = text.plain(a_report(), "cifar10", width=80)
+    report = printed.plain(a_report(), "cifar10", width=80)
     assert report.startswith(PLAIN)
     assert report.endswith(
         f"  0:26  {KILLED}\n        … lost up to 4.75s: 0.25s detection + 1.20s re-forming + 0.30s restoring\n"
@@ -646,18 +646,18 @@ def test_the_report_shows_where_the_time_went():
 
 
 def test_the_coloured_report_has_the_same_words():
-    rich = text.rich(a_report(), "cifar10", width=80)
-    assert [line.rstrip() for line in rich.plain.splitlines()] == text.plain(a_report(), "cifar10", width=80).splitlines()
+    rich = printed.rich(a_report(), "cifar10", width=80)
+    assert [line.rstrip() for line in rich.plain.splitlines()] == printed.plain(a_report(), "cifar10", width=80).splitlines()
     assert rich.spans
 
 
 def test_an_incident_stands_on_one_line_where_it_fits():
-    report = text.plain(training().steps(2).failure().world(1).session().restored(2).steps(1).account(), width=120)
+    report = printed.plain(training().steps(2).failure().world(1).session().restored(2).steps(1).account(), width=120)
     assert f"  0:05  {KILLED} … lost 1.00s: 1.00s re-forming\n" in report
 
 
 def test_a_long_sentence_takes_two_lines_at_most():
-    report = text.plain(training().steps(1).failure(reason="it is a long story " * 30).account(), width=80)
+    report = printed.plain(training().steps(1).failure(reason="it is a long story " * 30).account(), width=80)
     assert max(len(line) for line in report.splitlines()) <= 80
     assert report.count("long story") == 6
     assert report.endswith(" …\n")
@@ -667,14 +667,14 @@ def test_many_incidents_are_cut_short():
     story = training()
     for n in range(30):
         story.steps(1).say("damaged", path=f"/out/step-{n}", reason="COMMIT is torn")
-    report = text.plain(story.account())
+    report = printed.plain(story.account())
     assert "10 earlier incidents are in the JSON" in report
     assert report.count(" is damaged and was skipped: COMMIT is torn\n") == 20
 
 
 def test_the_json_holds_the_whole_account():
     account = a_report()
-    document = json.loads(json.dumps(text.as_json(account)))
+    document = json.loads(json.dumps(printed.as_json(account)))
     assert document["wall_s"] == account.wall_s
     assert document["goodput"] == account.goodput
     assert document["seconds"] == {"training": 50, "replayed": 3.25, "checkpoint": 0.1, "rendezvous": 0.2, "restore": 0.3} | {

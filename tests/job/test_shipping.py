@@ -28,7 +28,7 @@ from outlast.kubernetes import manifests
 from outlast.kubernetes.jobs.parcel import APPLIED, SMALL, choose, pack
 from outlast.kubernetes.manifests import volumes
 from outlast.storage import store
-from outlast.worker.prepare import prepare
+from outlast.worker.prepare import phases
 from servers import Place
 
 NEWEST = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-1]
@@ -344,7 +344,7 @@ def test_large_code_goes_to_the_store_once(tmp_path: Path, moto: Place) -> None:
     assert parcel.job.spec.code == f"{parcel.url}#sha256={entry.key.removesuffix('.tar.gz')}"
     assert parcel.sentence == f"code: 2 files, 701 KiB -> {parcel.url}"
     into = tmp_path / "into"
-    prepare.place_code(parcel.job, into, tmp_path, say=lambda _: None, stop=threading.Event())
+    phases.place_code(parcel.job, into, tmp_path, say=lambda _: None, stop=threading.Event())
     assert (into / "train.py").read_text() == "print(1)"
 
 
@@ -453,7 +453,7 @@ def test_a_worker_unpacks_what_came_in_the_config_map(tmp_path: Path) -> None:
     job = a_job(tmp_path, code=volumes.shipped("code.tar.gz", "0" * 64))
     environ = {"OUTLAST_STATE": str(tmp_path), contract.Env.STATE: str(tmp_path), contract.Env.CODE: str(tmp_path / "workspace")}
     with pytest.raises(FileNotFoundError) as caught:
-        prepare.Preparation(job, environ, say=lambda _: None).code()
+        phases.Preparation(job, environ, say=lambda _: None).code()
     assert caught.value.filename == "/etc/outlast-code/code.tar.gz"
 
 

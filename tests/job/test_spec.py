@@ -19,7 +19,7 @@ from outlast.base.errors import InvalidJob, NotFound, OutlastError
 from outlast.base.units import Every
 from outlast.cli.train.validate import validate
 from outlast.job import contract, spec
-from outlast.job.spec import unused
+from outlast.job.spec import unused_fields
 
 HEAD = """\
 apiVersion: outlast.dev/v1alpha1
@@ -782,8 +782,8 @@ def test_validate_says_what_snapshots_take_of_a_worker(project: Path, capsys: py
 def test_more_replicas_than_other_workers_are_said() -> None:
     job = spec.parse(a_job("workers: {replicas: 2}\ncheckpoint: {replicas: 3}"))
     said = "checkpoint.replicas (3) is reduced to 1: there is no more than 1 other worker to hold one"
-    assert list(unused.anywhere(job)) == [said]
-    assert list(unused.anywhere(spec.parse(a_job("checkpoint: {memory: 1Gi}")))) == []
+    assert list(unused_fields.anywhere(job)) == [said]
+    assert list(unused_fields.anywhere(spec.parse(a_job("checkpoint: {memory: 1Gi}")))) == []
 
 
 def test_validate_reports_every_mistake_of_every_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import fake
 import outlast
 from outlast import cli
 from outlast.job import spec
-from outlast.job.spec import unused
+from outlast.job.spec import unused_fields
 from outlast.job.spec.validation import Checked
 from outlast.kubernetes import manifests
 
@@ -185,7 +185,7 @@ def test_every_field_has_readers_or_validate_says_that_it_has_none() -> None:
                 assert re.search(
                     re.escape(THROUGH[words]), "".join(p.read_text() for p in SOURCE.rglob("*.py") if p.parent.name != "spec")
                 )
-    said = {*unused.PODS, "volumes", "secrets"}
+    said = {*unused_fields.PODS, "volumes", "secrets"}
     unread = {field for field, (here, _) in READ.items() if here is None}
     assert {field for field in unread if not any(field == each or field.startswith(f"{each}.") for each in said)} == set()
     assert {each for each in said if not any(field == each or field.startswith(f"{each}.") for field in unread)} == set()
@@ -195,15 +195,15 @@ def test_every_field_has_readers_or_validate_says_that_it_has_none() -> None:
 def test_validate_names_every_field_without_effect_on_this_machine(path: str) -> None:
     document: dict[str, Any] = yaml.safe_load(JOB)
     del document["spec"]["image"]
-    assert [*unused.here(spec.Job.model_validate(document)), *unused.pods(spec.Job.model_validate(document))] == []
+    assert [*unused_fields.here(spec.Job.model_validate(document)), *unused_fields.pods(spec.Job.model_validate(document))] == []
     part = document if path.startswith("metadata.") else document["spec"]
     *above, last = map(to_camel, path.split("."))
     for name in above:
         part = part.setdefault(name, {})
     part[last] = SAMPLES[path]
-    [sentence] = [*unused.here(job := spec.Job.model_validate(document)), *unused.pods(job)]
+    [sentence] = [*unused_fields.here(job := spec.Job.model_validate(document)), *unused_fields.pods(job)]
     assert sentence.startswith(".".join([*above, last]))
-    assert set(SAMPLES) == {*unused.PODS, "volumes", "secrets"}
+    assert set(SAMPLES) == {*unused_fields.PODS, "volumes", "secrets"}
 
 
 @pytest.mark.parametrize("topology", ["elasticjob", "job", "indexed-job", "statefulset"])
@@ -226,7 +226,9 @@ def printed(capsys: pytest.CaptureFixture[str], backend: fake.FakeBackend, *word
 
 def test_a_variable_that_refers_to_itself_is_said() -> None:
     job = spec.parse(f"{JOB}  env: {{PATH: /opt:$(PATH), A: $(B), B: x}}\n")
-    assert list(unused.anywhere(job)) == ["env.PATH (/opt:$(PATH)) refers to itself and stays as it is; write the whole value"]
+    assert list(unused_fields.anywhere(job)) == [
+        "env.PATH (/opt:$(PATH)) refers to itself and stays as it is; write the whole value"
+    ]
 
 
 def test_fields_without_effect_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

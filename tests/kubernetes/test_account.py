@@ -11,7 +11,7 @@ from outlast.base import units
 from outlast.job import ledger
 from outlast.job.report import goodput
 from outlast.job.report.steps import Bucket
-from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.jobs import job_status as shown
 from outlast.kubernetes.operator import elasticjob_status
 from simulated import BEGAN, Agent, Cluster, trains
@@ -73,7 +73,7 @@ def test_all_that_happens_to_a_job_is_one_account_which_everybody_shows() -> Non
 
     account, status = report(cluster), shown.status(shown.Snapshot("train", cluster.job))
     assert account.start == int(BEGAN)
-    assert account.end == pytest.approx(podwords.timestamp(cluster.status["completionTime"]), abs=1)
+    assert account.end == pytest.approx(pod_status.timestamp(cluster.status["completionTime"]), abs=1)
     assert sum(account.seconds.values()) == pytest.approx(account.end - account.start)
     assert account.seconds[Bucket.SUSPENDED] == pytest.approx(302, abs=5)
     assert account.seconds[Bucket.PODS] > 0

@@ -33,8 +33,7 @@ from outlast.kubernetes.manifests import (
 )
 from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import gang
-from outlast.kubernetes.operator import desired
-from outlast.kubernetes.operator import observed_job as operator_snapshot
+from outlast.kubernetes.operator import desired, observed_job
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.worker.agent import lifecycle, upload_handle
 
@@ -669,7 +668,7 @@ def required(found: Document) -> list[list[tuple[str, str, list[str]]]]:
 def operated(job: spec.Job, index: int) -> Document:
     """The pod of a worker as the operator makes it."""
     document = {**yaml.safe_load(spec.dump(job)), "metadata": {"name": "a", "namespace": "team", "uid": "12345678-uid"}}
-    snapshot = operator_snapshot.take(CachedJob(document, [], [], {}, 0.0), 1.0)
+    snapshot = observed_job.take(CachedJob(document, [], [], {}, 0.0), 1.0)
     (pod,) = desired.workers(snapshot, [index], 1, ())
     return pod
 

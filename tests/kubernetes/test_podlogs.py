@@ -19,7 +19,7 @@ from outlast.kubernetes import api as kube
 from outlast.kubernetes.jobs import backend
 from outlast.kubernetes.jobs import logs as podlogs
 from outlast.storage import store
-from outlast.storage.sync import growing
+from outlast.storage.sync import growing_files
 
 Document = dict[str, Any]
 
@@ -368,7 +368,7 @@ def test_a_job_that_has_ended_and_whose_pods_are_gone_is_not_followed(connected:
     url = (tmp_path / "runs" / "train").as_uri()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "worker-0.log").write_text("a line\n")
-    growing.Sender(store.open_(url), tmp_path).push(["logs/worker-0.log"], threading.Event())
+    growing_files.Sender(store.open_(url), tmp_path).push(["logs/worker-0.log"], threading.Event())
     env = [{"name": Env.STORE, "value": url}]
     job["spec"]["template"]["spec"]["containers"] = [{"name": "worker", "env": env}]
     said: list[str] = []

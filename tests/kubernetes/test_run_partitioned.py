@@ -23,10 +23,10 @@ import etcds
 import netns
 from bare_pods import Pods
 from outlast.job import contract, ledger
-from outlast.job.workerfiles import progress
+from outlast.job.workerfiles import progress_file
 from outlast.storage import store
 from outlast.storage.checkpoints import register
-from outlast.storage.checkpoints.rules import Place
+from outlast.storage.checkpoints.register_rules import Place
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow, netns.NEEDED]
 
@@ -87,7 +87,7 @@ class Hosts(Pods):
 
     def generation(self, index: int) -> int:
         """The world in which a worker makes steps."""
-        record = progress.read(self.directory / f"state-{index}", 0)
+        record = progress_file.read(self.directory / f"state-{index}", 0)
         return record.generation if record and record.phase == "train" and record.step else 0
 
     def train(self, indices: Sequence[int], beyond: int) -> bool:

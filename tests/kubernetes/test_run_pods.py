@@ -16,7 +16,7 @@ import torch
 
 from bare_pods import ARGS, Final
 from outlast.job import contract
-from outlast.job.workerfiles import progress
+from outlast.job.workerfiles import progress_file
 from outlast.storage import store
 from servers import Place
 
@@ -160,7 +160,7 @@ def test_a_plain_script_that_saves_on_rank_0_goes_on_at_one_step_in_all_pods(pod
         return re.findall(r"goes on from step (\d+)", two.log(index))
 
     def process() -> int:
-        record = progress.read(two.directory / "state-0", 0)
+        record = progress_file.read(two.directory / "state-0", 0)
         return record.pid if record else 0
 
     two.wait(lambda: "step 60/" in two.log(0), "a checkpoint")

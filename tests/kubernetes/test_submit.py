@@ -16,9 +16,9 @@ from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.jobs import backend, job_documents
 from outlast.storage import runs, store
-from outlast.storage.checkpoints import register, rules
+from outlast.storage.checkpoints import register, register_rules
 from outlast.storage.runs import output as stored
-from outlast.worker.agent import run_ownership
+from outlast.worker.agent import join_run
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1
@@ -156,7 +156,7 @@ def test_a_job_that_has_failed_goes_on_when_the_same_file_is_submitted(api: apis
 
     def taken(job: kube.Document) -> object:
         word = job["metadata"]["labels"]["outlast.dev/run"]
-        return run_ownership.take(place, run_ownership.record("train", word, word))
+        return join_run.take(place, join_run.record("train", word, word))
 
     outlast("submit", "job.yaml", "--as", "indexed-job")
     (first,) = the(api, "jobs.batch")
@@ -195,10 +195,10 @@ def test_a_job_that_has_succeeded_goes_on_when_it_asks_for_more_steps(
 
     def ended(word: str) -> str:
         """The run that its workers take up; it ends with success, at step 60."""
-        run = str(run_ownership.take(place, run_ownership.record("train", word, word)))
+        run = str(join_run.take(place, join_run.record("train", word, word)))
         book = register.open_(place, run)
         book.acquire(1)
-        book.add(rules.Place(60, 1, "parts"), 1)
+        book.add(register_rules.Place(60, 1, "parts"), 1)
         runs.end(place, run, "Succeeded", "", 0)
         newest()["status"] = {"state": "Succeeded", "conditions": [{"type": "Complete", "status": "True"}]}
         return run
@@ -222,7 +222,7 @@ def test_a_job_that_has_failed_and_was_removed_goes_on_with_its_run(api: apiserv
 
     def taken() -> object:
         word = the(api, "jobs.batch")[-1]["metadata"]["labels"]["outlast.dev/run"]
-        return run_ownership.take(place, run_ownership.record("train", word, word))
+        return join_run.take(place, join_run.record("train", word, word))
 
     outlast("submit", "job.yaml", "--as", "indexed-job")
     run = taken()
@@ -297,7 +297,7 @@ def test_who_takes_over_is_another_owner_although_the_file_is_the_same(
         return str(job["metadata"]["labels"]["outlast.dev/run"])
 
     def taken(word: str, home: str) -> object:
-        return run_ownership.take(place, run_ownership.record("train", word, word), home=home)
+        return join_run.take(place, join_run.record("train", word, word), home=home)
 
     assert outlast("submit", "job.yaml", "--as", "indexed-job")[0] == 0
     run = taken(word(), "team-a/train")

@@ -23,7 +23,7 @@ from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.observed_job import NNODES, Limits
 from outlast.kubernetes.operator.plan import Document, Plan
 from outlast.kubernetes.torchelastic import adapter, definition, torchrun_pod
-from outlast.rendezvous.failures import PLAIN_PODS
+from outlast.rendezvous.root_cause import PLAIN_PODS
 
 MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
 

@@ -17,7 +17,7 @@ import pytest
 import apiserver
 from fake_cluster import FakeCluster
 from outlast.base.errors import Forbidden, NotServed, Unanswered
-from outlast.cli.train import step
+from outlast.cli.train import submit_wait as step
 from outlast.job import contract, spec
 from outlast.job.status import CheckpointStatus, JobStatus, State, StoreStatus
 from outlast.kubernetes import api as kube

@@ -19,14 +19,13 @@ import situations
 from fake_cluster import FakeCluster
 from outlast import cli
 from outlast.base.errors import Forbidden, NotFound
-from outlast.cli import show
+from outlast.cli import tables_and_pages
 from outlast.job import contract
 from outlast.job.contract import End, FailureCause
 from outlast.job.failure import Failure
 from outlast.job.status import CheckpointStatus, JobStatus, State, StoreStatus, WorkerStatus
 from outlast.kubernetes import api, diagnosis
-from outlast.kubernetes.api import kinds
-from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.diagnosis import Finding, Snapshot, containers, gather_evidence, local_job, messages, nodes
 from outlast.local import backend as local
 from outlast.local.state_dir import Run
@@ -765,7 +764,7 @@ def test_a_job_whose_last_step_could_not_be_saved_is_finished_and_not_well() -> 
     status = a_status(State.SUCCEEDED, step=64, told="session", checkpoint=newest, warnings=[warning])
     unsaved = f"step 64 is not saved: {warning}; the newest checkpoint is that of step 10"
     assert local_job.causes(status, [], NOW) == [Finding("unsaved", f"it is finished, but {unsaved}")]
-    assert show.state(status) == f"Succeeded, but {unsaved}"
+    assert tables_and_pages.state(status) == f"Succeeded, but {unsaved}"
     for well in ({"step": 10}, {"told": "log"}, {"checkpoint": None, "warnings": []}, {"state": State.RUNNING}):
         assert status.model_copy(update=well).unsaved == ""
     written = {"state": "Succeeded", "step": 64, "checkpoint": {"step": 10, "path": "s3://b", "time": NOW}}
@@ -1080,9 +1079,9 @@ def test_a_job_that_was_submitted_again_is_the_newest_one() -> None:
         del meta["uid"]
         cluster.put({**old, "metadata": {**meta, "labels": {**meta["labels"], "outlast.dev/run": "new"}}})
     seen = gather_evidence.job(cluster, "train")  # type: ignore[arg-type]
-    assert kube_pods.name(seen.workload).endswith("-new")
-    assert sorted(map(kube_pods.name, seen.pods)) == sorted(
-        name for name in map(kube_pods.name, seen.pods) if name.endswith("-new")
+    assert pod_status.name(seen.workload).endswith("-new")
+    assert sorted(map(pod_status.name, seen.pods)) == sorted(
+        name for name in map(pod_status.name, seen.pods) if name.endswith("-new")
     )
     assert len(seen.pods) == 2
 

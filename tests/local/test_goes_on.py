@@ -18,13 +18,13 @@ from outlast.job import contract, spec
 from outlast.job.report import goodput
 from outlast.job.report.steps import Bucket
 from outlast.job.shipping import code_files
-from outlast.job.spec import changes
+from outlast.job.spec import version_differences
 from outlast.job.status import State
 from outlast.local.resumption import Resumption
 from outlast.local.state_dir import Run
 from outlast.storage import runs
 from outlast.storage.store import open_
-from outlast.worker.prepare import code
+from outlast.worker.prepare import code_placement
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def a_job(**fields: object) -> spec.Job:
     ],
 )
 def test_what_has_changed_in_a_job_is_named(old: dict[str, object], new: dict[str, object], said: list[str]) -> None:
-    assert list(changes.between(a_job(**old), a_job(**new))) == [f"changed since: {each}" for each in said]
+    assert list(version_differences.between(a_job(**old), a_job(**new))) == [f"changed since: {each}" for each in said]
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_what_has_changed_in_a_job_is_named(old: dict[str, object], new: dict[st
     ],
 )
 def test_a_job_that_asks_for_more_steps_and_nothing_else_is_longer(old: list[str], new: list[str], longer: bool) -> None:
-    assert changes.longer(a_job(args=old), a_job(args=new), 60) is longer
-    assert changes.longer(a_job(args=old), a_job(args=new, workers={"replicas": 1}, code="."), 60) is longer
-    assert not changes.longer(a_job(args=old), a_job(args=new, processesPerWorker=2), 60)
+    assert version_differences.longer(a_job(args=old), a_job(args=new), 60) is longer
+    assert version_differences.longer(a_job(args=old), a_job(args=new, workers={"replicas": 1}, code="."), 60) is longer
+    assert not version_differences.longer(a_job(args=old), a_job(args=new, processesPerWorker=2), 60)
 
 
 # On this machine
@@ -191,7 +191,7 @@ def test_an_older_version_of_a_file_that_the_run_has_taken_comes_back(tmp_path: 
     def copy(text: str, at: float) -> list[str]:
         (source / "train.py").write_text(text)
         os.utime(source / "train.py", (at, at))
-        return code.copy(source, code_files.listed(source), state / "work", begun)
+        return code_placement.copy(source, code_files.listed(source), state / "work", begun)
 
     begun = time.time() - 100
     copy("v1", begun - 50)

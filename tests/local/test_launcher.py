@@ -22,19 +22,20 @@ from outlast.job import contract, spec
 from outlast.job.failure import Failure
 from outlast.job.report import goodput
 from outlast.job.status import State
-from outlast.job.workerfiles import notice, progress
-from outlast.local import workers
+from outlast.job.workerfiles import notice_file, progress_file
+from outlast.local import worker_processes
 from outlast.local.backend import LocalBackend
 from outlast.local.launcher import Launcher
 from outlast.local.state_dir import Request, StateDir
-from outlast.local.workers import Ended, Worker
-from outlast.rendezvous import failures, restarts, world
-from outlast.rendezvous.failures import Pending
+from outlast.local.worker_processes import Ended, Worker
+from outlast.rendezvous import restart_budget, root_cause, world
 from outlast.rendezvous.handler import Handler, Leaving
+from outlast.rendezvous.root_cause import Pending
 from outlast.rendezvous.transports.sockets import Called, Report
 from outlast.storage import checkpoints
 from outlast.worker.agent import launcher_watch
-from outlast.worker.launch import elastic, rank0_files
+from outlast.worker.launch import elastic_agent as elastic
+from outlast.worker.launch import rank0_files
 
 
 @pytest.mark.parametrize(
@@ -48,21 +49,21 @@ from outlast.worker.launch import elastic, rank0_files
     ],
 )
 def test_every_worker_sees_gpus_of_its_own(shown: list[str], count: int, index: int, expected: list[str]):
-    assert workers.devices(shown, count, index) == expected
+    assert worker_processes.devices(shown, count, index) == expected
 
 
 def test_too_few_gpus_are_refused_and_not_shared():
     with pytest.raises(
         OutlastError, match=r"this machine shows 2 GPUs, 3 workers need 3; lower workers.replicas or resources.gpu"
     ):
-        workers.devices(["0", "1"], 1, 2)
+        worker_processes.devices(["0", "1"], 1, 2)
 
 
 def test_the_gpus_shown_are_those_that_the_user_left_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-a")
-    assert workers.gpus() == {"CUDA_VISIBLE_DEVICES": ["5", "GPU-a"]}
+    assert worker_processes.gpus() == {"CUDA_VISIBLE_DEVICES": ["5", "GPU-a"]}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert workers.gpus() == {"CUDA_VISIBLE_DEVICES": []}
+    assert worker_processes.gpus() == {"CUDA_VISIBLE_DEVICES": []}
 
 
 def a_failure(code: int = 1, *, time: float = 0.0) -> Failure:
@@ -74,7 +75,7 @@ def test_the_cause_is_a_kill_before_an_error_and_an_error_before_its_echoes():
     echo = a_failure(1, time=0.0)
     pending = [Pending(True, echo), Pending(False, aborted), Pending(False, bug), Pending(False, killed)]
     for cause in (killed, bug, aborted, echo):
-        assert failures.cause(pending).failure == cause
+        assert root_cause.cause(pending).failure == cause
         pending = [each for each in pending if each.failure != cause]
 
 
@@ -82,15 +83,15 @@ def test_a_rank_that_exited_with_0_is_the_cause_where_there_are_only_echoes():
     left = Failure(worker=1, rank=1, code=1, reason="rank 1 on worker 1", left=True, time=9.0)
     echo = Failure(worker=0, rank=0, code=1, reason="Connection closed by peer", step=5, time=1.0)
     pending = [Pending(True, echo), Pending(True, left)]
-    found = failures.cause(pending)
+    found = root_cause.cause(pending)
     remedy = "all ranks must do as many steps; pods without a common disk find different checkpoint files"
     assert found.failure.reason == f"rank 1 on worker 1 exited with 0, as if done, while rank 0 trained (step 5): {remedy}"
     assert (found.echo, found.failure.step) == (False, 5)
     bug = a_failure(1)
-    assert failures.cause([*pending, Pending(False, bug)]).failure == bug
-    budget = failures.Budget((), restarts.Policy(limit=10, window=timedelta(hours=1)), 0)
+    assert root_cause.cause([*pending, Pending(False, bug)]).failure == bug
+    budget = root_cause.Budget((), restart_budget.Policy(limit=10, window=timedelta(hours=1)), 0)
     for at in range(3):
-        _, verdict = failures.judge(found.failure, 0, budget, float(at), pending=pending)
+        _, verdict = root_cause.judge(found.failure, 0, budget, float(at), pending=pending)
         budget = dataclasses.replace(budget, history=getattr(verdict, "history", ()))
     assert verdict.reason == f"{found.failure.reason}; it has failed soon after its start 3 times in a row"
 
@@ -145,7 +146,7 @@ def test_an_agent_is_silent_when_its_file_has_not_changed_while_we_looked(tmp_pa
     disturbed(machine, how)
     assert pool.silent() == []
     os.utime(file, (1.0, 1.0))  # a clock was set back: it lives all the same
-    for _ in range(int(workers.AGENT_SILENCE_S) + 1):
+    for _ in range(int(worker_processes.AGENT_SILENCE_S) + 1):
         assert pool.silent() == []
         machine.goes_on(1.0)
     assert [worker.index for worker in pool.silent()] == [0]
@@ -194,7 +195,7 @@ def test_a_worker_that_cannot_start_is_tried_again_after_its_pause_and_no_hour_l
     pool.pause(0)
     disturbed(machine, how)
     assert pool.missing(2) == [1]
-    for _ in range(int(max(workers.BACKOFF_S))):
+    for _ in range(int(max(worker_processes.BACKOFF_S))):
         machine.goes_on(1.0)
         missing = pool.missing(2)
     assert missing == [0, 1]
@@ -205,11 +206,11 @@ def test_echoes_wait_for_their_cause_whatever_time_they_say_it_is(tmp_path: Path
     machine = Machine()
     launcher = a_launcher(tmp_path, machine)
     launcher.add_failure(a_failure(time=machine.wall + theirs), echo=True)
-    machine.goes_on(failures.COORDINATOR.cause / 2)
+    machine.goes_on(root_cause.COORDINATOR.cause / 2)
     assert launcher.decide(2, (0, 1)) is None, "whoever died may still say so"
     launcher.judge_when_settled()
     assert launcher.pending
-    machine.goes_on(failures.COORDINATOR.settle)
+    machine.goes_on(root_cause.COORDINATOR.settle)
     launcher.judge_when_settled()
     assert launcher.restarts == 1
 
@@ -235,10 +236,10 @@ def test_training_has_the_grace_of_its_job_from_when_it_hears_of_it(tmp_path: Pa
     theirs = wall.time() - 3600.0  # the clock of whoever asks has nothing to do with ours
     member = Handler(Asked(theirs), run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=120.0)  # type: ignore[arg-type]
     member._clock, member.world = machine.awake(), Asked.world
-    writer = progress.Writer(tmp_path, 0)
-    writer.write(progress.Progress(generation=1, rank=1, phase="train", step=3))
+    writer = progress_file.Writer(tmp_path, 0)
+    writer.write(progress_file.Progress(generation=1, rank=1, phase="train", step=3))
     if kind == "leave":
-        notice.write(tmp_path / contract.NOTICE, "leave", "a drain", theirs)
+        notice_file.write(tmp_path / contract.NOTICE, "leave", "a drain", theirs)
     assert member.num_nodes_waiting() == 0, "it is to save first"
     disturbed(machine, how)
     assert member.num_nodes_waiting() == 0
@@ -259,8 +260,8 @@ def test_training_whose_session_is_not_open_is_not_waited_for_unless_it_restores
     asked = Asked(wall.time() + 60)
     member = Handler(asked, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=60.0)  # type: ignore[arg-type]
     member.world = dataclasses.replace(Asked.world, held=held)
-    writer = progress.Writer(tmp_path, 0)
-    writer.write(progress.Progress(generation=1, rank=1, phase=phase))
+    writer = progress_file.Writer(tmp_path, 0)
+    writer.write(progress_file.Progress(generation=1, rank=1, phase=phase))
     assert member.num_nodes_waiting() == stops
     writer.close()
 
@@ -292,18 +293,18 @@ def test_a_worker_leaves_between_two_worlds_unless_only_its_memory_has_the_newes
     offers = Offers()
     member = Handler(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=60.0)  # type: ignore[arg-type]
     member.world = Asked.world
-    writer = progress.Writer(tmp_path, 0)
-    writer.write(progress.Progress(generation=1, rank=1, phase=phase, snapshot=snapshot, committed=committed))
-    notice.write(tmp_path / contract.NOTICE, "leave", "a drain", wall.time() + 60)
+    writer = progress_file.Writer(tmp_path, 0)
+    writer.write(progress_file.Progress(generation=1, rank=1, phase=phase, snapshot=snapshot, committed=committed))
+    notice_file.write(tmp_path / contract.NOTICE, "leave", "a drain", wall.time() + 60)
     member.num_nodes_waiting()
     member.failed({"reason": "worker 0 is lost"})
     if stays:
         assert member._next_world("host-1:1").generation == 2, "which saves, and then it leaves"
         assert (offers.said[-1], offers.owes) == (("waiting", 20), True)
-        writer.write(progress.Progress(generation=2, rank=0, phase="started"))
+        writer.write(progress_file.Progress(generation=2, rank=0, phase="started"))
         member.world = offers.world
         assert member.num_nodes_waiting() == 0, "its processes are still restoring that step"
-        writer.write(progress.Progress(generation=2, rank=0, phase="train", committed=20, snapshot=20))
+        writer.write(progress_file.Progress(generation=2, rank=0, phase="train", committed=20, snapshot=20))
     with pytest.raises(Leaving):
         member._next_world("host-1:1")
     assert offers.said[-1][0] == "leaving"
@@ -317,8 +318,8 @@ def test_a_worker_whose_processes_failed_says_whether_only_its_memory_has_the_ne
     offers = Offers()
     member = Handler(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
     member.world = Asked.world
-    writer = progress.Writer(tmp_path, 0)
-    writer.write(progress.Progress(generation=1, rank=1, phase="train", snapshot=20, committed=committed))
+    writer = progress_file.Writer(tmp_path, 0)
+    writer.write(progress_file.Progress(generation=1, rank=1, phase="train", snapshot=20, committed=committed))
     member.failed({"reason": "worker 0 is lost"})
     member._next_world("host-1:1")
     assert (offers.said[-1], offers.owes) == (("waiting", 20), owes)
@@ -339,8 +340,8 @@ def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_
     offers = Offers()
     member = Handler(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
     member.world = world.World(1, (1, 0) if rank == 0 else (0, 1), "", "")
-    writer = progress.Writer(tmp_path, 0)
-    writer.write(progress.Progress(generation=1, rank=rank, phase="train", committed=10, snapshot=19))
+    writer = progress_file.Writer(tmp_path, 0)
+    writer.write(progress_file.Progress(generation=1, rank=rank, phase="train", committed=10, snapshot=19))
     member._report_leaving()
     assert (offers.said, offers.owes) == ([("leaving", 19)], True)
     leaves = threading.Thread(target=elastic._left, args=(member,))
@@ -536,7 +537,7 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
     of_worker = {"logged": [9, 100, 1]}
     launcher.pool.present[0] = Worker(0, 1, 1)
     monkeypatch.setattr(launcher.pool, "report", lambda _: of_worker)
-    record = progress.Progress(generation=2, rank=0, phase="started", pid=7, started=1 << 60)
+    record = progress_file.Progress(generation=2, rank=0, phase="started", pid=7, started=1 << 60)
     monkeypatch.setattr("outlast.local.live_status.progress.read", lambda *_: record)
     launcher.status.step, launcher.status.steps, launcher.status.told = 45, 100, "log"
     launcher.live.read(launcher.state.world)
@@ -563,7 +564,7 @@ def test_a_launcher_that_takes_over_a_plain_script_that_trains_does_not_take_it_
     launcher = a_launcher(tmp_path, Machine())
     launcher.pool.present[0] = Worker(0, 1, 1)
     launcher.state = world.State({}, world.World(1, (0, 1), "", "", 0.0))
-    record = progress.Progress(generation=1, rank=0, phase="started", pid=7, started=1)
+    record = progress_file.Progress(generation=1, rank=0, phase="started", pid=7, started=1)
     monkeypatch.setattr("outlast.local.live_status.progress.read", lambda *_: record)
     told = {"logged": [46, 100, 1], "logged_more": {"pid": 7, "first": [0, 100, None]}}
     monkeypatch.setattr(launcher.pool, "report", lambda _: told)

@@ -23,14 +23,15 @@ import pytest
 from here import LONG_AGO, SOON, Here, outlast
 from outlast.base import file_locks, files
 from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
-from outlast.job import chaos, contract, spec
+from outlast.job import contract, spec
+from outlast.job import faults as chaos
 from outlast.job.shipping import code_files
 from outlast.job.status import CheckpointStatus, JobStatus, RankStatus, SnapshotStatus, State, WorkerStatus
-from outlast.job.workerfiles import progress
+from outlast.job.workerfiles import progress_file
 from outlast.local import log_reader, output_dir
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import Request, Run, StateDir
-from outlast.local.workers import WorkerPool
+from outlast.local.worker_processes import WorkerPool
 from outlast.rendezvous.world import World
 
 
@@ -536,17 +537,17 @@ def test_the_newest_snapshot_is_shown_apart_from_the_checkpoint(tmp_path: Path) 
     run = Run("r", 0.0, "", str(tmp_path / "out"), "")
     live = LiveStatus(state_dir, run, WorkerPool(state_dir, job, run, time.monotonic), status, time.monotonic)
     state_dir.worker(1).mkdir(parents=True)
-    writer = progress.Writer(state_dir.worker(1), 0)
-    writer.write(progress.Progress(generation=2, rank=0, phase="train", step=9, snapshot=8, every=2))
+    writer = progress_file.Writer(state_dir.worker(1), 0)
+    writer.write(progress_file.Progress(generation=2, rank=0, phase="train", step=9, snapshot=8, every=2))
     live.read(World(2, (1, 0), "", ""))
     assert (status.step, status.snapshot, status.checkpoint) == (9, SnapshotStatus(step=8, every=2), None)
-    writer.write(progress.Progress(generation=2, rank=0, phase="train", step=10))
+    writer.write(progress_file.Progress(generation=2, rank=0, phase="train", step=10))
     live.read(World(2, (1, 0), "", ""))
     assert status.snapshot is None
     writer.close()
     path = state_dir.worker(1) / "progress-0.json"
     path.write_text(path.read_text().strip().replace("{", '{"of a later version": 1, ', 1))
-    assert progress.read(state_dir.worker(1), 0) is not None
+    assert progress_file.read(state_dir.worker(1), 0) is not None
 
 
 def test_the_key_of_a_run_is_for_its_user_alone_and_stays(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import accounts
 import pages
 from outlast import cli
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import serving
+from outlast.cli import web_servers
 from outlast.cli.train import notebook
 from outlast.job.failure import Failure
 from outlast.job.status import JobStatus, RankStatus, State, WorkerStatus
@@ -128,7 +128,7 @@ def test_what_is_missing_is_one_sentence(
         port = taken.getsockname()[1]
         said = f"Error: port {port} at 127.0.0.1 cannot be used: Address already in use; choose another --port\n"
         assert refused(capsys, str(tmp_path / "work"), "--port", str(port)).endswith(said)
-        assert serving.port(None, "127.0.0.1", port) not in (0, port)
+        assert web_servers.port(None, "127.0.0.1", port) not in (0, port)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert refused(capsys) == "Error: JupyterLab is not installed; pip install 'outlast[notebook]'\n"
 
@@ -140,17 +140,17 @@ def test_an_address_may_be_of_ipv6() -> None:
         pytest.skip(f"no IPv6 here: {error}")
     with taken:
         port = taken.getsockname()[1]
-        assert serving.port(None, "::1", port) not in (0, port)
+        assert web_servers.port(None, "::1", port) not in (0, port)
         with pytest.raises(OutlastError, match=rf"^port {port} at ::1 cannot be used: Address already in use; .* --port$"):
-            serving.port(port, "::1", 1)
+            web_servers.port(port, "::1", 1)
 
 
 def test_an_address_that_cannot_be_used_is_named_and_not_a_port() -> None:
     for number in (None, 9000):
         with pytest.raises(OutlastError, match=r"^192\.0\.2\.1 cannot be used: Cannot assign requested address; .* --bind$"):
-            serving.port(number, "192.0.2.1", 8888)
+            web_servers.port(number, "192.0.2.1", 8888)
     with pytest.raises(OutlastError, match=r"^--bind is empty"):
-        serving.port(None, "", 8888)
+        web_servers.port(None, "", 8888)
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
@@ -158,7 +158,7 @@ def test_an_address_that_cannot_be_used_is_named_and_not_a_port() -> None:
 def test_a_signal_ends_a_server_as_ctrl_c_does_unless_it_is_ignored(number: signal.Signals, handler: signal.Handlers) -> None:
     before, after = signal.signal(number, handler), []
     try:
-        with serving.until_stopped():
+        with web_servers.until_stopped():
             signal.raise_signal(number)
             after.append("the server goes on")
         assert (bool(after), signal.getsignal(number)) == (handler == signal.SIG_IGN, handler)
@@ -181,9 +181,9 @@ def test_a_port_that_is_taken_meanwhile_is_given_up_and_the_token_is_deleted_onc
                 raise NotFound("JupyterLab does not start: the port is in use")
             yield types.SimpleNamespace(wait=lambda: int((log.parent / "token").exists()))
 
-        monkeypatch.setattr(serving, "child", child)
+        monkeypatch.setattr(web_servers, "child", child)
         monkeypatch.setattr(jupyter, "running", lambda *_: None)
-        monkeypatch.setattr(jupyter, "PORT", serving.port(None, "127.0.0.1", 0))
+        monkeypatch.setattr(jupyter, "PORT", web_servers.port(None, "127.0.0.1", 0))
         notebook.notebook(tmp_path)
     assert ports[0] == jupyter.PORT != ports[1]
     assert f"http://localhost:{ports[1]}/lab/tree/first.ipynb?token=" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import pytest
 
 import small_disks
 from outlast.job.status import JobStatus, State
-from outlast.job.workerfiles import progress
+from outlast.job.workerfiles import progress_file
 from outlast.local.state_dir import StateDir
 from outlast.storage import checkpoints
 
@@ -33,7 +33,7 @@ def test_an_output_that_fails_ends_no_job_and_loses_no_step(machine, undisturbed
     harm(small_disk)
     before = beyond(machine, name, 12)
     saved = [c.step for c in checkpoints.list_(output / "checkpoints")]
-    record = progress.read(home.worker(1), 0)
+    record = progress_file.read(home.worker(1), 0)
     assert record is not None
     os.kill(record.pid, signal.SIGKILL)
     assert went_on(home, record.generation, record.attempt + 1) >= before.snapshot.step
@@ -57,7 +57,7 @@ def went_on(home: StateDir, generation: int, attempt: int) -> int:
     """The step from which rank 0 goes on in an attempt of a generation."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
-        found = progress.read(home.worker(0), 0)
+        found = progress_file.read(home.worker(0), 0)
         if found and (found.generation, found.attempt) >= (generation, attempt) and found.phase in ("first step", "train"):
             return found.step
         time.sleep(0.002)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from machines import Machine
-from outlast.data import shards as prepared
+from outlast.data import shard_format
 
 SAMPLES = 512
 
@@ -28,8 +28,8 @@ def a_place(directory: Path) -> Path:
     made = []
     for number in range(16):
         rows = slice(number * 32, (number + 1) * 32)
-        made.append(prepared.write_columns(directory / f"train-{number:05d}.safetensors", {"x": x[rows], "y": y[rows]}))
-    prepared.write(directory, prepared.Manifest("jsonl", {"train": prepared.Part(tuple(made))}))
+        made.append(shard_format.write_columns(directory / f"train-{number:05d}.safetensors", {"x": x[rows], "y": y[rows]}))
+    shard_format.write(directory, shard_format.Manifest("jsonl", {"train": shard_format.Part(tuple(made))}))
     return directory
 
 

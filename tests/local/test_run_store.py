@@ -18,12 +18,12 @@ import pytest
 from faults import Proxy
 from outlast import cli
 from outlast.base.errors import OutlastError
-from outlast.cli import show
+from outlast.cli import tables_and_pages
 from outlast.job import contract
 from outlast.job.status import JobStatus, State
 from outlast.local.backend import LocalBackend
 from outlast.storage import checkpoints, store
-from outlast.storage.sync import growing
+from outlast.storage.sync import growing_files
 from servers import Place
 
 Final = Callable[..., dict[str, object]]
@@ -54,7 +54,7 @@ def one_server(name: str) -> pytest.MarkDecorator:
 def grown(place: store.Store, path: str) -> bytes:
     """A growing file as it is in a store."""
     with ThreadPoolExecutor(1) as pool:
-        return b"".join(growing.pieces(place, path, pool))
+        return b"".join(growing_files.pieces(place, path, pool))
 
 
 def pushed(step: int) -> Callable[[JobStatus], bool]:
@@ -164,7 +164,7 @@ def test_a_store_that_goes_away_costs_nothing_and_gets_everything_later(
     failing = re.search(r"^outlast_sync_failing_seconds\{.*\} ([\d.]+)$", metrics, re.MULTILINE)
     assert failing
     assert float(failing[1]) > 0
-    assert "fails since" in show.in_store(away.store, time.time())
+    assert "fails since" in tables_and_pages.in_store(away.store, time.time())
     step = away.step
     machine.wait(name, lambda s: s.step > step + 5)
     rclone_proxy.up()

@@ -26,8 +26,8 @@ import pytest
 import netns
 from outlast.job import contract
 from outlast.job.status import JobStatus, State
-from outlast.job.workerfiles import progress
-from outlast.job.workerfiles.progress import Progress
+from outlast.job.workerfiles import progress_file
+from outlast.job.workerfiles.progress_file import Progress
 from outlast.local.state_dir import StateDir
 from outlast.storage import checkpoints
 from seeds import seeds
@@ -91,7 +91,7 @@ class Struck:
 
     def records(self, status: JobStatus) -> list[Progress]:
         """Of the newest attempt."""
-        found = [progress.read(self.home.worker(each.index), n) for each in status.workers for n in range(status.processes)]
+        found = [progress_file.read(self.home.worker(each.index), n) for each in status.workers for n in range(status.processes)]
         there = [each for each in found if each]
         newest = max(((each.generation, each.attempt) for each in there), default=(0, 0))
         return [each for each in there if (each.generation, each.attempt) == newest]

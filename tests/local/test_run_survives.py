@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from outlast.job.status import JobStatus, State
-from outlast.job.workerfiles import progress
+from outlast.job.workerfiles import progress_file
 from outlast.local.state_dir import StateDir
 from worlds import steps as told_steps
 
@@ -75,13 +75,13 @@ def repaired_by_its_members(machine, name: str, before: JobStatus) -> JobStatus:
     home = StateDir(machine.directory / "state" / "jobs" / name)
     os.kill(before.launcher, signal.SIGSTOP)
     for attempt, worker in ((1, 0), (2, 1)):
-        found = [progress.read(home.worker(index), 0) for index in (0, 1)]
+        found = [progress_file.read(home.worker(index), 0) for index in (0, 1)]
         killed = time.monotonic()
         kill(found[worker].pid)
         while not all(one and one.attempt == attempt and one.phase == "train" for one in found):
             assert time.monotonic() - killed < 30, found
             time.sleep(0.01)
-            found = [progress.read(home.worker(index), 0) for index in (0, 1)]
+            found = [progress_file.read(home.worker(index), 0) for index in (0, 1)]
     os.kill(before.launcher, signal.SIGCONT)
     after = machine.wait(name, lambda s: s.restarts == 2)
     assert after.generation == before.generation
@@ -160,8 +160,8 @@ def test_the_elastic_agent_and_the_warm_process_may_die_and_the_snapshots_stay(m
     status = machine.at_step(name, 15)
     home, agents = StateDir(machine.directory / "state" / "jobs" / name), [worker.pid for worker in status.workers]
     for deaths, (victim, index) in enumerate([("elastic agent", 0), ("warm process", workers - 1)], 1):
-        machine.wait(name, lambda _: progress.read(home.worker(0), 0).snapshot > 0)
-        snapshot = progress.read(home.worker(0), 0).snapshot
+        machine.wait(name, lambda _: progress_file.read(home.worker(0), 0).snapshot > 0)
+        snapshot = progress_file.read(home.worker(0), 0).snapshot
         process(agents[index], victim).kill()
         status = trains_again(machine, name, status)
         assert (status.restarts, [worker.pid for worker in status.workers]) == (deaths, agents)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 import disturbances
 import worlds
-from outlast.data import stdlib
+from outlast.data import stdlib_text
 from outlast.job import contract
 from outlast.recipes import gpt, gpt_data, gpt_model
 from outlast.recipes.gpt_model import GPT, Config
@@ -299,7 +299,7 @@ def test_we_sample_from_nanogpt_s_checkpoint_and_train_on_from_it(tmp_path: Path
 def python_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The standard library's sources in characters; every tenth module to measure on."""
     root = tmp_path_factory.mktemp("python")
-    stdlib.write(root / "text")
+    stdlib_text.write(root / "text")
     parts: dict[bool, list[str]] = {False: [], True: []}
     for number, file in enumerate(sorted((root / "text").rglob("*.py"))):
         parts[number % 10 == 9].append("".join(c for c in file.read_text() if c.isascii() and (c.isprintable() or c == "\n")))

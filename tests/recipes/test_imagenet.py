@@ -359,11 +359,11 @@ def test_an_image_that_cannot_be_decoded_is_left_out_if_asked(
 
 def test_a_label_beyond_the_classes_is_refused(tmp_path: Path) -> None:
     from outlast.data.prepare import images as prepare
-    from outlast.data.prepare import work
+    from outlast.data.prepare import work_units
 
     place = tmp_path / "packed"
     source = textures.write(tmp_path / "set", {"train": 3, "val": 1}, kinds=3, size=16)
-    prepare.prepare(work.Request(source, place, 1, lambda *_: None), prepare.Settings())
+    prepare.prepare(work_units.Request(source, place, 1, lambda *_: None), prepare.Settings())
     manifest = json.loads((place / "manifest.json").read_text())
     del manifest["source"]["classes"]
     (place / "manifest.json").write_text(json.dumps(manifest))

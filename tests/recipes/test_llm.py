@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 import disturbances
 from outlast.base.errors import OutlastError
-from outlast.data.prepare import chat, jsonl, work
+from outlast.data.prepare import chat, jsonl, work_units
 from outlast.job import contract
 from outlast.recipes import llm, llm_data, llm_tiny
 from outlast.training import Shards
@@ -183,8 +183,8 @@ def test_a_chat_that_the_template_refuses_names_the_file_and_the_line(tmp_path: 
     source = lines(tmp_path / "train.jsonl", RECORDS[-1:] + CHATS)
     settings = jsonl.Settings(str(tmp_path / "tokenizer"), val=0)
     with pytest.raises(OutlastError, match=r"train.jsonl, line 2 is refused by the tokenizer's chat template: roles must alt"):
-        jsonl.prepare(work.Request(source, tmp_path / "to"), settings)
-    made = jsonl.prepare(work.Request(source, tmp_path / "to"), dataclasses.replace(settings, skip_damaged=True))
+        jsonl.prepare(work_units.Request(source, tmp_path / "to"), settings)
+    made = jsonl.prepare(work_units.Request(source, tmp_path / "to"), dataclasses.replace(settings, skip_damaged=True))
     assert (made.source["damaged"], len(made.source["left_out"]), made.part("train").samples) == (4, 3, 1)
 
 
@@ -485,7 +485,7 @@ def test_prepared_data_are_read_as_they_are_and_cut_samples_are_counted(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = lines(tmp_path / "train.jsonl")
-    jsonl.prepare(work.Request(source, tmp_path / "prepared"), jsonl.Settings(str(model), val=0.3))
+    jsonl.prepare(work_units.Request(source, tmp_path / "prepared"), jsonl.Settings(str(model), val=0.3))
     llm.main(arguments(model, tmp_path / "prepared", "--seq-len=8", "--max-steps=1", "--no-epoch-results"))
     told = capsys.readouterr().out
     assert "samples are longer than --seq-len 8 and lose their end" in told

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import disturbances
 from outlast.base.errors import OutlastError
-from outlast.data.prepare import video, work
+from outlast.data.prepare import video, work_units
 from outlast.recipes import perceiver, perceiver_data, perceiver_model
 from outlast.recipes.perceiver_model import Config, Perceiver, Points
 from outlast.recipes.shared import settings
@@ -243,7 +243,7 @@ def test_the_synthetic_set_is_of_real_videos_with_sound(tmp_path: Path, monkeypa
 
 
 def test_prepared_shards_are_read_as_well(tmp_path: Path, clips: Path, alone: Callable[..., Path]) -> None:
-    video.prepare(work.Request(clips, tmp_path / "shards", 1), video.Settings(frames=2, size=8))
+    video.prepare(work_units.Request(clips, tmp_path / "shards", 1), video.Settings(frames=2, size=8))
     output = alone(f"--data={tmp_path / 'shards'}", "--max-steps=2", "--epochs=3")
     assert json.loads((output / "final.json").read_text())["step"] == 2
     with pytest.raises(OutlastError, match="was prepared with --frames 2, and the model takes 4; prepare it with --frames 4"):
@@ -497,7 +497,7 @@ def test_killed_20_times_it_ends_with_the_same_bits(tmp_path: Path, clips: Path)
 @pytest.mark.timeout(900)
 def test_the_reconstruction_loss_on_the_synthetic_set_falls_by_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_here = perceiver_data.synthetic(tmp_path)
-    video.prepare(work.Request(made_here, tmp_path / "shards", 1), video.Settings(frames=2, size=16))
+    video.prepare(work_units.Request(made_here, tmp_path / "shards", 1), video.Settings(frames=2, size=16))
     monkeypatch.setenv("OUTLAST_OUTPUT", str(tmp_path / "out"))
     sizes = ("--size=tiny", "--frames=2", "--image-size=16", "--num-latents=16", "--dropout=0", "--dtype=float32")
     learning = ("--lr=5e-3", "--warmup-steps=30", "--lr-schedule=cosine", "--image-weight=0.3", "--epochs=140")

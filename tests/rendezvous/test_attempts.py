@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.job.status import State
-from outlast.rendezvous import attempts, coordinator, failures, restarts, world
+from outlast.rendezvous import attempts, coordinator, restart_budget, root_cause, world
 from outlast.rendezvous.attempts import Go, No, Participant, Past, Ready, Stage, Stop
 from outlast.rendezvous.mesh.mesh import Mesh
 from outlast.rendezvous.repairs import Repairs
@@ -128,7 +128,7 @@ def test_a_cause_may_report_before_the_others_are_stopped_for_an_echo() -> None:
     net.deliver(0)
     assert net.underway == []
     assert net.parties[3].stage is Stage.TRAINING
-    net.tick(failures.COORDINATOR.cause - 0.1)
+    net.tick(root_cause.COORDINATOR.cause - 0.1)
     assert net.parties[3].stage is Stage.TRAINING
     net.tick(0.2)
     assert net.parties[3].stage is Stage.STOPPING
@@ -331,7 +331,7 @@ class Counting(coordinator.Coordinator):
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.said: list[str] = []
         self.now = 100.0
-        policy = restarts.Policy(limit, timedelta(hours=1))
+        policy = restart_budget.Policy(limit, timedelta(hours=1))
         super().__init__(coordinator.Settings((1, 2), policy, world.Timeouts()), lambda: self.now)
         if new:
             return

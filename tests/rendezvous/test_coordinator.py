@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outlast.job.status import State
-from outlast.rendezvous import restarts, world
+from outlast.rendezvous import restart_budget, world
 from outlast.rendezvous.coordinator import Coordinator, Settings
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import World
@@ -19,7 +19,7 @@ class Coordinating(Coordinator):
 
     def __init__(self, workers: int = 3) -> None:
         self.now = 1000.0
-        policy = restarts.Policy(9, timedelta(hours=1))
+        policy = restart_budget.Policy(9, timedelta(hours=1))
         super().__init__(Settings(tuple(range(1, workers + 1)), policy, world.Timeouts(start=0.0)), lambda: self.now)
         self.workers = workers
         self.told: dict[int, list[object]] = {id: [] for id in range(workers)}

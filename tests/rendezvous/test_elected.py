@@ -15,9 +15,9 @@ from outlast.base.clock import Clock
 from outlast.base.errors import EtcdAway, Superseded
 from outlast.job import contract
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, restarts, world
+from outlast.rendezvous import coordinator, restart_budget, world
 from outlast.rendezvous.etcd import client as etcd
-from outlast.rendezvous.etcd import election, schema
+from outlast.rendezvous.etcd import election, key_schema
 from outlast.rendezvous.etcd import gateway as servers
 from outlast.rendezvous.etcd.gateway import Outcome
 from outlast.rendezvous.etcd.member import Identity, Membership
@@ -25,7 +25,7 @@ from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState
 from simulated_etcd import Link, SimulatedEtcd
 
-OF = schema.Keys.of("/outlast", "team/a job")
+OF = key_schema.Keys.of("/outlast", "team/a job")
 
 
 class Voice:
@@ -69,7 +69,7 @@ class Bench:
             member.listed(member._store.range(OF.decided, prefix=True))
 
     def candidate(self, token: str, *, skew: float = 0.0, limit: int = 1, **fields: Any) -> tuple[election.Candidate, Voice]:
-        settings = coordinator.Settings((1, 2, 3), restarts.Policy(limit, timedelta(hours=1)), world.Timeouts(start=2.0))
+        settings = coordinator.Settings((1, 2, 3), restart_budget.Policy(limit, timedelta(hours=1)), world.Timeouts(start=2.0))
         voice = Voice()
         link = Link(self.etcd, random.Random(0))
         how = {"clock": lambda: self.etcd.now + skew, "random": lambda: 0.0, "nonce": self.word, **fields}
@@ -88,8 +88,8 @@ class Bench:
                 member.publish()
             self.etcd.pass_(0.25 if seconds else 0.0)
 
-    def said(self) -> schema.Published:
-        said = schema.Published.loads(self.etcd.kvs[OF.published].value)
+    def said(self) -> key_schema.Published:
+        said = key_schema.Published.loads(self.etcd.kvs[OF.published].value)
         assert said is not None
         return said
 
@@ -119,19 +119,19 @@ def fails(member: Membership, reason: str = "it failed", *, time: float = 0.0, e
 
 def test_what_is_written_is_read_again() -> None:
     report = sockets.Report("r", 3, "waiting", failure={"code": 1})
-    record = schema.Record(report, "t", "2:4", "b", world.World(1, (1, 2), "a:1", "x"), ("t", "u"))
-    assert schema.Record.loads(record.dumps()) == record
+    record = key_schema.Record(report, "t", "2:4", "b", world.World(1, (1, 2), "a:1", "x"), ("t", "u"))
+    assert key_schema.Record.loads(record.dumps()) == record
     older = {**json.loads(record.dumps()), "wanted": {"number": 3, "replicas": 2, "sizes": [1, 2], "expected": [0]}}
-    assert schema.Record.loads(json.dumps(older)) == record  # of a version that had an operator beside the etcd
+    assert key_schema.Record.loads(json.dumps(older)) == record  # of a version that had an operator beside the etcd
     call = world.Call(2, "r", True, 1.0, (3,), lost=(1,))
-    said = schema.Published(
+    said = key_schema.Published(
         "t", "b", "c", "2:4", record.world, ("t", "u"), call, 2.0, sockets.Closed("a", 0), "why", 1, (2,), 1, 1,
         ((1.0, 2, None),), {"worker": 1, "code": 1, "reason": "it failed"}, 2, {"token": "it is lost"}, ((3, 1.5, 1),),
     )  # fmt: skip
-    assert schema.Published.loads(said.dumps()) == said
+    assert key_schema.Published.loads(said.dumps()) == said
     names = {"born", "before", "terms", "floor", "judged"}
     assert names <= json.loads(said.dumps()).keys(), "members of other versions read these"
-    assert schema.Leader.loads(schema.Leader("t", "h", 3, "w").dumps()) == schema.Leader("t", "h", 3, "w")
+    assert key_schema.Leader.loads(key_schema.Leader("t", "h", 3, "w").dumps()) == key_schema.Leader("t", "h", 3, "w")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_what_is_written_is_read_again() -> None:
     ],
 )
 def test_what_makes_no_sense_is_nothing(text: str) -> None:
-    assert (schema.Record.loads(text), schema.Published.loads(text)) == (None, None)
+    assert (key_schema.Record.loads(text), key_schema.Published.loads(text)) == (None, None)
 
 
 MEMBER = {"report": {"run": "r", "id": 0, "standing": "waiting", "address": "a:1"}, "token": "t"}
@@ -168,13 +168,13 @@ WORLD = {"generation": 1, "members": [0], "address": "a:1", "reason": "why"}
 def test_what_is_of_the_wrong_type_is_nothing(said: dict[str, Any]) -> None:
     """Whoever may write to the etcd must not end who reads there."""
     text = json.dumps(said)
-    assert (schema.Record.loads(text), schema.Published.loads(text)) == (None, None)
+    assert (key_schema.Record.loads(text), key_schema.Published.loads(text)) == (None, None)
 
 
 @pytest.mark.parametrize("kind", [None, 5, [1], "of a newer version"])
 def test_a_kind_that_is_not_known_costs_nothing_of_what_is_published(kind: object) -> None:
     called = {"generation": 2, "reason": "why", "planned": True, "at": 1.0, "leaving": [], "cause": kind}
-    said = schema.Published.loads(json.dumps({**SAID, "called": called, "closed": {"reason": "why", "code": 0, "end": kind}}))
+    said = key_schema.Published.loads(json.dumps({**SAID, "called": called, "closed": {"reason": "why", "code": 0, "end": kind}}))
     assert said is not None
     assert said.called == world.Call(2, "why", True, 1.0, ())
     assert contract.End(said.closed.end) is contract.End.UNKNOWN
@@ -182,11 +182,11 @@ def test_a_kind_that_is_not_known_costs_nothing_of_what_is_published(kind: objec
 
 def test_what_is_nested_without_end_is_nothing() -> None:
     text = "[" * 100_000
-    assert (schema.Record.loads(text), schema.Published.loads(text), schema.Leader.loads(text)) == (None, None, None)
+    assert (key_schema.Record.loads(text), key_schema.Published.loads(text), key_schema.Leader.loads(text)) == (None, None, None)
 
 
 def test_who_decides_goes_by_a_clock_that_never_steps() -> None:
-    settings = coordinator.Settings((1,), restarts.Policy(1, timedelta(hours=1)), world.Timeouts())
+    settings = coordinator.Settings((1,), restart_budget.Policy(1, timedelta(hours=1)), world.Timeouts())
     running = etcd.Running(servers.address("etcd://a"), "r", election.ElectionConfig(settings, Voice()))
     client = etcd.Client(servers.address("etcd://a"), Identity("r", 0))
     assert isinstance(running._candidate._config.clock, Clock)
@@ -226,8 +226,8 @@ def test_when_all_machines_sleep_leases_are_made_again_and_the_world_goes_on(ben
 
 def test_names_of_runs_may_hold_anything() -> None:
     assert OF.root == "/outlast/team%2Fa%20job"
-    assert schema.run_of("/outlast", OF.member(3)) == "team/a job"
-    assert schema.run_of("/outlast", "/outlast/x/else") == ""
+    assert key_schema.run_of("/outlast", OF.member(3)) == "team/a job"
+    assert key_schema.run_of("/outlast", "/outlast/x/else") == ""
 
 
 def test_a_decider_that_was_deposed_writes_and_says_nothing(bench: Bench) -> None:

@@ -17,15 +17,15 @@ import pytest
 from outlast.base.clock import Clock
 from outlast.base.errors import EtcdError, Superseded
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, restarts, world
-from outlast.rendezvous.etcd import election, schema
+from outlast.rendezvous import coordinator, restart_budget, world
+from outlast.rendezvous.etcd import election, key_schema
 from outlast.rendezvous.etcd.gateway import KeyValue
 from outlast.rendezvous.etcd.member import Identity, Membership
 from outlast.rendezvous.world import MemberState
 from simulated_etcd import Link, SimulatedEtcd, Watch
 
 TTL = 5
-OF = schema.Keys.of("/outlast", "run")
+OF = key_schema.Keys.of("/outlast", "run")
 WITHIN_S = 0.5
 """How long a process that can reach etcd takes to try again."""
 
@@ -52,7 +52,7 @@ class Node:
         self.member = Membership(self.link, OF, who, clock=self.clock, choose=rng.choice)
         self.member.report = dataclasses.replace(self.member.report, address=f"host-{number}:1")
         what = coordinator.Settings(
-            tuple(range(sizes[0], sizes[1] + 1)), restarts.Policy(10**6, timedelta(hours=1)), world.Timeouts(start=5.0)
+            tuple(range(sizes[0], sizes[1] + 1)), restart_budget.Policy(10**6, timedelta(hours=1)), world.Timeouts(start=5.0)
         )
         config = election.ElectionConfig(
             what,
@@ -127,9 +127,9 @@ class Simulation:
     def record(self, kv: KeyValue) -> None:
         if kv.key != OF.published:
             return
-        said = schema.Published.loads(kv.value)
+        said = key_schema.Published.loads(kv.value)
         assert said is not None
-        leader = schema.Leader.loads(self.etcd.kvs[OF.leader].value)
+        leader = key_schema.Leader.loads(self.etcd.kvs[OF.leader].value)
         assert leader is not None
         assert leader.token == said.by, "who was not elected has written"
         if not any(node.member._newest for node in self.nodes) and not said.world:

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.rendezvous.handler import Handler
-from outlast.rendezvous.mesh import connection, peer_state
+from outlast.rendezvous.mesh import connection, watched_peers
 from outlast.rendezvous.mesh import mesh as mesh_module
-from outlast.rendezvous.mesh.exchange import Exchange
+from outlast.rendezvous.mesh.address_exchange import Exchange
 from outlast.rendezvous.mesh.mesh import Mesh, Undelivered
-from outlast.rendezvous.mesh.peer_state import PeerState
+from outlast.rendezvous.mesh.watched_peers import PeerState
 from outlast.rendezvous.vocabulary import World
 from waits import until
 
@@ -55,13 +55,13 @@ def joined(*meshes: Mesh, generation: int = 1) -> None:
 @given(st.integers(1, 8))
 def test_in_a_small_world_everybody_watches_everybody(size: int) -> None:
     members = range(100, 100 + size)
-    assert all(peer_state.watched(id, members) == tuple(each for each in members if each != id) for id in members)
+    assert all(watched_peers.watched(id, members) == tuple(each for each in members if each != id) for id in members)
 
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 9999), min_size=9, max_size=100, unique=True))
 def test_in_a_large_world_each_member_watches_few_and_is_watched_by_the_same(members: list[int]) -> None:
-    watched = {id: set(peer_state.watched(id, members)) for id in members}
+    watched = {id: set(watched_peers.watched(id, members)) for id in members}
     assert all(4 <= len(peers) <= 6 and id not in peers for id, peers in watched.items())
     assert all(id in watched[peer] for id, peers in watched.items() for peer in peers)
     near = {members[1], members[2], members[-1], members[-2], members[len(members) // 2]}
@@ -76,7 +76,7 @@ def test_a_peer_that_does_not_answer_is_unheard_after_its_patience() -> None:
     peer.doubted(10.0, 1.0)
     peer.doubted(10.9, 1.0)
     peer.passed(10.9)
-    assert (peer.unheard, peer.attempt_s) == ("", peer_state.ATTEMPT_S)
+    assert (peer.unheard, peer.attempt_s) == ("", watched_peers.ATTEMPT_S)
     peer.passed(11.0)
     assert (peer.unheard, peer.gone) == ("has not answered for 1.0 s after its connection broke", False)
     peer.proven()
@@ -87,9 +87,9 @@ def test_a_peer_is_gone_when_it_refuses_twice_and_one_refusal_proves_nothing() -
     peer = PeerState()
     peer.doubted(10.0, 1.0)
     peer.refused()
-    assert (peer.unheard, peer.pause_s) == ("", peer_state.AGAIN_S)
+    assert (peer.unheard, peer.pause_s) == ("", watched_peers.AGAIN_S)
     peer.refused()
-    assert (peer.unheard, peer.gone, peer.pause_s) == ("refuses connections", True, peer_state.PAUSE_S)
+    assert (peer.unheard, peer.gone, peer.pause_s) == ("refuses connections", True, watched_peers.PAUSE_S)
 
 
 def test_a_stopped_process_stays_heard_because_its_kernel_accepts() -> None:
@@ -326,7 +326,7 @@ def test_addresses_travel_through_the_worlds_store_and_nobody_waits_for_who_has_
 def test_a_message_reaches_any_member_once_and_in_order(made: Callable[..., Mesh]) -> None:
     meshes = [made(id) for id in range(10)]
     joined(*meshes)
-    assert 3 not in peer_state.watched(0, range(10))
+    assert 3 not in watched_peers.watched(0, range(10))
     got: list[tuple[int, object]] = []
     meshes[3].handlers["vote"] = lambda id, message: got.append((id, message["n"]))
     sent = [meshes[0].send(3, {"kind": "vote", "n": n}) for n in range(20)]

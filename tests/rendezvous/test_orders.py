@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.base import probes
-from outlast.job import seal
+from outlast.job import sealed_lines
 from outlast.rendezvous.transports import orders
 from outlast.rendezvous.transports.orders import Answer, Orders
 
@@ -41,7 +41,7 @@ def test_an_order_that_is_signed_is_accepted_once() -> None:
     ("order", "status"),
     [
         (an_order(key=b"another"), 401),
-        (an_order(key=seal.derived(KEY, "mesh")), 401),
+        (an_order(key=sealed_lines.derived(KEY, "mesh")), 401),
         (an_order(worker=2), 401),
         ((an_order()[0], BODY + b" "), 401),
         (({**an_order()[0], orders.TIME: f"{NOW + 1:.3f}"}, BODY), 401),

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outlast.rendezvous import partition
-from outlast.rendezvous.mesh import peer_state
+from outlast.rendezvous.mesh import watched_peers
 from outlast.rendezvous.partition import Loss, Verdict, View
 
 NOW = 1000.0
@@ -32,7 +32,7 @@ def cut(size: int, *sides: set[int]) -> dict[int, tuple[int, ...]]:
     """What members report between which nothing passes, if all of them live."""
     where = {id: number for number, side in enumerate(sides) for id in side}
     return {
-        id: tuple(peer for peer in peer_state.watched(id, range(size)) if where[peer] != where[id])
+        id: tuple(peer for peer in watched_peers.watched(id, range(size)) if where[peer] != where[id])
         for id in range(size)
         if len(sides) > 1
     }
@@ -84,7 +84,7 @@ def test_a_side_without_a_majority_waits_for_the_reports_of_the_other():
 def test_in_a_large_world_sides_are_those_that_hear_each_other():
     size = 24
     one = judged(size, cut(size, {7}, set(range(size)) - {7}))
-    assert (one.lost, one.by) == ((7,), peer_state.watched(7, range(size)))
+    assert (one.lost, one.by) == ((7,), watched_peers.watched(7, range(size)))
     even, odd = set(range(0, size, 2)), set(range(1, size, 2))
     assert judged(size, cut(size, even, odd), after=1).lost == tuple(sorted(odd))
     thirds = [set(range(first, size, 3)) for first in range(3)]
@@ -134,7 +134,7 @@ def test_what_stays_hears_itself_and_never_are_all_lost(found):
     size, sides, dead = found
     where = {id: number for number, side in enumerate(sides) for id in side}
     silent = {
-        id: tuple(peer for peer in peer_state.watched(id, range(size)) if peer in dead or where[peer] != where[id])
+        id: tuple(peer for peer in watched_peers.watched(id, range(size)) if peer in dead or where[peer] != where[id])
         for id in range(size)
         if id not in dead
     }

@@ -13,7 +13,7 @@ import pytest
 
 import etcds
 from outlast.cli.cluster import rdzv
-from outlast.rendezvous.etcd import gateway, schema
+from outlast.rendezvous.etcd import gateway, key_schema
 from outlast.rendezvous.etcd.client import Present, Run
 from outlast.rendezvous.transports.sockets import Closed, Report
 from outlast.rendezvous.world import Call, World
@@ -22,7 +22,7 @@ Outlast = Callable[..., tuple[int, str, str]]
 
 RUN = "team/cifar/cifar-1a2b"
 WORLD = World(4, (0, 2), "10.0.0.5:3333", "2 of 2 workers wait")
-LEADER = schema.Leader("a", "node-b", 2)
+LEADER = key_schema.Leader("a", "node-b", 2)
 
 
 def a_report(id: int, standing: str = "training", generation: int = 4, **fields: Any) -> Report:
@@ -70,10 +70,10 @@ def test_why_is_a_call_or_the_end_before_what_is_waited_for() -> None:
 # A real etcd
 
 
-def write(server: etcds.Server, run: str, *members: Report, said: schema.Published | None = None) -> None:
+def write(server: etcds.Server, run: str, *members: Report, said: key_schema.Published | None = None) -> None:
     """Be the members of a run, and who decides."""
-    of = schema.Keys.of(gateway.PREFIX, run)
-    puts = [gateway.put(of.member(each.id), schema.Record(each, "t").dumps()) for each in members]
+    of = key_schema.Keys.of(gateway.PREFIX, run)
+    puts = [gateway.put(of.member(each.id), key_schema.Record(each, "t").dumps()) for each in members]
     if said:
         puts += [gateway.put(of.published, said.dumps()), gateway.put(of.leader, LEADER.dumps())]
     with contextlib.closing(server.client()) as client:
@@ -86,7 +86,7 @@ def ctl(server: etcds.Server, *words: str) -> None:
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "ETCDCTL_API": "3"})
 
 
-SAID = schema.Published(by="a", incarnation="b", world=WORLD, why="all is well")
+SAID = key_schema.Published(by="a", incarnation="b", world=WORLD, why="all is well")
 
 
 def test_an_etcd_is_looked_into(shared_etcd: etcds.Server, outlast: Outlast, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from outlast.base.errors import EtcdAway, EtcdRefused, OutlastError
 from outlast.job import contract, spec
 from outlast.rendezvous import coordinator, torchrun, transport
 from outlast.rendezvous.etcd import client as rendezvous
-from outlast.rendezvous.etcd import gateway, schema
+from outlast.rendezvous.etcd import gateway, key_schema
 from outlast.rendezvous.etcd.election import ElectionConfig
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState
@@ -407,7 +407,7 @@ def test_workers_of_pods_have_their_index_and_an_agent_decides(pod: str, tmp_pat
             ended.append((str(state), reason, code))
 
     where = gateway.address(pod, environ={})
-    name = schema.run_name(run, {contract.Env.NAMESPACE: "team-a", contract.Env.JOB: "train"})
+    name = key_schema.run_name(run, {contract.Env.NAMESPACE: "team-a", contract.Env.JOB: "train"})
     agents = [rendezvous.Running(where, name, ElectionConfig(terms, Voice(), replicas=2)) for _ in range(2)]
     monkeypatch.setenv(contract.Env.GENERATION, "6")  # what their output has seen
     members = [transport.client(pod, transport.Member(run, id, tmp_path, 1)) for id in (1, 0)]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import ports
-from outlast.job import contract, seal, spec
+from outlast.job import contract, sealed_lines, spec
 from outlast.job.ledger import Ledger
 from outlast.rendezvous import worker0, world
 from outlast.rendezvous.transports import sockets
@@ -37,9 +37,9 @@ class Stranger:
         self.sock = sockets.connect(endpoint)
         self.sock.settimeout(10)
         self.lines = sockets._Lines(self.sock)
-        theirs, mine = seal.greeted(self.lines.next(1000)), seal.nonce()
-        self.seal = seal.Seal(key, "member", own=mine, peer=theirs)
-        self.sock.sendall(seal.greeting(mine))
+        theirs, mine = sealed_lines.greeted(self.lines.next(1000)), sealed_lines.nonce()
+        self.seal = sealed_lines.Seal(key, "member", own=mine, peer=theirs)
+        self.sock.sendall(sealed_lines.greeting(mine))
 
     def say(self, said: Any) -> None:
         self.sock.sendall(self.seal.sealed(json.dumps(said).encode()))
@@ -118,10 +118,10 @@ def test_a_member_believes_nobody_who_does_not_know_the_key(capfd: pytest.Captur
         client.report("waiting")
         with listener.accept()[0] as connection:
             connection.settimeout(10)
-            connection.sendall(seal.greeting(seal.nonce()))
+            connection.sendall(sealed_lines.greeting(sealed_lines.nonce()))
             lines = sockets._Lines(connection)
-            theirs = seal.greeted(lines.next(1000))
-            false = seal.Seal(b"another", "decider", own=seal.nonce(), peer=theirs)
+            theirs = sealed_lines.greeted(lines.next(1000))
+            false = sealed_lines.Seal(b"another", "decider", own=sealed_lines.nonce(), peer=theirs)
             connection.sendall(false.sealed(json.dumps({"closed": {"reason": "go home", "code": 0}}).encode()))
             with contextlib.suppress(ConnectionError):
                 while True:
@@ -132,14 +132,21 @@ def test_a_member_believes_nobody_who_does_not_know_the_key(capfd: pytest.Captur
 
 
 def test_a_sealed_line_is_of_its_place_its_side_and_its_connection() -> None:
-    a, b = seal.nonce(), seal.nonce()
-    member = lambda ours=a: seal.Seal(KEY, "member", own=ours, peer=b)  # noqa: E731
-    decider = lambda: seal.Seal(KEY, "decider", own=b, peer=a)  # noqa: E731
+    a, b = sealed_lines.nonce(), sealed_lines.nonce()
+    member = lambda ours=a: sealed_lines.Seal(KEY, "member", own=ours, peer=b)  # noqa: E731
+    decider = lambda: sealed_lines.Seal(KEY, "decider", own=b, peer=a)  # noqa: E731
     line = member().sealed(b"{}")
     hears = decider()
     assert hears.opened(line) == b"{}"
-    for forged in (line, member(seal.nonce()).sealed(b"{}"), line.replace(b"{}", b"[]"), decider().sealed(b"{}"), b"{}\n", b"\n"):
-        with pytest.raises(seal.Forged):
+    for forged in (
+        line,
+        member(sealed_lines.nonce()).sealed(b"{}"),
+        line.replace(b"{}", b"[]"),
+        decider().sealed(b"{}"),
+        b"{}\n",
+        b"\n",
+    ):
+        with pytest.raises(sealed_lines.Forged):
             decider().opened(forged) if forged is not line else hears.opened(forged)
 
 
@@ -269,24 +276,35 @@ def test_the_time_for_a_planned_call_is_counted_by_the_clock_of_who_hears_it() -
 def test_the_key_is_that_of_the_secret_or_of_the_job_file(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("a")
-    by_file = seal.key({contract.Env.JOB_FILE: str(file)})
+    by_file = sealed_lines.key({contract.Env.JOB_FILE: str(file)})
     file.write_text("b")
-    assert by_file != seal.key({contract.Env.JOB_FILE: str(file)})
-    assert seal.key({contract.Env.JOB_FILE: str(file), contract.Env.RENDEZVOUS_KEY: "k"}) == b"k"
+    assert by_file != sealed_lines.key({contract.Env.JOB_FILE: str(file)})
+    assert sealed_lines.key({contract.Env.JOB_FILE: str(file), contract.Env.RENDEZVOUS_KEY: "k"}) == b"k"
     assert len(by_file) == 32
     file.write_text("a")
-    assert by_file == seal.key({contract.Env.JOB_FILE: str(file), contract.Env.RUN: "a", contract.Env.RENDEZVOUS: "c10d://b:1"})
+    assert by_file == sealed_lines.key(
+        {contract.Env.JOB_FILE: str(file), contract.Env.RUN: "a", contract.Env.RENDEZVOUS: "c10d://b:1"}
+    )
 
 
 def test_where_jobs_change_while_they_run_the_key_is_that_of_the_run_instead(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     environ = {contract.Env.JOB_FILE: str(file), contract.Env.RUN: "a-1", contract.Env.RENDEZVOUS: "kubernetes://a"}
     file.write_text("a")
-    key = seal.key(environ)
+    key = sealed_lines.key(environ)
     file.write_text("b")
-    assert seal.key(environ) == key
-    assert len({key, seal.key({**environ, contract.Env.RUN: "a-2"}), seal.key({**environ, contract.Env.NAMESPACE: "n"})}) == 3
-    assert seal.key({}) == b""
+    assert sealed_lines.key(environ) == key
+    assert (
+        len(
+            {
+                key,
+                sealed_lines.key({**environ, contract.Env.RUN: "a-2"}),
+                sealed_lines.key({**environ, contract.Env.NAMESPACE: "n"}),
+            }
+        )
+        == 3
+    )
+    assert sealed_lines.key({}) == b""
 
 
 def test_reports_that_make_sense_are_read() -> None:

@@ -17,7 +17,7 @@ import pytest
 import apiserver
 from outlast.base import errors
 from outlast.job import contract, ledger
-from outlast.job.workerfiles import progress
+from outlast.job.workerfiles import progress_file
 from outlast.kubernetes import api, board
 from outlast.rendezvous import transport
 from outlast.rendezvous.transports import sockets
@@ -178,9 +178,9 @@ def test_a_lease_of_a_world_that_watches_itself_lasts_longer_and_says_at_once_wh
 
 def test_the_lease_is_renewed_with_the_newest_progress(operator: Operator, member, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(board, "RENEW_S", 0.05)
-    writers = [progress.Writer(tmp_path, local_rank) for local_rank in (0, 1)]
-    writers[1].write(progress.Progress(generation=2, rank=3, phase="train", step=9, steps=60, committed=5))
-    writers[0].write(progress.Progress(generation=2, rank=2, phase="train", step=10, steps=60, committed=0))
+    writers = [progress_file.Writer(tmp_path, local_rank) for local_rank in (0, 1)]
+    writers[1].write(progress_file.Progress(generation=2, rank=3, phase="train", step=9, steps=60, committed=5))
+    writers[0].write(progress_file.Progress(generation=2, rank=2, phase="train", step=10, steps=60, committed=0))
     client = member()
     client.report("training", generation=2)
 
@@ -192,7 +192,7 @@ def test_the_lease_is_renewed_with_the_newest_progress(operator: Operator, membe
     first, renewed = said(), operator.lease()["spec"]["renewTime"]
     assert (first["step"], first["steps"], first["committed"]) == (10, 60, 5)
     assert "snapshot" not in first
-    newer = progress.Progress(generation=2, rank=3, phase="train", step=11, steps=60, committed=10, snapshot=9, every=3)
+    newer = progress_file.Progress(generation=2, rank=3, phase="train", step=11, steps=60, committed=10, snapshot=9, every=3)
     writers[1].write(newer)
     until(lambda: said()["step"] == 11)
     assert (said()["committed"], said()["snapshot"], said()["every"]) == (10, 9, 3)
@@ -204,8 +204,8 @@ def test_the_lease_is_renewed_with_the_newest_progress(operator: Operator, membe
 
 @pytest.mark.parametrize("phase", ["started", "open", "restore"])
 def test_a_plain_script_and_one_that_restores_say_no_progress(operator: Operator, member, tmp_path: Path, phase: str) -> None:
-    writer = progress.Writer(tmp_path, 0)
-    writer.write(progress.Progress(generation=1, rank=0, phase=phase))
+    writer = progress_file.Writer(tmp_path, 0)
+    writer.write(progress_file.Progress(generation=1, rank=0, phase=phase))
     writer.close()
     member().report("training", generation=1)
     until(operator.lease)
@@ -611,7 +611,7 @@ def test_the_worker_of_rank_0_renews_soon_and_copies_what_the_operator_notes_int
 
 
 def test_the_goodput_of_a_run_is_told_while_it_trains_and_whole_after_its_end(operator: Operator, member, tmp_path: Path) -> None:
-    progress.Writer(tmp_path, 0).write(progress.Progress(1, 0, "train", step=5, committed=4, bytes=700))
+    progress_file.Writer(tmp_path, 0).write(progress_file.Progress(1, 0, "train", step=5, committed=4, bytes=700))
     (tmp_path / contract.WORKER).write_text(json.dumps({"pushed": {"goodput": 0.5}}))
     member().report("training", generation=1)
     until(operator.lease)

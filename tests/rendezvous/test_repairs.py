@@ -15,12 +15,12 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from outlast.job import contract
-from outlast.job.workerfiles import notice, progress
+from outlast.job.workerfiles import notice_file, progress_file
 from outlast.rendezvous.handler import Handler, Leaving
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import World
-from outlast.worker.launch import elastic
+from outlast.worker.launch import elastic_agent
 from waits import until
 
 KILLED = {"rank": 1, "code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 5.0, "echo": False}
@@ -159,7 +159,7 @@ def test_members_meet_again_in_the_same_generation_at_a_fresh_store(members: Cal
 
 
 def leaves(world: Members) -> None:
-    notice.write(world.handlers[2]._notice, "leave", "evicted", time.time() + 60)
+    notice_file.write(world.handlers[2]._notice, "leave", "evicted", time.time() + 60)
 
 
 def hears_a_call(world: Members) -> None:
@@ -222,8 +222,8 @@ def test_a_call_that_comes_while_they_agree_is_followed(members: Callable[..., M
 
 def test_what_was_held_before_a_world_is_told_once(members: Callable[..., Members]) -> None:
     world = members(1)
-    writer = progress.Writer(world.handlers[0]._state, 0)
-    writer.write(progress.Progress(generation=1, rank=0, phase="train", snapshot=20))
+    writer = progress_file.Writer(world.handlers[0]._state, 0)
+    writer.write(progress_file.Progress(generation=1, rank=0, phase="train", snapshot=20))
     world.clients[0].called = Called(2, "growing", False, time.time() + 60)
     [joins] = world.fail(0)
     until(lambda: world.clients[0].said.standing == "waiting")
@@ -253,7 +253,7 @@ def test_a_pause_before_the_next_start_ends_when_the_worker_is_told_to_leave(mem
     (started,) = alone.fail(0)
     until(lambda: handler.attempt == 1)
     assert not started.done()
-    notice.write(handler._notice, "leave", "its node goes", time.time() + 60)
+    notice_file.write(handler._notice, "leave", "its node goes", time.time() + 60)
     assert started.result(timeout=60).world_size == 1
 
 
@@ -263,14 +263,14 @@ def test_who_takes_the_place_of_a_killed_elastic_agent_knows_the_step_that_is_in
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: int, saved: int, owes: bool
 ) -> None:
     monkeypatch.setenv(contract.Env.ATTEMPT, str(attempt))
-    writer = progress.Writer(tmp_path, 0)
-    writer.write(progress.Progress(3, 0, "train", step=9, committed=saved, snapshot=9))
+    writer = progress_file.Writer(tmp_path, 0)
+    writer.write(progress_file.Progress(3, 0, "train", step=9, committed=saved, snapshot=9))
     writer.close()
     client = Client(1, (0, 1))
     handler = Handler(client, run_id="r", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
     handler._notice = tmp_path / contract.NOTICE
-    notice.write(handler._notice, "leave", "evicted", time.time() + 60)
-    elastic._replace(handler, client, 3, attempt, KILLED)  # type: ignore[arg-type]
+    notice_file.write(handler._notice, "leave", "evicted", time.time() + 60)
+    elastic_agent._replace(handler, client, 3, attempt, KILLED)  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(handler.next_rendezvous)
         until(lambda: client.reports)

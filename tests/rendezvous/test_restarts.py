@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from outlast.job import contract
 from outlast.job.failure import Failure
-from outlast.rendezvous import failures, restarts
-from outlast.rendezvous.failures import Pending
-from outlast.rendezvous.restarts import History, Kills, Policy, Record, Restart, Stop, judge
+from outlast.rendezvous import restart_budget
+from outlast.rendezvous import root_cause as failures
+from outlast.rendezvous.restart_budget import History, Kills, Policy, Record, Restart, Stop, judge
+from outlast.rendezvous.root_cause import Pending
 
 NOW = 10_000.0
 
@@ -264,7 +265,7 @@ def test_a_job_is_restarted_at_most_limit_times_without_progress(failures, limit
             assert verdict.code == code
             break
         history = verdict.history
-        assert len(history) <= max(limit, policy.same_step, restarts.FULL_DISK)
+        assert len(history) <= max(limit, policy.same_step, restart_budget.FULL_DISK)
         without_progress = [min(time, now) for time in without_progress if now - time < 3600]
         if verdict.counted:
             without_progress.append(now)

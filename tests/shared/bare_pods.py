@@ -16,7 +16,7 @@ import pytest
 import machines
 import ports
 from outlast.job import contract
-from outlast.job.workerfiles import progress
+from outlast.job.workerfiles import progress_file
 from outlast.storage import runs
 
 Final = Callable[..., dict[str, object]]
@@ -77,7 +77,7 @@ class Pods:
             time.sleep(0.02)
 
     def step(self, index: int = 0) -> int:
-        record = progress.read(self.directory / f"state-{index}", 0)
+        record = progress_file.read(self.directory / f"state-{index}", 0)
         return record.step if record else 0
 
     def kill(self, index: int) -> None:

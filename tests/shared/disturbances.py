@@ -78,9 +78,9 @@ def killed_20_times(
 
 def _with_snapshots(main: Main, argv: list[str]) -> None:
     """Train with a snapshot at each step at which the last one is complete."""
-    from outlast.training.state import snapshots
+    from outlast.training.state import snapshot_taking
 
-    snapshots.SHARE = float("inf")
+    snapshot_taking.SHARE = float("inf")
     main(argv)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
-from outlast.job import chaos, spec
+from outlast.job import faults as chaos
+from outlast.job import spec
 from outlast.job.backend import LogLine
 from outlast.job.failure import Failure
 from outlast.job.ledger import Event

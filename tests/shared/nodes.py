@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.api import pod_status
 
 Document = dict[str, Any]
 
 
-T0 = podwords.timestamp("2026-01-01T00:00:00Z")
+T0 = pod_status.timestamp("2026-01-01T00:00:00Z")
 
 
 def a_node(**spec: Any) -> Document:

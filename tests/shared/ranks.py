@@ -16,12 +16,12 @@ from torch import nn
 import worlds
 from outlast.job import contract
 from outlast.job.contract import Env
-from outlast.storage.snapshots import client, election, server
-from outlast.storage.snapshots.election import Held
-from outlast.storage.snapshots.parts import Part
+from outlast.storage.snapshots import client, newest_snapshot, server
+from outlast.storage.snapshots.newest_snapshot import Held
+from outlast.storage.snapshots.part_format import Part
 from outlast.training import Stream, device, session
-from outlast.training.state import capture, checkpoint
-from outlast.training.state.memory_reader import Reader
+from outlast.training.state import checkpoint, snapshot_capture
+from outlast.training.state.snapshot_reader import Reader
 from waits import until
 from worlds import Ended, Training
 
@@ -56,7 +56,7 @@ class Agents:
                 self.start(worker)
         return worlds.world(plan, self.output, ranks, generation=generation, **{**SELDOM, **env})
 
-    def newest(self, generation: int) -> election.Candidate:
+    def newest(self, generation: int) -> newest_snapshot.Candidate:
         """What is there to go on from."""
         return self._elected(generation).candidates[0]
 
@@ -64,9 +64,9 @@ class Agents:
         """Whether there is anything to go on from."""
         return bool(self._elected(generation).candidates)
 
-    def _elected(self, generation: int) -> election.Election:
+    def _elected(self, generation: int) -> newest_snapshot.Election:
         held = [Held(part, agent.address) for agent in self.servers.values() for part in agent.rooms.parts()]
-        return election.newest(held, "r", generation)
+        return newest_snapshot.newest(held, "r", generation)
 
     def settle(self) -> None:
         """Wait until what ranks have left behind is held."""
@@ -124,19 +124,19 @@ class Rank:
 
     def begin(self, state: dict[str, Any], rank: int = 0, accelerator: device.Device | None = None) -> None:
         self.state, self.rank = state, rank
-        self.capture = capture.Capture(state, rank, (0, 1), accelerator)
+        self.capture = snapshot_capture.Capture(state, rank, (0, 1), accelerator)
 
     def take(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Take a snapshot, and wait until it is held; `meanwhile` is what training does while it is copied."""
         self.step += 1
         at, before = (1, self.step), (1, self.step - 1)
         contents = self.capture.prepare(b"{}")
-        rooms = [self.client.room(capture.size(content, objects), at, before) for content, objects in contents]
+        rooms = [self.client.room(snapshot_capture.size(content, objects), at, before) for content, objects in contents]
         copied = self.capture.copy([(content, room) for (content, _), room in zip(contents, rooms, strict=True)])
         meanwhile()
         copied()
         for (content, objects), room in zip(contents, rooms, strict=True):
-            index, size = capture.write_objects(content, objects, room)
+            index, size = snapshot_capture.write_objects(content, objects, room)
             part = Part("r", 1, self.step, 1, 0, 0, 0, 1, content.kind, bytes=size)
             self.client.publish(room, part, index, complete=before)
         while any(self.client.poll()[kind, self.step] == "" for kind in ("shared", "unique")):
@@ -146,7 +146,7 @@ class Rank:
     def loaded(self, into: dict[str, Any]) -> dict[str, Any]:
         """The newest snapshot, loaded into a state."""
         held = [Held(part, self.client.address) for part in self.client.catalog()]
-        candidate = election.newest(held, "r", 1).candidates[0]
+        candidate = newest_snapshot.newest(held, "r", 1).candidates[0]
         assert candidate.at == (1, self.step)
         reader = Reader(candidate, self.client, 0, pytest.fail)
         reader.read_indices()

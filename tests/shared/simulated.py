@@ -15,8 +15,7 @@ from typing import Any
 from outlast.base.clock import Clock
 from outlast.job.contract import LEASE_S, MESH_LEASE_S, MESH_RENEW_S, RENEW_S, Annotation, Label
 from outlast.job.report import goodput
-from outlast.kubernetes.api import document_parsing, kinds
-from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.api import document_parsing, kinds, pod_status
 from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.board import PROGRESS_S
 from outlast.kubernetes.manifests.scheduling import kueue
@@ -427,7 +426,11 @@ class Cluster:
             self.kueue.admits()
         for pod in list(self.pods):
             uid = pod["metadata"]["uid"]
-            if (until := podwords.timestamp(pod["metadata"].get("deletionTimestamp"))) and self.now > until and self.answers(pod):
+            if (
+                (until := pod_status.timestamp(pod["metadata"].get("deletionTimestamp")))
+                and self.now > until
+                and self.answers(pod)
+            ):
                 self.gone(pod)
                 continue
             if pod["status"]["phase"] == "Pending" and "nodeName" in pod["spec"] and self.answers(pod):

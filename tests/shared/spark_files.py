@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from namespaces import Document, Namespace
-from outlast.data import java
+from outlast.data import spark_java
 
 SPARK = Path(__file__).parents[2] / "examples" / "spark"
 
@@ -40,7 +40,7 @@ def submit(namespace: Namespace, directory: Path, script: str, *words: str, **gi
         **os.environ,
         "KUBECONFIG": str(directory / "config"),
         "KUBERNETES": config["clusters"][0]["cluster"]["server"],
-        "JAVA_HOME": str(java.home(importlib.metadata.version("pyspark"))),
+        "JAVA_HOME": str(spark_java.home(importlib.metadata.version("pyspark"))),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         **given,
     }

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from outlast.base.errors import OutlastError
-from outlast.data.prepare import spark, work
+from outlast.data.prepare import spark, work_units
 
 FEW = {"spark.executorEnv.PYTHONPATH": str(Path(__file__).parent)}
 """So that executors find the units below."""
@@ -101,8 +101,8 @@ def _videos(source: Path) -> None:
             container.mux(stream.encode())
 
 
-def prepare(kind: str, **settings: Any) -> Callable[[work.Request], Any]:
-    def prepared(request: work.Request) -> Any:
+def prepare(kind: str, **settings: Any) -> Callable[[work_units.Request], Any]:
+    def prepared(request: work_units.Request) -> Any:
         import importlib
 
         module = importlib.import_module(f"outlast.data.prepare.{kind}")
@@ -116,7 +116,7 @@ class Case:
     """A source, and how it is prepared in several units."""
 
     write: Callable[[Path], None]
-    prepare: Callable[[work.Request], Any]
+    prepare: Callable[[work_units.Request], Any]
 
 
 CASES: Mapping[str, Case] = {
@@ -149,7 +149,7 @@ class Unit:
         return 10
 
 
-def do(unit: Unit, *, into: Path) -> work.Note:
+def do(unit: Unit, *, into: Path) -> work_units.Note:
     """Write a line with the process, then take the time, or go wrong."""
     with (into / f"done-{unit.number}").open("a") as file:
         file.write(f"{os.getpid()} {os.getppid()}\n")
@@ -173,11 +173,11 @@ def times(directory: Path, number: int) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def results(directory: Path, engine: work.Engine, *units: Unit, **request: Any) -> list[work.Note]:
+def results(directory: Path, engine: work_units.Engine, *units: Unit, **request: Any) -> list[work_units.Note]:
     """Do units with an engine, as the kinds do."""
     (directory / "to").mkdir(exist_ok=True)
-    asked = work.Request(directory, directory / "to", engine=engine, **request)
-    with work.opened(asked, {}, []) as place:
+    asked = work_units.Request(directory, directory / "to", engine=engine, **request)
+    with work_units.opened(asked, {}, []) as place:
         return place.results("stage", functools.partial(do, into=directory), units)
 
 
@@ -188,7 +188,7 @@ GATED = "000005"
 """The unit whose first attempt never ends."""
 
 
-def watched(unit: Any, *, do: Callable[[Any], work.Note], into: Path, stage: str) -> work.Note:
+def watched(unit: Any, *, do: Callable[[Any], work_units.Note], into: Path, stage: str) -> work_units.Note:
     """Do a unit of any kind, after a line with the process that does it."""
     path = into / f"{stage}-{unit.number:06d}"
     with path.open("a") as file:
@@ -202,10 +202,10 @@ def watched(unit: Any, *, do: Callable[[Any], work.Note], into: Path, stage: str
 class Watched:
     """An engine whose units are done by processes that are known, and one of them never at the first attempt."""
 
-    engine: work.Engine
+    engine: work_units.Engine
     into: Path
 
-    def done(self, task: work.Task[Any], *rest: Any) -> Mapping[int, work.Note]:
+    def done(self, task: work_units.Task[Any], *rest: Any) -> Mapping[int, work_units.Note]:
         slow = functools.partial(watched, do=task.do, into=self.into, stage=task.stage)
         return self.engine.done(dataclasses.replace(task, do=slow), *rest)
 
@@ -213,4 +213,4 @@ class Watched:
 def main(case: str, source: str, to: str, into: str, master: str) -> None:
     """Prepare a case on Spark: `python -c "import sparks; sparks.main(...)"`."""
     with spark.opened(spark.Settings(master, conf=FEW)) as engine:
-        CASES[case].prepare(work.Request(Path(source), Path(to), unit=600, engine=Watched(engine, Path(into))))
+        CASES[case].prepare(work_units.Request(Path(source), Path(to), unit=600, engine=Watched(engine, Path(into))))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from outlast.data import shards as prepared
+from outlast.data import shard_format
 
 
 def a_text(directory: Path, tokens: int = 1000, shard: int | None = None, dtype: str = "uint16") -> Path:
@@ -15,8 +15,8 @@ def a_text(directory: Path, tokens: int = 1000, shard: int | None = None, dtype:
     width = np.dtype(dtype).itemsize
     parts = {}
     for part, count in (("train", tokens), ("val", 50)):
-        writer = prepared.Writer(directory, part, width, shard and shard * width)
+        writer = shard_format.Writer(directory, part, width, shard and shard * width)
         writer.write(np.arange(count, dtype=dtype).tobytes(), 1)
         parts[part] = writer.close()
-    prepared.write(directory, prepared.Manifest("text", parts, dtype=dtype, vocab_size=60000))
+    shard_format.write(directory, shard_format.Manifest("text", parts, dtype=dtype, vocab_size=60000))
     return directory

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 import ports
-from outlast.data.prepare import work
+from outlast.data.prepare import work_units
 from outlast.job import contract
 from outlast.job.ledger import Event, read
 from outlast.storage import checkpoints
@@ -113,10 +113,10 @@ def train(plan: Training) -> None:
     from torch.nn import functional as F
 
     from outlast.training import Stream, session
-    from outlast.training.state import snapshots
+    from outlast.training.state import snapshot_taking
 
     if plan.eager:
-        snapshots.SHARE = float("inf")
+        snapshot_taking.SHARE = float("inf")
     draw = np.random.default_rng(0)
     images, labels = draw.standard_normal((150, 3, 8, 8), dtype=np.float32), draw.integers(0, 4, 150)
     with session.open(seed=3, quiet=True) as run:
@@ -298,8 +298,8 @@ def fork_server() -> None:
 
     It imports as well what the modules of tests import: each rank finds its program in one of them.
     """
-    ours = ["outlast.training.session", "outlast.worker.agent.upload", "outlast.storage.checkpoints.remote"]
-    fork.set_forkserver_preload([*ours, "torch._dynamo", "pytest", *work._PRELOADED])
+    ours = ["outlast.training.session", "outlast.worker.agent.upload", "outlast.storage.checkpoints.in_store"]
+    fork.set_forkserver_preload([*ours, "torch._dynamo", "pytest", *work_units._PRELOADED])
     forkserver.ensure_running()
 
 

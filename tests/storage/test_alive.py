@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from outlast.base.errors import AlreadyRunning, Denied, Superseded, Unreachable
-from outlast.local import state_dir, stored
+from outlast.local import state_dir, store_takeover
 from outlast.storage import runs, store
-from outlast.storage.runs import alive
-from outlast.worker.agent import run_ownership
+from outlast.storage.runs import heartbeat
+from outlast.worker.agent import join_run
 
 A, B = "team-a/cifar10", "team-b/cifar10"
 
@@ -22,12 +22,12 @@ def place(memory: store.Store) -> store.Store:
 
 
 def taken(place: store.Store, word: str, home: str) -> object:
-    return run_ownership.take(place, run_ownership.record("cifar10", word, word), home=home)
+    return join_run.take(place, join_run.record("cifar10", word, word), home=home)
 
 
-def a_heart(place: store.Store, run: str, home: str, *, index: int = 0, owner: str = "a") -> alive.Heartbeats:
+def a_heart(place: store.Store, run: str, home: str, *, index: int = 0, owner: str = "a") -> heartbeat.Heartbeats:
     """A heart that beats only when it is told to."""
-    heart = alive.Heartbeats.__new__(alive.Heartbeats)
+    heart = heartbeat.Heartbeats.__new__(heartbeat.Heartbeats)
     heart._run, heart._owner, heart._where, heart._index, heart._etag = run, owner, home, index, ""
     heart._doubted = False
     return heart
@@ -35,7 +35,7 @@ def a_heart(place: store.Store, run: str, home: str, *, index: int = 0, owner: s
 
 def etag(place: store.Store) -> str:
     """The version of the last word."""
-    last = alive.last(place)
+    last = heartbeat.last(place)
     assert last is not None
     return last.etag
 
@@ -46,7 +46,7 @@ def test_a_run_that_lives_elsewhere_is_not_taken_and_we_are_told_whose_it_is(pla
     heart.once(place, first=True)
     said: list[str] = []
     with pytest.raises(AlreadyRunning) as refused:
-        alive.wait(place, "a", B, advice="go", say=said.append, pause=lambda _: heart.once(place, first=False))
+        heartbeat.wait(place, "a", B, advice="go", say=said.append, pause=lambda _: heart.once(place, first=False))
     assert str(refused.value).startswith(f"run a in {place.url} is trained by {A} (last heartbeat ")
     assert said[0].startswith(f"{A} trained run a until ")
     record = runs.read(place)
@@ -58,34 +58,34 @@ def test_pods_of_another_namespace_wait_and_then_end_with_the_sentence(
     place: store.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken(place, "a", A)
-    alive.beat(place, "a", A)
-    monkeypatch.setattr(alive, "_LOOK_S", 0.001)
+    heartbeat.beat(place, "a", A)
+    monkeypatch.setattr(heartbeat, "_LOOK_S", 0.001)
     said = []
 
     def say(text: str) -> None:
         said.append(text)
-        alive.beat(place, "a", A)
+        heartbeat.beat(place, "a", A)
 
     with pytest.raises(AlreadyRunning, match=r"end it there, or give this job another name.*--take-over.*--fresh"):
-        run_ownership.take(place, run_ownership.record("cifar10", "b", "b"), home=B, say=say)
+        join_run.take(place, join_run.record("cifar10", "b", "b"), home=B, say=say)
     assert len(said) == 1
 
 
 @pytest.mark.parametrize("home", [A, B])
 def test_a_dead_owner_is_waited_for_no_longer_than_needed(place: store.Store, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken(place, "a", A)
-    alive.beat(place, "a", A)
+    heartbeat.beat(place, "a", A)
     pauses: list[float] = []
-    monkeypatch.setattr(alive, "DEAD_S", 0.1 if home == B else 1e9)
-    alive.wait(place, "a", home, advice="", say=lambda _: None, pause=lambda _: pauses.append(0))
+    monkeypatch.setattr(heartbeat, "DEAD_S", 0.1 if home == B else 1e9)
+    heartbeat.wait(place, "a", home, advice="", say=lambda _: None, pause=lambda _: pauses.append(0))
     assert bool(pauses) == (home == B)  # the replaced pods of the same job wait for nothing
     assert taken(place, "b", home) == "a"
 
 
 def test_who_has_left_is_not_waited_for(place: store.Store) -> None:
     taken(place, "a", A)
-    alive.beat(place, "a", A, left=True)
-    assert alive.held(place, "a", B) is None
+    heartbeat.beat(place, "a", A, left=True)
+    assert heartbeat.held(place, "a", B) is None
     assert taken(place, "b", B) == "a"
 
 
@@ -100,21 +100,21 @@ def test_who_says_that_it_leaves_is_not_waited_for_after_the_others_could_have_s
         each._thread.start()
         each.once(place, first=True)
     other.leave()  # it was not the one who spoke
-    assert (last := alive.last(place)) is not None
+    assert (last := heartbeat.last(place)) is not None
     assert not last.leaving
     heart.leave()
-    assert alive.held(place, "a", B) is not None  # another may still train there, and says so
-    monkeypatch.setattr(alive, "LEFT_S", 0.0)
-    assert alive.held(place, "a", B) is None
+    assert heartbeat.held(place, "a", B) is not None  # another may still train there, and says so
+    monkeypatch.setattr(heartbeat, "LEFT_S", 0.0)
+    assert heartbeat.held(place, "a", B) is None
     other.once(place, first=False)
-    assert alive.held(place, "a", B) is not None
+    assert heartbeat.held(place, "a", B) is not None
 
 
 def test_a_run_that_was_released_is_left_by_its_owner_and_free(place: store.Store) -> None:
     taken(place, "a", A)
     heart = a_heart(place, "a", A)
     heart.once(place, first=True)
-    assert alive.release(place) == A
+    assert heartbeat.release(place) == A
     with pytest.raises(Superseded):
         heart.once(place, first=False)
     assert taken(place, "b", B) == "a"
@@ -137,29 +137,29 @@ def test_only_worker_0_speaks_while_it_does(place: store.Store) -> None:
 
 def test_who_may_not_delete_asks_all_the_same(place: store.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     taken(place, "a", A)
-    alive.beat(place, "a", A)
+    heartbeat.beat(place, "a", A)
 
     def refuse(*_: object) -> None:
         raise Denied("you may not delete here")
 
     monkeypatch.setattr(store.Store, "delete", refuse)
-    assert (held := alive.held(place, "a", B)) is not None
+    assert (held := heartbeat.held(place, "a", B)) is not None
     assert held[0].where == A
 
 
 def test_a_heart_goes_on_whatever_fails(place: store.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     taken(place, "a", A)
-    monkeypatch.setattr(alive, "BEAT_S", 0.001)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.001)
     faults = iter([RuntimeError("nobody foresaw this"), Unreachable("the store is away")])
     spoken = threading.Event()
 
-    def once(self: alive.Heartbeats, place: store.Store, *, first: bool) -> None:
+    def once(self: heartbeat.Heartbeats, place: store.Store, *, first: bool) -> None:
         if fault := next(faults, None):
             raise fault
         spoken.set()
 
-    monkeypatch.setattr(alive.Heartbeats, "once", once)
-    heart = alive.Heartbeats(lambda: place, "a", "a", A)
+    monkeypatch.setattr(heartbeat.Heartbeats, "once", once)
+    heart = heartbeat.Heartbeats(lambda: place, "a", "a", A)
     assert spoken.wait(60)
     heart.stop()
 
@@ -186,21 +186,21 @@ def test_the_last_word_of_an_owner_that_stood_still_ends_nobody(place: store.Sto
     for _ in range(2):
         for heart in hearts:
             heart.once(place, first=False)
-    alive.beat(place, "a", A)  # which it had begun before
+    heartbeat.beat(place, "a", A)  # which it had begun before
     hearts[index].once(place, first=False)
     for _ in range(3):
         for heart in hearts:
             heart.once(place, first=False)
-    there = alive.last(place)
+    there = heartbeat.last(place)
     assert there is not None
     assert there.where == B
 
 
 def test_pods_know_their_cluster_by_its_authorities(tmp_path: Path) -> None:
     environ = {"OUTLAST_NAMESPACE": "team-a", "OUTLAST_JOB": "cifar10"}
-    assert run_ownership.home(environ, tmp_path / "ca.crt") == A
+    assert join_run.home(environ, tmp_path / "ca.crt") == A
     (tmp_path / "ca.crt").write_text("of one cluster")
-    assert run_ownership.home(environ, tmp_path / "ca.crt").startswith(f"{A} of cluster ")
+    assert join_run.home(environ, tmp_path / "ca.crt").startswith(f"{A} of cluster ")
 
 
 def test_pods_of_an_operator_are_one_owner_when_the_authorities_of_the_cluster_change(place: store.Store, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_pods_of_an_operator_are_one_owner_when_the_authorities_of_the_cluster_c
     homes = []
     for authorities in ("before", "after"):
         (tmp_path / "ca.crt").write_text(authorities)
-        homes.append(run_ownership.home(environ, tmp_path / "ca.crt"))
+        homes.append(join_run.home(environ, tmp_path / "ca.crt"))
     taken(place, "a", homes[0])
     heart, later = a_heart(place, "a", homes[0]), a_heart(place, "a", homes[1], index=1)
     heart.once(place, first=True)
@@ -220,34 +220,34 @@ def test_pods_of_an_operator_are_one_owner_when_the_authorities_of_the_cluster_c
 
 def test_this_machine_goes_on_with_what_it_owns_at_once_and_asks_for_anything_else(place: store.Store) -> None:
     runs.claim(place, runs.Run("r", "job", 1.0, state="Running", owner="us"))
-    alive.beat(place, "r", "host:/elsewhere")
+    heartbeat.beat(place, "r", "host:/elsewhere")
     ours = state_dir.Run("r", 1.0, "job.yaml", "out", "code", place.url, 1, "us")
 
     def refuse(text: str) -> None:
-        alive.beat(place, "r", "host:/elsewhere")
+        heartbeat.beat(place, "r", "host:/elsewhere")
 
-    assert stored.unfinished(place, ours, ended=None, home="host:/here") is not None
+    assert store_takeover.unfinished(place, ours, ended=None, home="host:/here") is not None
     runs.acquire(place, "r", "them")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(alive, "_LOOK_S", 0.001)
+        patched.setattr(heartbeat, "_LOOK_S", 0.001)
         with pytest.raises(AlreadyRunning, match="--take-over takes the run from it"):
-            stored.unfinished(place, ours, ended=None, home="host:/here", say=refuse)
-    assert stored.unfinished(place, ours, ended=None, home="host:/here", take_over=True) is not None
+            store_takeover.unfinished(place, ours, ended=None, home="host:/here", say=refuse)
+    assert store_takeover.unfinished(place, ours, ended=None, home="host:/here", take_over=True) is not None
 
 
 def test_machines_that_are_called_the_same_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored.socket, "gethostname", lambda: "ubuntu")
-    here, there = (stored.home(tmp_path / machine / "jobs/digits") for machine in ("here", "there"))
+    monkeypatch.setattr(store_takeover.socket, "gethostname", lambda: "ubuntu")
+    here, there = (store_takeover.home(tmp_path / machine / "jobs/digits") for machine in ("here", "there"))
     assert here.partition(" (id ")[2] != there.partition(" (id ")[2]
-    assert stored.home(tmp_path / "here/jobs/digits") == here
+    assert store_takeover.home(tmp_path / "here/jobs/digits") == here
 
 
 def test_a_run_that_was_begun_anew_while_we_waited_is_not_replaced_by_the_old_one(place: store.Store, tmp_path: Path) -> None:
     runs.claim(place, runs.Run("old", "job", 1.0, state="Running", owner="dead"))
-    assert stored.unfinished(place, None, ended=None, home="host:/here") is not None
+    assert store_takeover.unfinished(place, None, ended=None, home="host:/here") is not None
     runs.claim(place, runs.Run("new", "job", 2.0, state="Running", owner="them"), replace=True)
     runs.archive(place, "new")
     with pytest.raises(AlreadyRunning, match=r"run new of job job in .* has not ended"):
-        stored.take_over(place, tmp_path, runs.Run("old", "job", 1.0, owner="us"), last=None)
+        store_takeover.take_over(place, tmp_path, runs.Run("old", "job", 1.0, owner="us"), last=None)
     assert (now := runs.read(place)) is not None
     assert now.run == "new"

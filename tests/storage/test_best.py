@@ -22,9 +22,9 @@ from outlast.job.contract import Env
 from outlast.job.spec import Checkpoint as Spec
 from outlast.recipes.shared import results
 from outlast.storage import checkpoints, runs, store
-from outlast.storage.checkpoints import disk, register, remote, restore, retention, rules
+from outlast.storage.checkpoints import fetch_newest, in_store, on_disk, register, register_rules, retention
+from outlast.storage.checkpoints.register_rules import Latest, Place
 from outlast.storage.checkpoints.retention import Metric, Retention
-from outlast.storage.checkpoints.rules import Latest, Place
 from outlast.storage.store import Store
 from outlast.training import metrics, session
 from outlast.worker.agent import upload
@@ -82,8 +82,8 @@ def test_the_newest_and_the_best_stay_and_nothing_else_that_counts(found: list[P
 
 @given(histories(), st.integers(2, 4), st.integers(0, 3))
 def test_a_disk_and_a_store_agree(found: list[Place], keep: int, best: int) -> None:
-    here = [disk.Checkpoint(p.step, Path(str(p.step)), RUN, p.generation, metric=p.metric) for p in found]
-    assert steps(disk.expired(here, Retention(keep, best))) == steps(Retention(keep, best).expired(found))
+    here = [on_disk.Checkpoint(p.step, Path(str(p.step)), RUN, p.generation, metric=p.metric) for p in found]
+    assert steps(on_disk.expired(here, Retention(keep, best))) == steps(Retention(keep, best).expired(found))
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), METRICS), max_size=12), st.integers(0, 3))
@@ -208,14 +208,14 @@ def test_the_best_stay_in_a_store_once_and_are_found_by_whoever_comes_later(plac
     for step, value in enumerate([0.5, 0.1, 0.4, 0.3, 0.6], start=1):
         written(here / contract.CHECKPOINTS, step, value)
         uploader.upload_checkpoints(threading.Event())
-    there = remote.Checkpoints(place, RUN)
+    there = in_store.Checkpoints(place, RUN)
     assert [(c.step, c.metric) for c in there.list_()] == [(2, loss(0.1)), (4, loss(0.3)), (5, loss(0.6))]
     named = [entry.key.split("/")[1] for entry in place.entries(contract.CHECKPOINTS) if entry.key.endswith("/a")]
     assert sorted(named) == [contract.checkpoint_name(step) for step in (2, 4, 5)], "each once"
 
     # Another machine goes on from the newest, knows only the store's word for the best, and keeps it.
     away = tmp_path / "away" / contract.CHECKPOINTS
-    restored = remote.Checkpoints(place, RUN).restore(away, say=lambda _: None)
+    restored = in_store.Checkpoints(place, RUN).restore(away, say=lambda _: None)
     assert restored
     assert (restored.step, restored.metric) == (5, loss(0.6))
     for step in (6, 7, 8):
@@ -228,7 +228,7 @@ def test_the_best_stay_in_a_store_once_and_are_found_by_whoever_comes_later(plac
 def test_a_register_that_does_not_know_the_metrics_asks_the_checkpoints(memory: Store, tmp_path: Path) -> None:
     """As a version before has written it, or as it is after it was lost."""
     claimed(memory)
-    ours = remote.Checkpoints(memory, RUN)
+    ours = in_store.Checkpoints(memory, RUN)
     ours.acquire(1)
     for step, value in enumerate([0.1, 0.4, 0.3], start=1):
         ours.push(written(tmp_path, step, value), journals=tmp_path)
@@ -237,8 +237,8 @@ def test_a_register_that_does_not_know_the_metrics_asks_the_checkpoints(memory: 
     for each in told["checkpoints"]:
         del each["metric"]
     memory.put(register.LATEST, json.dumps(told).encode())
-    assert remote.Checkpoints(memory, RUN).prune(Retention(2, 1)) == []
-    assert steps(remote.Checkpoints(memory, RUN).prune(Retention(2, 0))) == [1]
+    assert in_store.Checkpoints(memory, RUN).prune(Retention(2, 1)) == []
+    assert steps(in_store.Checkpoints(memory, RUN).prune(Retention(2, 0))) == [1]
 
 
 @pytest.mark.parametrize("stored", [(), (1,), (1, 6)], ids=["nothing-yet", "older", "between"])
@@ -256,7 +256,7 @@ def test_after_an_outage_the_best_reach_the_store_too(memory: Store, tmp_path: P
     order: list[int] = []
     push = uploader._checkpoints.push
 
-    def pushed(local: checkpoints.Checkpoint, **options: Any) -> remote.Outcome:
+    def pushed(local: checkpoints.Checkpoint, **options: Any) -> in_store.Outcome:
         order.append(local.step)
         return push(local, **options)
 
@@ -272,12 +272,12 @@ def test_after_an_outage_the_best_reach_the_store_too(memory: Store, tmp_path: P
 def test_one_that_presses_is_best_and_allowed_and_otherwise_the_newest_goes(
     waiting: list[tuple[int, Metric | None]], there: list[Place], best: int
 ) -> None:
-    here = [disk.Checkpoint(step, Path(str(step)), RUN, 2, metric=metric) for step, metric in waiting]
+    here = [on_disk.Checkpoint(step, Path(str(step)), RUN, 2, metric=metric) for step, metric in waiting]
     latest, rule = Latest(RUN, 2, tuple(sorted(there))), Retention(2, best)
-    chosen = rules.pressing(latest, here, rule)
+    chosen = register_rules.pressing(latest, here, rule)
     if chosen.step != max(steps(here)):
         assert chosen in rule.best_of([*here, *(place for place in there if place.step not in steps(here))])
-        assert not rules.obsolete(latest, at(chosen.step, generation=2))
+        assert not register_rules.obsolete(latest, at(chosen.step, generation=2))
     assert best or chosen.step == max(steps(here))
 
 
@@ -303,7 +303,7 @@ def test_a_writer_killed_at_any_request_costs_no_best_one(tmp_path: Path, condit
     again = {step: written(tmp_path / "there", step, 0.9, generation=2) for step in (5, 6)}
 
     def trains(place: Any, generation: int, saved: dict[int, checkpoints.Checkpoint]) -> Iterator[int]:
-        ours = remote.Checkpoints(place, RUN)
+        ours = in_store.Checkpoints(place, RUN)
         ours.acquire(generation)
         for step, checkpoint in saved.items():
             assert ours.push(checkpoint, journals=tmp_path).done
@@ -323,7 +323,7 @@ def test_a_writer_killed_at_any_request_costs_no_best_one(tmp_path: Path, condit
             pass
         calm: Any = Watched(place, lambda request, key, act: act(), conditional=conditional)
         assert [*trains(calm, 2, again)] == [5, 6]
-        ours = remote.Checkpoints(calm, RUN)
+        ours = in_store.Checkpoints(calm, RUN)
         found = ours.list_()
         assert [ours.verify(c, deep=True) for c in found] == [None] * len(found)
         assert steps(found)[-2:] == [5, 6]
@@ -339,26 +339,26 @@ def test_a_writer_killed_at_any_request_costs_no_best_one(tmp_path: Path, condit
 
 def test_the_best_is_fetched_to_be_evaluated(memory: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     claimed(memory)
-    ours = remote.Checkpoints(memory, RUN)
+    ours = in_store.Checkpoints(memory, RUN)
     ours.acquire(1)
     for step, value in enumerate([0.1, 0.4, 0.3], start=1):
         ours.push(written(tmp_path / "away", step, value), journals=tmp_path)
     here = tmp_path / contract.CHECKPOINTS
     written(here, 3, 0.3)
-    assert restore.evaluated(tmp_path, memory, RUN, ["--batch=3"]) == ["--batch=3"]
-    assert restore.evaluated(tmp_path, memory, RUN, ["--checkpoint=best", "--batch=3"]) == ["--batch=3", "--checkpoint=1"]
+    assert fetch_newest.evaluated(tmp_path, memory, RUN, ["--batch=3"]) == ["--batch=3"]
+    assert fetch_newest.evaluated(tmp_path, memory, RUN, ["--checkpoint=best", "--batch=3"]) == ["--batch=3", "--checkpoint=1"]
     assert capsys.readouterr().err == f"outlast | fetching the checkpoint of step 1 (1 B) from {memory.url}\n"
     assert results.checkpoint(tmp_path, "1") == results.checkpoint(tmp_path, "best") == here / contract.checkpoint_name(1)
     assert results.checkpoint(tmp_path) == here / contract.checkpoint_name(3)
     for run in (RUN, "of-a-later-file"):
-        assert restore.evaluated(tmp_path, None, run, ["--checkpoint=best"]) == ["--checkpoint=1"]
+        assert fetch_newest.evaluated(tmp_path, None, run, ["--checkpoint=best"]) == ["--checkpoint=1"]
     (here / contract.checkpoint_name(1) / "a").write_bytes(b"?")
     with pytest.raises(NotFound, match=r"step-00000001 is damaged: a has crc32 \d+ instead of \d+; name another one with"):
         results.checkpoint(tmp_path, "best")
-    assert restore.evaluated(tmp_path, memory, RUN, ["--checkpoint=best"]) == ["--checkpoint=1"], "it is fetched once more"
+    assert fetch_newest.evaluated(tmp_path, memory, RUN, ["--checkpoint=best"]) == ["--checkpoint=1"], "it is fetched once more"
     assert results.checkpoint(tmp_path, "best").name == contract.checkpoint_name(1)
     with pytest.raises(NotFound, match="no checkpoint of step 9; there are: 1, 2, 3"):
-        restore.evaluated(tmp_path, memory, RUN, ["--checkpoint=9"])
+        fetch_newest.evaluated(tmp_path, memory, RUN, ["--checkpoint=9"])
 
 
 # The training

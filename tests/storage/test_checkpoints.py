@@ -35,7 +35,7 @@ from outlast.base.errors import OutlastError, Superseded
 from outlast.job import contract
 from outlast.storage import checkpoints
 from outlast.storage.checkpoints import Checkpoint
-from outlast.training.state import checkpoint, disk_checkpoints, saver
+from outlast.training.state import background_save, checkpoint, newest_on_disks
 
 
 def found(step: int, run: str = "r", **fields: Any) -> Checkpoint:
@@ -459,9 +459,11 @@ def saved(directory: Path, state: checkpoint.State, step: int = 1) -> Path:
     """Save a state with a Saver; the checkpoint's path."""
     checkpoints.acquire(directory, "r", 1)
     told: list[str] = []
-    writer = saver.Saver(directory, "r", 1, retention=checkpoints.Retention(2), report=lambda kind, **fields: told.append(kind))
+    writer = background_save.Saver(
+        directory, "r", 1, retention=checkpoints.Retention(2), report=lambda kind, **fields: told.append(kind)
+    )
     writer.begin(step, checkpoint.capture(state, rank=0, ranks=1))
-    assert writer.wait() == saver.Outcome(step, committed=True)
+    assert writer.wait() == background_save.Outcome(step, committed=True)
     assert told == ["committed"]
     writer.close()
     return directory / contract.checkpoint_name(step)
@@ -478,7 +480,7 @@ def saved(directory: Path, state: checkpoint.State, step: int = 1) -> Path:
 def test_a_fence_that_is_made_up_for_takes_no_directory_back(tmp_path: Path, later: tuple[str, int], reason: str):
     """The disk could not be written when our generation began. Before it can, somebody else has begun."""
     checkpoints.acquire(tmp_path, "of before", 7)
-    writer = saver.Saver(tmp_path, "r", 2, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
+    writer = background_save.Saver(tmp_path, "r", 2, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
     writer.fenced = False
     checkpoints.acquire(tmp_path, *later)
     writer.begin(1, checkpoint.capture({"model": nn.Linear(2, 2)}, 0, 1))
@@ -494,10 +496,10 @@ def test_a_fence_that_is_made_up_for_takes_no_directory_back(tmp_path: Path, lat
 @pytest.mark.usefixtures("alone")
 def test_a_fence_that_is_made_up_for_takes_the_directory_from_the_run_before(tmp_path: Path):
     checkpoints.acquire(tmp_path, "of before", 7)
-    writer = saver.Saver(tmp_path, "r", 2, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
+    writer = background_save.Saver(tmp_path, "r", 2, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
     writer.fenced = False
     writer.begin(1, checkpoint.capture({"model": nn.Linear(2, 2)}, 0, 1))
-    assert writer.wait() == saver.Outcome(1, committed=True)
+    assert writer.wait() == background_save.Outcome(1, committed=True)
     assert checkpoints.generation(tmp_path, "r") == 2
     writer.close()
 
@@ -700,7 +702,7 @@ def test_training_on_while_a_save_is_written_does_not_change_it(tmp_path: Path):
     model = nn.Linear(300, 300)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     checkpoints.acquire(tmp_path, "r", 1)
-    writer = saver.Saver(tmp_path, "r", 1, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
+    writer = background_save.Saver(tmp_path, "r", 1, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
     writer.begin(1, checkpoint.capture({"model": model}, 0, 1))
     with torch.no_grad():
         while writer.busy:
@@ -797,9 +799,9 @@ def test_a_forged_checkpoint_runs_nothing(tmp_path: Path, place: str) -> None:
 
 
 def test_the_newest_is_the_last_of_the_newest_world_and_one_that_cannot_be_read_has_a_place_by_its_step():
-    offer = disk_checkpoints._Offer
+    offer = newest_on_disks._Offer
     whole = [offer(12, 2, "a"), offer(9, 3, "b"), offer(10, 3, "c")]
     rotten, other, old = (offer(step, 0, "", "it cannot be read") for step in (20, 12, 3))
     disks = [{each.step: each for each in (*whole, rotten, old)}, {12: other, 9: offer(9, 1, "d")}]
     readable = [offer(10, 3, "c"), offer(9, 3, "b"), offer(12, 2, "a"), offer(9, 1, "d")]
-    assert disk_checkpoints._candidates(disks) == [rotten, *readable, old]
+    assert newest_on_disks._candidates(disks) == [rotten, *readable, old]

@@ -13,7 +13,7 @@ import pytest
 
 import worlds
 from outlast.job import contract
-from outlast.job.workerfiles import progress
+from outlast.job.workerfiles import progress_file
 from outlast.storage import checkpoints
 from worlds import Training
 
@@ -76,7 +76,7 @@ def training(output: Path, generation: int) -> int:
     """Wait until rank 0 of this generation trains; the step it began from."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        record = progress.read(output / "workers" / "0", 0)
+        record = progress_file.read(output / "workers" / "0", 0)
         log = output / contract.LEDGER / "rank-0.jsonl"
         if record and record.phase == "train" and log.exists():
             restored = [json.loads(line) for line in log.read_bytes().splitlines() if b'"restored"' in line]

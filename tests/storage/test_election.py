@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.storage.snapshots import election, replicas
-from outlast.storage.snapshots.election import Held
-from outlast.storage.snapshots.parts import Part
+from outlast.storage.snapshots import newest_snapshot, replicas
+from outlast.storage.snapshots.newest_snapshot import Held
+from outlast.storage.snapshots.part_format import Part
 from outlast.storage.snapshots.replicas import Place
 
 
@@ -28,23 +28,23 @@ def whole(**fields: object) -> list[Held]:
     return [Held(a_part(rank, kind, **fields), f"w{rank}:1") for rank in range(2) for kind in ("unique", "shared")]
 
 
-def steps(found: election.Election) -> list[tuple[int, int]]:
+def steps(found: newest_snapshot.Election) -> list[tuple[int, int]]:
     return [each.at for each in found.candidates]
 
 
 def test_the_newest_whole_snapshot_wins_and_the_reason_why_a_newer_one_does_not_is_given():
     lost = [each for each in whole(step=6) if (each.part.rank, each.part.kind) != (1, "unique")]
-    found = election.newest([*whole(), *lost, *whole(step=4)], "r", 2)
+    found = newest_snapshot.newest([*whole(), *lost, *whole(step=4)], "r", 2)
     assert steps(found) == [(2, 5), (2, 4)]
     assert found.reasons == ("the snapshot of step 6 (generation 2) lacks what rank 1 of 2 alone had",)
 
 
 def test_one_worker_with_all_that_every_rank_had_is_enough():
     held = [each for each in whole() if (each.part.rank, each.part.kind) != (0, "shared")]
-    [candidate] = election.newest(held, "r", 2).candidates
+    [candidate] = newest_snapshot.newest(held, "r", 2).candidates
     assert [part.rank for part in candidate.parts] == [0, 1, 1]
     none = [each for each in held if each.part.kind != "shared"]
-    assert election.newest(none, "r", 2).reasons == (
+    assert newest_snapshot.newest(none, "r", 2).reasons == (
         "the snapshot of step 5 (generation 2) lacks a whole set of what all ranks had",
     )
 
@@ -52,7 +52,7 @@ def test_one_worker_with_all_that_every_rank_had_is_enough():
 def test_a_replica_stands_for_a_part_whose_worker_is_lost():
     replica = Held(a_part(1, replica=True), "w0:1")
     held = [each for each in whole() if each.address == "w0:1"]
-    assert steps(election.newest([*held, replica], "r", 2)) == [(2, 5)]
+    assert steps(newest_snapshot.newest([*held, replica], "r", 2)) == [(2, 5)]
 
 
 def test_a_shared_set_of_a_worker_with_two_ranks_needs_both_of_them():
@@ -61,12 +61,12 @@ def test_a_shared_set_of_a_worker_with_two_ranks_needs_both_of_them():
         for rank in (0, 1)
         for kind in ("unique", "shared")
     ]
-    assert steps(election.newest(both, "r", 2)) == [(2, 5)]
-    assert steps(election.newest(both[:-1], "r", 2)) == []
+    assert steps(newest_snapshot.newest(both, "r", 2)) == [(2, 5)]
+    assert steps(newest_snapshot.newest(both[:-1], "r", 2)) == []
 
 
 def test_another_run_and_a_later_generation_do_not_count():
-    found = election.newest([*whole(run="other"), *whole(generation=3)], "r", 2)
+    found = newest_snapshot.newest([*whole(run="other"), *whole(generation=3)], "r", 2)
     assert steps(found) == []
     assert found.reasons == (
         "generation 3 is not over: its snapshot of step 5 is not for 2",
@@ -76,18 +76,18 @@ def test_another_run_and_a_later_generation_do_not_count():
 
 def test_parts_of_two_attempts_of_a_generation_are_not_mixed():
     first, second = whole(session="a"), whole(session="b")
-    assert steps(election.newest([*first[:2], *second[2:]], "r", 2)) == []
-    assert steps(election.newest([*first, *second[2:]], "r", 2)) == [(2, 5)]
+    assert steps(newest_snapshot.newest([*first[:2], *second[2:]], "r", 2)) == []
+    assert steps(newest_snapshot.newest([*first, *second[2:]], "r", 2)) == [(2, 5)]
 
 
 def test_a_replica_that_differs_from_its_original_is_left_out_and_two_that_differ_are_nobodys():
     lie = Held(a_part(1, replica=True, digest="ffffffff"), "w0:1")
-    [candidate] = election.newest([*whole(), lie], "r", 2).candidates
+    [candidate] = newest_snapshot.newest([*whole(), lie], "r", 2).candidates
     assert [each.address for each in candidate.unique[1]] == ["w1:1"]
     other = Held(a_part(1, replica=True), "w2:1")
     rest = [each for each in whole() if each.address == "w0:1"]
     reason = "the snapshot of step 5 (generation 2) is there in two versions of what rank 1 alone had"
-    assert election.newest([*rest, lie, other], "r", 2).reasons == (reason,)
+    assert newest_snapshot.newest([*rest, lie, other], "r", 2).reasons == (reason,)
 
 
 _SNAPSHOTS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), st.sampled_from("ab")), min_size=1, max_size=3, unique=True)
@@ -112,7 +112,7 @@ def test_whatever_is_lost_the_newest_whole_snapshot_wins_and_is_never_a_mixture(
         sets = [{p.local_rank for p in there if p.kind == "shared" and p.worker == w} for w in range(workers)]
         return {p.rank for p in there if p.kind == "unique"} == set(range(world)) and {0, 1} in sets
 
-    found = election.newest(left, "r", generation)
+    found = newest_snapshot.newest(left, "r", generation)
     expected = sorted({(g, s) for g, s, session in snapshots if g <= generation and reachable((g, s), session)}, reverse=True)
     assert list(dict.fromkeys(steps(found))) == expected
     for candidate in found.candidates:

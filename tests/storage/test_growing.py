@@ -23,8 +23,8 @@ from outlast.storage import store
 from outlast.storage.checkpoints import Retention
 from outlast.storage.runs import output as stored
 from outlast.storage.runs.output import skipped
-from outlast.storage.sync import growing, sync
-from outlast.worker.agent import run_ownership, upload
+from outlast.storage.sync import growing_files, push_and_pull
+from outlast.worker.agent import join_run, upload
 
 GO = threading.Event()
 LOG, METRICS = "logs/worker-0.log", "metrics.jsonl"
@@ -40,7 +40,7 @@ def bytes_in(place: store.Store) -> int:
 
 def text(place: store.Store, path: str, *, threads: int = 2) -> bytes:
     with ThreadPoolExecutor(threads) as pool:
-        return b"".join(growing.pieces(place, path, pool))
+        return b"".join(growing_files.pieces(place, path, pool))
 
 
 def append(file: Path, data: bytes) -> None:
@@ -51,23 +51,23 @@ def append(file: Path, data: bytes) -> None:
 
 def test_what_a_file_grows_by_is_sent_once(tmp_path: Path):
     place = a_place()
-    sender = growing.Sender(place, tmp_path)
+    sender = growing_files.Sender(place, tmp_path)
     for n in range(50):
         append(tmp_path / LOG, b"a line\n" * n)
         sender.push([LOG], GO)
         if n == 25:
-            sender = growing.Sender(place, tmp_path)  # it was killed
+            sender = growing_files.Sender(place, tmp_path)  # it was killed
     assert sender.push([LOG], GO) == 0
     assert text(place, LOG) == (tmp_path / LOG).read_bytes()
     assert bytes_in(place) == (tmp_path / LOG).stat().st_size
-    assert growing.files(place) == [LOG]
+    assert growing_files.files(place) == [LOG]
 
 
 def test_a_file_that_cannot_be_read_keeps_no_other_from_being_sent(tmp_path: Path):
     place = a_place()
     (tmp_path / "ledger/a.jsonl").mkdir(parents=True)
     append(tmp_path / LOG, b"a line\n")
-    sender = growing.Sender(place, tmp_path)
+    sender = growing_files.Sender(place, tmp_path)
     assert sender.push(["ledger/a.jsonl", LOG, "ledger/gone.jsonl"], GO) == len(b"a line\n")
     assert sender.failed == [("ledger/a.jsonl", "it cannot be read: Is a directory")]
 
@@ -101,7 +101,7 @@ def test_a_file_that_the_store_refuses_keeps_no_other_from_being_sent(tmp_path: 
         return put(self, key, data)
 
     monkeypatch.setattr(store.Store, "put", refusing)
-    sender = growing.Sender(place, tmp_path)
+    sender = growing_files.Sender(place, tmp_path)
     assert sender.push(["logs/odd.log", LOG], GO) == len(b"a line\n")
     assert sender.failed == [("logs/odd.log", "logs/odd.parts/00000000-0-ec9b1c08.log is not taken")]
     refused.clear()
@@ -109,18 +109,18 @@ def test_a_file_that_the_store_refuses_keeps_no_other_from_being_sent(tmp_path: 
 
 
 def test_parts_are_no_larger_than_can_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(growing, "PART", 1000)
+    monkeypatch.setattr(growing_files, "PART", 1000)
     place = a_place()
     append(tmp_path / LOG, b"x" * 2500)
-    growing.Sender(place, tmp_path).push([LOG], GO)
-    assert [(part.start, part.size) for part in growing.parts(place, LOG)] == [(0, 1000), (1000, 1000), (2000, 500)]
-    assert growing.fetch(place, LOG, tmp_path / "fetched")
+    growing_files.Sender(place, tmp_path).push([LOG], GO)
+    assert [(part.start, part.size) for part in growing_files.parts(place, LOG)] == [(0, 1000), (1000, 1000), (2000, 500)]
+    assert growing_files.fetch(place, LOG, tmp_path / "fetched")
     assert (tmp_path / "fetched").read_bytes() == b"x" * 2500
 
 
 def test_many_small_parts_are_fetched_together_and_few_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     place = a_place()
-    sender = growing.Sender(place, tmp_path)
+    sender = growing_files.Sender(place, tmp_path)
     for n in range(32):
         append(tmp_path / LOG, b"%04d\n" % n)
         sender.push([LOG], GO)
@@ -132,40 +132,40 @@ def test_many_small_parts_are_fetched_together_and_few_large_ones(tmp_path: Path
 
     with monkeypatch.context() as patched:
         patched.setattr(store.Store, "range", met)
-        assert growing.fetch(place, LOG, tmp_path / "fetched")
+        assert growing_files.fetch(place, LOG, tmp_path / "fetched")
         assert text(place, LOG, threads=16) == (tmp_path / "fetched").read_bytes() == (tmp_path / LOG).read_bytes()
     asked = []
     with ThreadPoolExecutor(4) as pool:
-        for n, _ in enumerate(growing._ahead(pool, ((5, asked.append, (n,)) for n in range(32)), 20)):
+        for n, _ in enumerate(growing_files._ahead(pool, ((5, asked.append, (n,)) for n in range(32)), 20)):
             assert len(asked) <= n + 4
     assert sorted(asked) == list(range(32))
 
 
 def test_a_file_that_was_cut_back_goes_on_from_there(tmp_path: Path):
     place, file = a_place(), tmp_path / METRICS
-    sender = growing.Sender(place, tmp_path)
+    sender = growing_files.Sender(place, tmp_path)
     for lines in (b"1\n2\n", b"3\n4\n", b"5\n6\n"):
         append(file, lines)
         sender.push([METRICS], GO)
     file.write_bytes(b"1\n2\n3\n" + b"4 again\n5 again\n")
     assert sender.push([METRICS], GO) == len(b"3\n4 again\n5 again\n")
     assert text(place, METRICS) == b"1\n2\n3\n4 again\n5 again\n"
-    assert growing.fetch(place, METRICS, tmp_path / "fetched")
+    assert growing_files.fetch(place, METRICS, tmp_path / "fetched")
     assert (tmp_path / "fetched").read_bytes() == text(place, METRICS)
 
 
 def test_what_a_superseded_sender_still_sent_is_no_part_of_the_metrics(tmp_path: Path):
     place, ours, theirs = a_place(), tmp_path / "ours", tmp_path / "theirs"
     append(theirs / METRICS, b'{"step": 1}\n')
-    zombie = growing.Sender(place, theirs)
+    zombie = growing_files.Sender(place, theirs)
     zombie.push([METRICS], GO)
-    growing.fetch(place, METRICS, ours / METRICS)
-    sender = growing.Sender(place, ours)
+    growing_files.fetch(place, METRICS, ours / METRICS)
+    sender = growing_files.Sender(place, ours)
     append(ours / METRICS, b'{"step": 2, "loss": 0.5}\n')
     sender.push([METRICS], GO)
     append(theirs / METRICS, b'{"step": 2, "loss": 0.25}\n{"step": 3}\n')
     zombie.push([METRICS], GO)  # it had looked whether it may before we came
-    for each in (sender, growing.Sender(place, ours)):
+    for each in (sender, growing_files.Sender(place, ours)):
         append(ours / METRICS, b'{"step": 3, "loss": 0.5}\n')
         each.push([METRICS], GO)
         assert text(place, METRICS) == (ours / METRICS).read_bytes()
@@ -175,30 +175,30 @@ def test_a_log_that_lost_its_end_takes_nothing_from_the_store(tmp_path: Path):
     place = a_place()
     for lines in (b"1\n", b"2\n", b"3\n"):
         append(tmp_path / LOG, lines)
-        growing.Sender(place, tmp_path).push([LOG], GO)
+        growing_files.Sender(place, tmp_path).push([LOG], GO)
     (tmp_path / LOG).write_bytes(b"1\n")  # the power failed
     append(tmp_path / LOG, b"after it\n")
-    growing.Sender(place, tmp_path).push([LOG], GO)
+    growing_files.Sender(place, tmp_path).push([LOG], GO)
     assert text(place, LOG) == b"1\n2\n3\nafter it\n"
-    assert list(growing.tail(place, LOG, 2)) == [b"3", b"after it"]
+    assert list(growing_files.tail(place, LOG, 2)) == [b"3", b"after it"]
 
 
 def test_a_fetch_that_is_killed_leaves_the_store_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The truncated copy of an interrupted start must not become the run's history."""
     place, whole = a_place(), b"".join(b'{"step": %d}\n' % step for step in range(10_000))
     append(tmp_path / "first" / METRICS, whole)
-    growing.Sender(place, tmp_path / "first").push([METRICS], GO)
+    growing_files.Sender(place, tmp_path / "first").push([METRICS], GO)
     second = tmp_path / "second"
 
     def killed(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(growing.tree, "write", killed)
+        full.setattr(growing_files.tree, "write", killed)
         with pytest.raises(OSError, match="No space left"):
-            run_ownership.fetch_own(place, second, 0)
+            join_run.fetch_own(place, second, 0)
     assert not (second / METRICS).exists()
-    run_ownership.fetch_own(place, second, 1)  # whichever worker rank 0 will be on
+    join_run.fetch_own(place, second, 1)  # whichever worker rank 0 will be on
     assert (second / METRICS).read_bytes() == whole
     assert [path.name for path in second.iterdir()] == [METRICS]
 
@@ -206,15 +206,15 @@ def test_a_fetch_that_is_killed_leaves_the_store_whole(tmp_path: Path, monkeypat
 def test_a_fetch_never_replaces_what_somebody_has_begun_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     place = a_place()
     append(tmp_path / "a" / METRICS, b"old\n")
-    growing.Sender(place, tmp_path / "a").push([METRICS], GO)
-    there = growing.tree.write
+    growing_files.Sender(place, tmp_path / "a").push([METRICS], GO)
+    there = growing_files.tree.write
 
     def meanwhile(*args: object) -> None:
         append(tmp_path / "b" / METRICS, b"of another worker of this volume\n")
         there(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(growing.tree, "write", meanwhile)
-    assert growing.fetch(place, METRICS, tmp_path / "b" / METRICS)
+    monkeypatch.setattr(growing_files.tree, "write", meanwhile)
+    assert growing_files.fetch(place, METRICS, tmp_path / "b" / METRICS)
     assert (tmp_path / "b" / METRICS).read_bytes() == b"of another worker of this volume\n"
 
 
@@ -222,10 +222,12 @@ def test_a_push_leaves_growing_files_to_their_sender(tmp_path: Path):
     place = a_place()
     for name in (LOG, METRICS, "ledger/rank-0.jsonl", "final.json", "logs/stacks-worker-0.txt"):
         append(tmp_path / name, b"{}\n")
-    sender = growing.Sender(place, tmp_path)
+    sender = growing_files.Sender(place, tmp_path)
     for _ in range(2):
         sender.push([LOG, METRICS, "ledger/rank-0.jsonl"], GO)
-        report = sync.push(tmp_path, place, tmp_path / ".push" / "manifest", sync.Options(skip=skipped, check=True))
+        report = push_and_pull.push(
+            tmp_path, place, tmp_path / ".push" / "manifest", push_and_pull.Options(skip=skipped, check=True)
+        )
     assert report.transferred == 0
     assert [key.rpartition("/")[0] or key for key in sorted(entry.key for entry in place.entries())] == [
         ".outlast-manifest", "final.json", "ledger/rank-0.parts", "logs", "logs/worker-0.parts", "metrics.parts",
@@ -271,9 +273,9 @@ ACTS = st.lists(
 @given(ACTS, st.sampled_from([LOG, METRICS]), st.integers(10, 60))
 def test_whatever_fails_the_store_has_the_file_and_no_byte_of_it_twice(acts, path, part):
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(growing, "PART", part)
+        patched.setattr(growing_files, "PART", part)
         place, disk, disks = Failing(a_place()), Path(directory, "0"), 0
-        sender, wrote, cuts = growing.Sender(place, disk), 0, 0
+        sender, wrote, cuts = growing_files.Sender(place, disk), 0, 0
         for act, number in [*acts, ("push", 0)]:
             file = disk / path
             if act == "write":
@@ -284,12 +286,12 @@ def test_whatever_fails_the_store_has_the_file_and_no_byte_of_it_twice(acts, pat
                 data = file.read_bytes()
                 file.write_bytes(data[: len(data) * number // 100])
             elif act == "restart":
-                sender = growing.Sender(place, disk)
+                sender = growing_files.Sender(place, disk)
             elif act == "new disk":
                 disks += 1
                 disk = Path(directory, str(disks))
-                growing.fetch(place, path, disk / path)
-                sender = growing.Sender(place, disk)
+                growing_files.fetch(place, path, disk / path)
+                sender = growing_files.Sender(place, disk)
             elif act in ("push", "fail before", "fail after"):
                 place.fail = act.removeprefix("fail ") if act != "push" else ""
                 try:
@@ -359,7 +361,7 @@ def test_the_goodput_that_the_operator_is_told_counts_the_ledgers_of_all_workers
     told_by = [("operator-1", events), ("worker-0-process-0", steps[:5]), ("worker-0-process-0", steps[5:])]
     for number, (name, lines) in enumerate(told_by):
         append(tmp_path / f"{number}/ledger/{name}.jsonl", b"".join(json.dumps(line).encode() + b"\n" for line in lines))
-        growing.Sender(place, tmp_path / str(number)).push([f"ledger/{name}.jsonl"], GO)
+        growing_files.Sender(place, tmp_path / str(number)).push([f"ledger/{name}.jsonl"], GO)
     environ = {contract.Env.MEMBER: "uid", contract.Env.STATE: str(tmp_path)}
     output = tmp_path / "2"
     uploader = upload.Uploader(output, place, "run", "me", Retention(2), told.append, environ=environ)

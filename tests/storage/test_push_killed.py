@@ -19,8 +19,8 @@ import pytest
 import machines
 from outlast.job import contract
 from outlast.storage import checkpoints, store
-from outlast.storage.checkpoints import restore
-from outlast.storage.sync import growing, sync
+from outlast.storage.checkpoints import fetch_newest
+from outlast.storage.sync import growing_files, push_and_pull
 from servers import Place
 
 RUN = "run-1"
@@ -74,7 +74,7 @@ def restored(url: str, directory: Path) -> int:
     """The step that a machine without anything restores."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
-    restore.restore(directory, store.open_(url), RUN, lambda _: None)
+    fetch_newest.restore(directory, store.open_(url), RUN, lambda _: None)
     return newest(directory)
 
 
@@ -110,14 +110,14 @@ def killed(place: Place, tmp_path: Path, kills: int, seed: int) -> None:
     step = contract.checkpoint_name(newest(worker.output))
     ours, theirs = worker.output / contract.CHECKPOINTS / step, elsewhere / contract.CHECKPOINTS / step
     assert {p.name: p.read_bytes() for p in ours.iterdir()} == {p.name: p.read_bytes() for p in theirs.iterdir()}
-    sync.pull(
+    push_and_pull.pull(
         store.open_(url),
         elsewhere,
         tmp_path / "state",
-        sync.Options(skip=lambda path: path.startswith("checkpoints/"), stop=threading.Event()),
+        push_and_pull.Options(skip=lambda path: path.startswith("checkpoints/"), stop=threading.Event()),
     )
     log = f"{contract.LOGS}/worker-0.log"
-    assert growing.fetch(store.open_(url), log, elsewhere / log)
+    assert growing_files.fetch(store.open_(url), log, elsewhere / log)
     assert (elsewhere / log).read_bytes() == (worker.output / log).read_bytes()
     assert (elsewhere / "state.json").read_bytes() == (worker.output / "state.json").read_bytes()
 

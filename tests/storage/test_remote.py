@@ -19,8 +19,8 @@ from faults import Proxy
 from outlast.base.errors import AlreadyRunning, Denied, OutlastError, Stopped, Superseded, Unreachable
 from outlast.job import contract
 from outlast.storage import checkpoints, runs, store
-from outlast.storage.checkpoints import register, remote, retention, rules
-from outlast.storage.checkpoints.rules import Latest, Names, Place
+from outlast.storage.checkpoints import in_store, register, register_rules, retention
+from outlast.storage.checkpoints.register_rules import Latest, Names, Place
 from outlast.storage.store import Store, multipart
 from servers import Place as Bucket
 from watched import WRITES, Killed, Watched
@@ -75,25 +75,25 @@ def test_the_last_two_stay_and_the_newest_that_count(now: Latest, keep: int):
     left = now.without(gone)
     assert set(now.places[-2:]) <= set(left.places)
     assert set(retention.counted(now.places)[-max(2, keep) :]) <= set(left.places)
-    assert all(rules.obsolete(now, place) for place in gone)
+    assert all(register_rules.obsolete(now, place) for place in gone)
 
 
 @given(registers(), places, st.lists(st.tuples(places, st.integers(0, 4)), max_size=8))
 def test_what_is_outlived_stays_so_whatever_happens(now: Latest, old: Place, happens: list[tuple[Place, int]]):
     """So its files may be deleted however late one comes to it."""
-    obsolete = rules.obsolete(now, old)
+    obsolete = register_rules.obsolete(now, old)
     for place, keep in happens:
-        if not rules.refused(now, place):
+        if not register_rules.refused(now, place):
             now = now.added(place)
         now = now.without(checkpoints.Retention(keep).expired(now.places))
-        assert rules.obsolete(now, old) or not obsolete
-        obsolete = rules.obsolete(now, old)
+        assert register_rules.obsolete(now, old) or not obsolete
+        obsolete = register_rules.obsolete(now, old)
 
 
 @given(registers(), st.lists(places, max_size=5))
 def test_a_new_generation_finds_what_the_one_before_finished_and_nothing_of_zombies(now: Latest, finished: list[Place]):
     now = dataclasses.replace(now, generation=3)
-    new = rules.acquired(now, 4, finished)
+    new = register_rules.acquired(now, 4, finished)
     assert new.generation == 4
     assert new.step >= now.step
     assert all(place.generation == 3 and place in finished for place in new.places if place not in now.places)
@@ -110,25 +110,25 @@ def test_a_checkpoint_that_a_later_generation_went_back_before_does_not_count():
 
 def test_what_may_not_be_added_is_told_why():
     now = latest(at(10), at(20, 2), at(30, 3))
-    assert rules.refused(now, at(5)) == "step 5 is older than what the store keeps (steps 10, 20, 30)"
-    assert rules.refused(now, at(30, 2)) == "step 30 is in the store as generation 3 wrote it"
-    assert rules.refused(now, at(25)) == ""
-    assert rules.refused(now, at(5, 4)) == ""  # the run has gone back before all of them
+    assert register_rules.refused(now, at(5)) == "step 5 is older than what the store keeps (steps 10, 20, 30)"
+    assert register_rules.refused(now, at(30, 2)) == "step 30 is in the store as generation 3 wrote it"
+    assert register_rules.refused(now, at(25)) == ""
+    assert register_rules.refused(now, at(5, 4)) == ""  # the run has gone back before all of them
 
 
 def test_who_may_not_commit_is_told_why():
-    assert rules.superseded(None, RUN, 1) == rules.superseded(latest(generation=2), RUN, 2) == ""
-    assert rules.superseded(latest(generation=2), RUN, 1) == (
+    assert register_rules.superseded(None, RUN, 1) == register_rules.superseded(latest(generation=2), RUN, 2) == ""
+    assert register_rules.superseded(latest(generation=2), RUN, 1) == (
         "generation 1 of run run-1 has been replaced by generation 2; this process must stop"
     )
-    assert rules.superseded(latest(), "other", 9) == "run other no longer owns its output in the store: run run-1 does"
+    assert register_rules.superseded(latest(), "other", 9) == "run other no longer owns its output in the store: run run-1 does"
 
 
 @given(registers())
 def test_a_register_is_read_as_it_was_written(now: Latest):
     assert Latest.parse(now.text(5.0)) == now
-    named = [rules.ownership(4), *(rules.commitment(4, place) for place in now.places)]
-    assert Names.read([*named, rules.commitment(3, at(9)), rules.announcement(5), "odd"], RUN) == Names(5, now)
+    named = [register_rules.ownership(4), *(register_rules.commitment(4, place) for place in now.places)]
+    assert Names.read([*named, register_rules.commitment(3, at(9)), register_rules.announcement(5), "odd"], RUN) == Names(5, now)
 
 
 def test_the_register_says_the_newest_to_people_and_scripts():
@@ -153,7 +153,7 @@ def test_a_place_is_found_in_a_key(step: int, generation: int, run: str):
     place = Place.of(said)
     assert Place.parse(f"{place.key}/some/file", run) == place
     assert Place.parse(place.key, run + "x") is None
-    named = Names.read([rules.ownership(9), rules.commitment(9, place)], run)
+    named = Names.read([register_rules.ownership(9), register_rules.commitment(9, place)], run)
     assert named.latest == Latest(run, 9, (place,))
 
 
@@ -168,14 +168,14 @@ def test_other_contents_have_another_place():
 
 
 def test_what_is_pushed_here_is_restored_there(place: Store, tmp_path: Path):
-    ours = remote.Checkpoints(place, RUN)
+    ours = in_store.Checkpoints(place, RUN)
     assert (ours.latest(), ours.list_()) == (None, [])
     assert ours.acquire(1).step == 0
     for step in (10, 20):
         local = written(tmp_path / "here", step)
-        assert ours.push(local, journals=tmp_path) == remote.Outcome("committed", f"step {step} is in the store")
+        assert ours.push(local, journals=tmp_path) == in_store.Outcome("committed", f"step {step} is in the store")
         assert ours.push(local, journals=tmp_path).kind == "there"
-    theirs = remote.Checkpoints(place, RUN)
+    theirs = in_store.Checkpoints(place, RUN)
     assert [(c.step, c.generation, c.bytes, c.problem) for c in theirs.list_()] == [(10, 1, 1602, ""), (20, 1, 1602, "")]
     newest = theirs.latest()
     assert newest == theirs.list_()[-1]
@@ -192,7 +192,7 @@ def test_what_is_pushed_here_is_restored_there(place: Store, tmp_path: Path):
 
 
 def test_a_replaced_generation_commits_nothing(place: Store, tmp_path: Path):
-    zombie, owner = remote.Checkpoints(place, RUN), remote.Checkpoints(place, RUN)
+    zombie, owner = in_store.Checkpoints(place, RUN), in_store.Checkpoints(place, RUN)
     zombie.acquire(1)
     zombie.push(written(tmp_path / "zombie", 10), journals=tmp_path)
     assert owner.acquire(2).step == 10
@@ -205,7 +205,7 @@ def test_a_replaced_generation_commits_nothing(place: Store, tmp_path: Path):
 
 
 def test_another_runs_register_is_taken_over_only_by_the_run_that_owns_the_place(place: Store, tmp_path: Path):
-    old, new = remote.Checkpoints(place, "old"), remote.Checkpoints(place, "new")
+    old, new = in_store.Checkpoints(place, "old"), in_store.Checkpoints(place, "new")
     runs.claim(place, runs.Run("old", "job", 1.0))
     old.acquire(7)
     old.push(written(tmp_path / "old", 10, run="old", generation=7), journals=tmp_path)
@@ -219,7 +219,7 @@ def test_another_runs_register_is_taken_over_only_by_the_run_that_owns_the_place
     with pytest.raises(Superseded):
         old.acquire(8)
     assert new.list_() == []
-    assert [c.step for c in remote.Checkpoints(place.child("previous/old"), "old").list_()] == [10]
+    assert [c.step for c in in_store.Checkpoints(place.child("previous/old"), "old").list_()] == [10]
 
 
 def test_a_push_that_goes_on_sends_only_what_is_missing(memory: Store, tmp_path: Path):
@@ -233,7 +233,7 @@ def test_a_push_that_goes_on_sends_only_what_is_missing(memory: Store, tmp_path:
                 raise Unreachable("gone")
         return act()
 
-    ours = remote.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
+    ours = in_store.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
     ours.acquire(1)
     with pytest.raises(Unreachable):
         ours.push(local, journals=tmp_path)
@@ -251,7 +251,7 @@ def large(tmp_path: Path, small_parts: None) -> checkpoints.Checkpoint:
     return written(tmp_path / "here", 10, files={"large": bytes(5 * multipart.PART)})
 
 
-def half_pushed(proxy: Proxy, ours: remote.Checkpoints, local: checkpoints.Checkpoint, journals: Path, most: int) -> None:
+def half_pushed(proxy: Proxy, ours: in_store.Checkpoints, local: checkpoints.Checkpoint, journals: Path, most: int) -> None:
     """Push until some parts of the file have arrived, and no more than `most`."""
     stop = threading.Event()
     proxy.fault = faults.parts_above(most, faults.hang)
@@ -263,7 +263,7 @@ def half_pushed(proxy: Proxy, ours: remote.Checkpoints, local: checkpoints.Check
 def test_an_upload_that_was_stopped_goes_on_under_the_next_generation(
     moto: Bucket, moto_proxy: Proxy, large: checkpoints.Checkpoint, tmp_path: Path
 ):
-    ours, client = remote.Checkpoints(store.open_(f"{moto.url}/job"), RUN), moto.server.client
+    ours, client = in_store.Checkpoints(store.open_(f"{moto.url}/job"), RUN), moto.server.client
     arrived = 0
     for generation in (1, 2):
         ours.acquire(generation)
@@ -285,7 +285,7 @@ def test_an_upload_that_was_stopped_goes_on_under_the_next_generation(
 def test_uploads_that_nobody_goes_on_with_are_aborted(
     moto: Bucket, moto_proxy: Proxy, large: checkpoints.Checkpoint, tmp_path: Path
 ):
-    ours = remote.Checkpoints(store.open_(f"{moto.url}/job"), RUN)
+    ours = in_store.Checkpoints(store.open_(f"{moto.url}/job"), RUN)
     ours.acquire(1)
     half_pushed(moto_proxy, ours, large, tmp_path / "journals", most=2)
     assert moto.server.client.list_multipart_uploads(Bucket=moto.bucket)["Uploads"]
@@ -300,7 +300,7 @@ def test_a_checkpoint_that_is_spread_over_machines_is_committed_by_the_last(plac
     (whole.path / "__1_0.distcp").unlink()
     for name in FILES.keys() - {"__1_0.distcp"}:
         (tmp_path / "two" / "step-00000010" / name).unlink()
-    one, two = remote.Checkpoints(place, RUN), remote.Checkpoints(place, RUN)
+    one, two = in_store.Checkpoints(place, RUN), in_store.Checkpoints(place, RUN)
     one.acquire(1)
     two.acquire(1)
     waits = one.push(whole, journals=tmp_path)
@@ -334,9 +334,9 @@ def remove(place: Store, key: str) -> None:
     place.delete([key])
 
 
-def three(place: Store, tmp_path: Path) -> remote.Checkpoints:
+def three(place: Store, tmp_path: Path) -> in_store.Checkpoints:
     """Steps 10, 20 and 30 in a store."""
-    ours = remote.Checkpoints(place, RUN)
+    ours = in_store.Checkpoints(place, RUN)
     ours.acquire(1)
     for step in (10, 20, 30):
         ours.push(written(tmp_path / "here", step), journals=tmp_path)
@@ -400,7 +400,7 @@ def test_a_commit_that_names_files_elsewhere_is_damaged(memory: Store, tmp_path:
 def test_a_lost_register_is_told_from_the_checkpoints_and_written_anew(memory: Store, tmp_path: Path, harm: Callable[..., None]):
     ours = three(memory, tmp_path)
     harm(memory, register.LATEST)
-    assert [c.step for c in remote.Checkpoints(memory, RUN).list_()] == [10, 20, 30]
+    assert [c.step for c in in_store.Checkpoints(memory, RUN).list_()] == [10, 20, 30]
     assert ours.push(written(tmp_path / "here", 40), journals=tmp_path).kind == "committed"
     assert json.loads(memory.get(register.LATEST))["generation"] == 1
     assert [c.step for c in ours.list_()] == [10, 20, 30, 40]
@@ -409,7 +409,7 @@ def test_a_lost_register_is_told_from_the_checkpoints_and_written_anew(memory: S
 
 
 def test_what_is_damaged_here_is_never_committed(memory: Store, tmp_path: Path):
-    ours = remote.Checkpoints(memory, RUN)
+    ours = in_store.Checkpoints(memory, RUN)
     ours.acquire(1)
     rotten, cut, torn = (written(tmp_path / "here", step) for step in (10, 20, 30))
     (rotten.path / ".metadata").write_bytes(b"[]")
@@ -446,7 +446,7 @@ def test_a_fetch_goes_on_with_what_has_arrived(memory: Store, tmp_path: Path):
             read.append(key.rpartition("/")[2])
         return act()
 
-    ours = remote.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
+    ours = in_store.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
     restored = ours.restore(directory, say=lambda _: None)
     assert restored
     assert checkpoints.verify(restored.path) is None
@@ -520,7 +520,7 @@ def test_whichever_request_is_the_last_the_next_process_goes_on(tmp_path: Path, 
 
     def process(place: Any, generation: int) -> Iterator[int]:
         """Go on for three steps; those that are in the store, as soon as they are."""
-        ours = remote.Checkpoints(place, RUN)
+        ours = in_store.Checkpoints(place, RUN)
         newest = ours.acquire(generation).step
         if newest:
             restored = ours.restore(tmp_path / f"{place.url.rpartition('/')[2]}-{generation}", say=lambda _: None)
@@ -543,10 +543,10 @@ def test_whichever_request_is_the_last_the_next_process_goes_on(tmp_path: Path, 
             pass
         except Unreachable:
             there += process(calm, 1)  # tries again
-        newest = remote.Checkpoints(calm, RUN).latest()
+        newest = in_store.Checkpoints(calm, RUN).latest()
         assert (newest.step if newest else 0) >= max(there)
         there += process(calm, 2)
-        ours = remote.Checkpoints(calm, RUN)
+        ours = in_store.Checkpoints(calm, RUN)
         found = ours.list_()
         assert [(c.step, ours.verify(c, deep=True)) for c in found] == [(max(there) - 1, None), (max(there), None)]
         if not last.reached:
@@ -560,12 +560,12 @@ def test_a_checkpoint_whose_writer_died_before_the_register_counts_for_the_next(
             raise Killed
         return act()
 
-    ours = remote.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
+    ours = in_store.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
     ours.acquire(1)
     with pytest.raises(Killed):
         ours.push(written(tmp_path, 10), journals=tmp_path)
-    assert remote.Checkpoints(memory, RUN).latest() is None
-    assert remote.Checkpoints(memory, RUN).acquire(2).step == 10
+    assert in_store.Checkpoints(memory, RUN).latest() is None
+    assert in_store.Checkpoints(memory, RUN).acquire(2).step == 10
 
 
 # What goes
@@ -594,7 +594,7 @@ def test_one_that_is_being_read_stays_until_its_reader_has_ended(place: Store, t
         assert [c.step for c in ours.list_()] == [10, 20, 30]
         assert ours.verify(oldest, deep=True) is None
     assert [p.step for p in ours.prune(checkpoints.Retention(2))] == [10]
-    with pytest.raises(remote.Damaged, match="is no longer kept"), ours.reading(oldest.place):
+    with pytest.raises(in_store.Damaged, match="is no longer kept"), ours.reading(oldest.place):
         pass
     assert keys(place, "checkpoints/step-00000010") == []
 
@@ -610,7 +610,7 @@ def test_a_reader_that_comes_while_its_checkpoint_is_taken_off_keeps_the_files(m
             reader.__enter__()  # in between
         return act()
 
-    assert [p.step for p in remote.Checkpoints(Watched(memory, hand), RUN).prune(checkpoints.Retention(2))] == [10]  # type: ignore[arg-type]
+    assert [p.step for p in in_store.Checkpoints(Watched(memory, hand), RUN).prune(checkpoints.Retention(2))] == [10]  # type: ignore[arg-type]
     assert ours.verify(oldest, deep=True) is None
     reader.__exit__(None, None, None)
     assert ours.prune(checkpoints.Retention(2)) == []
@@ -621,14 +621,14 @@ def test_a_reader_that_has_died_is_forgotten(memory: Store, tmp_path: Path, monk
     ours = three(memory, tmp_path)
     memory.put("checkpoints/step-00000010/READING-1-dead", b"")
     assert ours.prune(checkpoints.Retention(2)) == []
-    monkeypatch.setattr(rules, "LEASE_S", 0.0)  # by the store's clock it has said nothing for so long
+    monkeypatch.setattr(register_rules, "LEASE_S", 0.0)  # by the store's clock it has said nothing for so long
     assert [p.step for p in ours.prune(checkpoints.Retention(2))] == [10]
     assert keys(memory, "checkpoints/step-00000010") == []
 
 
 def test_a_reader_says_again_and_again_that_it_reads(memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ours = three(memory, tmp_path)
-    monkeypatch.setattr(rules, "RENEW_S", 0.001)
+    monkeypatch.setattr(register_rules, "RENEW_S", 0.001)
     said = threading.Semaphore(0)
 
     def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
@@ -636,7 +636,7 @@ def test_a_reader_says_again_and_again_that_it_reads(memory: Store, tmp_path: Pa
             said.release()
         return act()
 
-    theirs = remote.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
+    theirs = in_store.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
     with theirs.reading(ours.list_()[0].place):
         assert all(said.acquire(timeout=60) for _ in range(3))
     assert not [key for key in keys(memory) if "READING" in key]
@@ -650,14 +650,14 @@ def test_who_may_not_write_can_still_read(memory: Store, tmp_path: Path):
             raise Denied("you may only read")
         return act()
 
-    theirs = remote.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
+    theirs = in_store.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
     restored = theirs.restore(tmp_path / "there", say=lambda _: None)
     assert restored
     assert restored.step == 30
 
 
 def test_what_dead_generations_left_is_swept_when_two_newer_are_there(place: Store, tmp_path: Path):
-    ours = remote.Checkpoints(place, RUN)
+    ours = in_store.Checkpoints(place, RUN)
     for key in ("step-00000005/run-1-g1-00000001/a", "step-00000015/run-1-g2-00000002/a", "step-00000025/run-1-g1-00000003/a"):
         place.put(f"checkpoints/{key}", b"left")
     place.put("checkpoints/step-00000005/other-run-g1-00000001/a", b"another run's")

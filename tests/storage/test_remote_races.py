@@ -16,8 +16,8 @@ import pytest
 from outlast.base.errors import Superseded, Unreachable
 from outlast.job import contract
 from outlast.storage import checkpoints, store
-from outlast.storage.checkpoints import disk, register, remote, rules
-from outlast.storage.checkpoints.rules import Place
+from outlast.storage.checkpoints import in_store, on_disk, register, register_rules
+from outlast.storage.checkpoints.register_rules import Place
 from outlast.storage.store import Store
 from servers import Place as Bucket
 from watched import Hand, Killed, Turns, Watched
@@ -62,7 +62,7 @@ class Truth:
 
     def __init__(self, raw: Store, best: int = 0) -> None:
         self.raw, self.best = raw, best
-        self.latest = rules.Latest(RUN, 0)
+        self.latest = register_rules.Latest(RUN, 0)
         """What the register said last."""
         self.history: list[Place] = []
         """What has been the newest."""
@@ -84,7 +84,7 @@ class Truth:
         before, self.latest = self.latest, latest
         best = checkpoints.Retention(2, self.best).best_of(latest.places)  # not known where the register is a set of names
         for place in latest.places:
-            if rules.obsolete(latest, place) and place not in best:  # a new owner may have copied it while it went
+            if register_rules.obsolete(latest, place) and place not in best:  # a new owner may have copied it while it went
                 continue
             assert place in finished, f"{place} counts and is not there"
             assert place in before.places or place.generation >= before.generation, f"{place} is a zombie's, after {before}"
@@ -121,7 +121,7 @@ class Writer:
         self.committed: list[int] = []
 
     def __call__(self) -> None:
-        there = remote.Checkpoints(self.place, RUN)
+        there = in_store.Checkpoints(self.place, RUN)
         for _ in range(self.wait):
             self.again(lambda: self.place.names("nothing"))
         try:
@@ -182,7 +182,7 @@ def race(seed: int, saved: Saved, tmp_path: Path, raw: Store, *, conditional: bo
         )
     turns.run(**{f"g{writer.generation}": writer for writer in writers})
     # Whoever comes last, alone, restores the newest that was ever seen, and goes on from there.
-    there = remote.Checkpoints(Watched(raw, lambda request, key, act: act(), conditional=conditional), RUN)
+    there = in_store.Checkpoints(Watched(raw, lambda request, key, act: act(), conditional=conditional), RUN)
     newest = there.acquire(5)
     truth()
     assert newest.step == truth.latest.step >= max((step for writer in writers for step in writer.committed), default=0)
@@ -199,7 +199,7 @@ def race(seed: int, saved: Saved, tmp_path: Path, raw: Store, *, conditional: bo
         truth()
     found = there.list_()
     kept = {newest.step + 2, newest.step + 3} | {each.step for each in checkpoints.ranked(found)[:best]}
-    steps = {disk.step_of(name) for name in raw.names(contract.CHECKPOINTS)} - {None}
+    steps = {on_disk.step_of(name) for name in raw.names(contract.CHECKPOINTS)} - {None}
     assert steps == kept == {each.step for each in found}, "all but the last two and the best was swept"
     assert all(there.verify(each, deep=True) is None for each in found)
     return truth.history
@@ -246,7 +246,7 @@ class Observer(threading.Thread):
         self.seen = [0]
 
     def run(self) -> None:
-        there = remote.Checkpoints(self.place, RUN)
+        there = in_store.Checkpoints(self.place, RUN)
         while not self.ended.is_set():
             newest = there.latest()
             self.seen.append(newest.step if newest else 0)
@@ -270,7 +270,7 @@ def real_race(seed: int, saved: Saved, tmp_path: Path, place: Store) -> None:
     truth()
     assert truth.latest.places[-1] == max(truth.latest.places)
     assert (truth.latest.step, truth.latest.places[-1].generation) == (5, 2)
-    restored = remote.Checkpoints(place, RUN).restore(tmp_path / f"restored-{seed}", say=lambda _: None)
+    restored = in_store.Checkpoints(place, RUN).restore(tmp_path / f"restored-{seed}", say=lambda _: None)
     assert restored
     for name in FILES:
         assert (restored.path / name).read_bytes() == content(5, 2, name)

@@ -18,9 +18,9 @@ import pytest
 from outlast.base.errors import NotRestored, OutlastError, StoreError
 from outlast.job import contract
 from outlast.job.contract import Env
-from outlast.storage.snapshots import client, parts, server, wire
+from outlast.storage.snapshots import agent_messages, client, part_format, server
 from outlast.storage.snapshots.client import Client
-from outlast.storage.snapshots.parts import Damaged, Item, Part
+from outlast.storage.snapshots.part_format import Damaged, Item, Part
 from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 from waits import until
 
@@ -69,11 +69,11 @@ def a_part(step: int = 1, nbytes: int = 0, **fields: object) -> Part:
 
 
 def an_index(sizes: list[int]) -> tuple[list[Item], int]:
-    places, total = parts.laid_out(sizes)
+    places, total = part_format.laid_out(sizes)
     return [Item(f"w{i}", "uint8", (n,), (0,), (n,), place, n) for i, (n, place) in enumerate(zip(sizes, places))], total  # noqa: B905
 
 
-INDEX, TOTAL = an_index([1000, 0, parts.BLOCK + 100, 1])
+INDEX, TOTAL = an_index([1000, 0, part_format.BLOCK + 100, 1])
 DATA = random.Random(7).randbytes(TOTAL)
 
 
@@ -169,7 +169,7 @@ def test_a_changed_byte_in_memory_is_found_when_it_is_read(workers: Workers) -> 
     rank.publish(room, a_part(nbytes=TOTAL), INDEX)
     until(lambda: rank.poll()["unique", 1] == "held")
     (part,) = rank.catalog()
-    place = INDEX[2].place + parts.BLOCK + 5
+    place = INDEX[2].place + part_format.BLOCK + 5
     room.view[place] ^= 1
     for reader, address in ((rank, None), (other, agent.address)):
         with pytest.raises(Damaged, match="w2 has a wrong checksum"):
@@ -264,10 +264,10 @@ def test_a_peer_hears_that_its_replica_is_awaited_while_memory_is_allocated(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives up after some seconds of silence."""
-    monkeypatch.setattr("outlast.storage.snapshots.memory._PIECE", TOTAL // 2)
+    monkeypatch.setattr("outlast.storage.snapshots.memory_files._PIECE", TOTAL // 2)
     workers.agent(0)
     there = workers.agent(1)
-    connection = wire.connect(there.address, KEY.encode())
+    connection = agent_messages.connect(there.address, KEY.encode())
     connection.send({"put": a_part(nbytes=TOTAL).json(), "tail": 10, "complete": [0, 0]})
     assert [list(connection.receive()) for _ in range(3)] == [["soon"], ["soon"], ["go"]]
     connection.close()
@@ -312,7 +312,7 @@ def test_a_late_replica_of_processes_that_have_ended_neither_comes_in_nor_frees_
     for said in ("", "second"):
         if said:
             rooms.admit("run", (3, 101), (3, 100), said)
-        connection = wire.connect(workers.addresses[0], KEY.encode())
+        connection = agent_messages.connect(workers.addresses[0], KEY.encode())
         connection.send({"put": late.json(), "tail": 10, "complete": [3, 104]})
         assert connection.receive() == {"problem": "step 108 of generation 3 is of processes that have ended"}
         connection.close()
@@ -340,13 +340,13 @@ def test_a_peer_whose_part_is_not_the_announced_one_is_not_believed(workers: Wor
 
 
 def test_strangers_at_the_port_get_nothing_and_do_not_keep_members_out(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outlast.storage.snapshots.port._STRANGERS", 3)
+    monkeypatch.setattr("outlast.storage.snapshots.data_port._STRANGERS", 3)
     agent = workers.agent(0)
     workers.agent(1)
     rank, other = workers.rank(0), workers.rank(1)
     assert published(rank, a_part()) == "held"
     (part,) = rank.catalog()
-    connection = wire.connect(agent.address, b"another key")
+    connection = agent_messages.connect(agent.address, b"another key")
     connection.send({"list": True})
     with pytest.raises(OSError, match=r"hung up|reset"):
         connection.receive()
@@ -363,8 +363,8 @@ def test_strangers_at_the_port_get_nothing_and_do_not_keep_members_out(workers: 
 def test_who_brings_and_who_reads_do_not_keep_each_other_out_and_whoever_is_too_many_waits(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outlast.storage.snapshots.port._READERS", 1)
-    monkeypatch.setattr("outlast.storage.snapshots.port._REPLICAS", 1)
+    monkeypatch.setattr("outlast.storage.snapshots.data_port._READERS", 1)
+    monkeypatch.setattr("outlast.storage.snapshots.data_port._REPLICAS", 1)
     agent = workers.agent(0)
     workers.agent(1)
     rank, other = workers.rank(0), workers.rank(1)
@@ -374,7 +374,7 @@ def test_who_brings_and_who_reads_do_not_keep_each_other_out_and_whoever_is_too_
     found: list[bytes] = []
     second = threading.Thread(target=lambda: found.append(content(workers.rank(1), part, agent.address)))
     second.start()
-    bringing = wire.connect(agent.address, KEY.encode())
+    bringing = agent_messages.connect(agent.address, KEY.encode())
     bringing.send({"put": a_part(2, replica=True).json(), "tail": 10, "complete": [1, 1]})
     assert bringing.receive() == {"go": True}
     assert not found
@@ -390,9 +390,9 @@ def test_what_a_member_asks_for_is_checked(workers: Workers) -> None:
     assert published(rank, a_part()) == "held"
     (part,) = rank.catalog()
     for outside in ([[TOTAL - 1, 2]], [[-1, 1]], [[True, None]], [1]):
-        connection = wire.connect(agent.address, KEY.encode())
+        connection = agent_messages.connect(agent.address, KEY.encode())
         connection.send({"open": part.json()})
-        found, length = parts.described(connection.receive())
+        found, length = part_format.described(connection.receive())
         assert found == part
         connection.read_into(memoryview(bytearray(length)))
         connection.send({"items": outside})
@@ -421,7 +421,7 @@ def test_an_agent_killed_in_the_middle_of_a_replica_leaves_none_and_ranks_that_m
         assert agent.stdout
         assert agent.stdout.readline()
         rank = workers.rank(0)
-        data = bytes(4 * parts.BLOCK)
+        data = bytes(4 * part_format.BLOCK)
         index, _ = an_index([len(data)])
         room = rank.room(len(data), (1, 1))
         rank.publish(room, a_part(nbytes=len(data)), index, to=[there.address])
@@ -534,8 +534,8 @@ def test_after_going_back_the_snapshot_it_went_back_to_stays_and_a_late_part_of_
 
     def held(step: int) -> None:
         room = rooms.take(1000, (1, step))
-        tail = parts.tail([], [])
-        rooms.hold(room, parts.finished(a_part(step, 1000), [], tail), [], tail)
+        tail = part_format.tail([], [])
+        rooms.hold(room, part_format.finished(a_part(step, 1000), [], tail), [], tail)
 
     held(3)
     rooms.admit("run", (1, 4), (1, 3))
@@ -543,7 +543,7 @@ def test_after_going_back_the_snapshot_it_went_back_to_stays_and_a_late_part_of_
     rooms.admit("run", (1, 4), (1, 4))  # others have said that it is complete
     rooms.forget((1, 3))
     with pytest.raises(Refused, match="given up"):
-        rooms.hold(late, parts.finished(a_part(4, 1000), [], parts.tail([], [])), [], parts.tail([], []))
+        rooms.hold(late, part_format.finished(a_part(4, 1000), [], part_format.tail([], [])), [], part_format.tail([], []))
     rooms.release(late)
     assert [part.step for part in rooms.parts()] == [3]
     rooms.admit("run", (1, 4), (1, 3))

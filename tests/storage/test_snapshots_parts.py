@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.storage.snapshots import parts
-from outlast.storage.snapshots.parts import Damaged, Item, Part
+from outlast.storage.snapshots import part_format
+from outlast.storage.snapshots.part_format import Damaged, Item, Part
 
 
 def a_part(**fields: object) -> Part:
@@ -28,34 +28,38 @@ def an_index() -> list[Item]:
 
 
 def finished() -> tuple[Part, bytes]:
-    tail = parts.tail(an_index(), parts.checksums(an_index(), memoryview(bytes(range(256)))))
-    return parts.finished(a_part(), an_index(), tail), tail
+    tail = part_format.tail(an_index(), part_format.checksums(an_index(), memoryview(bytes(range(256)))))
+    return part_format.finished(a_part(), an_index(), tail), tail
 
 
 def test_a_header_and_a_tail_are_read_as_they_were_written() -> None:
     part, tail = finished()
-    assert parts.read_header(parts.header(part, len(tail))) == (part, len(tail))
+    assert part_format.read_header(part_format.header(part, len(tail))) == (part, len(tail))
     data = bytes(range(256))
-    assert parts.read_tail(part, tail) == (an_index(), [[zlib.crc32(data[:64])], [zlib.crc32(data[64:164])], []])
+    assert part_format.read_tail(part, tail) == (an_index(), [[zlib.crc32(data[:64])], [zlib.crc32(data[64:164])], []])
 
 
 def test_an_item_has_a_checksum_for_each_block() -> None:
-    item = Item("w", "uint8", (2 * parts.BLOCK + 1,), (0,), (2 * parts.BLOCK + 1,), 64, 2 * parts.BLOCK + 1)
-    assert item.blocks() == [(64, parts.BLOCK), (64 + parts.BLOCK, parts.BLOCK), (64 + 2 * parts.BLOCK, 1)]
+    item = Item("w", "uint8", (2 * part_format.BLOCK + 1,), (0,), (2 * part_format.BLOCK + 1,), 64, 2 * part_format.BLOCK + 1)
+    assert item.blocks() == [
+        (64, part_format.BLOCK),
+        (64 + part_format.BLOCK, part_format.BLOCK),
+        (64 + 2 * part_format.BLOCK, 1),
+    ]
 
 
 @given(st.lists(st.integers(0, 10_000)))
 def test_places_are_aligned_and_do_not_overlap(sizes: list[int]) -> None:
-    places, total = parts.laid_out(sizes)
+    places, total = part_format.laid_out(sizes)
     ends = [place + size for place, size in zip(places, sizes, strict=True)]
-    assert all(place % parts.ALIGNED == 0 for place in places)
+    assert all(place % part_format.ALIGNED == 0 for place in places)
     assert all(end <= place for end, place in zip(ends, [*places[1:], total], strict=False))
 
 
 def test_memory_whose_writer_has_not_finished_has_no_header() -> None:
-    for page in (b"", bytes(parts.PAGE), parts.header(*_ends())[:40].ljust(parts.PAGE, b"\0")):
+    for page in (b"", bytes(part_format.PAGE), part_format.header(*_ends())[:40].ljust(part_format.PAGE, b"\0")):
         with pytest.raises(Damaged, match="has no header"):
-            parts.read_header(page)
+            part_format.read_header(page)
 
 
 def _ends() -> tuple[Part, int]:
@@ -66,21 +70,21 @@ def _ends() -> tuple[Part, int]:
 @given(st.integers(0, 199), st.integers(1, 255))
 def test_a_changed_byte_in_header_or_tail_is_found(at: int, change: int) -> None:
     part, tail = finished()
-    page = bytearray(parts.header(part, len(tail)))
+    page = bytearray(part_format.header(part, len(tail)))
     page[at] ^= change
     with pytest.raises(Damaged):
-        parts.read_header(bytes(page))
+        part_format.read_header(bytes(page))
     changed = bytearray(tail)
     changed[at % len(tail)] ^= change
     with pytest.raises(Damaged, match="has digest"):
-        parts.read_tail(part, bytes(changed))
+        part_format.read_tail(part, bytes(changed))
 
 
 def test_an_index_that_points_outside_of_its_data_is_refused() -> None:
     index = [Item("w", "float32", (4,), (0,), (4,), 250, 16)]
-    tail = parts.tail(index, [0])
+    tail = part_format.tail(index, [0])
     with pytest.raises(Damaged, match=r"w of the unique part of rank 2 of step 120 \(generation 3\) ends at byte 266 of 256"):
-        parts.read_tail(parts.finished(a_part(), index, tail), tail)
+        part_format.read_tail(part_format.finished(a_part(), index, tail), tail)
 
 
 json_values = st.recursive(
@@ -105,9 +109,9 @@ def test_whatever_is_in_an_index_is_an_item_or_is_refused(anything: object, row:
     for said in (anything, row):
         rows = json.dumps([said]).encode()
         tail = (0).to_bytes(4, "little") + rows
-        part = parts.finished(a_part(), an_index()[:1], tail)
+        part = part_format.finished(a_part(), an_index()[:1], tail)
         with pytest.raises(Damaged):
-            parts.read_tail(part, tail)
+            part_format.read_tail(part, tail)
 
 
 def test_fields_of_a_newer_version_are_ignored() -> None:

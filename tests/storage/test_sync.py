@@ -26,14 +26,13 @@ import faults
 from faults import Proxy
 from outlast.base import crc32
 from outlast.base.errors import AlreadyRunning, Changed, Denied, Missing, NoBucket, NotFound, OutlastError, Stopped
-from outlast.cli import transfers
+from outlast.cli import transfer_progress
 from outlast.cli.data import sync as command
 from outlast.storage import store
 from outlast.storage.store import Store
-from outlast.storage.sync import index, pool, sync, transfer, tree
-from outlast.storage.sync import state as states
-from outlast.storage.sync.direct import Direct
+from outlast.storage.sync import index, local_state, push_and_pull, thread_pool, transfer, tree
 from outlast.storage.sync.index import Object, Seen, Stat, Verdict
+from outlast.storage.sync.presigned_downloads import Direct
 from servers import Place
 
 OUTLAST = str(Path(sys.executable).with_name("outlast"))
@@ -80,10 +79,10 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def objects(place: Store) -> dict[str, bytes]:
     """What is in the store, but for the manifest."""
-    return {entry.key: place.get(entry.key) for entry in place.entries() if entry.key != sync.MANIFEST}
+    return {entry.key: place.get(entry.key) for entry in place.entries() if entry.key != push_and_pull.MANIFEST}
 
 
-def counts(report: sync.Report) -> tuple[int, int, int]:
+def counts(report: push_and_pull.Report) -> tuple[int, int, int]:
     """Sent, unchanged, deleted; nothing may have failed."""
     assert report.failed == []
     return report.transferred, report.unchanged, report.deleted
@@ -174,10 +173,10 @@ def test_nonsense_is_no_manifest(data: bytes) -> None:
 
 def test_there_are_more_threads_for_as_long_as_that_helps() -> None:
     def widths(rate: Callable[[int], float]) -> list[int]:
-        width, before = pool.FEW, 0.0
+        width, before = thread_pool.FEW, 0.0
         widths = [width]
         for _ in range(10):
-            width, before = pool.widened(width, before, rate(width))
+            width, before = thread_pool.widened(width, before, rate(width))
             widths.append(width)
         return widths
 
@@ -193,41 +192,41 @@ def test_a_tree_comes_back_as_it_was(place: Store, tmp_path: Path) -> None:
     files = {name: name.encode() * 100 for name in NAMES} | {"empty": b"", "large": random.Random(0).randbytes(3 * MIB)}
     source = a_tree(tmp_path / "source", files)
     os.utime(source / "a", ns=(10**18 + 123_456_789,) * 2)
-    assert counts(sync.push(source, place, tmp_path / "push")) == (len(files), 0, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (len(files), 0, 0)
     assert objects(place) == files
     target = tmp_path / "target"
-    report = sync.pull(place, target, tmp_path / "pull")
+    report = push_and_pull.pull(place, target, tmp_path / "pull")
     assert counts(report) == (len(files), 0, 0)
     assert report.bytes == sum(map(len, files.values()))
     assert contents(target) == files
     assert (target / "a").stat().st_mtime_ns == 10**18 + 123_456_789
-    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(check=True))) == (0, len(files), 0)
-    assert counts(sync.pull(place, target, tmp_path / "pull", sync.Options(check=True))) == (0, len(files), 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push", push_and_pull.Options(check=True))) == (0, len(files), 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull", push_and_pull.Options(check=True))) == (0, len(files), 0)
 
 
 def test_only_what_changed_is_sent(place: Store, tmp_path: Path) -> None:
     source, target = a_tree(tmp_path / "source", {"a": b"1", "b": b"2", "c": b"3"}), tmp_path / "target"
-    sync.push(source, place, tmp_path / "push")
-    sync.pull(place, target, tmp_path / "pull")
+    push_and_pull.push(source, place, tmp_path / "push")
+    push_and_pull.pull(place, target, tmp_path / "pull")
     a_tree(source, {"b": b"two"}, age_s=50)
     (source / "d").write_bytes(b"4")
     (source / "c").unlink()
-    assert counts(sync.push(source, place, tmp_path / "push")) == (2, 1, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (2, 1, 0)
     assert objects(place) == {"a": b"1", "b": b"two", "c": b"3", "d": b"4"}
-    assert counts(sync.pull(place, target, tmp_path / "pull")) == (2, 2, 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull")) == (2, 2, 0)
     assert contents(target) == objects(place)
 
 
 def test_a_change_that_leaves_size_and_time_alone_is_noticed(away: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"same": b"1" * 10, "set back": b"1" * 10, "moved here": b"1" * 10})
-    sync.push(source, away, tmp_path / "push")
+    push_and_pull.push(source, away, tmp_path / "push")
     for name in ("set back", "moved here"):
         before = (source / name).stat()
         other = source / name if name == "set back" else tmp_path / "other"
         other.write_bytes(b"2" * 10)
         os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
         other.rename(source / name)
-    assert counts(sync.push(source, away, tmp_path / "push")) == (2, 1, 0)
+    assert counts(push_and_pull.push(source, away, tmp_path / "push")) == (2, 1, 0)
     assert objects(away) == contents(source)
 
 
@@ -236,9 +235,9 @@ def test_a_file_written_twice_at_the_same_moment_is_sent_twice(away: Store, tmp_
     source.mkdir()
     for content in (b"one", b"two", b"six"):  # the clock of files may stand still between these
         (source / "a").write_bytes(content)
-        assert counts(sync.push(source, away, tmp_path / "push")) == (1, 0, 0)
+        assert counts(push_and_pull.push(source, away, tmp_path / "push")) == (1, 0, 0)
         assert objects(away) == {"a": content}
-    assert counts(sync.push(source, away, tmp_path / "push")) == (0, 1, 0)
+    assert counts(push_and_pull.push(source, away, tmp_path / "push")) == (0, 1, 0)
 
 
 @pytest.mark.parametrize("kind", ["moto", "rclone"])
@@ -246,18 +245,21 @@ def test_an_unchanged_tree_costs_one_request(kind: str, request: pytest.FixtureR
     proxy: Proxy = request.getfixturevalue(f"{kind}_proxy")
     source, target = a_tree(tmp_path / "source", {f"{n}/file": b"%d" % n for n in range(200)}), tmp_path / "target"
     place = store.open_(proxy.url)
-    sync.push(source, place, tmp_path / "push")
-    sync.pull(place, target, tmp_path / "pull")
-    for again in (lambda: sync.push(source, place, tmp_path / "push"), lambda: sync.pull(place, target, tmp_path / "pull")):
+    push_and_pull.push(source, place, tmp_path / "push")
+    push_and_pull.pull(place, target, tmp_path / "pull")
+    for again in (
+        lambda: push_and_pull.push(source, place, tmp_path / "push"),
+        lambda: push_and_pull.pull(place, target, tmp_path / "pull"),
+    ):
         proxy.forget()
         assert counts(again()) == (0, 200, 0)
         assert proxy.counts == {"HEAD": 1}
     (source / "7" / "file").write_bytes(b"another")
     proxy.forget()
-    assert counts(sync.push(source, place, tmp_path / "push")) == (1, 199, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (1, 199, 0)
     assert proxy.counts.total() <= 5
     proxy.forget()
-    assert counts(sync.pull(place, target, tmp_path / "pull")) == (1, 199, 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull")) == (1, 199, 0)
     assert proxy.counts.total() <= 3
 
 
@@ -265,19 +267,19 @@ def test_nothing_is_transferred_again_when_the_state_was_lost(place: Store, tmp_
     files = {"a": b"1", "b/c": b"2", "large": bytes(2 * MIB)}
     source, target = a_tree(tmp_path / "source", files), tmp_path / "target"
     (source / "just now").write_bytes(b"3")
-    sync.push(source, place, tmp_path / "push")
-    sync.pull(place, target, tmp_path / "pull")
-    assert counts(sync.push(source, place, tmp_path / "another state")) == (0, 4, 0)
-    assert counts(sync.push(target, place, tmp_path / "one more")) == (0, 4, 0)
-    assert counts(sync.pull(place, target, tmp_path / "yet another")) == (0, 4, 0)
+    push_and_pull.push(source, place, tmp_path / "push")
+    push_and_pull.pull(place, target, tmp_path / "pull")
+    assert counts(push_and_pull.push(source, place, tmp_path / "another state")) == (0, 4, 0)
+    assert counts(push_and_pull.push(target, place, tmp_path / "one more")) == (0, 4, 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "yet another")) == (0, 4, 0)
     (tmp_path / "push").write_bytes((tmp_path / "push").read_bytes()[:-10])
-    assert counts(sync.push(source, place, tmp_path / "push")) == (0, 4, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (0, 4, 0)
 
 
 def test_a_state_of_another_store_is_of_no_use(away: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1"})
-    sync.push(source, away.child("one"), tmp_path / "push")
-    assert counts(sync.push(source, away.child("two"), tmp_path / "push")) == (1, 0, 0)
+    push_and_pull.push(source, away.child("one"), tmp_path / "push")
+    assert counts(push_and_pull.push(source, away.child("two"), tmp_path / "push")) == (1, 0, 0)
     assert objects(away.child("two")) == {"a": b"1"}
 
 
@@ -286,84 +288,88 @@ def test_a_state_of_another_store_is_of_no_use(away: Store, tmp_path: Path) -> N
 
 def test_what_others_did_is_noticed_by_a_check(place: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"same": b"1", "replaced": b"2", "resized": b"3", "removed": b"4"})
-    sync.push(source, place, tmp_path / "push")
+    push_and_pull.push(source, place, tmp_path / "push")
     place.put("replaced", b"!")
     place.put("resized", b"!!!")
     place.put("added", b"5")
     place.delete(["removed"])
-    assert counts(sync.push(source, place, tmp_path / "push")) == (0, 4, 0), "the manifest is believed"
-    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(check=True))) == (3, 1, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (0, 4, 0), "the manifest is believed"
+    assert counts(push_and_pull.push(source, place, tmp_path / "push", push_and_pull.Options(check=True))) == (3, 1, 0)
     assert objects(place) == {**contents(source), "added": b"5"}
-    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(check=True))) == (0, 4, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push", push_and_pull.Options(check=True))) == (0, 4, 0)
     target = tmp_path / "target"
-    assert counts(sync.pull(place, target, tmp_path / "pull")) == (5, 0, 0), "what was added is in the manifest now"
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull")) == (5, 0, 0), "what was added is in the manifest now"
     assert contents(target) == objects(place)
 
 
 def test_a_manifest_written_since_does_not_hide_what_others_did(place: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1", "b": b"2"})
-    sync.push(source, place, tmp_path / "push")
+    push_and_pull.push(source, place, tmp_path / "push")
     place.put("a", b"!")
     a_tree(source, {"b": b"two"}, age_s=50)
-    assert counts(sync.push(source, place, tmp_path / "push")) == (1, 1, 0)
-    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(check=True))) == (1, 1, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (1, 1, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push", push_and_pull.Options(check=True))) == (1, 1, 0)
     assert objects(place) == contents(source)
 
 
 def test_a_pull_notices_what_others_did(place: Store, tmp_path: Path) -> None:
     source, target = a_tree(tmp_path / "source", {"a": b"1", "b": b"2", "c": b"3"}), tmp_path / "target"
-    sync.push(source, place, tmp_path / "push")
-    sync.pull(place, target, tmp_path / "pull")
+    push_and_pull.push(source, place, tmp_path / "push")
+    push_and_pull.pull(place, target, tmp_path / "pull")
     place.put("a", b"!")
     place.put("d", b"4")
     place.delete(["c"])
-    assert counts(sync.pull(place, target, tmp_path / "pull")) == (0, 3, 0), "the manifest is believed"
-    assert counts(sync.pull(place, target, tmp_path / "pull", sync.Options(check=True, delete=True))) == (2, 1, 1)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull")) == (0, 3, 0), "the manifest is believed"
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull", push_and_pull.Options(check=True, delete=True))) == (
+        2,
+        1,
+        1,
+    )
     assert contents(target) == {"a": b"!", "b": b"2", "d": b"4"}
-    assert counts(sync.pull(place, target, tmp_path / "pull", sync.Options(check=True))) == (0, 3, 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull", push_and_pull.Options(check=True))) == (0, 3, 0)
 
 
 def test_a_store_is_checked_once_a_day(away: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1"})
-    sync.push(source, away, tmp_path / "push")
+    push_and_pull.push(source, away, tmp_path / "push")
     away.delete(["a"])
-    assert counts(sync.push(source, away, tmp_path / "push")) == (0, 1, 0)
+    assert counts(push_and_pull.push(source, away, tmp_path / "push")) == (0, 1, 0)
     state = index.State.decode((tmp_path / "push").read_bytes())
-    state.checked -= sync.CHECK_EVERY_S
+    state.checked -= push_and_pull.CHECK_EVERY_S
     (tmp_path / "push").write_bytes(state.encode())
-    assert counts(sync.push(source, away, tmp_path / "push")) == (1, 0, 0)
+    assert counts(push_and_pull.push(source, away, tmp_path / "push")) == (1, 0, 0)
 
 
 def test_a_store_without_a_manifest_is_listed(place: Store, tmp_path: Path) -> None:
     for name in NAMES:
         place.put(name, name.encode())
     target = tmp_path / "target"
-    assert counts(sync.pull(place, target, tmp_path / "pull")) == (len(NAMES), 0, 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull")) == (len(NAMES), 0, 0)
     assert contents(target) == objects(place)
-    assert counts(sync.pull(place, target, tmp_path / "pull")) == (0, len(NAMES), 0)
-    assert counts(sync.pull(place, target, tmp_path / "another state")) == (0, len(NAMES), 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull")) == (0, len(NAMES), 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "another state")) == (0, len(NAMES), 0)
     place.put("a", b"b")
     (target / "a#b").unlink()
-    assert counts(sync.pull(place, target, tmp_path / "pull")) == (2, len(NAMES) - 2, 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull")) == (2, len(NAMES) - 2, 0)
     assert contents(target) == objects(place)
 
 
 def test_a_manifest_that_cannot_be_read_is_none(place: Store, tmp_path: Path) -> None:
     source, target = a_tree(tmp_path / "source", {"a": b"1", "b": b"2"}), tmp_path / "target"
-    sync.push(source, place, tmp_path / "push")
-    place.put(sync.MANIFEST, b"not by us")
-    assert counts(sync.pull(place, target, tmp_path / "pull")) == (2, 0, 0)
-    assert counts(sync.push(source, place, tmp_path / "push")) == (0, 2, 0)
-    assert sorted(index.decode(place.get(sync.MANIFEST))[0]) == ["a", "b"]
+    push_and_pull.push(source, place, tmp_path / "push")
+    place.put(push_and_pull.MANIFEST, b"not by us")
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull")) == (2, 0, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (0, 2, 0)
+    assert sorted(index.decode(place.get(push_and_pull.MANIFEST))[0]) == ["a", "b"]
 
 
 def test_two_machines_that_push_into_one_place_see_each_other(place: Store, tmp_path: Path) -> None:
     one, two = a_tree(tmp_path / "one", {"a": b"1", "both": b"1"}), a_tree(tmp_path / "two", {"b": b"2", "both": b"2"})
-    sync.push(one, place, tmp_path / "push-1")
-    assert counts(sync.push(two, place, tmp_path / "push-2")) == (2, 0, 0)
+    push_and_pull.push(one, place, tmp_path / "push-1")
+    assert counts(push_and_pull.push(two, place, tmp_path / "push-2")) == (2, 0, 0)
     assert objects(place) == {"a": b"1", "b": b"2", "both": b"2"}
-    assert counts(sync.push(one, place, tmp_path / "push-1")) == (1, 1, 0)
-    assert counts(sync.pull(place, tmp_path / "target", tmp_path / "pull")) == (3, 0, 0)
+    assert counts(push_and_pull.push(one, place, tmp_path / "push-1")) == (1, 1, 0)
+    assert counts(push_and_pull.pull(place, tmp_path / "target", tmp_path / "pull")) == (3, 0, 0)
     assert contents(tmp_path / "target") == {"a": b"1", "b": b"2", "both": b"1"}
 
 
@@ -375,24 +381,24 @@ def test_a_manifest_written_meanwhile_is_not_lost(moto_proxy: Proxy, tmp_path: P
         return first if request.method == "PUT" and request.path.endswith("/a") else None
 
     def first(exchange: faults.Exchange) -> None:
-        sync.push(two, place, tmp_path / "push-2")
+        push_and_pull.push(two, place, tmp_path / "push-2")
         faults.passed(exchange)
 
     moto_proxy.fault = chosen
-    sync.push(one, place, tmp_path / "push-1")
-    assert sorted(index.decode(place.get(sync.MANIFEST))[0]) == ["a", "b"]
+    push_and_pull.push(one, place, tmp_path / "push-1")
+    assert sorted(index.decode(place.get(push_and_pull.MANIFEST))[0]) == ["a", "b"]
 
 
 def test_an_object_that_is_replaced_during_a_pull_arrives_as_it_is_then(place: Store, tmp_path: Path) -> None:
     source, target = a_tree(tmp_path / "source", {"a": b"1", "b": b"2" * (2 * MIB), "c": b"3"}), tmp_path / "target"
-    sync.push(source, place, tmp_path / "push")
-    sync.pull(place, target, tmp_path / "pull")
+    push_and_pull.push(source, place, tmp_path / "push")
+    push_and_pull.pull(place, target, tmp_path / "pull")
     for name in contents(source):
         (target / name).unlink()
     place.put("a", b"one")
     place.put("b", b"two")
     place.delete(["c"])
-    report = sync.pull(place, target, tmp_path / "pull")
+    report = push_and_pull.pull(place, target, tmp_path / "pull")
     assert (report.transferred, [path for path, _ in report.failed]) == (2, ["c"])
     assert report.failed[0][1].endswith("/c does not exist")
     assert contents(target) == {"a": b"one", "b": b"two"}
@@ -417,17 +423,17 @@ def test_a_log_that_grows_while_it_is_pushed_arrives_in_the_end(place: Store, tm
     writer.start()
     try:
         for _ in range(3):
-            report = sync.push(source, place, tmp_path / "push")
+            report = push_and_pull.push(source, place, tmp_path / "push")
             assert report.failed == []
             for name, content in objects(place).items():
                 assert (source / name).read_bytes().startswith(content), "no mixture, and nothing skipped"
     finally:
         ended.set()
         writer.join()
-    sync.push(source, place, tmp_path / "push")
+    push_and_pull.push(source, place, tmp_path / "push")
     assert objects(place) == contents(source)
-    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(check=True))) == (0, 2, 0)
-    assert counts(sync.pull(place, tmp_path / "target", tmp_path / "pull")) == (2, 0, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push", push_and_pull.Options(check=True))) == (0, 2, 0)
+    assert counts(push_and_pull.pull(place, tmp_path / "target", tmp_path / "pull")) == (2, 0, 0)
 
 
 def test_a_file_that_is_overwritten_all_the_time_is_sent_again_the_next_time(away: Store, tmp_path: Path) -> None:
@@ -447,25 +453,25 @@ def test_a_file_that_is_overwritten_all_the_time_is_sent_again_the_next_time(awa
     writer.start()
     begun.wait()
     try:
-        reports = (sync.push(source, away, tmp_path / "push") for _ in range(100))
+        reports = (push_and_pull.push(source, away, tmp_path / "push") for _ in range(100))
         report = next(report for report in reports if report.changing)
     finally:
         ended.set()
         writer.join()
     assert (report.failed, report.changing) == ([], ["a"])
-    assert counts(sync.push(source, away, tmp_path / "push")) == (1, 0, 0)
+    assert counts(push_and_pull.push(source, away, tmp_path / "push")) == (1, 0, 0)
     assert objects(away) == contents(source)
 
 
 def test_files_deleted_during_the_walk_have_never_been_there(away: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {f"{n}": b"1" for n in range(100)} | {"large": bytes(2 * MIB), "last": bytes(100)})
 
-    def harm(progress: sync.Progress) -> None:
+    def harm(progress: push_and_pull.Progress) -> None:
         for path in source.iterdir():
             if path.name != "last":
                 path.unlink()
 
-    report = sync.push(source, away, tmp_path / "push", sync.Options(progress=harm))
+    report = push_and_pull.push(source, away, tmp_path / "push", push_and_pull.Options(progress=harm))
     assert report.failed == []
     assert report.transferred < 102
     assert "last" in objects(away)
@@ -475,13 +481,15 @@ def test_the_low_level_calls_send_and_receive_what_they_are_told(place: Store, t
     files = {"a": b"1", "empty": b"", "large": random.Random(0).randbytes(2 * MIB + 5)}
     source = a_tree(tmp_path / "source", files)
     moved: list[int] = []
-    sent = sync.send(place, [(source / n, f"to/{n}") for n in files], journals=tmp_path / "journals", progress=moved.append)
+    sent = push_and_pull.send(
+        place, [(source / n, f"to/{n}") for n in files], journals=tmp_path / "journals", progress=moved.append
+    )
     assert {key: (s.size, s.crc32) for key, s in sent.items()} == {f"to/{n}": (len(c), zlib.crc32(c)) for n, c in files.items()}
     assert {entry.key: entry.etag for entry in place.entries()} == {key: s.etag for key, s in sent.items()}
     assert sum(moved) == sum(map(len, files.values()))
     moved.clear()
     wanted = [(f"to/{n}", len(c), tmp_path / "target" / n) for n, c in files.items()]
-    received = sync.receive(place, wanted, durable=True, progress=moved.append)
+    received = push_and_pull.receive(place, wanted, durable=True, progress=moved.append)
     assert received == {key: s.crc32 for key, s in sent.items()}
     assert contents(tmp_path / "target") == files
     assert sum(moved) == sum(map(len, files.values()))
@@ -493,14 +501,14 @@ def test_receive_leaves_nothing_behind_of_what_is_not_as_expected(place: Store, 
     target = tmp_path / "target"
     for wanted, error in [(("a", size + 1), Changed), (("b", size), Missing)]:
         with pytest.raises(error):
-            sync.receive(place, [(*wanted, target / "a")])
+            push_and_pull.receive(place, [(*wanted, target / "a")])
         assert contents(target) == {}
     outcomes = list(transfer.downloads(place, [transfer.Download("a", size, str(target / "a"), crc32=1)]))
     assert [type(outcome.error) for outcome in outcomes] == [transfer.Damaged]
     assert contents(target) == {}
     (target / "a").mkdir()
     with pytest.raises(OutlastError, match="there is a directory of this name"):
-        sync.receive(place, [("a", size, target / "a")])
+        push_and_pull.receive(place, [("a", size, target / "a")])
     assert os.listdir(target) == ["a"]
 
 
@@ -642,7 +650,7 @@ def test_what_is_no_file_is_named_and_left_out(away: Store, tmp_path: Path) -> N
         (source / name).symlink_to(target)
     os.mkfifo(source / "pipe")
     (source / "nothing in here").mkdir()
-    report = sync.push(source, away, tmp_path / "push")
+    report = push_and_pull.push(source, away, tmp_path / "push")
     assert report.failed == []
     assert objects(away) == {"file": b"1", "dir/inner": b"2", "link": b"1", "dir link/inner": b"2", "out link": b"3"}
     assert report.ignored == [
@@ -653,14 +661,14 @@ def test_what_is_no_file_is_named_and_left_out(away: Store, tmp_path: Path) -> N
         ("pipe", "it is neither a file nor a directory"),
         ("self", "it is a link to nothing (Too many levels of symbolic links)"),
     ]
-    assert counts(sync.push(source, away, tmp_path / "push"))[0] == 0
+    assert counts(push_and_pull.push(source, away, tmp_path / "push"))[0] == 0
 
 
 def test_links_that_lead_to_each_other_end(away: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a/1": b"1", "b/2": b"2"})
     (source / "a" / "to b").symlink_to("../b")
     (source / "b" / "to a").symlink_to("../a")
-    sync.push(source, away, tmp_path / "push")
+    push_and_pull.push(source, away, tmp_path / "push")
     assert objects(away) == {"a/1": b"1", "b/2": b"2", "a/to b/2": b"2", "b/to a/1": b"1"}
 
 
@@ -668,7 +676,7 @@ def test_names_that_a_store_cannot_have_fail_and_the_rest_goes_on(away: Store, t
     source = a_tree(tmp_path / "source", {"good": b"1", "new\nline": b"2"})
     with open(os.fsencode(source) + b"/bad-\xff", "wb"):
         pass
-    report = sync.push(source, away, tmp_path / "push")
+    report = push_and_pull.push(source, away, tmp_path / "push")
     assert report.transferred == 1
     assert [path for path, _ in report.failed] == ["bad-\\xff", "new\nline"]
     assert report.failed[0][1] == "its name is not UTF-8; rename it"
@@ -690,11 +698,11 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("nobody")
 def test_what_cannot_be_read_is_named_and_the_rest_goes_on(away: Store) -> None:
     source = a_tree(Path("source"), {"good": b"1", "bad": b"2", "large": bytes(2 * MIB), "dir/inner": b"3"})
-    sync.push(source, away, Path("push"))
+    push_and_pull.push(source, away, Path("push"))
     a_tree(source, {"good": b"one", "bad": b"two", "large": bytes(3 * MIB), "dir/inner": b"three"}, age_s=50)
     for name in ("bad", "large", "dir"):
         (source / name).chmod(0)
-    report = sync.push(source, away, Path("push"), sync.Options(delete=True))
+    report = push_and_pull.push(source, away, Path("push"), push_and_pull.Options(delete=True))
     assert (report.transferred, report.deleted) == (1, 0), "what cannot be listed may still exist"
     assert report.failed == [
         ("bad", "it cannot be read: Permission denied"),
@@ -704,7 +712,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_goes_on(away: Store) -> None:
     for name in ("bad", "large", "dir"):
         (source / name).chmod(0o700)
     (source / "dir").chmod(0o500)
-    report = sync.pull(away, source, Path("pull"))
+    report = push_and_pull.pull(away, source, Path("pull"))
     assert report.failed == [("dir/inner", "it cannot be written: Permission denied")]
     assert (source / "bad").read_bytes() == b"2"
 
@@ -715,13 +723,13 @@ def test_a_pull_never_writes_outside_of_its_directory(tmp_path: Path) -> None:
     (target / "link").symlink_to(outside)
     (target / "kept").symlink_to(outside / "kept")
     away = store.open_(f"memory://{uuid.uuid4().hex}")
-    sync.pull(away, target, tmp_path / "pull")
+    push_and_pull.pull(away, target, tmp_path / "pull")
     keys = ["good", "link/evil", "link/deep/evil", "kept", "file/inner"]
     for key in keys:
         away.put(key, b"2")
     lies = {key: Object(1, 0, -1, 0) for key in [*keys, "../up", "/abs", "a//b"]}
-    away.put(sync.MANIFEST, index.encode(lies, 0))
-    report = sync.pull(away, target, tmp_path / "pull")
+    away.put(push_and_pull.MANIFEST, index.encode(lies, 0))
+    report = push_and_pull.pull(away, target, tmp_path / "pull")
     assert report.transferred == 2
     assert dict(report.failed) == {
         "link/evil": f"link is a link that leads outside ({outside})",
@@ -741,7 +749,7 @@ def test_a_name_that_is_file_and_directory_fails_and_the_rest_goes_on(away: Stor
         away.put(key, b"1")
     away.put("d", b"1")
     (tmp_path / "target" / "d").mkdir(parents=True)
-    report = sync.pull(away, tmp_path / "target", tmp_path / "pull")
+    report = push_and_pull.pull(away, tmp_path / "target", tmp_path / "pull")
     assert contents(tmp_path / "target") == {"a/b": b"1", "c": b"1"}
     assert [path for path, _ in report.failed] == ["a", "d"]
     assert report.failed[0][1] == "the store has a directory of this name as well; rename one of them"
@@ -751,9 +759,9 @@ def test_a_name_that_is_file_and_directory_fails_and_the_rest_goes_on(away: Stor
 def test_half_written_files_are_not_pushed_and_go_when_nobody_writes_them(away: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1", ".outlast-0.part": b"half"}, age_s=10_000)
     a_tree(source, {".outlast-1.part": b"half"}, age_s=1)
-    sync.push(source, away, tmp_path / "push", sync.Options(delete=True))
+    push_and_pull.push(source, away, tmp_path / "push", push_and_pull.Options(delete=True))
     assert objects(away) == {"a": b"1"}
-    sync.pull(away, source, tmp_path / "pull", sync.Options(delete=True))
+    push_and_pull.pull(away, source, tmp_path / "pull", push_and_pull.Options(delete=True))
     assert sorted(os.listdir(source)) == [".outlast-1.part", "a"]
 
 
@@ -762,16 +770,16 @@ def test_half_written_files_are_not_pushed_and_go_when_nobody_writes_them(away: 
 
 def test_nothing_is_deleted_unless_asked_for(place: Store, tmp_path: Path) -> None:
     source, target = a_tree(tmp_path / "source", {"a": b"1", "b/c/d": b"2", "e": b"3"}), tmp_path / "target"
-    sync.push(source, place, tmp_path / "push")
-    sync.pull(place, target, tmp_path / "pull")
+    push_and_pull.push(source, place, tmp_path / "push")
+    push_and_pull.pull(place, target, tmp_path / "pull")
     (source / "b/c/d").unlink()
-    assert counts(sync.push(source, place, tmp_path / "push")) == (0, 2, 0)
-    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(delete=True))) == (0, 2, 1)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (0, 2, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push", push_and_pull.Options(delete=True))) == (0, 2, 1)
     assert set(objects(place)) == {"a", "e"}
-    assert counts(sync.pull(place, target, tmp_path / "pull")) == (0, 2, 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull")) == (0, 2, 0)
     assert set(contents(target)) == {"a", "b/c/d", "e"}
     (target / "mine").mkdir()
-    assert counts(sync.pull(place, target, tmp_path / "pull", sync.Options(delete=True))) == (0, 2, 1)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull", push_and_pull.Options(delete=True))) == (0, 2, 1)
     assert sorted(os.listdir(target)) == ["a", "e", "mine"]
 
 
@@ -782,32 +790,40 @@ def test_delete_does_not_touch_what_is_skipped(place: Store, tmp_path: Path) -> 
     source, target = a_tree(tmp_path / "source", {"a": b"1", "mine/x": b"2"}), a_tree(tmp_path / "target", {"mine/z": b"3"})
     place.put("mine/y", b"4")
     place.put("other", b"5")
-    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(skip=skip, delete=True))) == (1, 0, 1)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push", push_and_pull.Options(skip=skip, delete=True))) == (
+        1,
+        0,
+        1,
+    )
     assert objects(place) == {"a": b"1", "mine/y": b"4"}
-    assert counts(sync.pull(place, target, tmp_path / "pull", sync.Options(skip=skip, delete=True))) == (1, 0, 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull", push_and_pull.Options(skip=skip, delete=True))) == (
+        1,
+        0,
+        0,
+    )
     assert contents(target) == {"a": b"1", "mine/z": b"3"}
 
 
 def test_an_empty_or_missing_source_deletes_nothing(away: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1"})
-    sync.push(source, away, tmp_path / "push")
+    push_and_pull.push(source, away, tmp_path / "push")
     (source / "a").unlink()
     with pytest.raises(OutlastError, match=r"source is empty: --delete would delete all of memory://"):
-        sync.push(source, away, tmp_path / "push", sync.Options(delete=True))
+        push_and_pull.push(source, away, tmp_path / "push", push_and_pull.Options(delete=True))
     with pytest.raises(NotFound, match="typo is not there"):
-        sync.push(tmp_path / "typo", away, tmp_path / "push", sync.Options(delete=True))
+        push_and_pull.push(tmp_path / "typo", away, tmp_path / "push", push_and_pull.Options(delete=True))
     target = a_tree(tmp_path / "target", {"a": b"1"})
     with pytest.raises(OutlastError, match=r"there is nothing in memory://.*/typo: --delete would delete all of .*target"):
-        sync.pull(away.child("typo"), target, tmp_path / "pull", sync.Options(delete=True))
+        push_and_pull.pull(away.child("typo"), target, tmp_path / "pull", push_and_pull.Options(delete=True))
     assert contents(target) == objects(away) == {"a": b"1"}
 
 
 def test_nothing_is_deleted_when_something_failed(away: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1", "b": b"2"})
-    sync.push(source, away, tmp_path / "push")
+    push_and_pull.push(source, away, tmp_path / "push")
     (source / "a").unlink()
     a_tree(source, {"new\nline": b"3"})
-    report = sync.push(source, away, tmp_path / "push", sync.Options(delete=True))
+    report = push_and_pull.push(source, away, tmp_path / "push", push_and_pull.Options(delete=True))
     assert (len(report.failed), report.deleted) == (1, 0)
     assert set(objects(away)) == {"a", "b"}
 
@@ -816,37 +832,37 @@ def test_a_file_that_has_two_names_is_not_deleted_by_the_other(away: Store, tmp_
     target = a_tree(tmp_path / "target", {"real/a": b"1", "real/b": b"2"})
     (target / "link").symlink_to("real")
     away.put("real/a", b"1")
-    sync.pull(away, target, tmp_path / "pull", sync.Options(delete=True))
+    push_and_pull.pull(away, target, tmp_path / "pull", push_and_pull.Options(delete=True))
     assert {path.name for path in (target / "real").iterdir()} == {"a"}
     away.put("real/b", b"2")
-    sync.pull(away, target, tmp_path / "pull")
+    push_and_pull.pull(away, target, tmp_path / "pull")
     away.delete(["real/a"])
     away.put("link/b", b"2")
-    sync.pull(away, target, tmp_path / "pull", sync.Options(delete=True))
+    push_and_pull.pull(away, target, tmp_path / "pull", push_and_pull.Options(delete=True))
     assert {path.name for path in (target / "real").iterdir()} == {"b"}
 
 
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(place: Store, tmp_path: Path) -> None:
     source, target = a_tree(tmp_path / "source", {"a": b"1", "b": b"2"}), a_tree(tmp_path / "target", {"x": b"9"})
-    sync.push(source, place, tmp_path / "push")
+    push_and_pull.push(source, place, tmp_path / "push")
     a_tree(source, {"a": b"one", "c": b"3"}, age_s=50)
     (source / "b").unlink()
-    report = sync.push(source, place, tmp_path / "push", sync.Options(delete=True, dry_run=True))
+    report = push_and_pull.push(source, place, tmp_path / "push", push_and_pull.Options(delete=True, dry_run=True))
     assert report.planned == [("send", "a"), ("send", "c"), ("delete", "b")]
     assert (counts(report), report.bytes) == ((2, 0, 1), 4)
     assert objects(place) == {"a": b"1", "b": b"2"}
-    report = sync.pull(place, target, tmp_path / "pull", sync.Options(delete=True, dry_run=True))
+    report = push_and_pull.pull(place, target, tmp_path / "pull", push_and_pull.Options(delete=True, dry_run=True))
     assert report.planned == [("receive", "a"), ("receive", "b"), ("delete", "x")]
     assert contents(target) == {"x": b"9"}
-    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(delete=True))) == (2, 0, 1)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push", push_and_pull.Options(delete=True))) == (2, 0, 1)
 
 
 def test_a_pull_of_what_is_missing_leaves_the_rest_alone(away: Store, tmp_path: Path) -> None:
     source, target = a_tree(tmp_path / "source", {"a": b"1", "b": b"2"}), a_tree(tmp_path / "target", {"a": b"mine"})
-    sync.push(source, away, tmp_path / "push")
-    assert counts(sync.pull(away, target, tmp_path / "pull", only_missing=True)) == (1, 1, 0)
+    push_and_pull.push(source, away, tmp_path / "push")
+    assert counts(push_and_pull.pull(away, target, tmp_path / "pull", only_missing=True)) == (1, 1, 0)
     assert contents(target) == {"a": b"mine", "b": b"2"}
-    assert counts(sync.pull(away, target, tmp_path / "pull")) == (1, 1, 0)
+    assert counts(push_and_pull.pull(away, target, tmp_path / "pull")) == (1, 1, 0)
     assert contents(target) == contents(source)
 
 
@@ -870,23 +886,23 @@ def test_what_arrived_before_a_stop_is_not_transferred_again(moto_proxy: Proxy, 
 
     moto_proxy.fault = stopping("PUT")
     with pytest.raises(Stopped):
-        sync.push(source, place, tmp_path / "push", sync.Options(stop=stop))
+        push_and_pull.push(source, place, tmp_path / "push", push_and_pull.Options(stop=stop))
     arrived = len(objects(place))
     assert 80 <= arrived < 200
     stop.clear()
     moto_proxy.forget()
     moto_proxy.fault = lambda _: None
-    assert counts(sync.push(source, place, tmp_path / "push")) == (200 - arrived, arrived, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (200 - arrived, arrived, 0)
     assert moto_proxy.counts["PUT"] == 200 - arrived + 1
 
     moto_proxy.forget()
     moto_proxy.fault = stopping("GET")
     with pytest.raises(Stopped):
-        sync.pull(place, target, tmp_path / "pull", sync.Options(stop=stop))
+        push_and_pull.pull(place, target, tmp_path / "pull", push_and_pull.Options(stop=stop))
     arrived = len(contents(target))
     assert 40 <= arrived < 200
     moto_proxy.fault = lambda _: None
-    assert counts(sync.pull(place, target, tmp_path / "pull")) == (200 - arrived, arrived, 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull")) == (200 - arrived, arrived, 0)
     assert contents(target) == files
 
 
@@ -894,7 +910,7 @@ def test_a_line_that_a_kill_cut_off_costs_one_file(away: Store, tmp_path: Path) 
     source = a_tree(tmp_path / "source", {"a": b"1", "b": b"2", "c": b"3", "d": b"4"})
 
     def killed_after(*names: str) -> None:
-        with states.opened(tmp_path / "push", f"{away.url}/{sync.MANIFEST}") as known:
+        with local_state.opened(tmp_path / "push", f"{away.url}/{push_and_pull.MANIFEST}") as known:
             for name in names:
                 stat, content = tree.look(source / name), (source / name).read_bytes()
                 there = Object(stat.size, stat.mtime, zlib.crc32(content), index.etag_hash(away.put(name, content)))
@@ -904,15 +920,15 @@ def test_a_line_that_a_kill_cut_off_costs_one_file(away: Store, tmp_path: Path) 
     done = tmp_path / "push.done"
     done.write_bytes(done.read_bytes()[:-10])
     killed_after("c")
-    assert counts(sync.push(source, away, tmp_path / "push")) == (2, 2, 0)
+    assert counts(push_and_pull.push(source, away, tmp_path / "push")) == (2, 2, 0)
     assert objects(away) == contents(source)
 
 
 def test_one_state_is_used_by_one_process(away: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1"})
-    with states.opened(tmp_path / "push", "x/y"), pytest.raises(AlreadyRunning, match="another process syncs this"):
-        sync.push(source, away, tmp_path / "push")
-    assert counts(sync.push(source, away, tmp_path / "push")) == (1, 0, 0)
+    with local_state.opened(tmp_path / "push", "x/y"), pytest.raises(AlreadyRunning, match="another process syncs this"):
+        push_and_pull.push(source, away, tmp_path / "push")
+    assert counts(push_and_pull.push(source, away, tmp_path / "push")) == (1, 0, 0)
 
 
 def test_a_store_that_refuses_is_not_asked_a_thousand_times(moto_proxy: Proxy, tmp_path: Path) -> None:
@@ -920,24 +936,24 @@ def test_a_store_that_refuses_is_not_asked_a_thousand_times(moto_proxy: Proxy, t
     place = store.open_(moto_proxy.url)
     moto_proxy.fault = faults.always(faults.denied, method="PUT")
     with pytest.raises(Denied):
-        sync.push(source, place, tmp_path / "push")
+        push_and_pull.push(source, place, tmp_path / "push")
     assert moto_proxy.counts["PUT"] < 100
     with pytest.raises(NoBucket):
-        sync.push(source, store.open_("s3://no-such-bucket-here"), tmp_path / "other")
+        push_and_pull.push(source, store.open_("s3://no-such-bucket-here"), tmp_path / "other")
 
 
 def test_one_object_that_is_refused_fails_and_the_rest_goes_on(moto_proxy: Proxy, tmp_path: Path) -> None:
     source, target = a_tree(tmp_path / "source", {f"{n}": b"1" for n in range(20)}), tmp_path / "target"
     place = store.open_(moto_proxy.url)
     moto_proxy.fault = faults.always(faults.denied, method="PUT", path="/7")
-    report = sync.push(source, place, tmp_path / "push")
+    report = push_and_pull.push(source, place, tmp_path / "push")
     assert (report.transferred, [path for path, _ in report.failed]) == (19, ["7"])
     moto_proxy.fault = faults.always(faults.denied, method="GET", path="/8")
-    report = sync.pull(place, target, tmp_path / "pull")
+    report = push_and_pull.pull(place, target, tmp_path / "pull")
     assert (report.transferred, [path for path, _ in report.failed]) == (18, ["8"])
     moto_proxy.fault = lambda _: None
-    assert counts(sync.push(source, place, tmp_path / "push")) == (1, 19, 0)
-    assert counts(sync.pull(place, target, tmp_path / "pull")) == (2, 18, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (1, 19, 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull")) == (2, 18, 0)
 
 
 @pytest.mark.parametrize(
@@ -954,8 +970,8 @@ def test_a_bad_connection_loses_nothing(rclone_proxy: Proxy, tmp_path: Path, fau
     place = store.open_(rclone_proxy.url)
     rng = random.Random(1)
     rclone_proxy.fault = lambda _: fault if rng.random() < 0.1 else None
-    assert counts(sync.push(source, place, tmp_path / "push"))[0] == 51
-    assert counts(sync.pull(place, target, tmp_path / "pull"))[0] == 51
+    assert counts(push_and_pull.push(source, place, tmp_path / "push"))[0] == 51
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull"))[0] == 51
     assert contents(target) == files
 
 
@@ -991,9 +1007,9 @@ def test_whatever_happens_a_push_and_a_pull_make_all_three_alike(away: Store, tm
                         threading.Timer(rng.random() / 100, stop.set).start()
                     try:
                         if what == 7:
-                            sync.push(source, place, here / "push", sync.Options(stop=stop))
+                            push_and_pull.push(source, place, here / "push", push_and_pull.Options(stop=stop))
                         else:
-                            sync.pull(place, target, here / "pull", sync.Options(stop=stop))
+                            push_and_pull.pull(place, target, here / "pull", push_and_pull.Options(stop=stop))
                     except Stopped:
                         pass
                     else:
@@ -1003,11 +1019,11 @@ def test_whatever_happens_a_push_and_a_pull_make_all_three_alike(away: Store, tm
                         elif what == 8 and not foreign:
                             assert {n: contents(target)[n] for n in objects(place)} == objects(place), seed
         a_tree(source, {"first": b"1"})
-        assert sync.push(source, place, here / "push", sync.Options(check=foreign, delete=True)).failed == []
+        assert push_and_pull.push(source, place, here / "push", push_and_pull.Options(check=foreign, delete=True)).failed == []
         assert objects(place) == contents(source), seed
-        assert sync.pull(place, target, here / "pull", sync.Options(check=foreign, delete=True)).failed == []
+        assert push_and_pull.pull(place, target, here / "pull", push_and_pull.Options(check=foreign, delete=True)).failed == []
         assert contents(target) == contents(source), seed
-        assert counts(sync.push(target, place, here / "back")) == (0, len(contents(source)), 0)
+        assert counts(push_and_pull.push(target, place, here / "back")) == (0, len(contents(source)), 0)
 
 
 # The command line
@@ -1113,9 +1129,9 @@ def test_ctrl_c_stops_and_the_same_command_goes_on(rclone_proxy: Proxy, tmp_path
 
 
 def test_what_is_shown_meanwhile() -> None:
-    said = transfers.line(412 << 20, 1 << 30, "sent", 4.0, "412/1,000 files")
+    said = transfer_progress.line(412 << 20, 1 << 30, "sent", 4.0, "412/1,000 files")
     assert said == "412/1,000 files, 412 MiB of 1.0 GiB sent, 103 MiB/s, 5.9s left"
-    report = sync.Report(transferred=1000, bytes=1 << 30, unchanged=3)
+    report = push_and_pull.Report(transferred=1000, bytes=1 << 30, unchanged=3)
     assert (
         command.summary(report, "sent", 4.2, dry_run=False)
         == "1,000 files, 1.0 GiB sent in 4.2s (244 MiB/s), 3 unchanged, 0 deleted"
@@ -1142,6 +1158,6 @@ def test_ctrl_c_ends_the_wait_for_a_store_that_does_not_answer(tmp_path: Path) -
 def test_an_empty_object_that_only_shows_a_directory_is_no_file(moto: Place, tmp_path: Path) -> None:
     for key in ("empty/", "full/", "full-not/b", "full/a"):
         moto.server.client.put_object(Bucket=moto.bucket, Key=key, Body=b"x" if key[-1] != "/" else b"")
-    report = sync.pull(store.open_(moto.url), tmp_path / "target", tmp_path / "state")
+    report = push_and_pull.pull(store.open_(moto.url), tmp_path / "target", tmp_path / "state")
     assert (report.failed, report.transferred) == ([], 2)
     assert contents(tmp_path / "target") == {"full/a": b"x", "full-not/b": b"x"}

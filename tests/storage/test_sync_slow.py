@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from outlast.storage import store
-from outlast.storage.sync import sync
+from outlast.storage.sync import push_and_pull
 from servers import Place, enter, serve_rclone
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
-def counts(report: sync.Report) -> tuple[int, int, int]:
+def counts(report: push_and_pull.Report) -> tuple[int, int, int]:
     assert report.failed == []
     return report.transferred, report.unchanged, report.deleted
 
@@ -82,8 +82,8 @@ def test_whenever_a_sync_is_killed_the_next_ones_make_all_alike(s3: Place, tmp_p
     # A push killed between its manifest and its deletions leaves objects that only a listing shows
     assert left == set() or all(Path(name).name.startswith(".outlast-") for name in left)
     assert {name: content for name, content in contents(target).items() if name not in left} == contents(source)
-    assert counts(sync.push(source, place, tmp_path / "state", sync.Options(check=True, delete=True)))[0] == 0
-    assert {entry.key for entry in place.entries()} == {*contents(source), sync.MANIFEST}
+    assert counts(push_and_pull.push(source, place, tmp_path / "state", push_and_pull.Options(check=True, delete=True)))[0] == 0
+    assert {entry.key for entry in place.entries()} == {*contents(source), push_and_pull.MANIFEST}
 
 
 PEAK = """
@@ -122,8 +122,8 @@ def test_ten_thousand_small_files(alone: Place, tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"%d" % n)
     place = store.open_(alone.url)
-    assert counts(sync.push(source, place, tmp_path / "push")) == (10_000, 0, 0)
-    assert counts(sync.pull(place, target, tmp_path / "pull")) == (10_000, 0, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (10_000, 0, 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull")) == (10_000, 0, 0)
     assert contents(target) == contents(source)
-    assert counts(sync.push(source, place, tmp_path / "push")) == (0, 10_000, 0)
-    assert counts(sync.pull(place, target, tmp_path / "pull", sync.Options(check=True))) == (0, 10_000, 0)
+    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (0, 10_000, 0)
+    assert counts(push_and_pull.pull(place, target, tmp_path / "pull", push_and_pull.Options(check=True))) == (0, 10_000, 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outlast.job import accelerators
-from outlast.local import workers
+from outlast.local import worker_processes
 from outlast.training import Stream, device, session
 
 
@@ -99,7 +99,7 @@ def test_each_kind_of_accelerator_is_shown_by_its_own_variable(monkeypatch: pyte
     row = accelerators.Accelerator("example.com/npu", files="nosuchfile[0-9]*", visible="NPU_VISIBLE_DEVICES")
     monkeypatch.setattr(accelerators, "TABLE", (*accelerators.TABLE, row))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    shown = workers.gpus()
+    shown = worker_processes.gpus()
     assert (shown["CUDA_VISIBLE_DEVICES"], shown["NPU_VISIBLE_DEVICES"]) == (["1"], [])
 
 

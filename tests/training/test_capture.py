@@ -21,8 +21,8 @@ import torch
 from outlast.job.contract import Env
 from outlast.job.ledger import Ledger
 from outlast.storage.snapshots import client
-from outlast.training.state import capture
-from outlast.training.state.snapshots import Place, Snapshots, significant_delay, steady
+from outlast.training.state import snapshot_capture
+from outlast.training.state.snapshot_taking import Place, Snapshots, significant_delay, steady
 from ranks import Grown, Rank, a_model
 
 
@@ -166,7 +166,7 @@ def test_rooms_that_are_used_no_more_are_not_kept_mapped(rank: Rank) -> None:
 
 def test_objects_that_grow_steadily_seldom_need_another_room() -> None:
     sizes = range(1 << 20, 2 << 20, 1 << 10)
-    rooms = [capture.size(capture.Content("unique", []), {"lines": bytes(size)}) for size in sizes]
+    rooms = [snapshot_capture.size(snapshot_capture.Content("unique", []), {"lines": bytes(size)}) for size in sizes]
     assert len(set(rooms)) <= 17
     assert all(size < room <= size * 9 / 8 + 1 for size, room in zip(sizes, rooms, strict=True))
 
@@ -188,7 +188,7 @@ class Loop:
     """A training loop of one rank, as far as snapshots see it. Training never waits: what asks the agent does so in a thread."""
 
     def __init__(self, ours: Snapshots, connected: client.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("outlast.training.state.snapshots.SHARE", float("inf"))
+        monkeypatch.setattr("outlast.training.state.snapshot_taking.SHARE", float("inf"))
         self.ours, self.step, self.now = ours, 0, 0.0
         ours._clock = lambda: self.now
         exchange = connected._exchange

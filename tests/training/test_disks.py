@@ -22,8 +22,8 @@ import worlds
 from outlast.base.errors import Superseded
 from outlast.job import contract
 from outlast.storage import checkpoints, runs, store
-from outlast.storage.checkpoints import remote
-from outlast.storage.sync import growing
+from outlast.storage.checkpoints import in_store
+from outlast.storage.sync import growing_files
 from outlast.training import metrics, session
 from outlast.worker.agent import upload
 from servers import Place as Bucket
@@ -333,12 +333,12 @@ def bucket(moto: Bucket) -> store.Store:
 def stored(bucket: store.Store) -> tuple[list[int], list[int], set[str]]:
     """The steps of the checkpoints in a store, those in its metrics, and the logs."""
     with tempfile.TemporaryDirectory() as directory:
-        grown = {path: Path(directory, str(n)) for n, path in enumerate(growing.files(bucket))}
+        grown = {path: Path(directory, str(n)) for n, path in enumerate(growing_files.files(bucket))}
         for path, here in grown.items():
-            assert growing.fetch(bucket, path, here)
+            assert growing_files.fetch(bucket, path, here)
         texts = {path: here.read_text() for path, here in grown.items()}
     return (
-        [c.step for c in remote.Checkpoints(bucket, "r").list_()],
+        [c.step for c in in_store.Checkpoints(bucket, "r").list_()],
         [json.loads(line)["step"] for line in texts.get(contract.METRICS, "").splitlines()],
         {text for path, text in texts.items() if path.startswith(contract.LOGS)},
     )
@@ -390,7 +390,7 @@ def test_a_machine_whose_run_went_on_elsewhere_is_told_so_also_when_it_was_first
     old.trains(1, first=True, upto=1)
     old.push()
     runs.update(bucket, "r", owner="new")
-    remote.Checkpoints(bucket, "r").acquire(2)
+    in_store.Checkpoints(bucket, "r").acquire(2)
     old.trains(1, first=True, upto=2)
     with pytest.raises(Superseded, match="taken up elsewhere"):
         old.push()

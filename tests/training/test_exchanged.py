@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from outlast.storage.checkpoints.disk import Commit
+from outlast.storage.checkpoints.on_disk import Commit
 from outlast.storage.checkpoints.retention import Metric
 from outlast.storage.snapshots.replicas import Place
 from outlast.training.metrics import News
 from outlast.training.state import exchanged
-from outlast.training.state.saver import Outcome, Written
+from outlast.training.state.background_save import Outcome, Written
 
 METRIC = Metric(0.5, "val_loss", "min")
 

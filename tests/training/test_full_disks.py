@@ -23,14 +23,14 @@ import small_disks
 import worlds
 from outlast.job import ledger
 from outlast.job.contract import END, Env
-from outlast.job.workerfiles import progress
+from outlast.job.workerfiles import progress_file
 from outlast.storage import checkpoints, store
-from outlast.storage.checkpoints import remote
-from outlast.storage.sync import sync
+from outlast.storage.checkpoints import in_store
+from outlast.storage.sync import push_and_pull
 from outlast.training import Stream, metrics, session
-from outlast.training.state import saver, snapshots
+from outlast.training.state import background_save, snapshot_taking
 from outlast.worker.agent import upload
-from outlast.worker.launch import rank
+from outlast.worker.launch import training_process as rank
 from ranks import Agents
 from worlds import Ended
 
@@ -51,7 +51,7 @@ class Plan:
 
 def train(plan: Plan) -> None:
     """A snapshot at each step; writes nothing to the output by itself. What it ends with is in the state directory."""
-    snapshots.SHARE = float("inf")
+    snapshot_taking.SHARE = float("inf")
     tempfile.tempdir = os.environ[Env.STATE]  # nobody else's
     with session.open(seed=3, quiet=True) as run:
         net = run.ddp(torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Dropout(0.1), torch.nn.Linear(300, 1)))
@@ -170,13 +170,13 @@ def test_a_whole_checkpoint_on_a_full_disk_is_uploaded_and_so_is_the_rest(small_
 
     with pytest.raises(OSError, match="No space left"):
         uploader().upload(threading.Event())
-    assert [c.step for c in remote.Checkpoints(place, "r").list_()] == [20], "it does not wait for what needs room"
+    assert [c.step for c in in_store.Checkpoints(place, "r").list_()] == [20], "it does not wait for what needs room"
     state = {Env.STATE: str(tmp_path / "state"), Env.MEMBER: "uid"}
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / END).touch()
     assert upload.flush(uploader(**state), time.monotonic() + 60) == "", "no notes of it, nor the goodput, are worth an upload"
     assert place.get("notes.txt") == b"how it went"
-    assert sync.MANIFEST in place.names("")
+    assert push_and_pull.MANIFEST in place.names("")
 
 
 def test_small_files_that_cannot_be_written_keep_no_process_from_training(
@@ -184,11 +184,11 @@ def test_small_files_that_cannot_be_written_keep_no_process_from_training(
 ) -> None:
     monkeypatch.setenv(Env.OUTPUT, str(small_disk))
     rank._enter(small_disk)
-    record = progress.read(small_disk, 0)
+    record = progress_file.read(small_disk, 0)
     small_disks.protect(small_disk)
     rank._enter(small_disk)
-    progress.Beat(small_disk, 0).write(True, "")
-    assert progress.read(small_disk, 0) == record
+    progress_file.Beat(small_disk, 0).write(True, "")
+    assert progress_file.read(small_disk, 0) == record
 
 
 def committed(output: Path) -> list[int]:
@@ -236,16 +236,16 @@ def test_the_others_go_on_from_memory_without_a_disk_that_cannot_even_be_read(ag
 
 def cut() -> None:
     """As `train`, but the connections of the savers are reset after step 10."""
-    begin = saver.Saver.begin
+    begin = background_save.Saver.begin
 
-    def begun(self: saver.Saver, step: int, *rest: Any) -> None:
+    def begun(self: background_save.Saver, step: int, *rest: Any) -> None:
         before = _sockets()
         begin(self, step, *rest)
         self._thread.join()  # type: ignore[union-attr] # has begun
         new.append(_sockets() - before)
 
     new: list[set[str]] = []
-    saver.Saver.begin = begun  # type: ignore[method-assign]
+    background_save.Saver.begin = begun  # type: ignore[method-assign]
     due = session.Session.due
 
     def cutting(self: session.Session, step: int) -> bool:

@@ -12,8 +12,8 @@ import torch
 
 from outlast.job.status import State
 from outlast.training import Stream
-from outlast.training.state.saver import Copies
-from outlast.worker.launch import warm
+from outlast.training.state.background_save import Copies
+from outlast.worker.launch import warm_process
 from ranks import Agents, Rank, killed, restored, resumed
 from worlds import Training, world
 
@@ -57,7 +57,7 @@ def test_the_warm_process_leaves_the_gpu_to_its_forks() -> None:
         "    os._exit(0)\n"
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *warm.PRELOADED], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code, *warm_process.PRELOADED], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

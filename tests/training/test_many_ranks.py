@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from outlast.job.contract import Env
-from outlast.storage.snapshots import client, election, parts, replicas, server
-from outlast.storage.snapshots.parts import Item, Part
-from outlast.training.state import checkpoint, disk_checkpoints, resuming
-from outlast.training.state.disks import Disks
+from outlast.storage.snapshots import client, newest_snapshot, part_format, replicas, server
+from outlast.storage.snapshots.part_format import Item, Part
+from outlast.training.state import checkpoint, newest_on_disks, resuming
 from outlast.training.state.resuming import Restored
+from outlast.training.state.shared_disks import Disks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # threads share the filters, which torch changes
 
@@ -117,7 +117,7 @@ class Workers:
 
     @staticmethod
     def _keep(agent: server.Server, part: Part, data: dict[str, bytes], tensors: dict[str, torch.Tensor] | None = None) -> None:
-        places, end = parts.laid_out(map(len, data.values()))
+        places, end = part_format.laid_out(map(len, data.values()))
         shapes = {key: tuple(tensor.shape) for key, tensor in (tensors or {}).items()}
         index = [
             Item(key, "float32", shapes[key], (0,) * len(shapes[key]), shapes[key], place, len(data[key]))
@@ -129,8 +129,8 @@ class Workers:
         for item in index:
             room.file.data[item.place : item.place + item.nbytes] = data[item.key]
         part = dataclasses.replace(part, bytes=end)
-        tail = parts.tail(index, parts.checksums(index, room.file.data))
-        agent.rooms.hold(room, parts.finished(part, index, tail), index, tail)
+        tail = part_format.tail(index, part_format.checksums(index, room.file.data))
+        agent.rooms.hold(room, part_format.finished(part, index, tail), index, tail)
 
     def state(self, value: float = 0.0) -> State:
         net = torch.nn.Linear(4, 4)
@@ -154,7 +154,7 @@ class Workers:
                 assert connected is not None
                 with contextlib.ExitStack() as held, contextlib.closing(connected):
                     share = rank % self.local, self.local
-                    search = disk_checkpoints.Search(self.directory, "r", disks, share, held, lambda *_, **__: None)
+                    search = newest_on_disks.Search(self.directory, "r", disks, share, held, lambda *_, **__: None)
                     found[rank] = resuming.restore(state, search, connected, 2), state
             except Exception as error:
                 errors.append(error)
@@ -294,7 +294,7 @@ def test_what_eight_thousand_ranks_say_is_heard_and_decided_in_seconds() -> None
     assert max(map(len, said)) < 1000, "each rank gets as many bytes of all as the longest has"
     begun = time.process_time()
     held, stored, problem = resuming.merged(said)
-    [candidate] = election.newest(held, "r", 4).candidates
+    [candidate] = newest_snapshot.newest(held, "r", 4).candidates
     assert time.process_time() - begun < 10
     assert (stored, problem) == (None, "")
     assert [len(holders) for holders in candidate.unique] == [2] * ranks
@@ -306,4 +306,4 @@ def test_what_a_newer_version_says_is_understood_as_far_as_it_can_be() -> None:
     said = json.loads(zlib.decompress(resuming.packed("w0:1", [part], (1, 4))))
     said["parts"] = [{**said["parts"][0], "colour": "blue"}, {**said["parts"][0], "kind": "quantum"}]
     newer = zlib.compress(json.dumps({**said, "weather": "fine"}).encode())
-    assert resuming.merged([newer]) == ([election.Held(part, "w0:1")], (1, 4), "")
+    assert resuming.merged([newer]) == ([newest_snapshot.Held(part, "w0:1")], (1, 4), "")

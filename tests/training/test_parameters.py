@@ -11,7 +11,7 @@ import pytest
 
 from outlast.base.errors import OutlastError
 from outlast.training.state import parameters
-from outlast.worker.tracking.sinks import read
+from outlast.worker.tracking.tracker_interface import read
 
 
 def test_settings_are_written_as_json_and_a_change_is_said(tmp_path: Path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader, state_dict_saver
 
-from outlast.training.state import copying, part_file
+from outlast.training.state import checkpoint_file, memory_copies
 
 SHAPES = [(1,), (300, 1000), (2, 3_000_000), (0, 5), ()]
 
@@ -26,10 +26,10 @@ def a_state() -> dict[str, object]:
     return {**tensors, **views, **kinds, "bytes": b"x" * 100_000}
 
 
-def saved(directory: Path) -> part_file.Writer:
+def saved(directory: Path) -> checkpoint_file.Writer:
     hurry = threading.Event()
     hurry.set()
-    writer = part_file.Writer(directory, hurry)
+    writer = checkpoint_file.Writer(directory, hurry)
     state_dict_saver.save(a_state(), storage_writer=writer, no_dist=True)
     return writer
 
@@ -62,7 +62,7 @@ def test_each_tensor_is_an_archive_whose_checksums_hold(tmp_path: Path) -> None:
 
 
 def test_this_version_of_torch_writes_an_archive_that_we_know() -> None:
-    found = part_file._around(torch.ones(100_000))
+    found = checkpoint_file._around(torch.ones(100_000))
     assert found is not None
     before, after, places = found
     assert len(places) == 2
@@ -73,7 +73,7 @@ def test_this_version_of_torch_writes_an_archive_that_we_know() -> None:
 
 @pytest.mark.parametrize("after", [b"", b"PK\x01\x02" + b"\0" * 42, b"something else" * 9])
 def test_an_archive_of_another_kind_is_left_to_torch(after: bytes) -> None:
-    assert part_file._checksums(after, 100) == []
+    assert checkpoint_file._checksums(after, 100) == []
 
 
 @pytest.mark.parametrize("cores", [1, 3])
@@ -82,5 +82,5 @@ def test_copies_by_several_threads_are_copies(cores: int, monkeypatch: pytest.Mo
     state = [value for value in a_state().values() if isinstance(value, torch.Tensor)]
     state += [torch.randn(500, 400).t(), torch.randn(100, dtype=torch.complex64).conj()]
     copies = [torch.zeros_like(value) for value in state]
-    copying.copy(zip(copies, state, strict=True))
+    memory_copies.copy(zip(copies, state, strict=True))
     assert all(torch.equal(copy, value) for copy, value in zip(copies, state, strict=True))

@@ -28,8 +28,8 @@ import worlds
 from outlast.job import contract
 from outlast.job.contract import Env, Exit
 from outlast.job.ledger import read
-from outlast.job.workerfiles import progress
-from outlast.job.workerfiles.progress import Progress
+from outlast.job.workerfiles import progress_file
+from outlast.job.workerfiles.progress_file import Progress
 from outlast.storage import checkpoints
 from ranks import SELDOM, Agents, restored, same
 from seeds import seeds
@@ -117,7 +117,7 @@ class Struck:
     def records(self, generation: int) -> list[Progress]:
         """The last records of the ranks of a generation."""
         workers, local = self.shape.workers[generation - 1], range(self.shape.local)
-        found = (progress.read(self.agents.output / "workers" / str(w), n) for w in range(workers) for n in local)
+        found = (progress_file.read(self.agents.output / "workers" / str(w), n) for w in range(workers) for n in local)
         return [each for each in found if each and each.generation == generation]
 
     def moment(self, generation: int) -> Callable[[], bool]:

@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import worlds
 from outlast.base.errors import OutlastError
 from outlast.job import contract
-from outlast.training import Stream, calls, mistakes, session
+from outlast.training import Stream, mistakes, session
+from outlast.training import collective_calls as calls
 from outlast.training.samples import stream as streams
 from outlast.worker.hangs import deadlocks
 from outlast.worker.hangs.deadlocks import RankState
@@ -122,7 +123,7 @@ def test_a_rank_that_takes_long_is_waited_for(tmp_path: Path):
 
 def plain(mistake: str) -> None:
     """A training loop without a session. Mistakes are on rank 0."""
-    deadlocks.watch().start()  # as `launch.rank` does
+    deadlocks.watch().start()  # as `launch.training_process` does
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
     net = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))

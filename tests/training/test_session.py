@@ -23,11 +23,11 @@ import worlds
 from outlast.base.errors import OutlastError
 from outlast.job import contract, ledger
 from outlast.job.report import goodput
-from outlast.job.workerfiles import notice, progress
+from outlast.job.workerfiles import notice_file, progress_file
 from outlast.local import state_dir
 from outlast.storage import checkpoints
 from outlast.training import Batch, Stream, metrics, session
-from outlast.training.state import checkpoint, part_file
+from outlast.training.state import checkpoint, checkpoint_file
 from ranks import sharded
 from worlds import LAST, Calm, Training, damage, hashes, world
 
@@ -126,7 +126,7 @@ def test_another_batch_in_every_world_consumes_every_sample_once_an_epoch(tmp_pa
     # 96 samples in 3 steps of 32, 50 in 1 of 50, 4 + 80 in 5 of 20 or fewer, then 70 in 2 of 64 or fewer
     assert end.results[0]["step"] == 11
     assert "outlast: batch is 64 from step 9 on, it was 20; the run has 11 steps instead of 13" in end.errors[0]
-    shown = progress.read(tmp_path / "workers" / "0", 0)
+    shown = progress_file.read(tmp_path / "workers" / "0", 0)
     assert shown is not None
     assert (shown.step, shown.steps) == (11, 11)
 
@@ -216,7 +216,7 @@ def test_a_save_that_fails_while_leaving_says_what_is_lost(tmp_path: Path):
     sentence = "step 8 could not be saved; the run goes on from step 5, 3 steps are lost"
     assert end.kinds("interrupted") == [{"kind": "interrupted", "generation": 1, "step": 8, "reason": sentence}]
     assert f"outlast: leaving: {sentence}" in end.errors[0]
-    warned = progress.read(tmp_path / "workers" / "1", 0)
+    warned = progress_file.read(tmp_path / "workers" / "1", 0)
     assert warned is not None
     assert (warned.phase, warned.step, warned.committed) == ("save", 8, 5)
     assert warned.warning == "step 8 could not be saved: rank 0: File too large"
@@ -292,7 +292,7 @@ def test_the_ledger_tells_the_story_of_a_run(calm: Calm):
 def test_progress_tells_phase_steps_and_the_committed_step(calm: Calm):
     output = calm(Training(), 2).output
     for rank in range(2):
-        record = progress.read(output / "workers" / str(rank), 0)
+        record = progress_file.read(output / "workers" / str(rank), 0)
         assert record is not None
         assert (record.generation, record.rank, record.phase, record.step, record.steps) == (1, rank, "done", LAST, LAST)
         assert (record.committed, record.warning) == (LAST, "")
@@ -413,7 +413,7 @@ def test_saving_the_same_step_twice_saves_it_once(plain: Path):
 
 def test_a_save_rests_only_until_the_next_one_is_due(plain: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(contract.Env.CHECKPOINT_EVERY, "2 steps")
-    monkeypatch.setattr(part_file, "_PAUSE", 1e6)  # some minutes
+    monkeypatch.setattr(checkpoint_file, "_PAUSE", 1e6)  # some minutes
     with session.open() as run:
         run.resume({"net": nn.Linear(1200, 1200)})
         run.save(1)
@@ -441,7 +441,7 @@ def test_a_save_that_does_not_fit_into_the_time_left_is_skipped_and_a_clock_that
             assert (run.interrupted(), run.seconds_left) == (False, math.inf)
             run.save(1)
             run._saves.settle(run._saver.wait())
-            notice.write(path, "leave", "spot", time.time() + 75.0)
+            notice_file.write(path, "leave", "spot", time.time() + 75.0)
             monkeypatch.setattr(time, "time", lambda: wall() + set_s)
             assert run.interrupted()
             assert 60.0 < run.seconds_left <= 75.0
@@ -479,9 +479,9 @@ def test_steps_are_told_although_nothing_is_logged(plain: Path, monkeypatch: pyt
         step = run.resume({"net": nn.Linear(2, 2)})
         for told in (1, 2):
             run.due(step + told)
-            assert progress.read(plain, 0).step == told
+            assert progress_file.read(plain, 0).step == told
         run.save(3)
-    assert progress.read(plain, 0).step == 3
+    assert progress_file.read(plain, 0).step == 3
 
 
 def test_saves_are_due_by_the_clock_but_never_while_one_is_in_flight(plain: Path, monkeypatch: pytest.MonkeyPatch):

@@ -23,12 +23,12 @@ from outlast.base.errors import NotRestored, StoreError
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.storage import checkpoints
-from outlast.storage.snapshots import client, memory, server, wire
+from outlast.storage.snapshots import agent_messages, client, memory_files, server
 from outlast.storage.snapshots.client import Client, NoMemory
-from outlast.storage.snapshots.parts import Item, Part
-from outlast.training.state import capture, checkpoint, disk_checkpoints, memory_reader, resuming, saver
-from outlast.training.state.disks import Disks
+from outlast.storage.snapshots.part_format import Item, Part
+from outlast.training.state import background_save, checkpoint, newest_on_disks, resuming, snapshot_capture, snapshot_reader
 from outlast.training.state.resuming import Restored
+from outlast.training.state.shared_disks import Disks
 
 MEMORY = 1 << 20
 
@@ -80,9 +80,9 @@ class World:
         directory.mkdir(exist_ok=True)
         checkpoints.acquire(directory, "r", 1)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        writer = saver.Saver(directory, "r", 1, retention=checkpoints.Retention(2), report=lambda *_, **__: None)
+        writer = background_save.Saver(directory, "r", 1, retention=checkpoints.Retention(2), report=lambda *_, **__: None)
         writer.begin(step, checkpoint.capture(self.state(step), rank=0, ranks=1))
-        assert writer.wait() == saver.Outcome(step, committed=True)
+        assert writer.wait() == background_save.Outcome(step, committed=True)
         writer.close()
         dist.destroy_process_group()
         return directory / contract.checkpoint_name(step)
@@ -101,16 +101,16 @@ class World:
         """Both take a snapshot; of the last rank only these kinds are complete."""
         at, before = (1, step), (1, step - 1)
         for rank, of in enumerate(self.clients):
-            capturing = capture.Capture(self.state(step), rank, (0, 1))
+            capturing = snapshot_capture.Capture(self.state(step), rank, (0, 1))
             contents = capturing.prepare(b"{}" if rank == 0 else b"")
-            rooms = [of.room(capture.size(content, objects), at, before) for content, objects in contents]
+            rooms = [of.room(snapshot_capture.size(content, objects), at, before) for content, objects in contents]
             capturing.copy([(content, room) for (content, _), room in zip(contents, rooms, strict=True)])()
             for (content, objects), room in zip(contents, rooms, strict=True):
                 if rank == 0 or content.kind in kinds:
                     self._publish(
                         of,
                         Part("r", *at, 2, rank, rank, 0, 1, content.kind),
-                        *capture.write_objects(content, objects, room),
+                        *snapshot_capture.write_objects(content, objects, room),
                         room,
                     )
 
@@ -135,7 +135,7 @@ class World:
     def away(self, seconds: float) -> Iterator[None]:
         """The port of worker 1's agent refuses everybody, for so long."""
         agent = self.agents[1]
-        number = wire.tcp.host_port(agent.address)[1]
+        number = agent_messages.tcp.host_port(agent.address)[1]
         agent._port.close()
 
         def comes_back() -> None:
@@ -152,7 +152,7 @@ class World:
         state, disks = self.state(), Beside([0], 0, None)
         disks.other = self.other
         with contextlib.ExitStack() as held, contextlib.closing(self.connected(0)) as rank:
-            search = disk_checkpoints.Search(self.directory, "r", disks, (0, 1), held, lambda *_, **__: None)
+            search = newest_on_disks.Search(self.directory, "r", disks, (0, 1), held, lambda *_, **__: None)
             found = resuming.restore(state, search, rank, 2)
         [value] = set(state["net"].weight.flatten().tolist())
         return found, int(value)
@@ -302,7 +302,7 @@ def test_a_snapshot_that_finds_no_memory_is_refused_and_the_one_before_is_read(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(memory.os, "posix_fallocate", full)
+    monkeypatch.setattr(memory_files.os, "posix_fallocate", full)
     room = functools.partial(world.clients[0].room, 1000, (1, 2), (1, 1))
     with pytest.raises(NoMemory, match=r"MB for snapshots cannot be had: No space left on device"):
         room()
@@ -328,7 +328,7 @@ def test_whoever_has_the_newest_state_may_be_away_for_a_moment(made: Made, caplo
 def test_nothing_is_given_up_while_nothing_is_loaded_and_the_next_start_tries_again(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_reader, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(snapshot_reader, "PATIENCE_S", 0.2)
     world = made(MEMORY)
     world.take(1)
     world.take(2)
@@ -348,7 +348,7 @@ def test_nothing_is_given_up_while_nothing_is_loaded_and_the_next_start_tries_ag
 def test_what_is_out_of_reach_for_long_gives_way_to_the_next_best_with_a_warning_that_names_both(
     made: Made, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory_reader, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(snapshot_reader, "PATIENCE_S", 0.2)
     world = made(MEMORY)
     world.saved(1)
     world.take(2)

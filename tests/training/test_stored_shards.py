@@ -22,13 +22,13 @@ import small_disks
 from faults import Proxy, always, hang, slow
 from outlast.base import file_locks
 from outlast.base.errors import OutlastError
-from outlast.data import shards as prepared
+from outlast.data import shard_format
 from outlast.storage import store
 from outlast.training import Shards, Stream
-from outlast.training.samples import stored_shards
+from outlast.training.samples import shard_fetching
 from outlast.worker.hangs import deadlocks
-from outlast.worker.prepare import cache, room
-from outlast.worker.prepare.room import Thing
+from outlast.worker.prepare import cache_eviction, data_cache
+from outlast.worker.prepare.cache_eviction import Thing
 from texts import a_text
 from waits import until
 
@@ -42,7 +42,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "cache"
     monkeypatch.setenv("OUTLAST_CACHE", str(directory))
     monkeypatch.setenv("OUTLAST_STORE_TIMEOUT", "1")
-    monkeypatch.setattr(stored_shards, "_LONGEST_POLL_S", 0.03)
+    monkeypatch.setattr(shard_fetching, "_LONGEST_POLL_S", 0.03)
     return directory
 
 
@@ -149,7 +149,7 @@ def test_processes_fetch_each_shard_once_and_one_that_is_killed_leaves_nothing_h
     asked = Counter(request.path.partition("?")[0] for request in moto_proxy.requests if "train-" in request.path)
     assert asked.total() == len(asked) == 40 - here
     assert whole(home)
-    assert room._coming(home) == 0
+    assert cache_eviction._coming(home) == 0
     assert list(home.glob("coming/*")) == []
 
 
@@ -212,7 +212,7 @@ def test_a_shard_that_is_not_what_the_manifest_says_is_refused(
 
 
 def test_a_fork_whose_fetching_process_dies_says_so(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stored_shards, "_forked", True)
+    monkeypatch.setattr(shard_fetching, "_forked", True)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(OutlastError, match=r"manifest.json of file://\S+ cannot be fetched: the process .* ended with 1; see"):
         Shards(f"file://{a_text(tmp_path / 'data', 600, shard=100)}", block=10)
@@ -222,8 +222,8 @@ def test_a_place_without_data_is_refused(home: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(OutlastError, match=r"file://.*/empty has no manifest.json; prepare data there \(outlast data prepare\)"):
         Shards(f"file://{tmp_path}/empty", block=10)
-    outside = prepared.Part((prepared.Shard("train.bin", 1, 22, "../../outside"),), 11)
-    prepared.write(tmp_path / "empty", prepared.Manifest("text", {"train": outside}, dtype="uint16"))
+    outside = shard_format.Part((shard_format.Shard("train.bin", 1, 22, "../../outside"),), 11)
+    shard_format.write(tmp_path / "empty", shard_format.Manifest("text", {"train": outside}, dtype="uint16"))
     with pytest.raises(OutlastError, match=r"train.bin of \S+ has the sha256 '../../outside', which is none"):
         Shards(f"file://{tmp_path}/empty", block=10)
     (tmp_path / "empty" / "manifest.json").write_text("{")
@@ -243,7 +243,7 @@ def uploaded(data: Path, url: str) -> str:
 def test_a_store_that_is_away_is_waited_for_with_signs_of_life(
     home: Path, tmp_path: Path, moto_proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(stored_shards, "_WARN_S", 0.5)
+    monkeypatch.setattr(shard_fetching, "_WARN_S", 0.5)
     data = a_text(tmp_path / "data", 4000, shard=100)
     url = uploaded(data, moto_proxy.place.url)
     expected = list(read(str(data), window=2))
@@ -272,13 +272,13 @@ def test_a_store_that_is_away_is_waited_for_with_signs_of_life(
         Shards(moto_proxy.place.url.replace("s3://", "s3://nowhere-"), block=10, patience=0.1)
 
 
-class Odd(stored_shards.Fetched):
+class Odd(shard_fetching.Fetched):
     """A place whose threads that fetch ahead raise an error, or stand still, until `goes_on`."""
 
     error: Exception | None = None
     goes_on = threading.Event()
 
-    def _fetch(self, shard: prepared.Shard, now: bool) -> stored_shards.Held | None:
+    def _fetch(self, shard: shard_format.Shard, now: bool) -> shard_fetching.Held | None:
         if not now:
             if self.error is not None:
                 raise self.error
@@ -311,7 +311,7 @@ def test_what_is_read_ahead_gives_way_from_the_end_on_and_only_as_far_as_needed(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("OUTLAST_CACHE_SIZE", str(4 * SHARD))
-    place = stored_shards.Fetched(f"file://{a_text(tmp_path / 'data', 600, shard=100)}", 1, 0.0)
+    place = shard_fetching.Fetched(f"file://{a_text(tmp_path / 'data', 600, shard=100)}", 1, 0.0)
     shards = place.manifest().part("train").shards
     for number in range(1, 5):
         place.announce(shards[:number], 0)
@@ -324,7 +324,7 @@ def test_what_is_read_ahead_gives_way_from_the_end_on_and_only_as_far_as_needed(
 
 
 def test_a_shard_that_was_cut_off_is_replaced_and_never_removed(home: Path, tmp_path: Path):
-    place = stored_shards.Fetched(f"file://{a_text(tmp_path / 'data', 200, shard=100)}", 1, 0.0)
+    place = shard_fetching.Fetched(f"file://{a_text(tmp_path / 'data', 200, shard=100)}", 1, 0.0)
     shard = place.manifest().part("train").shards[0]
     (home / "shards" / shard.sha256).write_bytes(b"cut")
     assert place._held(shard) is None
@@ -338,10 +338,10 @@ def test_a_shard_that_was_cut_off_is_replaced_and_never_removed(home: Path, tmp_
 
 def test_a_process_that_stands_still_is_waited_for_no_longer_than_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     def claimed() -> bool:
-        with room.claimed(tmp_path, "ab", 10, lambda _: [], {}) as (path, _):
+        with cache_eviction.claimed(tmp_path, "ab", 10, lambda _: [], {}) as (path, _):
             return path is not None
 
-    with room.claimed(tmp_path, "ab", 10, lambda _: [], {}) as (path, _):
+    with cache_eviction.claimed(tmp_path, "ab", 10, lambda _: [], {}) as (path, _):
         assert path is not None
         path.write_bytes(b"begun")
         os.utime(path.parent, (0, 0))
@@ -355,7 +355,7 @@ def test_a_process_that_stands_still_is_waited_for_no_longer_than_a_while(tmp_pa
 def test_names_in_the_cache_that_are_not_ours_are_left_alone(tmp_path: Path):
     (tmp_path / "coming" / "notes.d").mkdir(parents=True)
     with file_locks.attempted(tmp_path / "coming" / ".nfs"):
-        assert room._coming(tmp_path) == 0
+        assert cache_eviction._coming(tmp_path) == 0
     assert {path.name for path in tmp_path.glob("coming/*")} == {"notes.d", ".nfs"}
 
 
@@ -375,38 +375,42 @@ def test_what_was_used_least_recently_goes_first_and_what_is_used_stays(tmp_path
 
     def make(needed: int) -> tuple[int, list[str]]:
         gone.clear()
-        return room.make(tmp_path, needed, lambda _: things, size), list(gone)
+        return cache_eviction.make(tmp_path, needed, lambda _: things, size), list(gone)
 
     assert make(10) == (0, [])
     assert make(15) == (0, ["old"])
     assert make(40) == (10, ["old", "new"])
-    with room.claimed(tmp_path, "ab", 10, lambda _: things, size) as (path, missing):
+    with cache_eviction.claimed(tmp_path, "ab", 10, lambda _: things, size) as (path, missing):
         assert (path is not None, missing) == (True, 0)
-        with room.claimed(tmp_path, "ab", 10, lambda _: things, size) as (path, missing):
+        with cache_eviction.claimed(tmp_path, "ab", 10, lambda _: things, size) as (path, missing):
             assert (path, missing) == (None, 0), "somebody else fetches it"
-        with room.claimed(tmp_path, "cd", 30, lambda _: things, size) as (path, missing):
+        with cache_eviction.claimed(tmp_path, "cd", 30, lambda _: things, size) as (path, missing):
             assert (path is not None, missing) == (True, 10), "what is being fetched counts"
     assert make(10) == (0, [])
     assert list(tmp_path.glob("coming/*")) == []
     with pytest.raises(OutlastError, match=r"OUTLAST_CACHE_SIZE is much; it must be a size, e.g. 200GiB"):
-        room.make(tmp_path, 1, lambda _: things, {"OUTLAST_CACHE_SIZE": "much"})
+        cache_eviction.make(tmp_path, 1, lambda _: things, {"OUTLAST_CACHE_SIZE": "much"})
     assert (
-        room.limit(tmp_path, {"OUTLAST_CACHE_SIZE": "4KiB"}, 0) == room.limit(tmp_path, {"OUTLAST_CACHE_SIZE": "4Ki"}, 0) == 4096
+        cache_eviction.limit(tmp_path, {"OUTLAST_CACHE_SIZE": "4KiB"}, 0)
+        == cache_eviction.limit(tmp_path, {"OUTLAST_CACHE_SIZE": "4Ki"}, 0)
+        == 4096
     )
     disk = shutil.disk_usage(tmp_path)
-    assert disk.free / 2 < room.limit(tmp_path, {"OUTLAST_CACHE_SIZE": f"{disk.total}"}, 0) < disk.total - disk.used
-    assert 0 < room.limit(tmp_path, {}, 0) < os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize / 2 + 1
+    assert disk.free / 2 < cache_eviction.limit(tmp_path, {"OUTLAST_CACHE_SIZE": f"{disk.total}"}, 0) < disk.total - disk.used
+    assert 0 < cache_eviction.limit(tmp_path, {}, 0) < os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize / 2 + 1
 
 
 def test_old_data_goes_when_room_is_needed_and_what_a_run_has_pinned_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OUTLAST_CACHE_SIZE", "250")
 
-    def acquire(name: str, run: str) -> cache.Version:
+    def acquire(name: str, run: str) -> data_cache.Version:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
         (directory / "file").write_bytes(os.urandom(100))
         pins = tmp_path / run
-        return cache.Source(tmp_path / "cache", f"file://{directory}", field="data[0].from", pins=pins, say=said.append).acquire()
+        return data_cache.Source(
+            tmp_path / "cache", f"file://{directory}", field="data[0].from", pins=pins, say=said.append
+        ).acquire()
 
     said: list[str] = []
     pinned, gone = acquire("a", "run-a"), acquire("b", "run-b")
@@ -424,21 +428,21 @@ def test_what_a_worker_takes_while_it_is_being_removed_stays(tmp_path: Path, mon
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "file").write_bytes(b"data")
 
-    def source(run: str) -> cache.Source:
+    def source(run: str) -> data_cache.Source:
         url = f"file://{tmp_path / 'data'}"
-        return cache.Source(tmp_path / "cache", url, field="data[0].from", pins=tmp_path / run, say=lambda _: None)
+        return data_cache.Source(tmp_path / "cache", url, field="data[0].from", pins=tmp_path / run, say=lambda _: None)
 
     first = source("first").acquire()
     first.close()
     shutil.rmtree(tmp_path / "first")
-    read, taken = cache._read_text, []
+    read, taken = data_cache._read_text, []
 
     def read_text(note: Path) -> str:
         taken.append(source("second")._lock_version(first.version))
         return read(note)
 
-    monkeypatch.setattr(cache, "_read_text", read_text)
-    (thing,) = cache.things(tmp_path / "cache")
+    monkeypatch.setattr(data_cache, "_read_text", read_text)
+    (thing,) = data_cache.things(tmp_path / "cache")
     removed = thing.remove()
     assert taken == [None] or not removed, "a worker has a version that is removed"
 
@@ -446,7 +450,7 @@ def test_what_a_worker_takes_while_it_is_being_removed_stays(tmp_path: Path, mon
 def test_a_full_disk_is_one_sentence_and_read_ahead_gives_way_to_what_is_needed_now(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_disk: Path
 ):
-    monkeypatch.setattr(stored_shards, "_TRY_S", 0.01)
+    monkeypatch.setattr(shard_fetching, "_TRY_S", 0.01)
     monkeypatch.setenv("OUTLAST_CACHE", str(small_disk / "cache"))
     monkeypatch.setenv("OUTLAST_CACHE_SIZE", "1GiB")
     data = a_text(tmp_path / "data", 10 * 500_000, shard=500_000)

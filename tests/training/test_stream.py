@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from outlast.base.errors import OutlastError
 from outlast.training import Batch, Stream
+from outlast.training.data_waits import Stalls
 from outlast.training.samples.stream import permuted, share_of
-from outlast.training.stalls import Stalls
 
 
 def a_stream(samples: int = 100, batch: int = 16, **options: Any) -> Stream:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.base.errors import OutlastError
-from outlast.data import shards as prepared
+from outlast.data import shard_format
 from outlast.training import Shards, Stream
 from outlast.training.order import Windows
 from texts import a_text
@@ -28,12 +28,12 @@ def pictures(directory: Path, sizes: tuple[int, ...] = (3, 4)) -> Path:
     made, first = [], 0
     for number, size in enumerate(sizes):
         labels = np.arange(first, first + size)
-        captions, offsets = prepared.ragged([np.full(label % 3, label, np.uint8) for label in labels], "uint8")
+        captions, offsets = shard_format.ragged([np.full(label % 3, label, np.uint8) for label in labels], "uint8")
         image = np.repeat(labels, 12).reshape(size, 3, 2, 2).astype(np.uint8)
         columns = {"label": labels, "image": image, "caption": captions, "caption.offsets": offsets}
-        made.append(prepared.write_columns(directory / f"train-{number:05d}.safetensors", columns))
+        made.append(shard_format.write_columns(directory / f"train-{number:05d}.safetensors", columns))
         first += size
-    prepared.write(directory, prepared.Manifest("images", {"train": prepared.Part(tuple(made))}))
+    shard_format.write(directory, shard_format.Manifest("images", {"train": shard_format.Part(tuple(made))}))
     return directory
 
 

@@ -23,9 +23,9 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.job.status import JobStatus, State, StoreStatus
 from outlast.storage import checkpoints, runs, store
-from outlast.storage.checkpoints import remote
+from outlast.storage.checkpoints import in_store
 from outlast.training import session
-from outlast.training.state import checkpoint, saver, weights
+from outlast.training.state import background_save, checkpoint, weights
 
 
 @pytest.fixture
@@ -140,9 +140,9 @@ def test_the_weights_in_a_checkpoint_become_a_file(tmp_path: Path, capfd: pytest
     optimizer.step()
     directory = tmp_path / "one" / contract.CHECKPOINTS
     checkpoints.acquire(directory, "r", 1)
-    writer = saver.Saver(directory, "r", 1, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
+    writer = background_save.Saver(directory, "r", 1, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
     writer.begin(7, checkpoint.capture({"net": net, "other": other, "optimizer": optimizer}, rank=0, ranks=1))
-    assert writer.wait() == saver.Outcome(7, committed=True)
+    assert writer.wait() == background_save.Outcome(7, committed=True)
     writer.close()
     backend = fake.FakeBackend(tmp_path)
     backend.runs["one"] = fake.Run(JobStatus(name="one", run="r", state=State.SUCCEEDED, output=str(tmp_path / "one")))
@@ -158,7 +158,7 @@ def test_the_weights_in_a_checkpoint_become_a_file(tmp_path: Path, capfd: pytest
     assert export("--step", 8)[0] == 2
     there = store.open_(f"file://{tmp_path}/store/one")
     runs.claim(there, runs.Run("r", "one", 1.0))
-    stored = remote.Checkpoints(there, "r")
+    stored = in_store.Checkpoints(there, "r")
     stored.acquire(1)
     stored.push(checkpoints.list_(directory)[0], journals=tmp_path / "journals")
     shutil.rmtree(directory)

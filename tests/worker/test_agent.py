@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from clocks import DISTURBANCES, Machine
 from outlast.base.clock import STEP_S
 from outlast.job import contract, spec
-from outlast.job.workerfiles import notice, progress
-from outlast.job.workerfiles.progress import Progress
+from outlast.job.workerfiles import notice_file, progress_file
+from outlast.job.workerfiles.progress_file import Progress
 from outlast.rendezvous import transport
 from outlast.worker.agent import lifecycle
 from outlast.worker.agent.agent import Agent
 from outlast.worker.agent.lifecycle import Phase
 from outlast.worker.agent.ranks import Ranks
 from outlast.worker.agent.upload_handle import UploadProcess
-from outlast.worker.hangs import rule
+from outlast.worker.hangs import hang_limit
 
 GRACE_S = 75
 
@@ -51,7 +51,7 @@ class Bench:
         }
         self.agent = Agent(None, job, environ, cast(Any, SimpleNamespace(written=0)), self.machine.awake())
         self.agent.worker = lifecycle.Worker(Phase.TRAINING)
-        self.writer = progress.Writer(self.state, 0)
+        self.writer = progress_file.Writer(self.state, 0)
         self.writer.write(Progress(generation=1, rank=0, phase="train", step=3))
 
     def looks(self) -> list[lifecycle.Event]:
@@ -77,7 +77,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 @pytest.mark.parametrize("how", DISTURBANCES)
 def test_training_that_was_told_to_leave_has_its_grace_whatever_the_clocks_do(bench: Bench, how: str) -> None:
     bench.agent._happened(lifecycle.Interrupted("received SIGTERM", bench.agent.clock(), GRACE_S))
-    assert notice.read(bench.state / contract.NOTICE)["kind"] == "leave"
+    assert notice_file.read(bench.state / contract.NOTICE)["kind"] == "leave"
     bench.disturbed(how)
     assert bench.looks() == []
     assert bench.agent._flush_timeout_s() >= GRACE_S - 2 * STEP_S, "and what is left of it for the push"
@@ -108,7 +108,7 @@ def test_with_any_notice_there_is_time_to_save_and_to_upload(
             agent._happened(event)
         assert bench.looks() == [], "once"
     assert agent.worker.leaving == ("received SIGTERM" if left_s is None else "told to leave: spot")
-    told = notice.read(bench.state / contract.NOTICE)
+    told = notice_file.read(bench.state / contract.NOTICE)
     assert told["deadline"] - time.time() >= save_s, "the training saves"
     assert agent.worker.leave_by is not None
     assert agent.worker.leave_by - began <= min(GRACE_S, left_s or GRACE_S), "and is a member for the grace at most"
@@ -231,7 +231,7 @@ def test_probes_call_no_training_stuck_for_a_pause_and_no_age_is_negative(bench:
 
 
 def test_an_agent_says_where_its_processes_stand_still(bench: Bench) -> None:
-    beat = progress.Beat(bench.state, 0)
+    beat = progress_file.Beat(bench.state, 0)
     said = []
     for _ in range(40):
         beat.write(False, "rank 0 is in lock.acquire() (train.py:9)")
@@ -261,7 +261,7 @@ def test_a_process_hangs_when_it_was_silent_for_as_long_as_its_agent_watched_and
     with tempfile.TemporaryDirectory() as directory:
         ranks, step = Ranks(Path(directory), 1, machine.awake()), 0
         file = Path(directory) / contract.PROGRESS.format(local_rank=0)
-        started = progress.kernel(pid)[1]
+        started = progress_file.kernel(pid)[1]
         watched = 0.0
 
         def report() -> None:
@@ -278,8 +278,8 @@ def test_a_process_hangs_when_it_was_silent_for_as_long_as_its_agent_watched_and
             elif event == LOOKS:
                 machine.goes_on(STEP_S)
                 watched += STEP_S
-                hang = rule.hung(ranks.look(), LIMIT_S)
-                assert bool(hang) == (watched > rule.OTHERS_FIRST * LIMIT_S)
+                hang = hang_limit.hung(ranks.look(), LIMIT_S)
+                assert bool(hang) == (watched > hang_limit.OTHERS_FIRST * LIMIT_S)
             else:
                 monotonic, wall = DISTURBANCES[event]
                 machine.goes_on(monotonic, wall=wall)
@@ -319,7 +319,7 @@ def test_the_first_upload_begins_after_the_first_step_or_when_training_takes_lon
     if wanted:
         (tmp_path / ".push").mkdir()
         (tmp_path / ".push" / "wanted").write_text("3")
-    processes = [rule.Process(0, Progress(generation=1, rank=0, phase=phase), False, 0.0, age_s=age_s)] if phase else []
+    processes = [hang_limit.Process(0, Progress(generation=1, rank=0, phase=phase), False, 0.0, age_s=age_s)] if phase else []
     uploads.ensure_running(processes)
     assert uploads.started == begins
     uploads.ensure_running()

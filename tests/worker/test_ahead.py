@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.worker.launch import imports
+from outlast.worker.launch import preloaded_imports
 
 PACKAGES = {
     "good": "import good_too",
@@ -28,7 +28,7 @@ PACKAGES = {
 }
 PROGRAM = """
 import os, selectors, sys
-from outlast.worker.launch import imports
+from outlast.worker.launch import preloaded_imports as imports
 places = sys.argv[1] + "/"
 sys.path.insert(0, places)
 imports.LEAST, imports.places = 1, lambda: [places]
@@ -70,14 +70,14 @@ def test_only_what_does_nothing_but_import_is_imported_ahead(tmp_path: Path, bad
 def test_neither_the_scripts_own_modules_nor_what_is_there_nor_a_handful_are_worth_a_trial() -> None:
     theirs = {f"package.m{i}": f"/site/package/m{i}.py" for i in range(30)}
     others = {"helper": "/code/helper.py", "mpi4py": "/site/mpi4py.py", "torch": "/site/torch.py", "bad.m": "/site/bad/m.py"}
-    imported = imports.Imported({**others, **theirs, "built": "built-in"}, {})
-    assert imports.chosen(imported, loaded={"torch"}, tried={"bad"}, where=["/site/"]) == list(theirs)
-    few = imports.Imported(dict(list(theirs.items())[: imports.LEAST - 1]), {})
-    assert imports.chosen(few, loaded=(), tried=(), where=["/site/"]) == []
+    imported = preloaded_imports.Imported({**others, **theirs, "built": "built-in"}, {})
+    assert preloaded_imports.chosen(imported, loaded={"torch"}, tried={"bad"}, where=["/site/"]) == list(theirs)
+    few = preloaded_imports.Imported(dict(list(theirs.items())[: preloaded_imports.LEAST - 1]), {})
+    assert preloaded_imports.chosen(few, loaded=(), tried=(), where=["/site/"]) == []
 
 
 def test_a_rank_that_ended_early_has_told_nothing() -> None:
-    assert imports.loads(b"") is None
-    imported = imports.loads(imports.dumps(preloaded=()))
+    assert preloaded_imports.loads(b"") is None
+    imported = preloaded_imports.loads(preloaded_imports.dumps(preloaded=()))
     assert imported is not None
-    assert imported.modules["outlast.worker.launch.imports"] == imports.__file__
+    assert imported.modules["outlast.worker.launch.preloaded_imports"] == preloaded_imports.__file__

@@ -21,8 +21,8 @@ from outlast.job.status import State
 from outlast.storage import store
 from outlast.storage.checkpoints import Retention
 from outlast.worker.agent import upload
-from outlast.worker.prepare import compiled
-from outlast.worker.prepare.compiled import Cache
+from outlast.worker.prepare import compile_cache
+from outlast.worker.prepare.compile_cache import Cache
 from servers import Place
 from waits import until
 
@@ -62,7 +62,7 @@ def held(place: store.Store | None) -> dict[str, bytes]:
 
 def test_the_newest_file_of_each_directory_travels_last() -> None:
     times = {"neff/MODULE_1/model.done": 3.0, "neff/MODULE_1/model.neff": 2.0, "neff/MODULE_1/flags": 1.0, "triton/a/b.so": 9.0}
-    first, last = compiled.waves(times)
+    first, last = compile_cache.waves(times)
     assert sorted(first) == ["neff/MODULE_1/flags", "neff/MODULE_1/model.neff"]
     assert last == ["neff/MODULE_1/model.done", "triton/a/b.so"]
 
@@ -76,7 +76,7 @@ def test_a_machine_gets_what_another_one_compiled_and_nothing_is_overwritten(tmp
     written(one, "inductor/ab/.12.tmp")
     written(one, "triton/c/tmp.pid_7_1/kernel.so", "\x7fELF")
     written(one, "inductor/ab/killed.so", "\0\0\0\0")  # what GNU's linker leaves when it is killed
-    assert one.push(STOP, before=time.time() - compiled.SETTLED_S) == 1
+    assert one.push(STOP, before=time.time() - compile_cache.SETTLED_S) == 1
     assert two.fetch(STOP) == 1
     assert (two.directory / "inductor/ab/code.py").read_text() == "first"
     written(two, "inductor/ab/code.py", "another machine's")
@@ -96,7 +96,7 @@ def test_without_a_store_the_directory_is_beside_the_jobs_of_the_output(tmp_path
     assert (cache.fetch(STOP), cache.push(STOP)) == (0, 0)
     mine = cache.variables({"TRITON_CACHE_DIR": "/mine"})
     assert mine["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/runs/.compiled/inductor"
-    assert set(mine) == set(compiled.VARIABLES) - {"TRITON_CACHE_DIR"}
+    assert set(mine) == set(compile_cache.VARIABLES) - {"TRITON_CACHE_DIR"}
 
 
 COMPILER = """
@@ -116,12 +116,12 @@ print(os.getcwd(), [name for name in os.environ if name.startswith("OUTLAST_")])
 
 def test_the_warm_up_runs_once_in_a_run_and_its_output_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(compiled, "KILLED_S", 0)
+    monkeypatch.setattr(compile_cache, "KILLED_S", 0)
     environ = a_worker(tmp_path, STEPS="5")
     Path(environ["OUTLAST_CODE"], "compiler.py").write_text(COMPILER)
     command = ["python", "compiler.py", "--max-steps", "$(STEPS)", "$(OUTLAST_OUTPUT)"]
     for _ in range(2):  # the second start of the worker
-        compiled.prepare(Cache.of(environ), command, dict(environ), sys.executable, said.append, STOP)
+        compile_cache.prepare(Cache.of(environ), command, dict(environ), sys.executable, said.append, STOP)
     assert [line for line in said if "took" not in line] == [
         "compile.warmUp: python compiler.py --max-steps $(STEPS) $(OUTLAST_OUTPUT)"
     ], "no secrets"
@@ -129,7 +129,7 @@ def test_the_warm_up_runs_once_in_a_run_and_its_output_is_thrown_away(tmp_path: 
     assert log == f"{environ['OUTLAST_CODE']} ['OUTLAST_CACHE', 'OUTLAST_OUTPUT']\n"
     assert not Path(environ["OUTLAST_WORKER_STATE"], "warm-up").exists()
     other = a_worker(tmp_path, "worker-1")  # without the compiler: it need not compile
-    compiled.prepare(Cache.of(other), command, other, sys.executable, said.append, STOP)
+    compile_cache.prepare(Cache.of(other), command, other, sys.executable, said.append, STOP)
     assert Path(other["NEURON_COMPILE_CACHE_URL"], "MODULE_1", "model.neff").read_text() == "--max-steps 5"
     assert said[2:] == ["fetched 2 files that were compiled before"]
     assert not Path(other["NEURON_COMPILE_CACHE_URL"], "MODULE_2").exists(), "it would stay half a file in the store for ever"
@@ -146,7 +146,7 @@ def test_a_warm_up_that_fails_says_why_and_leaves_no_marker(tmp_path: Path, comm
     environ = a_worker(tmp_path)
     for _ in range(2):
         with pytest.raises(OutlastError) as caught:
-            compiled.prepare(Cache.of(environ), command, environ, sys.executable, lambda _: None, STOP)
+            compile_cache.prepare(Cache.of(environ), command, environ, sys.executable, lambda _: None, STOP)
         assert str(caught.value).startswith(sentence)
 
 
@@ -161,7 +161,7 @@ def test_a_worker_that_is_asked_to_leave_ends_its_warm_up(tmp_path: Path) -> Non
 
     threading.Thread(target=when_ready, daemon=True).start()
     with pytest.raises(Stopped):
-        compiled.prepare(Cache.of(environ), ["python", "-c", program], environ, sys.executable, lambda _: None, stop)
+        compile_cache.prepare(Cache.of(environ), ["python", "-c", program], environ, sys.executable, lambda _: None, stop)
 
 
 def test_a_store_that_fails_is_no_reason_not_to_train(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_store_that_fails_is_no_reason_not_to_train(tmp_path: Path) -> None:
     written(cache, "inductor")  # a file where the store has a directory
     assert cache.place is not None
     cache.place.put("inductor/ab/code.py", b"x")
-    compiled.prepare(cache, (), environ, sys.executable, said.append, STOP)
+    compile_cache.prepare(cache, (), environ, sys.executable, said.append, STOP)
     assert [line.partition(":")[0] for line in said] == ["what was compiled before is not fetched, and may be compiled again"]
     assert environ["TRITON_CACHE_DIR"].startswith(str(cache.directory))
 
@@ -183,7 +183,7 @@ def test_a_cache_larger_than_half_the_free_disk_is_not_fetched(tmp_path: Path, m
     assert cache.place is not None
     cache.place.put("inductor/ab/code.py", b"x" * 600)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    compiled.prepare(cache, (), environ, sys.executable, said.append, STOP)
+    compile_cache.prepare(cache, (), environ, sys.executable, said.append, STOP)
     assert ["has 600 B for us, more than half of 1000 B that are free" in line for line in said] == [True], said
     assert not (cache.directory / "inductor").exists()
 
@@ -194,7 +194,7 @@ def test_compilers_are_not_sent_to_a_directory_that_cannot_be_made(tmp_path: Pat
     with pytest.raises(
         OutlastError, match=r"compile\.cache: .*/runs/\.compiled cannot be written to: Not a directory; name another"
     ):
-        compiled.prepare(Cache.of(environ), (), environ, sys.executable, lambda _: None, STOP)
+        compile_cache.prepare(Cache.of(environ), (), environ, sys.executable, lambda _: None, STOP)
 
 
 def test_an_output_is_uploaded_although_what_was_compiled_is_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -204,7 +204,7 @@ def test_an_output_is_uploaded_although_what_was_compiled_is_not(tmp_path: Path,
     (output / "final.json").write_text("{}")
     cache = Cache.of(environ)
     written(cache, "inductor/ab/code.py")
-    (tmp_path / "store" / compiled.NAME).write_text("a file where the store has a directory")
+    (tmp_path / "store" / compile_cache.NAME).write_text("a file where the store has a directory")
     place = store.open_(environ["OUTLAST_STORE"])
     uploader = upload.Uploader(output, place, "a1", "me", Retention(3), lambda _: None)
     uploader.compiled = cache

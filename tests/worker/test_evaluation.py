@@ -10,8 +10,8 @@ import pytest
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.storage import checkpoints, runs, store
-from outlast.storage.checkpoints import remote
-from outlast.worker.agent import evaluation, run_ownership
+from outlast.storage.checkpoints import in_store
+from outlast.worker.agent import evaluation_in_pod, join_run
 
 SCRIPT = """
 import os, pathlib, sys
@@ -25,14 +25,14 @@ pathlib.Path(os.environ["OUTLAST_STORE"].removeprefix("file://"), "model.pt").wr
 
 def stored(place: store.Store, directory: Path, run: str) -> None:
     """A run in the store with a checkpoint of step 7."""
-    runs.claim(place, run_ownership.record("job", run, run), replace=False)
+    runs.claim(place, join_run.record("job", run, run), replace=False)
     checkpoints.acquire(directory, run, 1)
     draft = checkpoints.saving(directory, 7, 1)
     draft.mkdir(parents=True)
     (draft / "weights").write_bytes(b"weights")
     files = {"weights": {"size": 7, "crc32": checkpoints.checksum(draft / "weights")}}
     new = checkpoints.Checkpoint(7, directory / contract.checkpoint_name(7), run, 1, 1, 5.0)
-    there = remote.Checkpoints(place, run)
+    there = in_store.Checkpoints(place, run)
     there.acquire(1)
     there.push(checkpoints.commit(draft, new, files), journals=directory)
     place.put("model.pt", b"the model")
@@ -54,7 +54,7 @@ def test_the_newest_checkpoint_of_the_run_and_its_results_are_there(
         monkeypatch.setenv(name, value)
     for name, value in places.items():
         monkeypatch.setenv(name, str(tmp_path / value))
-    assert evaluation.main(["--checkpoint=7", "--batch=5"]) == 0
+    assert evaluation_in_pod.main(["--checkpoint=7", "--batch=5"]) == 0
     said = f"['--size=3', '--evaluate', '--batch=5', '--checkpoint=7'] ['{contract.checkpoint_name(7)}'] the model"
     assert capfd.readouterr().out.splitlines()[-1] == said
     after = store.open_(url)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outlast.worker.launch import system
+from outlast.worker.launch import os_calls
 
 OURS = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 
@@ -16,4 +16,4 @@ OURS = "glibc.cpu.x86_non_temporal_threshold=0x100000"
     ],
 )
 def test_a_limit_is_added_to_what_the_user_has_set(given: str, set_: str | None) -> None:
-    assert system.streaming({system.VARIABLE: given} if given else {}).get(system.VARIABLE) == set_
+    assert os_calls.streaming({os_calls.VARIABLE: given} if given else {}).get(os_calls.VARIABLE) == set_

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.job.contract import Exit
-from outlast.job.workerfiles.progress import Progress
+from outlast.job.workerfiles.progress_file import Progress
 from outlast.worker.agent import lifecycle
 from outlast.worker.agent.lifecycle import Phase, Worker
-from outlast.worker.hangs import rule
+from outlast.worker.hangs import hang_limit
 
 
 def after(*events: lifecycle.Event, worker: Worker | None = None) -> tuple[Worker, tuple[lifecycle.Effect, ...]]:
@@ -191,34 +191,34 @@ def test_whatever_happens_a_worker_exits_once_launches_nothing_after_it_and_push
         assert lifecycle.Flush in kinds
 
 
-def a_process(silent_s: float = 0.0, *, stopped: bool = False, phase: str = "train", local_rank: int = 0) -> rule.Process:
-    return rule.Process(local_rank, Progress(generation=1, rank=local_rank, phase=phase, step=7), stopped, silent_s)
+def a_process(silent_s: float = 0.0, *, stopped: bool = False, phase: str = "train", local_rank: int = 0) -> hang_limit.Process:
+    return hang_limit.Process(local_rank, Progress(generation=1, rank=local_rank, phase=phase, step=7), stopped, silent_s)
 
 
 def test_training_that_advances_is_no_hang():
-    assert rule.hung([a_process(9.0)], limit_s=10.0) == []
+    assert hang_limit.hung([a_process(9.0)], limit_s=10.0) == []
 
 
 def test_a_stopped_process_is_named_at_the_limit_and_its_healthy_neighbour_is_spared():
     victim = a_process(10.5, stopped=True, local_rank=1)
-    hang = rule.hung([a_process(10.5), victim], limit_s=10.0)
+    hang = hang_limit.hung([a_process(10.5), victim], limit_s=10.0)
     assert hang == [(victim, "hung: stopped (SIGSTOP) for 10 s after step 7")]
 
 
 def test_without_a_culprit_of_its_own_a_worker_waits_a_little_longer_for_the_others():
-    assert rule.hung([a_process(11.0)], limit_s=10.0) == []
+    assert hang_limit.hung([a_process(11.0)], limit_s=10.0) == []
     stuck = a_process(13.0)
-    assert rule.hung([stuck], limit_s=10.0) == [(stuck, "hung: no progress for 13 s after step 7")]
+    assert hang_limit.hung([stuck], limit_s=10.0) == [(stuck, "hung: no progress for 13 s after step 7")]
 
 
 def test_a_process_that_waits_for_a_neighbour_who_advances_is_not_stuck():
-    assert rule.hung([a_process(50.0), a_process(1.0, local_rank=1)], limit_s=10.0) == []
+    assert hang_limit.hung([a_process(50.0), a_process(1.0, local_rank=1)], limit_s=10.0) == []
 
 
 @pytest.mark.parametrize("phase", ["open", "restore", "first step"])
 def test_before_the_first_step_there_is_more_time(phase: str):
-    assert rule.hung([a_process(100.0, phase=phase)], limit_s=10.0) == []
-    assert rule.hung([a_process(900.0, phase=phase)], limit_s=10.0) != []
+    assert hang_limit.hung([a_process(100.0, phase=phase)], limit_s=10.0) == []
+    assert hang_limit.hung([a_process(900.0, phase=phase)], limit_s=10.0) != []
 
 
 def test_a_plain_script_hangs_like_any_other_unless_it_has_become_another_program():
@@ -227,14 +227,14 @@ def test_a_plain_script_hangs_like_any_other_unless_it_has_become_another_progra
         stuck, progress=dataclasses.replace(stuck.progress, step=0), where="rank 0 is in time.sleep(9) (train.py:9)"
     )
     said = "hung: no progress for 900 s: rank 0 is in time.sleep(9) (train.py:9)"
-    assert rule.hung([stuck], limit_s=10.0) == [(stuck, said)]
-    assert rule.hung([dataclasses.replace(stuck, watched=False)], limit_s=10.0) == []
-    assert rule.hung([a_process(900.0, phase="started", stopped=True)], limit_s=10.0) != []
+    assert hang_limit.hung([stuck], limit_s=10.0) == [(stuck, said)]
+    assert hang_limit.hung([dataclasses.replace(stuck, watched=False)], limit_s=10.0) == []
+    assert hang_limit.hung([a_process(900.0, phase="started", stopped=True)], limit_s=10.0) != []
 
 
 def test_a_process_that_cannot_run_python_is_the_culprit_and_its_neighbour_that_waits_for_it_is_spared():
     victim = dataclasses.replace(a_process(10.5, local_rank=1), frozen=True)
-    hang = rule.hung([a_process(1.0), victim], limit_s=10.0)
+    hang = hang_limit.hung([a_process(1.0), victim], limit_s=10.0)
     assert hang == [(victim, "hung: unable to run Python for 10 s after step 7")]
 
 

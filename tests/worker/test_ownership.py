@@ -12,9 +12,9 @@ import pytest
 from outlast.base import probes
 from outlast.base.errors import Superseded
 from outlast.storage import checkpoints, runs, store
-from outlast.storage.sync import growing
-from outlast.worker.agent import run_ownership, upload
-from outlast.worker.agent.run_ownership import Ended
+from outlast.storage.sync import growing_files
+from outlast.worker.agent import join_run, upload
+from outlast.worker.agent.join_run import Ended
 
 
 @pytest.fixture
@@ -23,27 +23,27 @@ def place(memory: store.Store) -> store.Store:
 
 
 def taken(place: store.Store, word: str, *, fresh: bool = False) -> str | Ended:
-    return run_ownership.take(place, run_ownership.record("job", word, word), fresh=fresh)
+    return join_run.take(place, join_run.record("job", word, word), fresh=fresh)
 
 
 def test_a_worker_without_a_record_is_told_of_the_end_by_those_who_stay_up() -> None:
     health = probes.Health(end=Ended("a", "it is over", 0).dumps())
     done, training = probes.serve(lambda: health, {}), probes.serve(probes.Health, {})
-    assert run_ownership.query_end(["127.0.0.1:1", training, done], "a") == Ended("a", "it is over", 0)
-    assert run_ownership.query_end([training, done], "b") is None
+    assert join_run.query_end(["127.0.0.1:1", training, done], "a") == Ended("a", "it is over", 0)
+    assert join_run.query_end([training, done], "b") is None
 
 
 def test_the_others_are_called_as_pod_0_is() -> None:
     endpoint = "c10d://train-0.train.team.svc.cluster.local:29400"
-    assert run_ownership.others(endpoint, "", 1, 3) == [f"train-{n}.train.team.svc.cluster.local:8080" for n in (0, 2)]
-    assert run_ownership.others("c10d://localhost:29400", "", 0, 1) == []
+    assert join_run.others(endpoint, "", 1, 3) == [f"train-{n}.train.team.svc.cluster.local:8080" for n in (0, 2)]
+    assert join_run.others("c10d://localhost:29400", "", 0, 1) == []
 
 
 def test_the_others_are_called_as_this_one_is_where_none_is_special() -> None:
     me = "train-1.train.team.svc.cluster.local"
-    assert run_ownership.others("etcd://etcd:2379", me, 1, 3) == [f"train-{n}.train.team.svc.cluster.local:8080" for n in (0, 2)]
-    assert run_ownership.others("etcd://etcd:2379", me, 2, 3) == []  # the name is of something else
-    assert run_ownership.others("etcd://etcd:2379", "localhost", 0, 3) == []
+    assert join_run.others("etcd://etcd:2379", me, 1, 3) == [f"train-{n}.train.team.svc.cluster.local:8080" for n in (0, 2)]
+    assert join_run.others("etcd://etcd:2379", me, 2, 3) == []  # the name is of something else
+    assert join_run.others("etcd://etcd:2379", "localhost", 0, 3) == []
 
 
 def test_the_first_pod_begins_a_run_and_the_others_find_it(place: store.Store) -> None:
@@ -100,18 +100,18 @@ def test_who_begins_anew_sets_an_unfinished_run_aside_once(place: store.Store) -
 
 
 def test_a_generation_is_above_all_that_were_committed(place: store.Store, tmp_path) -> None:
-    first = run_ownership.generation(place, tmp_path, "a", stored=True)
-    assert run_ownership.generation(place, tmp_path / "elsewhere", "a", stored=True) == first + 1
+    first = join_run.generation(place, tmp_path, "a", stored=True)
+    assert join_run.generation(place, tmp_path / "elsewhere", "a", stored=True) == first + 1
 
 
 def test_who_only_looks_sees_the_newest_generation_of_disk_and_store_and_takes_neither(place: store.Store, tmp_path) -> None:
-    assert run_ownership.newest_generation(place, tmp_path, "a", stored=True) == 0
-    taken_here = run_ownership.generation(place, tmp_path, "a", stored=True)
+    assert join_run.newest_generation(place, tmp_path, "a", stored=True) == 0
+    taken_here = join_run.generation(place, tmp_path, "a", stored=True)
     for _ in range(2):
-        assert run_ownership.newest_generation(place, tmp_path, "a", stored=False) == taken_here
-        assert run_ownership.newest_generation(place, tmp_path / "elsewhere", "a", stored=True) == taken_here
-    assert run_ownership.newest_generation(place, tmp_path / "elsewhere", "a", stored=False) == 0
-    assert run_ownership.newest_generation(place, tmp_path, "b", stored=True) == 0
+        assert join_run.newest_generation(place, tmp_path, "a", stored=False) == taken_here
+        assert join_run.newest_generation(place, tmp_path / "elsewhere", "a", stored=True) == taken_here
+    assert join_run.newest_generation(place, tmp_path / "elsewhere", "a", stored=False) == 0
+    assert join_run.newest_generation(place, tmp_path, "b", stored=True) == 0
 
 
 def test_what_another_run_has_left_on_a_volume_is_not_pushed_as_this_ones(place: store.Store, tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_what_another_run_has_left_on_a_volume_is_not_pushed_as_this_ones(place:
         run = taken(place, word)
         assert isinstance(run, str)
         for _ in range(2):  # its worker was started again
-            run_ownership.set_aside(tmp_path, run)
-            run_ownership.fetch_own(place, tmp_path, 0)
+            join_run.set_aside(tmp_path, run)
+            join_run.fetch_own(place, tmp_path, 0)
             checkpoints.acquire(tmp_path / "checkpoints", run, None)
             (tmp_path / "logs").mkdir(exist_ok=True)
             (tmp_path / f"{word}.json").write_text("{}")
@@ -132,7 +132,7 @@ def test_what_another_run_has_left_on_a_volume_is_not_pushed_as_this_ones(place:
     runs.end(place, trained("a"), "Succeeded", "", 0)
     trained("b")
     with ThreadPoolExecutor(1) as pool:
-        assert b"".join(growing.pieces(place, "logs/worker-0.log", pool)) == b"b\nb\n"
+        assert b"".join(growing_files.pieces(place, "logs/worker-0.log", pool)) == b"b\nb\n"
     assert [name for name in place.names() if name.endswith(".json")] == ["b.json", "run.json"]
     assert (tmp_path / "previous/a/logs/worker-0.log").read_text() == "a\na\n"
     assert checkpoints.owner(tmp_path / "previous/a/checkpoints") == "a"

@@ -22,9 +22,9 @@ from outlast.job import contract, spec
 from outlast.job.shipping import archives
 from outlast.storage import store
 from outlast.storage.store import Store
-from outlast.storage.sync import sync
-from outlast.worker.prepare import cache, code, fetch, room
-from outlast.worker.prepare.prepare import Preparation
+from outlast.storage.sync import push_and_pull
+from outlast.worker.prepare import cache_eviction, code_placement, data_cache, fetch_from_store
+from outlast.worker.prepare.phases import Preparation
 from servers import Place
 from tars import tar
 from waits import until
@@ -61,9 +61,9 @@ class Runs:
         if text.startswith("fetching"):
             self.when_fetching()
 
-    def source(self, run: str = "a", *, url: str = "", stop: threading.Event | None = None) -> cache.Source:
+    def source(self, run: str = "a", *, url: str = "", stop: threading.Event | None = None) -> data_cache.Source:
         pins = self.directory / run / "pins"
-        return cache.Source(self.cache, url or self.place.url, field="data[0].from", pins=pins, say=self.say, stop=stop)
+        return data_cache.Source(self.cache, url or self.place.url, field="data[0].from", pins=pins, say=self.say, stop=stop)
 
     def trees(self) -> list[dict[str, str]]:
         """All versions there are, whole or not."""
@@ -252,9 +252,9 @@ def test_a_worker_that_is_told_to_leave_stops_waiting(runs: Runs, place: Store):
 TAKE = """
 import sys
 from pathlib import Path
-from outlast.worker.prepare import cache
+from outlast.worker.prepare import data_cache
 say = lambda text: print(text, flush=True)
-cache.Source(Path(sys.argv[1]), sys.argv[2], field="data", pins=Path(sys.argv[3]), say=say).acquire()
+data_cache.Source(Path(sys.argv[1]), sys.argv[2], field="data", pins=Path(sys.argv[3]), say=say).acquire()
 print("done")
 """
 
@@ -269,7 +269,7 @@ def test_a_fetch_that_is_killed_again_and_again_goes_on_where_it_was(tmp_path: P
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_bytes(content)
     url, cached = f"{rclone.url}/data", tmp_path / "cache"
-    sync.send(store.open_(url), [(there / name, name) for name in expected], journals=tmp_path / "journals")
+    push_and_pull.send(store.open_(url), [(there / name, name) for name in expected], journals=tmp_path / "journals")
     inodes: dict[str, int] = {}
     kills = 0
     while True:
@@ -308,14 +308,14 @@ def test_data_that_does_not_fit_is_told_before_it_is_fetched(runs: Runs, tmp_pat
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(OutlastError) as caught:
-        cache.writable({"OUTLAST_CACHE": str(tmp_path / "file" / "cache")})
+        data_cache.writable({"OUTLAST_CACHE": str(tmp_path / "file" / "cache")})
     remedy = "correct its permissions, or let OUTLAST_CACHE name another directory"
     assert str(caught.value) == f"the cache {tmp_path}/file/cache cannot be made: Not a directory; {remedy}"
 
 
 def test_a_long_fetch_says_how_far_it_is():
     now, said = [0.0], []
-    meter = fetch.Meter("data", 10 << 20, 3, say=said.append, clock=lambda: now[0])
+    meter = fetch_from_store.Meter("data", 10 << 20, 3, say=said.append, clock=lambda: now[0])
     for _ in range(7):
         now[0] += 1
         meter.advance(1 << 20)
@@ -328,9 +328,9 @@ def test_a_long_fetch_says_how_far_it_is():
 
 
 def test_the_cache_is_where_the_environment_says():
-    assert room.cache({"OUTLAST_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c")
-    assert room.cache({"XDG_CACHE_HOME": "/x"}) == Path("/x/outlast")
-    assert room.cache({}) == Path.home() / ".cache" / "outlast"
+    assert cache_eviction.cache({"OUTLAST_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c")
+    assert cache_eviction.cache({"XDG_CACHE_HOME": "/x"}) == Path("/x/outlast")
+    assert cache_eviction.cache({}) == Path.home() / ".cache" / "outlast"
 
 
 # Code
@@ -349,7 +349,7 @@ class Worker:
         self.said: list[str] = []
 
     def place(self, where: str, *, runs: str = "train.py") -> dict[str, str]:
-        code.place(where, self.into, self.shared, runs=runs, say=self.said.append, stop=threading.Event())
+        code_placement.place(where, self.into, self.shared, runs=runs, say=self.said.append, stop=threading.Event())
         return {name: text for name, text in contents(self.into).items() if name != ".outlast-files"}
 
 
@@ -389,14 +389,14 @@ def test_a_run_keeps_its_code_until_it_is_submitted_again(worker: Worker, place:
     (worker.into / "settings").write_text("the job's")
     mine = {"snapshot.pt": "the job's", "settings": "the job's"}
     assert worker.place(where) == {"train.py": "v1", "lib.py": "v1", **mine}
-    code.submitted_again(worker.shared)
+    code_placement.submitted_again(worker.shared)
     assert worker.place(where) == {"train.py": "v2", "lib.py": "v2", **mine}, "what the job has written stays"
 
 
 def test_code_that_has_not_changed_is_not_fetched_again(worker: Worker, place: Store):
     put(place, train_py="v1")
     worker.place(place.url)
-    code.submitted_again(worker.shared)
+    code_placement.submitted_again(worker.shared)
     (worker.into / "train.py").write_text("mended by hand")
     worker.said.clear()
     assert worker.place(place.url) == {"train.py": "mended by hand"}
@@ -430,9 +430,10 @@ def test_a_bad_archive_leaves_nothing_and_a_good_one_replaces_it(worker: Worker,
 PLACE = """
 import sys, threading
 from pathlib import Path
-from outlast.worker.prepare import code
+from outlast.worker.prepare import code_placement
 print("begins", flush=True)
-code.place(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), runs="0.py", say=lambda text: None, stop=threading.Event())
+code, into, shared = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+code_placement.place(code, into, shared, runs="0.py", say=lambda text: None, stop=threading.Event())
 print("done")
 """
 
@@ -451,7 +452,7 @@ def test_code_whose_workers_are_killed_again_and_again_arrives_whole(worker: Wor
             where = f"{rclone.url}/code"
             for name, text in expected.items():
                 store.open_(where).put(name, text.encode())
-        code.submitted_again(worker.shared)
+        code_placement.submitted_again(worker.shared)
         for kills in range(7):
             argv = [sys.executable, "-c", PLACE, where, str(worker.into), str(worker.shared)]
             with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
@@ -475,7 +476,7 @@ def test_a_first_version_that_was_killed_on_its_way_leaves_nothing(worker: Worke
     (worker.into / "old.py").write_text("half of something")
     (worker.into / ".outlast-files").write_text(json.dumps({"old.py": [1, 1]}))
     (worker.into / "checkpoint.pt").write_text("fetched")  # what the run has written on another machine
-    code._Note(place.url, "", 0.0, False).write(worker.shared / "code.json")  # as the kill left it
+    code_placement._Note(place.url, "", 0.0, False).write(worker.shared / "code.json")  # as the kill left it
     assert worker.place(place.url) == {"train.py": "v1", "checkpoint.pt": "fetched"}
 
 
@@ -511,7 +512,7 @@ def test_links_of_the_job_are_not_followed_by_new_code(worker: Worker, place: St
     (worker.into / "lib" / "a.py").unlink()
     (worker.into / "lib").rmdir()
     (worker.into / "lib").symlink_to(elsewhere)
-    code.submitted_again(worker.shared)
+    code_placement.submitted_again(worker.shared)
     put(place, lib__a_py="v2")
     assert worker.place(place.url) == {"train.py": "v1", "lib/a.py": "v2"}
     assert list(elsewhere.iterdir()) == []
@@ -597,5 +598,5 @@ def test_a_token_of_hugging_face_has_the_name_that_its_libraries_read(prepared):
 def test_an_empty_object_that_only_shows_a_directory_is_no_data(moto: Place):
     for key in ("data/empty/", "data/full/", "data/full-not/b", "data/full/a", "data/none"):
         moto.server.client.put_object(Bucket=moto.bucket, Key=key, Body=b"x" if key[-1] in "ab" else b"")
-    listing = fetch.look(f"{moto.url}/data", "data[0].from")
+    listing = fetch_from_store.look(f"{moto.url}/data", "data[0].from")
     assert [entry.key for entry in listing.entries] == ["full-not/b", "full/a", "none"]

@@ -11,7 +11,7 @@ import pytest
 
 from outlast.base.errors import InvalidJob, OutlastError
 from outlast.job import contract, spec
-from outlast.worker.prepare import prepare
+from outlast.worker.prepare import phases
 from tars import tar
 from web import Web
 
@@ -40,7 +40,7 @@ def prepared(tmp_path: Path) -> Prepared:
             contract.Env.CODE: str(tmp_path),
             contract.Env.CACHE: str(tmp_path / "cache"),
         }
-        made = prepare.Preparation(a_job(*data), environ, say=print)
+        made = phases.Preparation(a_job(*data), environ, say=print)
         made.prepare()
         made.close()
         return environ
@@ -76,8 +76,8 @@ def test_what_is_not_there_is_noticed_at_submission(web: Web, tmp_path: Path, mo
     monkeypatch.setenv("OUTLAST_CACHE", str(tmp_path / "cache"))
     url = f"{web.url}/absent.zip"
     with pytest.raises(OutlastError, match=rf"^data\[0\].from: {url}: 404 Not Found; there is no such file; correct the URL$"):
-        prepare.check(a_job(f"{url}#sha256={'0' * 64}"), tmp_path / "pins")
-    prepare.check(a_job(pinned(web.put("there.zip", b"x"), b"x")), tmp_path / "pins")
+        phases.check(a_job(f"{url}#sha256={'0' * 64}"), tmp_path / "pins")
+    phases.check(a_job(pinned(web.put("there.zip", b"x"), b"x")), tmp_path / "pins")
 
 
 @pytest.mark.parametrize(

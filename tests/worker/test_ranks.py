@@ -18,15 +18,16 @@ import pytest
 
 from clocks import DISTURBANCES, Machine
 from outlast.job import contract
-from outlast.job.workerfiles import plain_scripts, progress
-from outlast.job.workerfiles.progress import Progress
-from outlast.rendezvous import failures
+from outlast.job.workerfiles import plain_scripts
+from outlast.job.workerfiles import progress_file as progress
+from outlast.job.workerfiles.progress_file import Progress
+from outlast.rendezvous import root_cause
 from outlast.rendezvous.handler import Handler
 from outlast.rendezvous.world import World
 from outlast.worker.agent import reporter
 from outlast.worker.agent.ranks import Ranks
-from outlast.worker.hangs import rule, stacks
-from outlast.worker.launch import elastic, rank, shim
+from outlast.worker.hangs import hang_limit, stacks
+from outlast.worker.launch import elastic_agent, shim, training_process
 
 LIMIT_S = 600.0
 
@@ -78,11 +79,11 @@ def test_no_clock_that_is_set_and_no_pause_makes_a_process_hang(tmp_path: Path, 
         assert ranks.look()[0].silent_s == 0.0
         machine.goes_on(0.5)
         machine.goes_on(monotonic, wall=wall)
-        assert rule.hung(ranks.look(), LIMIT_S) == []
+        assert hang_limit.hung(ranks.look(), LIMIT_S) == []
     for _ in range(800):  # the same process, but now it does hang
         machine.goes_on(1.0)
         found = ranks.look()
-    assert rule.hung(found, LIMIT_S) != []
+    assert hang_limit.hung(found, LIMIT_S) != []
 
 
 def test_where_no_record_can_be_written_that_of_an_earlier_process_is_gone(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_records_that_are_not_of_this_start_tell_the_coordinator_nothing(tmp_pat
         (tmp_path / contract.PROGRESS.format(local_rank=0)).write_text(json.dumps(said))
         assert progress.read(tmp_path, 0) is not None
         assert (member._records(), member._owes(), member._held) == ([], False, 0)
-        assert elastic._failure(tmp_path, member, 1, SimpleNamespace(local_rank=0, exitcode=-9))["step"] is None
+        assert elastic_agent._failure(tmp_path, member, 1, SimpleNamespace(local_rank=0, exitcode=-9))["step"] is None
         assert Ranks(tmp_path, 1, time.monotonic).look() == [], "their process is not there"
 
 
@@ -120,7 +121,7 @@ def test_a_process_whose_main_thread_moves_is_not_silent(tmp_path: Path) -> None
     writer, beat = progress.Writer(tmp_path, 0), progress.Beat(tmp_path, 0)
     writer.write(Progress(generation=1, rank=0, phase="train"))
 
-    def after(seconds: int, moves: bool, where: str = "") -> rule.Process:
+    def after(seconds: int, moves: bool, where: str = "") -> hang_limit.Process:
         for _ in range(seconds):
             machine.goes_on(1.0)
             beat.write(moves, where)
@@ -160,7 +161,7 @@ def test_a_plain_script_that_hangs_stands_at_the_step_it_has_told_or_at_0_soon_a
         written(tmp_path, dataclasses.replace(a_record(1, started=1), phase="started", step=step))
         verdict = {"pid": 1, "reason": "hung: no progress for 750 s", "stuck": True, "early": early, "time": 0.0}
         (tmp_path / contract.VERDICT.format(local_rank=0)).write_text(json.dumps(verdict))
-        said = elastic._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=-9))
+        said = elastic_agent._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=-9))
         assert (said["hung"], said["step"]) == found
 
 
@@ -169,13 +170,13 @@ def test_whoever_got_the_number_of_a_dead_process_is_neither_watched_nor_killed(
     dead = a_record(bystander.pid, started=progress.kernel(bystander.pid)[1] - 1)
     written(tmp_path, dead)
     assert ranks.look() == []
-    ranks.kill(rule.Process(0, dead, stopped=False, silent_s=LIMIT_S))  # it died between the look and the kill
+    ranks.kill(hang_limit.Process(0, dead, stopped=False, silent_s=LIMIT_S))  # it died between the look and the kill
     assert bystander.poll() is None
 
 
 def test_a_process_with_the_number_of_one_that_was_killed_is_watched(tmp_path: Path, bystander) -> None:
     ranks = Ranks(tmp_path, 1, Machine().awake())
-    ranks.kill(rule.Process(0, a_record(bystander.pid, started=1), stopped=True, silent_s=LIMIT_S))
+    ranks.kill(hang_limit.Process(0, a_record(bystander.pid, started=1), stopped=True, silent_s=LIMIT_S))
     written(tmp_path, a_record(bystander.pid))
     assert [process.progress.pid for process in ranks.look()] == [bystander.pid]
 
@@ -207,7 +208,7 @@ def test_a_hang_says_something_of_a_step_only_where_there_is_one(
     verdict = {"pid": 1, "reason": "hung: no progress for 750 s", "stuck": True, "time": 0.0}
     (tmp_path / contract.VERDICT.format(local_rank=0)).write_text(json.dumps(verdict))
     handler: Any = SimpleNamespace(generation=1, attempt=0)
-    said = elastic._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=-9))
+    said = elastic_agent._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=-9))
     assert (said["hung"], said["code"], said["reason"]) == (hung, 137, "rank 0 on worker 0 hung: no progress for 750 s")
 
 
@@ -222,7 +223,7 @@ def test_a_hang_says_something_of_a_step_only_where_there_is_one(
     ],
 )
 def test_a_driver_without_memory_and_a_script_that_finds_a_full_disk_are_causes(kind: str, message: str, cause: str) -> None:
-    assert elastic._cause({"type": kind, "message": message}) == cause
+    assert elastic_agent._cause({"type": kind, "message": message}) == cause
 
 
 OUT_OF_MEMORY = "was killed: out of memory; raise resources.memory, or lower the batch"
@@ -245,9 +246,9 @@ def test_of_what_died_while_the_kernel_killed_for_want_of_memory_it_is_the_cause
     (tmp_path / contract.ERROR.format(local_rank=0)).write_text(json.dumps(record if exitcode < 0 else {**record, "code": 1}))
     handler: Any = SimpleNamespace(generation=1, attempt=0)
     process = SimpleNamespace(local_rank=0, exitcode=exitcode)
-    said = elastic._failure(tmp_path, handler, 0, process, oom=True)
+    said = elastic_agent._failure(tmp_path, handler, 0, process, oom=True)
     assert (said["cause"], said["reason"]) == (cause, f"rank 0 on worker 0 {what}")
-    assert elastic._failure(tmp_path, handler, 0, process)["cause"] == ""
+    assert elastic_agent._failure(tmp_path, handler, 0, process)["cause"] == ""
 
 
 def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -255,9 +256,9 @@ def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, m
     monkeypatch.setenv(contract.Env.STATE, str(tmp_path))
     handler: Any = SimpleNamespace(generation=1, attempt=0)
     process = SimpleNamespace(local_rank=0, exitcode=-40)
-    assert elastic._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0 was killed by signal 40"
+    assert elastic_agent._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0 was killed by signal 40"
     shim.record_death(40, 0.0)
-    assert elastic._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0 was killed by signal 40"
+    assert elastic_agent._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0 was killed by signal 40"
 
 
 def test_the_stacks_of_many_ranks_take_no_longer_than_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -279,17 +280,20 @@ def test_a_file_that_is_missed_because_the_code_is_a_copy_is_named_with_the_reme
     option = f" (--set 'data=[{{from: {tmp_path}/project/data}}]')"
     remedy = f"name it under data{option} and read it in $OUTLAST_DATA, or use an absolute path"
     outside = f"is outside of the code, of which the job runs in a copy ({copy})"
-    assert rank.missing_hint("../data/x", copy, origin) == f"outlast: ../data/x {outside}; {remedy}"
-    assert rank.missing_hint(str(copy.parent / "data/x"), copy, origin) == f"outlast: {copy.parent}/data/x {outside}; {remedy}"
-    assert rank.missing_hint("../data/x", copy, None) == f"outlast: ../data/x {outside}; {remedy.replace(option, '')}"
-    assert rank.missing_hint("cache/y", copy, origin) == (
+    assert training_process.missing_hint("../data/x", copy, origin) == f"outlast: ../data/x {outside}; {remedy}"
+    assert (
+        training_process.missing_hint(str(copy.parent / "data/x"), copy, origin)
+        == f"outlast: {copy.parent}/data/x {outside}; {remedy}"
+    )
+    assert training_process.missing_hint("../data/x", copy, None) == f"outlast: ../data/x {outside}; {remedy.replace(option, '')}"
+    assert training_process.missing_hint("cache/y", copy, origin) == (
         f"outlast: {origin}/cache/y is not in the copy of the code that the job runs in; "
         "bring it back with !cache/y in .outlastignore, or name it under data"
     )
     for nowhere in ("../data/z", "z", "train.py", "/nowhere/z"):
-        assert rank.missing_hint(nowhere, copy, origin) == ""
+        assert training_process.missing_hint(nowhere, copy, origin) == ""
     for nowhere in ("z", "/data/x"):
-        assert rank.missing_hint(nowhere, copy, None) == ""
+        assert training_process.missing_hint(nowhere, copy, None) == ""
 
 
 def test_an_exception_that_is_its_own_cause_has_no_endless_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +301,7 @@ def test_an_exception_that_is_its_own_cause_has_no_endless_story(tmp_path: Path,
     monkeypatch.setenv(contract.Env.JOB_FILE, str(tmp_path / "job.yaml"))
     error = ValueError("bad")
     error.__cause__ = error  # raise error from error
-    assert rank._hint(error) == ""
+    assert training_process._hint(error) == ""
 
 
 def test_a_script_that_is_no_python_dies_without_frames_of_ours(tmp_path: Path) -> None:
@@ -336,13 +340,13 @@ def test_a_rank_that_exited_with_0_before_a_collective_broke_is_known_on_its_wor
     handler: Any = SimpleNamespace(generation=1, attempt=0)
     broke = {"rank": 0, "type": "RuntimeError", "message": "raised RuntimeError: Connection closed by peer", "traceback": "x"}
     (tmp_path / contract.ERROR.format(local_rank=0)).write_text(json.dumps({**broke, "time": 2.0, "age_s": 3.0, "code": 1}))
-    echo = elastic._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=1))
+    echo = elastic_agent._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=1))
     assert (echo["echo"], echo["step"]) == (True, 0), "soon after its start"
-    assert elastic._first([echo], tmp_path, 2) == echo
+    assert elastic_agent._first([echo], tmp_path, 2) == echo
     shim.record({"rank": 1, "left": True})
-    said = elastic._first([echo], tmp_path, 2)
-    assert (said["rank"], said["echo"], said["reason"]) == (1, False, failures.left_early("rank 1 on worker 0", 0, 0))
-    assert elastic._causes(tmp_path, 2) == {}, "to be done is no failure"
+    said = elastic_agent._first([echo], tmp_path, 2)
+    assert (said["rank"], said["echo"], said["reason"]) == (1, False, root_cause.left_early("rank 1 on worker 0", 0, 0))
+    assert elastic_agent._causes(tmp_path, 2) == {}, "to be done is no failure"
 
 
 @pytest.mark.parametrize("pod", [True, False])  # elsewhere the launcher says it
@@ -354,7 +358,7 @@ def test_a_script_in_a_pod_that_begins_again_is_told_so_once(pod: bool, capsys: 
         progress = dataclasses.replace(a_record(7, started=1, step=0), phase="started", generation=generation)
         for said in (b"", *(b"step %d\n" % step for step in steps)):
             log.written, log.recent = log.written + len(said), log.recent + said
-            logged.look([rule.Process(0, progress, stopped=False, silent_s=0.0)], log)
+            logged.look([hang_limit.Process(0, progress, stopped=False, silent_s=0.0)], log)
         return capsys.readouterr().out
 
     assert prints(1, 1, 2, 40) + prints(2, 38, 80) == "", "it goes on from what it has saved"
@@ -365,10 +369,10 @@ def test_a_script_in_a_pod_that_begins_again_is_told_so_once(pod: bool, capsys: 
 
 def test_processes_that_train_without_a_process_group_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logged, log = reporter.LoggedStep(), SimpleNamespace(written=0, recent=b"")
-    process = rule.Process(0, a_record(1, started=1, step=0), stopped=False, silent_s=0.0, alone=2)
+    process = hang_limit.Process(0, a_record(1, started=1, step=0), stopped=False, silent_s=0.0, alone=2)
     process = dataclasses.replace(process, progress=dataclasses.replace(process.progress, phase="started"))
 
-    def looks(found: rule.Process, said: bytes = b"") -> str:
+    def looks(found: hang_limit.Process, said: bytes = b"") -> str:
         log.written, log.recent = log.written + len(said), log.recent + said
         for _ in range(reporter.ALONE_LOOKS):
             logged.look([found], log)

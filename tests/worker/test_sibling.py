@@ -19,7 +19,7 @@ import pytest
 from outlast.job import contract
 from outlast.local.state_dir import StateDir
 from outlast.worker.agent import start
-from outlast.worker.launch import shim, sibling, system
+from outlast.worker.launch import os_calls, shim, sibling
 from waits import until
 
 OURS = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "OUTLAST_WORKER": "0", "OUTLAST_STATE": "/s/0", "CUDA_VISIBLE_DEVICES": "0"}
@@ -79,14 +79,14 @@ def test_what_an_agent_adds_for_its_warm_process_does_not_keep_that_from_forking
 WARM = """
 import json, os, sys, time
 from pathlib import Path
-from outlast.worker.launch import system, sibling, warm
+from outlast.worker.launch import os_calls, sibling, warm_process
 from outlast.base import unix_sockets
 
-request = warm.Server(unix_sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
+request = warm_process.Server(unix_sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
 parent = os.getpid()  # which may be dead before the child runs
 child = os.fork()
 if child == 0:
-    system.die_with(parent)
+    os_calls.die_with(parent)
     time.sleep(60)
 print(json.dumps({"pid": os.getpid(), "group": os.getpgrp(), "child": child, "here": os.getcwd(), **os.environ}), flush=True)
 time.sleep(60)
@@ -102,7 +102,7 @@ def parent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A warm process of worker 0, without torch."""
     command = [sys.executable, "-c", WARM, str(tmp_path / "warm.sock")]
     ours = environ(StateDir(tmp_path), 0)
-    with subprocess.Popen(command, env=ours | system.streaming(ours)) as process:
+    with subprocess.Popen(command, env=ours | os_calls.streaming(ours)) as process:
         until(lambda: listens(str(tmp_path / "warm.sock")))
         yield process
         process.kill()
@@ -144,7 +144,7 @@ def test_a_forked_worker_shows_whose_it_is_before_it_says_that_it_is_there(
     """The launcher looks at once, and starts another if it finds a process of another worker."""
     theirs = environ(StateDir(tmp_path), 1)
     with shim.connect(str(tmp_path / "warm.sock")) as sock, open(os.devnull, "r+b") as null:
-        shim.request(sock, sibling.KIND, [], theirs | system.streaming(theirs), str(tmp_path), (null.fileno(),) * 3)
+        shim.request(sock, sibling.KIND, [], theirs | os_calls.streaming(theirs), str(tmp_path), (null.fileno(),) * 3)
         pid = int(sock.recv(64))
         assert StateDir(tmp_path).owns(1, pid)
         assert not StateDir(tmp_path).owns(0, pid)

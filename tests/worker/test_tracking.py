@@ -19,12 +19,12 @@ from outlast.job import spec
 from outlast.job.contract import Env
 from outlast.kubernetes import manifests
 from outlast.training import metrics
-from outlast.worker.tracking import event_files, follower, forwarding, lines, process
+from outlast.worker.tracking import event_files, follower, follower_handle, forwarding, missing_points
 from outlast.worker.tracking.event_files import EventFile
 from outlast.worker.tracking.forwarding import Forwarder
-from outlast.worker.tracking.lines import Point
+from outlast.worker.tracking.missing_points import Point
 from outlast.worker.tracking.mlflow_runs import MLflow
-from outlast.worker.tracking.sinks import Run, Settings, Status, settings
+from outlast.worker.tracking.tracker_interface import Run, Settings, Status, settings
 from tracked import append, line, shown
 from waits import until
 
@@ -35,10 +35,16 @@ def test_a_value_is_new_once_per_step_and_name():
     text = (
         line(1, loss=3.0) + line(2, loss=2.0) + line(2, val=5.0) + line(2, loss=9.0) + b"no json\n" + b"[]\n" + line(1, val=1.0)
     )
-    assert lines.points(text, {}) == [Point(1, 1001.0, "loss", 3.0), Point(2, 1002.0, "loss", 2.0), Point(2, 1002.0, "val", 5.0)]
-    assert lines.points(text, {"loss": 1}) == [Point(2, 1002.0, "loss", 2.0), Point(2, 1002.0, "val", 5.0)]
+    assert missing_points.points(text, {}) == [
+        Point(1, 1001.0, "loss", 3.0),
+        Point(2, 1002.0, "loss", 2.0),
+        Point(2, 1002.0, "val", 5.0),
+    ]
+    assert missing_points.points(text, {"loss": 1}) == [Point(2, 1002.0, "loss", 2.0), Point(2, 1002.0, "val", 5.0)]
     assert (
-        lines.points(b'{"step": 3, "a/b:c": NaN, "text": "x", "flag": true}\n', {}, lambda name: name.replace(":", "_"))[0][2]
+        missing_points.points(b'{"step": 3, "a/b:c": NaN, "text": "x", "flag": true}\n', {}, lambda name: name.replace(":", "_"))[
+            0
+        ][2]
         == "a/b_c"
     )
 
@@ -48,14 +54,14 @@ def test_whatever_is_killed_and_resumed_each_step_arrives_once_in_order(tmp_path
     """Each life goes on for some steps, the next one from an earlier step; its follower reads at any point of the file."""
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     sent: list[int] = []
-    position: lines.Position = {}
-    reader, step = lines.Reader(path), 0
+    position: missing_points.Position = {}
+    reader, step = missing_points.Reader(path), 0
 
     def look() -> None:
         nonlocal position
         while found := reader.read():
-            new = lines.points(found, position)
-            position = lines.advanced(position, new)
+            new = missing_points.points(found, position)
+            position = missing_points.advanced(position, new)
             sent.extend(point.step for point in new)
             reader.commit()
 
@@ -72,7 +78,7 @@ def test_whatever_is_killed_and_resumed_each_step_arrives_once_in_order(tmp_path
         step = max(0, step - back)
         metrics.truncate_after(path, step)
         if torn % 5 == 0:  # another follower, or another disk
-            reader = lines.Reader(path)
+            reader = missing_points.Reader(path)
     look()
     reached = max(sent, default=0)
     assert sent == list(range(1, reached + 1)), "strictly increasing, none missing"
@@ -80,7 +86,7 @@ def test_whatever_is_killed_and_resumed_each_step_arrives_once_in_order(tmp_path
 
 
 def test_a_file_that_was_cut_back_and_has_grown_beyond_is_read_again(tmp_path: Path):
-    path, reader = tmp_path / "metrics.jsonl", lines.Reader(tmp_path / "metrics.jsonl")
+    path, reader = tmp_path / "metrics.jsonl", missing_points.Reader(tmp_path / "metrics.jsonl")
     assert reader.read() == b""
     path.write_bytes(line(1, loss=1.0) + line(2, loss=1.0) + b'{"st')
     assert reader.read() == reader.read() == line(1, loss=1.0) + line(2, loss=1.0), "until it is committed"
@@ -158,7 +164,7 @@ def test_pods_get_the_fields_as_variables_and_a_relative_path_is_refused():
     ],
 )
 def test_how_a_run_has_ended_is_said_only_where_it_is_known(error, leaving, restarted, said):
-    assert process.outcome(error, leaving=leaving, restarted=restarted) == said
+    assert follower_handle.outcome(error, leaving=leaving, restarted=restarted) == said
 
 
 # A tracker that is away
@@ -175,8 +181,8 @@ class Tracker:
         self.told: list[object] = []
         self.partly = False
 
-    def open(self) -> lines.Position:
-        return lines.advanced({}, self.there)
+    def open(self) -> missing_points.Position:
+        return missing_points.advanced({}, self.there)
 
     def rename(self, name: str) -> str:
         return name
@@ -395,11 +401,11 @@ def test_a_uri_that_mlflow_does_not_know_is_one_sentence(tmp_path: Path):
 def test_two_followers_of_one_output_are_impossible(tmp_path: Path):
     (tmp_path / "checkpoints").mkdir()
     append(tmp_path, 1)
-    one = process.start(tmp_path, {**os.environ, Env.TENSORBOARD: "1"})
+    one = follower_handle.start(tmp_path, {**os.environ, Env.TENSORBOARD: "1"})
     assert one is not None
     until(lambda: bool(list(tmp_path.glob("tensorboard/metrics/*"))))
     done = threading.Event()
-    two = process.start(tmp_path, {**os.environ, Env.TENSORBOARD: "1"})
+    two = follower_handle.start(tmp_path, {**os.environ, Env.TENSORBOARD: "1"})
     assert two is not None
     waiting = threading.Thread(target=lambda: (two.finish(Status.FINISHED), done.set()))
     waiting.start()
@@ -407,7 +413,7 @@ def test_two_followers_of_one_output_are_impossible(tmp_path: Path):
     assert one.finish(None, goes_on=True) == ""
     waiting.join()
     assert (tmp_path / ".tracking/ended").read_text() == "FINISHED"
-    assert process.end(tmp_path, {Env.TENSORBOARD: "1"}, "Succeeded") == "", "it is known"
-    assert process.end(tmp_path, {**os.environ, Env.TENSORBOARD: "1"}, "Cancelled") == ""
+    assert follower_handle.end(tmp_path, {Env.TENSORBOARD: "1"}, "Succeeded") == "", "it is known"
+    assert follower_handle.end(tmp_path, {**os.environ, Env.TENSORBOARD: "1"}, "Cancelled") == ""
     assert (tmp_path / ".tracking/ended").read_text() == "KILLED"
-    assert process.start(tmp_path, {}) is None
+    assert follower_handle.start(tmp_path, {}) is None

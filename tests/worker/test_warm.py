@@ -17,11 +17,12 @@ import psutil
 import pytest
 
 from outlast.job import contract
-from outlast.worker.launch import shim, warm
+from outlast.worker.launch import shim
+from outlast.worker.launch import warm_process as warm
 
 LEAVES = """
 import atexit, sys, threading, time
-from outlast.worker.launch import warm
+from outlast.worker.launch import warm_process as warm
 
 class Last:
     def __del__(self):
@@ -48,14 +49,14 @@ def test_who_leaves_in_the_middle_loses_nothing_that_was_written_and_ends_before
 CALLED = """
 import os
 from pathlib import Path
-from outlast.worker.launch import system
+from outlast.worker.launch import os_calls
 if {without}:
     import sys
     sys.modules["setproctitle"] = None
-system.entitle("warm process")
+os_calls.entitle("warm process")
 pid = os.fork()
 if pid == 0:
-    system.entitle("rank 3 train.py")
+    os_calls.entitle("rank 3 train.py")
     read = lambda name: Path("/proc/self", name).read_bytes().replace(b"\\0", b"").decode().strip()
     print(read("comm"), read("cmdline"), "HERE=yes" in read("environ"), "SPT_NOENV" in os.environ, sep=";")
 else:
@@ -89,12 +90,12 @@ def test_a_fork_is_called_by_what_it_does(kind: str, argv: list[str], title: str
 ELASTIC = """
 import os, sys
 from types import SimpleNamespace
-from outlast.worker.launch import warm
+from outlast.worker.launch import warm_process as warm
 
 def main(argv, *, ready_fd):
     raise {}
 
-sys.modules["outlast.worker.launch.elastic"] = SimpleNamespace(main=main)
+sys.modules["outlast.worker.launch.elastic_agent"] = SimpleNamespace(main=main)
 warm.become(warm.Request("elastic", [], dict(os.environ), "/", []))
 """
 
@@ -110,7 +111,7 @@ FORKING = """
 import os, sys, time
 from pathlib import Path
 from outlast.job import contract
-from outlast.worker.launch import warm
+from outlast.worker.launch import warm_process as warm
 from outlast.base import unix_sockets
 
 fork, refused = os.fork, [None, BlockingIOError(11, "Resource temporarily unavailable")]

@@ -13,11 +13,11 @@ import pytest
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.status import SavedStatus
-from outlast.job.workerfiles import plain_scripts, progress
+from outlast.job.workerfiles import plain_scripts, progress_file
 from outlast.job.workerfiles.plain_scripts import Logged
 from outlast.storage import store
 from outlast.storage.runs.output import skipped
-from outlast.storage.sync import sync
+from outlast.storage.sync import push_and_pull
 from outlast.worker.prepare import workdir
 
 LONG_AGO = time.time() - 1000
@@ -135,8 +135,8 @@ class Disk:
 
     def train(self, generation: int, rank: int, **wrote: str) -> None:
         """As a process of that rank, which writes these files."""
-        writer = progress.Writer(self.state, 0)
-        writer.write(progress.Progress(generation, rank, "started"))
+        writer = progress_file.Writer(self.state, 0)
+        writer.write(progress_file.Progress(generation, rank, "started"))
         writer.close()
         if rank == 0:
             (self.output / "work" / contract.WORKED).write_text(str(generation))
@@ -148,7 +148,9 @@ class Disk:
         is_rank0 = workdir.is_rank0(self.output, self.place, self.environ)
         skip = lambda path: skipped(path) or (results.skipped(path) if is_rank0 else path.startswith("work/"))  # noqa: E731
         manifest, held = self.output / ".push" / "manifest", results.unfinished()
-        sync.push(self.output, self.place, manifest, sync.Options(skip=skip), leave=held, expired=results.expired)
+        push_and_pull.push(
+            self.output, self.place, manifest, push_and_pull.Options(skip=skip), leave=held, expired=results.expired
+        )
 
     def holds(self) -> dict[str, str]:
         """The files of the working directory that people see."""

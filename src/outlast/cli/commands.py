@@ -16,32 +16,32 @@ import typer.main
 from typer.core import TyperCommand
 
 from outlast import __version__
-from outlast.cli import terminal, which
+from outlast.cli import find_job, terminal
 from outlast.cli.cluster import doctor, install, processes, rdzv, render
-from outlast.cli.data import checkpoints, fetch, get, sync
+from outlast.cli.data import checkpoints, datasets, fetch, sync
 from outlast.cli.groups import Commands
-from outlast.cli.look import jobs, report, tensorboard, top, why
-from outlast.cli.train import chaos, evaluate, notebook, run, script, steer, submit, validate
+from outlast.cli.look import report, status_logs_list, tensorboard, top, why
+from outlast.cli.train import chaos, evaluate, notebook, run, script, submit, suspend_scale_cancel, validate
 
 GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Train": {
         "run": run.run,
         "submit": submit.submit,
         "init": script.init,
-        "suspend": steer.suspend,
-        "resume": steer.resume,
-        "scale": steer.scale,
-        "cancel": steer.cancel,
+        "suspend": suspend_scale_cancel.suspend,
+        "resume": suspend_scale_cancel.resume,
+        "scale": suspend_scale_cancel.scale,
+        "cancel": suspend_scale_cancel.cancel,
         "evaluate": evaluate.evaluate,
         "validate": validate.validate,
         "chaos": chaos.chaos,
         "notebook": notebook.notebook,
-        "forget": steer.forget,
+        "forget": suspend_scale_cancel.forget,
     },
     "Look": {
-        "status": jobs.status,
-        "logs": jobs.logs,
-        "list": jobs.list_,
+        "status": status_logs_list.status,
+        "logs": status_logs_list.logs,
+        "list": status_logs_list.list_,
         "why": why.why,
         "report": report.report,
         "top": top.top,
@@ -50,7 +50,7 @@ GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Data and checkpoints": {
         "checkpoints": checkpoints.app,
         "fetch": fetch.fetch,
-        "data": get.app,
+        "data": datasets.app,
         "sync": sync.sync,
     },
     "Cluster": {
@@ -68,8 +68,8 @@ _CLASSES: dict[str, type[TyperCommand]] = {
     "run": script.Command,
     "submit": script.Command,
     "init": script.Command,
-    "scale": which.takes("[NAME] N"),
-    "chaos": which.takes("[NAME] ACTION"),
+    "scale": find_job.takes("[NAME] N"),
+    "chaos": find_job.takes("[NAME] ACTION"),
 }
 
 
@@ -113,10 +113,10 @@ def program(
 
 def evaluation(args: Annotated[list[str] | None, typer.Argument(metavar="ARGS")] = None) -> None:
     """Evaluate a job's model in this pod, configured by its environment."""
-    from outlast.worker.agent import evaluation
+    from outlast.worker.agent import evaluation_in_pod
 
     terminal.release()
-    raise typer.Exit(evaluation.main(args or ()))
+    raise typer.Exit(evaluation_in_pod.main(args or ()))
 
 
 for verbs in GROUPS.values():

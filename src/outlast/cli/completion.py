@@ -29,9 +29,9 @@ def jobs(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def actions_and_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the actions of `outlast chaos`, then names of jobs."""
-    from outlast.job import chaos
+    from outlast.job import faults
 
-    return [*_matching(chaos.ACTIONS, incomplete), *jobs(ctx, incomplete)]
+    return [*_matching(faults.ACTIONS, incomplete), *jobs(ctx, incomplete)]
 
 
 def namespaces(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -53,9 +53,9 @@ def topologies(incomplete: str) -> list[str]:
 
 def datasets(incomplete: str) -> list[str]:
     """Return the datasets that `outlast data get` knows by name."""
-    from outlast.data import registry
+    from outlast.data import named_datasets
 
-    return _matching(registry.NAMES, incomplete)
+    return _matching(named_datasets.NAMES, incomplete)
 
 
 def _jobs(ctx: typer.Context) -> Iterator[str]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast.base.errors import OutlastError
-from outlast.data import place
+from outlast.data import dataset_directory
 from outlast.job import contract
 
 TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
@@ -91,7 +91,7 @@ def read(directory: Path, files: Sequence[str]) -> Images:
     root = below if below.is_dir() and not (directory / META).exists() else directory
     if not root.is_dir():
         raise NotCifar(root, "there is no such directory")
-    if place.incomplete(directory):
+    if dataset_directory.incomplete(directory):
         raise NotCifar(directory, "its download was interrupted")
     missing = [file for file in (META, *files) if not (root / file).is_file()]
     if missing:

@@ -25,8 +25,8 @@ from pathlib import Path
 from outlast.base import backoff, files, units, unpack
 from outlast.base.errors import OutlastError, Stopped
 from outlast.data import http
+from outlast.data.dataset_directory import Say
 from outlast.data.http import Address, OutOfRange, Response, Unavailable, Version
-from outlast.data.place import Say
 
 Progress = Callable[[int, int], None]
 """Function of the number of bytes received and the total number of bytes, which is 0 if unknown."""

@@ -1,6 +1,6 @@
 """The interface to the places where jobs run, used by `outlast run`, `status`, `scale` and the other verbs.
 
-The command line and `outlast.job.chaos` depend only on this Protocol; `cli.which` chooses the implementation.
+The command line and `outlast.job.faults` depend only on this Protocol; `cli.find_job` chooses the implementation.
 `outlast.local.backend` runs workers as child processes on this machine, `outlast.kubernetes.jobs.backend` as pods in a cluster.
 Every method may raise `OutlastError`: `NotFound` for an unknown name, `AlreadyRunning` for a job that is running.
 """
@@ -53,7 +53,7 @@ class Backend(Protocol):
         the beginning. With `take_over`, this machine takes the run over from another machine that is training it. Without
         `take_over`, if that machine may be dead, the call waits for proof and reports this to `say`. `command` is the command
         that runs the job again, if it is not `outlast run SOURCE`. `chaos` is a schedule of faults to inject (see
-        `outlast.job.chaos`). From now on, `status` returns the status of this run. Raises AlreadyRunning.
+        `outlast.job.faults`). From now on, `status` returns the status of this run. Raises AlreadyRunning.
         """
 
     def ensure(self, name: str) -> bool:

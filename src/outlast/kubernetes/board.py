@@ -32,7 +32,7 @@ from outlast.base.errors import Absent, ClusterError, Conflict, OutlastError, Su
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.ledger import Ledger
-from outlast.job.workerfiles import progress
+from outlast.job.workerfiles import progress_file
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE
 from outlast.rendezvous.transports import sockets
@@ -367,7 +367,7 @@ class Client:
     def _progress(self) -> dict[str, Any] | None:
         """Return the progress of this worker's training processes. None for scripts that do not call `training.progress`, and
         before the checkpoint is restored, since step 0 would look like lost steps."""
-        all_records = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
+        all_records = [progress_file.read(self._state, local_rank) for local_rank in range(self._processes)]
         records = [
             record for record in all_records if record and (record.phase not in ("started", "open", "restore") or record.step)
         ]

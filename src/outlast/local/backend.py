@@ -20,16 +20,15 @@ from pathlib import Path
 
 from outlast.base import files
 from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
-from outlast.job import chaos as faults
-from outlast.job import contract, ledger, spec
+from outlast.job import contract, faults, ledger, spec
 from outlast.job.backend import LogLine
 from outlast.job.spec import substitution
 from outlast.job.status import JobStatus, State
-from outlast.local import fault_injection, log_reader, output_dir, stored, submission
+from outlast.local import fault_injection, log_reader, output_dir, store_takeover, submission
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir, newest_metrics
 from outlast.storage.runs import output as stored_output
-from outlast.worker.launch import system
-from outlast.worker.prepare import prepare
+from outlast.worker.launch import os_calls
+from outlast.worker.prepare import phases
 
 _LOG_POLL_S = 0.1
 _START_TIMEOUT_S = 10.0
@@ -48,7 +47,7 @@ class LocalBackend:
 
     poll_s = 0.3
 
-    def __init__(self, state: Path, *, start: Callable[[Sequence[str], Path], None] = system.daemon) -> None:
+    def __init__(self, state: Path, *, start: Callable[[Sequence[str], Path], None] = os_calls.daemon) -> None:
         self._root = state.absolute()
         self._start = start
         self.notices: list[str] = []
@@ -251,7 +250,7 @@ class LocalBackend:
         book.write("finished", state=str(ending.state), reason=ending.reason, step=status.step, code=ending.code)
         book.close()
         run = Run.read(state_dir)
-        if run.store and ending.state.final and (problem := stored.end(run, ending.state, ending.reason, ending.code)):
+        if run.store and ending.state.final and (problem := store_takeover.end(run, ending.state, ending.reason, ending.code)):
             raise OutlastError(f"job {name} is {str(ending.state).lower()} here, but {run.store} does not say so: {problem}")
 
     def forget(self, name: str, *, output: bool = False) -> None:
@@ -293,7 +292,7 @@ class LocalBackend:
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         """Run the job's module with `--evaluate` in one process on this terminal."""
         from outlast.storage import store
-        from outlast.storage.checkpoints import restore
+        from outlast.storage.checkpoints import fetch_newest
 
         state_dir = self._existing(name)
         job = spec.load(state_dir.job)
@@ -308,8 +307,8 @@ class LocalBackend:
             contract.Env.SHARED: str(state_dir.path),
         }
         environ |= substitution.values(job.spec.env, environ)
-        args = restore.evaluated(Path(run.output), store.open_(run.store) if run.store else None, run.run, args)
-        return prepare.evaluate(job, environ, args, say=lambda text: print(f"outlast | {text}", file=sys.stderr, flush=True))
+        args = fetch_newest.evaluated(Path(run.output), store.open_(run.store) if run.store else None, run.run, args)
+        return phases.evaluate(job, environ, args, say=lambda text: print(f"outlast | {text}", file=sys.stderr, flush=True))
 
     # State directories
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from outlast.base.errors import NotFound, OutlastError
-from outlast.job import chaos, contract, ledger
+from outlast.job import contract, faults, ledger
 from outlast.job.status import JobStatus, WorkerStatus
 from outlast.local.state_dir import StateDir
 
@@ -25,7 +25,7 @@ _ON_WORKER = ("kill-worker", "term", "evict")
 _DONE = {"term": "terminated", "evict": "terminated", "stop": "stopped", "slow": "slowed down"}
 
 
-def inject(state_dir: StateDir, status: JobStatus, fault: chaos.Fault, rng: random.Random) -> str:
+def inject(state_dir: StateDir, status: JobStatus, fault: faults.Fault, rng: random.Random) -> str:
     """Inject a fault now, record it in the ledger, and return a sentence about it. Raises OutlastError."""
     worker = _target(status, fault.worker, rng, needs_process=fault.do not in _ON_WORKER)
     if fault.do in _ON_WORKER:
@@ -67,7 +67,7 @@ def _target(status: JobStatus, worker: int | None, rng: random.Random, *, needs_
 
 
 def _slow(pid: int) -> None:
-    turns, stopped_s, running_s = chaos.SLOW
+    turns, stopped_s, running_s = faults.SLOW
     try:
         for _ in range(turns):
             os.kill(pid, signal.SIGSTOP)

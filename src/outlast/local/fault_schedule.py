@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from outlast.job import chaos
+from outlast.job import faults as chaos
 from outlast.local.backend import LocalBackend
 
 

@@ -30,17 +30,17 @@ from outlast.job.failure import Failure
 from outlast.job.status import JobStatus, State, StoreStatus
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir
-from outlast.local.workers import Ended, Worker, WorkerPool
-from outlast.rendezvous import failures, partition, restarts, world
+from outlast.local.worker_processes import Ended, Worker, WorkerPool
+from outlast.rendezvous import partition, restart_budget, root_cause, world
 from outlast.rendezvous.coordinator import Coordinator, Settings, after
 from outlast.rendezvous.transports import sockets
 from outlast.worker import tracking
 from outlast.worker.agent import upload_handle
 from outlast.worker.agent.lifecycle import Phase
-from outlast.worker.launch import system
+from outlast.worker.launch import os_calls
 
 if TYPE_CHECKING:
-    from outlast.storage.runs import alive
+    from outlast.storage.runs import heartbeat
 
 TICK_S = 0.1
 """Seconds between two iterations of the loop without events."""
@@ -102,7 +102,7 @@ class Launcher(Coordinator):
         """Workers whose silent elastic agent was killed, with the deadline for its replacement, by index."""
         self.output_lock: int | None = None
         """Descriptor with the lock of the output."""
-        self.heartbeat: alive.Heartbeats | None = None
+        self.heartbeat: heartbeat.Heartbeats | None = None
         self._written = ""
         self._wake = asyncio.Event()
         self.server = sockets.Server(run=self.run_id, on_report=self.on_report, on_gone=self.on_gone, clock=self.clock)
@@ -118,12 +118,12 @@ class Launcher(Coordinator):
             (self.output / contract.OWNER).write_text(str(self.state_dir.path))
             self.output_lock = file_locks.shared(self.output / contract.OWNER)
         if self.store:
-            from outlast.local import stored
+            from outlast.local import store_takeover
             from outlast.storage import store
-            from outlast.storage.runs import alive
+            from outlast.storage.runs import heartbeat
 
-            home, owner = stored.home(self.state_dir.path), self.record.owner
-            self.heartbeat = alive.Heartbeats(lambda: store.open_(self.store), self.run_id, owner, home, lost=lambda _: None)
+            home, owner = store_takeover.home(self.state_dir.path), self.record.owner
+            self.heartbeat = heartbeat.Heartbeats(lambda: store.open_(self.store), self.run_id, owner, home, lost=lambda _: None)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._close, State.INTERRUPTED, f"the launcher received {number.name}", 75)
@@ -155,7 +155,7 @@ class Launcher(Coordinator):
             memory = json.loads(self.state_dir.recovery.read_text())
         except FileNotFoundError:
             return
-        self.history = tuple(restarts.Record(*record) for record in memory["history"])
+        self.history = tuple(restart_budget.Record(*record) for record in memory["history"])
         self.restarts, self.status.interruptions = memory["restarts"], memory["interruptions"]
         with contextlib.suppress(OSError, ValueError):
             last = JobStatus.model_validate_json(self.state_dir.status.read_text())
@@ -411,7 +411,7 @@ class Launcher(Coordinator):
         assert self.closing is not None
         state, reason, code = self.closing
         if self.pending and self.status.failure is None and state is State.FAILED:  # came with the end, so it was not counted
-            self.status.failure = failures.cause(self.pending).failure
+            self.status.failure = root_cause.cause(self.pending).failure
         if self.status.told != "session" and self.status.checkpoint is None:
             self.live.finish()
         if code == contract.Exit.INTERRUPTED:
@@ -439,7 +439,7 @@ class Launcher(Coordinator):
     def _upload_rest(self, state: State, reason: str, code: int) -> tuple[State, str, int]:
         """Upload the remaining files: the end of the ledger, and the files of killed workers. If this fails, a successful job
         ends as interrupted, so that the user runs it again."""
-        from outlast.local import stored
+        from outlast.local import store_takeover
 
         self.say(self.status.state, f"pushing what is left to {self.store}")
         self._write_status()
@@ -450,7 +450,7 @@ class Launcher(Coordinator):
         if failed == upload_handle.SUPERSEDED:
             return State.INTERRUPTED, reason if self.displaced else f"{reason}; {problem}", contract.Exit.INTERRUPTED
         if not failed:
-            problem = stored.end(self.record, state, reason, code)
+            problem = store_takeover.end(self.record, state, reason, code)
         if not problem:
             return state, reason, code
         problem = f"the output is not all in {self.store}: {problem}; it is kept in {self.output}"
@@ -503,7 +503,7 @@ def _acquire(lock: int) -> bool:
 def main(argv: list[str]) -> int:
     """Run the launcher of one job; a second launcher of the same job exits at once."""
     state_dir = StateDir(Path(argv[0]))
-    system.entitle(f"launcher {state_dir.path}")
+    os_calls.entitle(f"launcher {state_dir.path}")
     with open(state_dir.lock, "a") as lock:
         if not _acquire(lock.fileno()):
             print(f"another launcher runs {state_dir.path}", flush=True)

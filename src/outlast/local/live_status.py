@@ -26,9 +26,9 @@ from outlast.job.status import (
     StoreStatus,
     WorkerStatus,
 )
-from outlast.job.workerfiles import plain_scripts, progress
+from outlast.job.workerfiles import plain_scripts, progress_file
 from outlast.local.state_dir import Run, StateDir
-from outlast.local.workers import Worker, WorkerPool
+from outlast.local.worker_processes import Worker, WorkerPool
 from outlast.rendezvous.world import World
 from outlast.storage import checkpoints
 
@@ -93,7 +93,7 @@ class LiveStatus:
         """Read the progress that rank 0 of the current world reports."""
         if world is None:
             return
-        record = progress.read(self._state_dir.worker(world.members[0]), 0)
+        record = progress_file.read(self._state_dir.worker(world.members[0]), 0)
         if record is None or record.phase in ("open", "restore") or record.generation != world.generation:
             return
         if record.phase == "started":
@@ -106,10 +106,10 @@ class LiveStatus:
         if self.status.checkpoint is None or record.committed != self.status.checkpoint.step:
             self.status.checkpoint = self._newest() or self.status.checkpoint
 
-    def _read_plain(self, record: progress.Progress, world: World) -> None:
+    def _read_plain(self, record: progress_file.Progress, world: World) -> None:
         now = self.status
         if record.pid != self._pid:
-            restarted = now.step and (self._pid or record.started > progress.kernel(os.getpid())[1])  # otherwise adopted
+            restarted = now.step and (self._pid or record.started > progress_file.kernel(os.getpid())[1])  # otherwise adopted
             self._previous = plain_scripts.Logged(now.step, None, now.epoch) if restarted else None
             self._pid = record.pid
         self._find_saves()
@@ -207,7 +207,7 @@ class LiveStatus:
         report = self._pool.report(worker)
         ranks = [RankStatus(**rank) for rank in report.get("ranks", [])]
         for rank in ranks:
-            record = progress.read(self._state_dir.worker(worker.index), rank.local_rank)
+            record = progress_file.read(self._state_dir.worker(worker.index), rank.local_rank)
             rank.step = record.step or None if record and record.pid == rank.pid else None
             if rank.rank == 0 and rank.step is None and self.status.told == "log" and world:
                 rank.step = self.status.step

@@ -9,7 +9,7 @@ from pathlib import Path
 from outlast.base import file_locks
 from outlast.base.errors import AlreadyRunning, OutlastError
 from outlast.job import contract, spec
-from outlast.local import stored
+from outlast.local import store_takeover
 from outlast.local.state_dir import Run, StateDir
 from outlast.storage import checkpoints, runs
 
@@ -43,9 +43,9 @@ def check_unused(output: Path) -> None:
 
 
 def resumable(run: Run, state_dir: StateDir) -> bool:
-    """Return whether a run can be resumed: `stored.owned` is true, and no job with another state directory has used the output
-    since."""
-    return stored.owned(run) and not last_owner(Path(run.output), state_dir)
+    """Return whether a run can be resumed: `store_takeover.owned` is true, and no job with another state directory has used the
+    output since."""
+    return store_takeover.owned(run) and not last_owner(Path(run.output), state_dir)
 
 
 def last_owner(output: Path, state_dir: StateDir) -> str:
@@ -77,7 +77,9 @@ def make_room(output: Path, run: str) -> Path | None:
             return None  # it belongs to this run: only the state directory was lost
         earlier = [entry for entry in output.iterdir() if entry.name != runs.PREVIOUS]
         if earlier:
-            archived = stored.archive(output, earlier, time.strftime("%Y%m%d-%H%M%S", time.gmtime(output.stat().st_mtime)))
+            archived = store_takeover.archive(
+                output, earlier, time.strftime("%Y%m%d-%H%M%S", time.gmtime(output.stat().st_mtime))
+            )
         (output / contract.LEDGER).mkdir(exist_ok=True)
     except OSError as problem:
         raise _unwritable(output, problem) from problem

@@ -1,7 +1,8 @@
 """Messages for the user about a resumed run: its first step, and the changes of its job.
 
-A run is over when it has succeeded, unless its job then requests more steps or epochs (`spec.changes.longer`). Running a failed,
-cancelled or interrupted job again resumes the run from its newest checkpoint. Docs: docs/decisions/0021-a-run-goes-on.md.
+A run is over when it has succeeded, unless its job then requests more steps or epochs (`spec.version_differences.longer`).
+Running a failed, cancelled or interrupted job again resumes the run from its newest checkpoint. Docs:
+docs/decisions/0021-a-run-goes-on.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from outlast.base import units
 from outlast.base.errors import OutlastError
 from outlast.job import contract, spec
 from outlast.job.shipping import code_files
-from outlast.job.spec import changes
+from outlast.job.spec import version_differences
 from outlast.job.status import JobStatus, SavedStatus, State
 from outlast.job.workerfiles import plain_scripts
 from outlast.storage import checkpoints
@@ -103,7 +104,7 @@ def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: 
     if current and files:
         yield f"changed since: {code_files.some(files)}"
     with contextlib.suppress(OSError, OutlastError):  # another version's file, or none
-        yield from changes.between(spec.load(old), job, but=("output",) if current else ("output", *_LOCAL_FIELDS))
+        yield from version_differences.between(spec.load(old), job, but=("output",) if current else ("output", *_LOCAL_FIELDS))
     if current and output != current:
         yield f"output: the run stays where its checkpoints are, in {current}; --fresh starts anew in {output}"
 

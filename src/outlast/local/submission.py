@@ -22,13 +22,13 @@ from outlast.base import files
 from outlast.base.errors import OutlastError
 from outlast.job import contract, ledger, spec
 from outlast.job.shipping import code_files
-from outlast.job.spec import changes
+from outlast.job.spec import version_differences
 from outlast.job.status import JobStatus, State
-from outlast.local import output_dir, resumption, stored
+from outlast.local import output_dir, resumption, store_takeover
 from outlast.local.state_dir import Request, Run, StateDir
 from outlast.storage import checkpoints, runs
 from outlast.storage.store import Store
-from outlast.worker.prepare import code, prepare, python_env
+from outlast.worker.prepare import code_placement, phases, python_env
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus
     owner = secrets.token_hex(8)
     if earlier.place:
         new = runs.Run(run, job.metadata.name, submitted, owner=owner)
-        generation = stored.take_over(earlier.place, output, new, last=earlier.here, replace=earlier.replace)
+        generation = store_takeover.take_over(earlier.place, output, new, last=earlier.here, replace=earlier.replace)
     state_dir.path.mkdir(parents=True, exist_ok=True)
     _ignore_in_git(root)
     work = output / contract.WORK
@@ -124,9 +124,9 @@ def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tu
     if path and path.is_dir():
         return _copy_directory(job, path, into, (source, *exclude), submitted)
     into.mkdir(exist_ok=True)
-    code.submitted_again(state)
+    code_placement.submitted_again(state)
     if path:
-        prepare.place_code(job, into, state, say=lambda _: None, stop=threading.Event())
+        phases.place_code(job, into, state, say=lambda _: None, stop=threading.Event())
     return _Copy(into)
 
 
@@ -138,7 +138,7 @@ def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, 
     not_code = code_files.not_code(job.spec, path, exclude)
     entries = code_files.listed(path, not_code, withheld=withheld.append, ignored=ignored.append, outside=outside.append)
     code_files.check_script(job.spec, path, {entry.name for entry in entries})
-    changed = code.copy(path, entries, into, submitted)
+    changed = code_placement.copy(path, entries, into, submitted)
     notices = []
     if withheld:
         notices.append(f"code: {code_files.without_credentials(withheld)}; pods do not get it either")
@@ -158,12 +158,12 @@ def resume(state_dir: StateDir, name: str, status: JobStatus) -> list[str]:
     if status.state.final and not output_dir.resumable(run, state_dir):
         raise OutlastError(f"the output of run {run.run} is gone, or another run has it; `{status.again}` starts job {name} anew")
     run = dataclasses.replace(run, generation=_reset(state_dir, run, status))
-    place = stored.reach(run.store) if run.store else None
+    place = store_takeover.reach(run.store) if run.store else None
     if place:
         owner = secrets.token_hex(8)
-        stored.unfinished(place, run, ended=None, home=stored.home(state_dir.path))
+        store_takeover.unfinished(place, run, ended=None, home=store_takeover.home(state_dir.path))
         new = runs.Run(run.run, name, run.submitted, owner=owner)
-        generation = stored.take_over(place, Path(run.output), new, last=run)
+        generation = store_takeover.take_over(place, Path(run.output), new, last=run)
         run = dataclasses.replace(run, generation=generation, owner=owner)
     Request.read(state_dir).replaced(state_dir, end="")
     resumed = resumption.find(Path(run.output), run.run, place, status)
@@ -182,11 +182,11 @@ def _earlier(state_dir: StateDir, job: spec.Job, request: Submission, last: JobS
     if unfinished and here and (unfinished.state.final or not here.store) and not output_dir.resumable(here, state_dir):
         unfinished = here = None  # its output is gone, or another run has it
     url = here.store if here else output_dir.store_url(job)
-    place = stored.reach(url) if url else None
+    place = store_takeover.reach(url) if url else None
     elsewhere = None
     if place and not request.fresh:
-        home = stored.home(state_dir.path)
-        elsewhere = stored.unfinished(place, here, ended=ended, home=home, take_over=request.take_over, say=request.say)
+        home = store_takeover.home(state_dir.path)
+        elsewhere = store_takeover.unfinished(place, here, ended=ended, home=home, take_over=request.take_over, say=request.say)
     replace = request.fresh or (here is None and elsewhere is None and ended is not None)
     return _Earlier(unfinished, here, elsewhere, place, replace)
 
@@ -195,7 +195,7 @@ def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bo
     """Return whether the job requests more steps or epochs of a run that has succeeded on this machine, and that has a
     checkpoint."""
     resumed = resumption.find(Path(run.output), run.run, None, last)
-    return bool(resumed.step or resumed.saved) and changes.longer(spec.load(state_dir.job), job, resumed.step)
+    return bool(resumed.step or resumed.saved) and version_differences.longer(spec.load(state_dir.job), job, resumed.step)
 
 
 def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path, run: str) -> list[str]:
@@ -261,7 +261,7 @@ def _shell_changes(state_dir: StateDir, run: str, job: spec.Job) -> list[str]:
 
 def _with_output(job: spec.Job, root: Path) -> spec.Job:
     """Check the job, and fill in its default output. Raises OutlastError if a requirement of the job is missing."""
-    prepare.check(job, root / "jobs" / job.metadata.name / prepare.PINS)
+    phases.check(job, root / "jobs" / job.metadata.name / phases.PINS)
     fields = job.spec
     here = spec.local(fields.output) if fields.output else root / "runs"
     output = str(here or fields.output)

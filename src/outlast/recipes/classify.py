@@ -23,7 +23,7 @@ from torch import nn
 
 from outlast.base.errors import OutlastError
 from outlast.data.prepare import images
-from outlast.data.prepare.plan import BadSource
+from outlast.data.prepare.source_files import BadSource
 from outlast.job import contract
 from outlast.recipes import cifar10
 from outlast.recipes.shared import results

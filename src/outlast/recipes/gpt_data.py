@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from outlast.base.errors import OutlastError
-from outlast.data import shards
+from outlast.data import shard_format
 from outlast.data.prepare import tokenizer
 from outlast.recipes import gpt_model
 from outlast.recipes.gpt_model import Config
@@ -42,7 +42,7 @@ class Corpus:
         manifest = self.train.manifest
         self.tokenizer = Tokenizer.read(self.train.file(manifest.tokenizer)) if manifest.tokenizer else None
         self.vocab_size: int = manifest.vocab_size or VOCABULARY
-        shards.check_dtype(self.vocab_size, manifest.dtype, place)
+        shard_format.check_dtype(self.vocab_size, manifest.dtype, place)
 
     def check(self, tokens: Tensor) -> None:
         """Raise OutlastError for a token beyond the vocabulary. `tokens`: on the CPU."""
@@ -75,7 +75,7 @@ class Tokenizer:
         """The tokenizer in a file. Raises OutlastError."""
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         if file.suffix == ".pkl":
-            vocabulary = shards.vocabulary(file)
+            vocabulary = shard_format.vocabulary(file)
             encode = _characters(vocabulary.stoi, file)
             unknown = "\N{REPLACEMENT CHARACTER}"
             return cls(file, digest, encode, lambda ids: "".join(vocabulary.itos.get(i, unknown) for i in ids))
@@ -205,5 +205,5 @@ def keep_tokenizer(tokenizer: Tokenizer | None, output: Path) -> None:
 
 def kept_tokenizer(output: Path) -> Tokenizer | None:
     """The tokenizer beside a model, if there is one."""
-    files = (output / name for name in (shards.TOKENIZER, shards.META))
+    files = (output / name for name in (shard_format.TOKENIZER, shard_format.META))
     return next((Tokenizer.read(file) for file in files if file.exists()), None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outlast.base.errors import OutlastError
-from outlast.data import shards
+from outlast.data import shard_format
 from outlast.data.prepare import images
 from outlast.job import contract
 from outlast.recipes import pixels
@@ -66,7 +66,7 @@ class Pictures:
         self.val: Any
         self.classes: list[str]
         """Names of the classes, by label."""
-        if "://" in place or (Path(place) / shards.MANIFEST).exists():
+        if "://" in place or (Path(place) / shard_format.MANIFEST).exists():
             self.train, self.val = (pixels.packed(place, part) for part in ("train", "val"))
         else:
             size = stored(s, Path(place))

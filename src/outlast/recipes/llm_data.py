@@ -21,10 +21,10 @@ from torch.utils.data import Dataset
 
 from outlast.base import file_locks
 from outlast.base.errors import OutlastError
-from outlast.data import shards
-from outlast.data.prepare import chat, jsonl, plan, work
+from outlast.data import shard_format
+from outlast.data.prepare import chat, jsonl, source_files, work_units
 from outlast.training import Shards
-from outlast.worker.prepare import room
+from outlast.worker.prepare import cache_eviction
 
 NONE = "none"
 """Value of `--val` that turns measuring off."""
@@ -50,15 +50,15 @@ def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
         raise OutlastError(f"--data {data} is in a store; name it as `data` of the job file, or copy it here: outlast pull")
     if not path.exists():
         raise OutlastError(f"--data {data} does not exist; name a .jsonl file, a directory with train.jsonl, or a prepared one")
-    if path.is_dir() and (path / shards.MANIFEST).exists():
-        train, beside = Source(path, plan.TRAIN), Source(path, plan.VAL)
-        exists = bool(shards.read(path).parts.get(plan.VAL))
+    if path.is_dir() and (path / shard_format.MANIFEST).exists():
+        train, beside = Source(path, source_files.TRAIN), Source(path, source_files.VAL)
+        exists = bool(shard_format.read(path).parts.get(source_files.VAL))
     else:
         if path.is_dir():
             path = path / "train.jsonl"
             if not path.exists():
                 raise OutlastError(f"--data {data} has no train.jsonl; name the file itself, or prepare it: outlast data prepare")
-        train, beside = Source(path, plan.TRAIN), Source(path.parent / "val.jsonl", plan.TRAIN)
+        train, beside = Source(path, source_files.TRAIN), Source(path.parent / "val.jsonl", source_files.TRAIN)
         exists = beside.path.exists()
     if val == NONE:
         return train, None, "nothing is measured: --val none"
@@ -66,7 +66,7 @@ def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
         if not (chosen := Path(val).expanduser()).exists():
             raise OutlastError(f"--val {val} does not exist; name a .jsonl file, or --val none to measure nothing")
         prepared = chosen.is_dir()
-        return train, Source(chosen, plan.VAL if prepared else plan.TRAIN), ""
+        return train, Source(chosen, source_files.VAL if prepared else source_files.TRAIN), ""
     if not exists or beside == train:
         missing = f"{beside.path} does not exist" if not exists else f"{path} is what is trained on"
         return train, None, f"nothing is measured: {missing}; --val FILE names a validation file"
@@ -84,7 +84,7 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: 
     settings = jsonl.Settings(str(tokenizer), val=0, skip_damaged=skip_bad)
     status = source.path.stat()
     about = str(source.path.resolve()), status.st_size, status.st_mtime_ns, settings.described
-    directory = room.cache(os.environ) / "llm" / hashlib.sha256(repr(about).encode()).hexdigest()[:32]
+    directory = cache_eviction.cache(os.environ) / "llm" / hashlib.sha256(repr(about).encode()).hexdigest()[:32]
     if not make:
         return directory
     with source.path.open("rb") as file:
@@ -94,7 +94,7 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: 
     directory.parent.mkdir(parents=True, exist_ok=True)
     waiting = lambda: say(f"another process of this machine tokenizes {source.path}; waiting for it")  # noqa: E731
     with file_locks.exclusive(directory.with_suffix(".lock"), waiting=waiting, stop=threading.Event()):
-        made = jsonl.prepare(work.Request(source.path, directory, 0), settings)
+        made = jsonl.prepare(work_units.Request(source.path, directory, 0), settings)
     if left_out := made.source.get("damaged"):
         first = "; ".join(made.source.get("left_out", ()))
         say(f"{left_out} of the lines of {source.path} are no records and are left out (--skip-bad): {first}")
@@ -109,15 +109,15 @@ class Samples(Dataset[Sample]):
 
     def __init__(self, directory: Path, part: str, limit: int, vocabulary: int) -> None:
         self._shards = Shards(directory, part)
-        if "labels" not in shards.columns(directory / self._shards.manifest.part(part).shards[0].file):
+        if "labels" not in shard_format.columns(directory / self._shards.manifest.part(part).shards[0].file):
             raise OutlastError(
                 f"{directory} holds {self._shards.manifest.kind}, and this needs records: outlast data prepare jsonl"
             )
         self._limit = limit
         lengths, learned, largest = [], [], 0
         for shard in self._shards.manifest.part(part).shards:
-            columns = shards.columns(directory / shard.file)
-            offsets = columns[f"labels{shards.OFFSETS}"]
+            columns = shard_format.columns(directory / shard.file)
+            offsets = columns[f"labels{shard_format.OFFSETS}"]
             largest = max(largest, int(columns["input_ids"].max(initial=0)))
             lengths.append(np.diff(offsets))
             learned.append(_learned(columns["labels"], offsets, limit))

@@ -21,7 +21,7 @@ import torch
 
 from outlast.base import files
 from outlast.base.errors import OutlastError, importing
-from outlast.data.prepare import chat, plan, tokenizer
+from outlast.data.prepare import chat, source_files, tokenizer
 from outlast.recipes.shared import results, settings
 from outlast.recipes.shared.settings import flag
 
@@ -101,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     records = list(questions())
     lines = [json.dumps(record) for record in records]
     parts = {
-        "val": [line for line in lines if plan.hash_fraction(line) < 0.1],
-        "train": [line for line in lines if plan.hash_fraction(line) >= 0.1],
+        "val": [line for line in lines if source_files.hash_fraction(line) < 0.1],
+        "train": [line for line in lines if source_files.hash_fraction(line) >= 0.1],
     }
     transformers = _library()
     words = trained_tokenizer([m["content"] for record in records for m in record["messages"]], s.vocab_size)

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from outlast.base import file_locks
 from outlast.base.errors import OutlastError
-from outlast.data import shards
-from outlast.data.prepare import plan, video
-from outlast.data.prepare.plan import TRAIN, VAL, BadSource
+from outlast.data import shard_format
+from outlast.data.prepare import source_files, video
+from outlast.data.prepare.source_files import TRAIN, VAL, BadSource
 from outlast.recipes.perceiver_model import Config, config_of
 from outlast.recipes.shared import results
 from outlast.training import Shards
@@ -101,18 +101,18 @@ def opened(place: str, config: Config, *, labels: str = "", share: float = 0.1, 
 
     `labels`: path of a list of labels. `share`: share of the videos that become val if no directory is named val.
     """
-    if "://" in place or (Path(place) / shards.MANIFEST).exists():
+    if "://" in place or (Path(place) / shard_format.MANIFEST).exists():
         return _prepared(place, config)
     root = Path(place)
     try:
-        files = plan.listed(root, root / ".none")
+        files = source_files.listed(root, root / ".none")
     except BadSource as error:
         raise OutlastError(f"no data: {error}") from error
     videos = [file for file in files if file.name.lower().endswith(video.SUFFIXES)]
     if not videos:
         raise OutlastError(
-            f"{place} has no videos ({', '.join(video.SUFFIXES)}) and no {shards.MANIFEST}; name a directory with a directory "
-            "per class, or shards that `outlast data prepare video` wrote"
+            f"{place} has no videos ({', '.join(video.SUFFIXES)}) and no {shard_format.MANIFEST}; name a directory "
+            "with a directory per class, or shards that `outlast data prepare video` wrote"
         )
     settings = video.Settings(config.frames, config.image_size, val=share, labels=labels)
     items, classes = video.layout(videos, video.listed(labels)[0], settings)

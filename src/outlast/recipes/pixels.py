@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from outlast.base.errors import OutlastError
-from outlast.data.prepare import images, plan
+from outlast.data.prepare import images, source_files
 from outlast.recipes.shared import packing
 from outlast.recipes.shared.packing import pack as pack  # re-exported beside its reader
 from outlast.training import Shards
@@ -160,7 +160,7 @@ class Folder(Dataset[Samples]):
         self._damaged = torch.zeros(len(self.items), dtype=torch.bool).share_memory_()  # shared with the reading processes
         try:
             self._shape = images.shape_of(self.root, items, self._settings)
-        except plan.BadSource as error:
+        except source_files.BadSource as error:
             raise packing.mistake(error) from error
 
     @property
@@ -181,7 +181,7 @@ class Folder(Dataset[Samples]):
             item = self.items[place]
             try:
                 x, aspect = images.pixels(self.root, item.file, self._settings)
-            except plan.BadSource as error:
+            except source_files.BadSource as error:
                 if not self._settings.skip_damaged:
                     raise packing.mistake(error) from error
                 if not self._damaged[place]:

@@ -31,7 +31,7 @@ from typing import Any, Self
 
 from outlast.job import contract
 from outlast.job.contract import Exit
-from outlast.rendezvous import failures, restarts
+from outlast.rendezvous import restart_budget, root_cause
 from outlast.rendezvous.transports.sockets import is_count, is_number
 
 REPEAT_S = 5.0
@@ -39,7 +39,7 @@ REPEAT_S = 5.0
 seconds, so frequent repetitions to a thousand members would be wasteful."""
 LATE_S = 2.0
 """Time after which a waiting member also reports to the coordinator."""
-TRIES, KILLED_TRIES = restarts.SAME_STEP - 1, 10
+TRIES, KILLED_TRIES = restart_budget.SAME_STEP - 1, 10
 """Maximum number of consecutive attempts without progress: after an error or a hang at one step (the next one ends the job), and
 after a kill."""
 PAST = 20
@@ -360,7 +360,7 @@ class Participant:
         unreported."""
         if not self._ready or self.stage in (Stage.GOES, Stage.REFUSED) or now - self._repeated < REPEAT_S:
             return []
-        if failures.held_until(self._pending(now), self._first, now, failures.COORDINATOR) is not None:
+        if root_cause.held_until(self._pending(now), self._first, now, root_cause.COORDINATOR) is not None:
             return []
         self._repeated = now
         if self.stage is Stage.TRAINING:
@@ -368,9 +368,9 @@ class Participant:
         stop = Stop(self.generation, self.attempt + 1)
         return [(id, stop) for id in self.members if id != self.id and id not in self._ready]
 
-    def _pending(self, now: float) -> list[failures.Pending]:
+    def _pending(self, now: float) -> list[root_cause.Pending]:
         start = self.generation, self.attempt
-        return [failures.reported(each.failure, id, start, now) for id, each in self._ready.items() if each.failure]
+        return [root_cause.reported(each.failure, id, start, now) for id, each in self._ready.items() if each.failure]
 
     def _decided(self, now: float) -> Messages:
         pending = self._pending(now)
@@ -384,7 +384,7 @@ class Participant:
         if unsaved >= self.limit:
             return self.refuse(f"restarts.limit ({self.limit}) is used up")
         self._committed, self._unsaved = max(self._committed, committed), unsaved + 1
-        cause = failures.cause(pending).failure
+        cause = root_cause.cause(pending).failure
         self._step, self._tries = (reached, 1) if progress else (self._step, self._tries + 1)
         failed = self._ready[cause.worker].failure
         address = self._ready[self.id].address
@@ -393,12 +393,12 @@ class Participant:
         return [(id, self.go) for id in self.members if id != self.id]
 
 
-def refused(pending: list[failures.Pending], tries: int) -> str:
+def refused(pending: list[root_cause.Pending], tries: int) -> str:
     """Return why the members cannot repair these failures without the coordinator; empty if they can. `tries` counts consecutive
     attempts without progress."""
     if not pending:
         return "no member has reported a failure"
-    first = failures.cause(pending).failure
+    first = root_cause.cause(pending).failure
     if first.code in (Exit.INTERRUPTED, Exit.MISCONFIGURED, Exit.GIVEN_UP):
         return f"{first.reason}; another attempt would not help"
     starved = first.cause is contract.FailureCause.OUT_OF_MEMORY

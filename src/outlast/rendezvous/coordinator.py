@@ -1,6 +1,6 @@
 """Coordination of one run: process its members' reports, publish calls and worlds, judge failures and end the run.
 
-The decisions are `world.decide` and `failures.judge`; a `Coordinator` carries them out in the process that coordinates: the
+The decisions are `world.decide` and `root_cause.judge`; a `Coordinator` carries them out in the process that coordinates: the
 launcher of one machine (`local.launcher`), the agent of worker 0 (`rendezvous.worker0`), or an elected member
 (`rendezvous.etcd.election`). These processes override the methods in the first section. A coordinator may die at any moment:
 `remember` stores the state for its successor before any member is notified.
@@ -17,8 +17,8 @@ from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.failure import Failure
 from outlast.job.status import State
-from outlast.rendezvous import attempts, failures, restarts, world
-from outlast.rendezvous.failures import Pending
+from outlast.rendezvous import attempts, restart_budget, root_cause, world
+from outlast.rendezvous.root_cause import Pending
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Cause, MemberState
 
@@ -36,14 +36,14 @@ class Settings:
 
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
-    policy: restarts.Policy
+    policy: restart_budget.Policy
     timeouts: world.Timeouts
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
         """Return the settings from a job's spec."""
         timeouts = dataclasses.replace(world.Timeouts(), leave=fields.interruption.grace.total_seconds())
-        return cls(fields.workers.allowed(), restarts.Policy(fields.restarts.limit, fields.restarts.window), timeouts)
+        return cls(fields.workers.allowed(), restart_budget.Policy(fields.restarts.limit, fields.restarts.window), timeouts)
 
 
 class Coordinator:
@@ -52,7 +52,7 @@ class Coordinator:
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
         self.sizes, self.policy, self.timeouts = settings.sizes, settings.policy, settings.timeouts
         self.clock = clock
-        self.history: restarts.History = ()
+        self.history: restart_budget.History = ()
         self.restarts = 0
         """Number of failures counted since the start of the run."""
         self.reports: dict[int, sockets.Report] = {}
@@ -68,7 +68,7 @@ class Coordinator:
         """The newest generation that a member reported, or that we or our predecessor published."""
         self.committed = 0
         """The newest committed step in any reported failure."""
-        self.debounce = failures.COORDINATOR
+        self.debounce = root_cause.COORDINATOR
         self.gives_up = True
         """True if workers of a failed job exit with GIVEN_UP, so that the controller of their pods stops, too."""
         self.closed: sockets.Closed | None = None
@@ -147,7 +147,7 @@ class Coordinator:
             del self.fenced[report.id]  # the worker was restarted
         failed: Pending | None = None
         if report.failed and report.failure:
-            failed = failures.reported(report.failure, report.id, (report.generation, report.attempt), self.clock())
+            failed = root_cause.reported(report.failure, report.id, (report.generation, report.attempt), self.clock())
         self._count_repaired(report)
         self.state = self.state.reported(
             world.Member(
@@ -171,7 +171,7 @@ class Coordinator:
         is_new = failed and of_now and self.counted < failed.failure.start
         if failed and failed.echo and failed.failure.left and not self.pending:
             failed = None  # it stopped because of a call, whose cause was another one
-        if failed and is_new and not failures.is_part_of_call(failed.echo, self.state.called, self.counted, report.generation):
+        if failed and is_new and not root_cause.is_part_of_call(failed.echo, self.state.called, self.counted, report.generation):
             self.add_failure(failed.failure, echo=failed.echo)
         # The member may have missed messages that were sent before it connected.
         if self.state.called is not None:
@@ -200,7 +200,7 @@ class Coordinator:
     def decide(self, replicas: int, expected: Iterable[int] | None) -> world.Decision | None:
         """Take the next decision and act on it; returns None if it is too early. `expected` as in `world.Desired`."""
         now = self.clock()
-        if failures.held_until(self.pending, self.pending_since, now, self.debounce) and not world.lost(self.state, now).out:
+        if root_cause.held_until(self.pending, self.pending_since, now, self.debounce) and not world.lost(self.state, now).out:
             return None
         desired = world.Desired(replicas, self.sizes, None if expected is None else frozenset(expected))
         decision = world.decide(self.state, desired, self.timeouts, now)
@@ -263,7 +263,7 @@ class Coordinator:
             for id, m in self.state.members.items()
             if id in world_now.members
         )
-        if failures.settled_at(self.pending, self.pending_since, now, self.debounce, unanswered=trains) is None:
+        if root_cause.settled_at(self.pending, self.pending_since, now, self.debounce, unanswered=trains) is None:
             self.judge()
 
     def judge(self) -> bool:
@@ -271,12 +271,12 @@ class Coordinator:
         if not self.pending:
             return True
         pending, self.pending = self.pending, []
-        echo, first = failures.cause(pending)
+        echo, first = root_cause.cause(pending)
         self.counted = max(self.counted, first.start)
         members = self.state.world.members if self.state.world else ()
         failure, raised, committed = self.progress(first, echo=echo)
-        budget = failures.Budget(self.history, self.policy, committed)
-        judged = failures.judge(failure, raised, budget, self.clock(), pending=pending, members=members)
+        budget = root_cause.Budget(self.history, self.policy, committed)
+        judged = root_cause.judge(failure, raised, budget, self.clock(), pending=pending, members=members)
         if self._counted(*judged):
             trains = self.state.world is not None and self.state.called is None
             self.say(State.RUNNING if trains else State.RESTARTING, judged[1].reason)
@@ -291,22 +291,22 @@ class Coordinator:
         for past, ago_s in attempts.uncounted([report.past], self.counted, report.generation):
             if self.closed is not None:
                 return
-            echo, failure = failures.reported(past.failure, past.worker, past.start, self.clock())
+            echo, failure = root_cause.reported(past.failure, past.worker, past.start, self.clock())
             self.counted = failure.start
             self.pending = [each for each in self.pending if each.failure.start != failure.start]  # also reported as a failure
             committed = past.failure.get("committed")
             self.committed = max(self.committed, committed if sockets.is_count(committed) and isinstance(committed, int) else 0)
-            budget = failures.Budget(self.history, self.policy, self.committed)
-            judged = failures.judge(failure, None if echo else failure.step, budget, self.clock() - ago_s)
+            budget = root_cause.Budget(self.history, self.policy, self.committed)
+            judged = root_cause.judge(failure, None if echo else failure.step, budget, self.clock() - ago_s)
             if self._counted(*judged, repaired=past.attempt):
                 trains = self.state.called is None
                 self.say(State.RUNNING if trains else State.RESTARTING, f"{past.sentence}: {judged[1].reason}")
 
-    def _counted(self, failure: Failure, verdict: restarts.Restart | restarts.Stop, **facts: Any) -> bool:
+    def _counted(self, failure: Failure, verdict: restart_budget.Restart | restart_budget.Stop, **facts: Any) -> bool:
         """Apply a verdict; returns False if it ends the run."""
         self.failed(failure)
         self.event("failure", **{name: getattr(failure, name) for name in _FACTS}, **facts)
-        if isinstance(verdict, restarts.Stop):
+        if isinstance(verdict, restart_budget.Stop):
             self.over(State.FAILED, verdict.reason, verdict.code, verdict.kind)
             return False
         self.history = verdict.history

@@ -39,11 +39,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from outlast.base import files
 from outlast.base.clock import Awake
-from outlast.job import contract, seal
-from outlast.job.workerfiles import notice, progress
+from outlast.job import contract, sealed_lines
+from outlast.job.workerfiles import notice_file, progress_file
 from outlast.rendezvous import transport
 from outlast.rendezvous.attempts import Past
-from outlast.rendezvous.mesh.exchange import CONNECT_S, Exchange
+from outlast.rendezvous.mesh.address_exchange import CONNECT_S, Exchange
 from outlast.rendezvous.mesh.mesh import Mesh
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.transports import sockets
@@ -152,7 +152,7 @@ class Handler(RendezvousHandler):
 
     def leaving(self) -> bool:
         """Return whether this worker was asked to leave."""
-        return notice.read(self._notice).get("kind") == "leave"
+        return notice_file.read(self._notice).get("kind") == "leave"
 
     def called(self) -> bool:
         """Return whether a newer generation than the current world's has been called."""
@@ -192,7 +192,7 @@ class Handler(RendezvousHandler):
         self._clock()
         if self._client.closed is not None:
             return 1
-        request, called = notice.read(self._notice), self._client.called
+        request, called = notice_file.read(self._notice), self._client.called
         if request.get("kind") == "leave":
             self._refuse("this worker was told to leave")
             self._report_leaving()
@@ -207,7 +207,7 @@ class Handler(RendezvousHandler):
             return int(not self.dies())
         if request.get("generation") != called.generation:
             try:
-                notice.write(self._notice, "call", called.reason, called.deadline, generation=called.generation)
+                notice_file.write(self._notice, "call", called.reason, called.deadline, generation=called.generation)
             except OSError:  # a full disk: training receives no request to save, and could not save
                 return 1
         return 0
@@ -323,7 +323,7 @@ class Handler(RendezvousHandler):
         self._enter_mesh(world, host, int(port), again=again)
         reported = self._take_up(world, again=again)
         os.environ |= dict(zip(_NUMBERS, map(str, (world.generation, self.attempt, world.held)), strict=True))
-        if notice.read(self._notice).get("kind") == "call":
+        if notice_file.read(self._notice).get("kind") == "call":
             self._notice.unlink(missing_ok=True)
         fields = {**dataclasses.asdict(world), "attempt": self.attempt}
         with contextlib.suppress(OSError):  # for people only; a full disk must not prevent a world
@@ -396,9 +396,9 @@ class Handler(RendezvousHandler):
         member leaves, since the step may be in the memory of few."""
         return self._listening() or self._owes() or (self.world is not None and self.world.held > 0)
 
-    def _records(self) -> list[progress.Progress]:
+    def _records(self) -> list[progress_file.Progress]:
         """Return the progress records of this attempt's processes."""
-        records = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
+        records = [progress_file.read(self._state, local_rank) for local_rank in range(self._processes)]
         return [each for each in records if each and (each.generation, each.attempt) == (self.generation, self.attempt)]
 
     def _owes(self) -> bool:
@@ -465,7 +465,7 @@ def create(params: RendezvousParameters) -> Handler:
         sizes = params.min_nodes, params.max_nodes
         client, join_s = of.torchrun(params.endpoint, run=params.run_id, sizes=sizes, conf=params.config)
         handler = Torchrun(client, host=params.local_addr or client.host, join_s=join_s, **options)
-        handler.key = seal.key(os.environ)
+        handler.key = sealed_lines.key(os.environ)
         return handler
     id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
     client = of.client(params.endpoint, transport.Member(params.run_id, id, state, processes))

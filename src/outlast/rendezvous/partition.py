@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outlast.base.clock import until
-from outlast.rendezvous.mesh import peer_state
+from outlast.rendezvous.mesh import watched_peers
 
 AGREE_S = 1.0
 """Maximum delay between reports of one partition: both ends of a link notice within half a second, plus the time of transfer."""
@@ -156,7 +156,7 @@ def _broken(ranks: Sequence[int], views: Mapping[int, View]) -> dict[Pair, float
 def _watched(ranks: Sequence[int]) -> set[Pair]:
     """Return the pairs that watch each other."""
     places = range(len(ranks))
-    return {frozenset((ranks[one], ranks[other])) for one in places for other in peer_state.watched(one, places)}
+    return {frozenset((ranks[one], ranks[other])) for one in places for other in watched_peers.watched(one, places)}
 
 
 def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:

@@ -20,7 +20,7 @@ from typing import Any
 from outlast.base.backoff import pause
 from outlast.base.errors import EtcdAway, OutlastError
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, restarts, world
+from outlast.rendezvous import coordinator, restart_budget, world
 from outlast.rendezvous.etcd import client as etcd
 from outlast.rendezvous.etcd import gateway as servers
 from outlast.rendezvous.etcd.member import TTL_S, Identity
@@ -41,7 +41,7 @@ FOREIGN = (
 """Options of torch's own back ends, accepted without effect."""
 UNNAMED = "none"
 """torchrun's run id if --rdzv-id is not given."""
-_FOREVER = restarts.Policy(limit=sys.maxsize, window=timedelta(days=1))
+_FOREVER = restart_budget.Policy(limit=sys.maxsize, window=timedelta(days=1))
 """A policy without a limit, since torchrun itself counts --max-restarts."""
 
 

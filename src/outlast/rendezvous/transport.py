@@ -6,7 +6,7 @@
     etcd://host:port,...    an agent, elected through an etcd                 `transports.etcd`
 
 A new transport is a module, here or in another wing, with a function `client(endpoint, member)`, and a line in `TRANSPORTS`.
-Called by `handler.create` (torchrun) and `launch.elastic`.
+Called by `handler.create` (torchrun) and `launch.elastic_agent`.
 """
 
 from __future__ import annotations

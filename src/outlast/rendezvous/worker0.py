@@ -4,8 +4,8 @@ The agent of worker 0 runs a `Host` in a separate thread. Unlike the store of to
 return: the other workers keep training, or wait for the next host, and report their state to it. Only the history of failures is
 lost.
 
-Members prove that they have the run's key (`job.seal`), and no message can end the host: an invalid message closes its sender's
-connection, and a failed decision is retried while training continues.
+Members prove that they have the run's key (`job.sealed_lines`), and no message can end the host: an invalid message closes its
+sender's connection, and a failed decision is retried while training continues.
 """
 
 from __future__ import annotations

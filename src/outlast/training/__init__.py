@@ -8,7 +8,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from outlast.training.reported import progress
+from outlast.training.progress_report import progress
 
 if TYPE_CHECKING:
     from outlast.training import session
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outlast.training.samples.stream import Batch, Stream
     from outlast.training.session import Session
     from outlast.training.state import checkpoint
-    from outlast.training.state.stateful import Stateful
+    from outlast.training.state.stateful_loader import Stateful
 
 __all__ = ["Batch", "Session", "Shards", "Stateful", "Stream", "checkpoint", "progress", "session"]
 
@@ -24,7 +24,7 @@ _MODULES = {
     "Batch": "samples.stream",
     "Session": "session",
     "Shards": "samples.shards",
-    "Stateful": "state.stateful",
+    "Stateful": "state.stateful_loader",
     "Stream": "samples.stream",
     "checkpoint": "state.checkpoint",
     "session": "session",

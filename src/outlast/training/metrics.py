@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast.base import crc32
-from outlast.training.state.disks import Disks, Part
+from outlast.training.state.shared_disks import Disks, Part
 
 
 def append(path: Path, line: dict[str, Any]) -> None:

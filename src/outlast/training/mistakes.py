@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from outlast.base.errors import OutlastError
-from outlast.training.calls import place
+from outlast.training.collective_calls import place
 from outlast.training.samples import stream as streams
 from outlast.training.samples.stream import Stream
-from outlast.training.state.stateful import Stateful
+from outlast.training.state.stateful_loader import Stateful
 
 State = Mapping[str, Any]
 

@@ -42,15 +42,25 @@ from outlast.base.units import Every
 from outlast.job import contract
 from outlast.job.contract import Env, Exit
 from outlast.job.ledger import Ledger
-from outlast.job.workerfiles import notice, time_left
-from outlast.job.workerfiles.progress import Progress, Writer
+from outlast.job.workerfiles import notice_file, time_left
+from outlast.job.workerfiles.progress_file import Progress, Writer
 from outlast.rendezvous import sentences
 from outlast.storage import checkpoints
 from outlast.storage.snapshots import client
-from outlast.training import device, metrics, mistakes, order, stalls
-from outlast.training.calls import Calls, public
-from outlast.training.state import checkpoint, disk_checkpoints, exchanged, parameters, resuming, saver, saves, snapshots, weights
-from outlast.training.state.disks import Disks
+from outlast.training import data_waits, device, metrics, mistakes, order
+from outlast.training.collective_calls import Calls, public
+from outlast.training.state import (
+    background_save,
+    checkpoint,
+    exchanged,
+    newest_on_disks,
+    parameters,
+    resuming,
+    save_bookkeeping,
+    snapshot_taking,
+    weights,
+)
+from outlast.training.state.shared_disks import Disks
 from outlast.worker import tracking
 from outlast.worker.hangs import deadlocks
 
@@ -113,7 +123,7 @@ class Session:
         self._retention = checkpoints.Retention.parse(env)
         self._directory = self.output / contract.CHECKPOINTS
         self._state: Mapping[str, Any] = {}
-        self._waits = stalls.Stalls(time.monotonic())
+        self._waits = data_waits.Stalls(time.monotonic())
         self._screen = metrics.Screen(quiet or self.rank > 0)
         self._parameters: dict[str, Any] = {}
         self._trackers = tracking.Trackers(self.output, self.rank)
@@ -158,13 +168,13 @@ class Session:
         retention = self._retention
         self._copy = metrics.Copy(self.output / contract.METRICS)
         place = self._directory, self._run, self.generation
-        self._saver = saver.Saver(
+        self._saver = background_save.Saver(
             *place, retention, lambda *args, **kwargs: self._saves.saved(*args, **kwargs), self._disks, self._copy
         )
         self._saver.fenced = self._disks.certain and not self._unwritten
         self._client = client.connect(env)
-        self._snapshots = snapshots.open_(self._client, self._place(), self._disks.gather, self._ledger, self._report)
-        self._saves = saves.Saves(self._saver, self._disks, self._ledger, self._screen, self._meet, self._report)
+        self._snapshots = snapshot_taking.open_(self._client, self._place(), self._disks.gather, self._ledger, self._report)
+        self._saves = save_bookkeeping.Saves(self._saver, self._disks, self._ledger, self._screen, self._meet, self._report)
         deadlocks.watch().last = lambda: self._saver.wait(_LAST_SAVE_S)
         self._ledger.write("session", generation=self.generation, rank=self.rank, world_size=self.world_size)
         _seed(self.seed)
@@ -175,10 +185,10 @@ class Session:
         worker = os.environ.get(Env.WORKER)
         return f"rank-{self.rank}" if worker is None else f"worker-{worker}-process-{self.local_rank}"
 
-    def _place(self) -> snapshots.Place:
+    def _place(self) -> snapshot_taking.Place:
         env = os.environ
         world = self.generation, self.world_size, self.rank
-        return snapshots.Place(
+        return snapshot_taking.Place(
             self._run, *world, int(env.get(Env.WORKER, self.rank)), self.local_rank, int(env.get("LOCAL_WORLD_SIZE", 1))
         )
 
@@ -285,7 +295,7 @@ class Session:
             self._ledger.write("restoring", generation=self.generation)
         share = self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         with contextlib.ExitStack() as held:
-            search = disk_checkpoints.Search(self._directory, self._run, self._disks, share, held, self._note)
+            search = newest_on_disks.Search(self._directory, self._run, self._disks, share, held, self._note)
             restored = resuming.restore(state, search, self._client, self.generation)
         step = restored.step
         if self._unwritten:
@@ -505,7 +515,7 @@ class Session:
 
     def _left_s(self) -> float:
         """Return the seconds that this rank's worker has left to save and leave; infinity without a notice."""
-        return math.inf if self._notice is None else notice.left_s(self._notice)
+        return math.inf if self._notice is None else notice_file.left_s(self._notice)
 
     def _too_late(self, step: int) -> str:
         """Return why the time left is too short to save the last step, or an empty string. A collective."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outlast.cli import completion, terminal
-from outlast.cli.which import ContextOption, YesOption
+from outlast.cli.find_job import ContextOption, YesOption
 from outlast.job.contract import OPERATOR_NAMESPACE
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from outlast.cli import completion
-from outlast.cli.which import ContextOption
+from outlast.cli.find_job import ContextOption
 from outlast.job.contract import Env
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from outlast.base.errors import InvalidJob, OutlastError
-from outlast.cli import completion, terminal, which
-from outlast.cli.which import FileArgument, SetOption, TitleOption, TopologyOption
+from outlast.cli import completion, find_job, terminal
+from outlast.cli.find_job import FileArgument, SetOption, TitleOption, TopologyOption
 
 if TYPE_CHECKING:
     from outlast.job.spec import Job
@@ -54,13 +54,13 @@ def render(
       outlast render job.yaml --as job --upload | kubectl apply -f -
     """
     from outlast.cli.train import overrides
-    from outlast.job.spec import unused
+    from outlast.job.spec import unused_fields
     from outlast.kubernetes import manifests
     from outlast.kubernetes.jobs.parcel import APPLIED, SMALL
 
     job = overrides.load(file, name=name, set_=set_ or ())
     room = SMALL if server_side else APPLIED
-    with rendered(job, topology, source=file, namespace=which.checked(namespace), room=room) as (documents, parcel):
+    with rendered(job, topology, source=file, namespace=find_job.checked(namespace), room=room) as (documents, parcel):
         if parcel.url and not upload:
             ways = "add --upload, or use `outlast submit`"
             if parcel.archive.stat().st_size <= SMALL:
@@ -68,7 +68,7 @@ def render(
             raise OutlastError(f"{parcel.sentence}, which render does not upload to by default; {ways}")
         parcel.put()
     sentences = [parcel.sentence] if parcel.sentence else []
-    for sentence in [*sentences, *unused.anywhere(job), *manifests.warnings(job, topology)]:
+    for sentence in [*sentences, *unused_fields.anywhere(job), *manifests.warnings(job, topology)]:
         terminal.say(f"{job.metadata.name}: {sentence}")
     if output == "yaml":
         print(text(documents), end="")

@@ -15,14 +15,14 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import NotFound, OutlastError, StoreError
-from outlast.cli import show, transfers, which
+from outlast.cli import find_job, tables_and_pages, transfer_progress
+from outlast.cli.find_job import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption, YesOption
 from outlast.cli.groups import Commands
-from outlast.cli.show import Output, OutputOption
-from outlast.cli.which import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption, YesOption
+from outlast.cli.tables_and_pages import Output, OutputOption
 from outlast.job import contract
 
 if TYPE_CHECKING:
-    from outlast.storage.checkpoints import Checkpoint, Metric, remote
+    from outlast.storage.checkpoints import Checkpoint, Metric, in_store
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="List, verify, restore, export and remove checkpoints."
@@ -40,7 +40,7 @@ class Job:
     run: str
     directory: Path | None
     """Directory on this machine; None if this machine does not know the job."""
-    there: remote.Checkpoints | None
+    there: in_store.Checkpoints | None
     """Checkpoints in the job's store; None if it has no store."""
 
 
@@ -50,7 +50,7 @@ class Saved:
 
     step: int
     here: Checkpoint | None = None
-    there: remote.Checkpoint | None = None
+    there: in_store.Checkpoint | None = None
 
     @property
     def where(self) -> str:
@@ -103,26 +103,26 @@ class Saved:
 def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str | None, context: str | None) -> Job:
     """Return the job that a command means; raises NotFound. The store is read only if this machine does not know the job."""
     from outlast.storage import runs, store
-    from outlast.storage.checkpoints import remote
+    from outlast.storage.checkpoints import in_store
 
-    elsewhere = which.in_store(name)
+    elsewhere = find_job.in_store(name)
     if url and elsewhere:
         raise OutlastError(f"{elsewhere} and --store {url} are two places; leave one of them out")
-    if elsewhere or (url and not (namespace or context) and not which.backend(ctx).list()):
-        there, record = which.recorded(elsewhere or url or "")
-        return Job(record.run, None, remote.Checkpoints(there, record.run))
-    place, name = which.found(ctx, name, namespace, context)
+    if elsewhere or (url and not (namespace or context) and not find_job.backend(ctx).list()):
+        there, record = find_job.recorded(elsewhere or url or "")
+        return Job(record.run, None, in_store.Checkpoints(there, record.run))
+    place, name = find_job.found(ctx, name, namespace, context)
     status = place.status(name)
     url = url or (status.store.url if status.store else None)
-    if which.in_cluster(place) is not None:
+    if find_job.in_cluster(place) is not None:
         if url is None:
             where = status.output or "wherever its script writes"
             raise NotFound(f"the checkpoints of {name} are in its pods only ({where}); give the job an output in a store")
         there = store.open_(url)
         written = runs.read(there)
         run = written.run if written else status.run
-        return Job(run, None, remote.Checkpoints(there, run))
-    kept = remote.Checkpoints(store.open_(url), status.run) if url else None
+        return Job(run, None, in_store.Checkpoints(there, run))
+    kept = in_store.Checkpoints(store.open_(url), status.run) if url else None
     return Job(status.run, Path(place.output(name)) / contract.CHECKPOINTS, kept)
 
 
@@ -131,7 +131,7 @@ def _saved(job: Job) -> list[Saved]:
     from outlast.storage import checkpoints
 
     here = checkpoints.list_(job.directory) if job.directory else []
-    there: list[remote.Checkpoint] = []
+    there: list[in_store.Checkpoint] = []
     if job.there:
         try:
             there = job.there.list_()
@@ -176,7 +176,7 @@ def _say_none() -> None:
     print("there is no checkpoint of outlast.training; the files of a plain script are in its working directory", file=sys.stderr)
 
 
-def _steps(found: Sequence[Saved | remote.Checkpoint]) -> str:
+def _steps(found: Sequence[Saved | in_store.Checkpoint]) -> str:
     return ", ".join(str(each.step) for each in found) or "none"
 
 
@@ -208,7 +208,7 @@ def list_(
     every = _saved(job)
     ranks = _ranks(job, every)
     if output is not Output.TABLE:
-        show.data([saved.plain(job, ranks) for saved in every], output)
+        tables_and_pages.data([saved.plain(job, ranks) for saved in every], output)
         return
     if not every:
         return _say_none()
@@ -222,7 +222,7 @@ def list_(
         where = "; ".join(filter(None, (saved.where if saved.where == "both" or not saved.problem else "", saved.problem)))
         good = (saved.metric and f"{saved.metric.value:.6g}", ranks.get(saved.step)) if columns else ()
         rows.append((saved.step, age, size, *good, facts["generation"], facts["world_size"], facts["run"], where))
-    print(show.table(("STEP", "AGE", "SIZE", *columns, "GENERATION", "RANKS", "RUN", "WHERE"), rows))
+    print(tables_and_pages.table(("STEP", "AGE", "SIZE", *columns, "GENERATION", "RANKS", "RUN", "WHERE"), rows))
 
 
 @app.command("show")
@@ -253,21 +253,21 @@ def show_(
     newest = _chosen(found, step, best=best)[-1]
     plain = newest.plain(job, _ranks(job, found))
     if output is not Output.TABLE:
-        show.data({**plain, "files": newest.sizes()}, output)
+        tables_and_pages.data({**plain, "files": newest.sizes()}, output)
         return
     fields = {
         "step": plain["step"],
         "directory": plain["path"],
         "in the store": plain["url"],
-        "saved": show.moment(plain["time"]) if plain["time"] else None,
+        "saved": tables_and_pages.moment(plain["time"]) if plain["time"] else None,
         "size": units.human_bytes(plain["bytes"]) if plain["bytes"] is not None else None,
         plain["by"] or "metric": f"{plain['metric']:.6g}" if plain["metric"] is not None else None,
         "run": plain["run"],
         "world": f"{plain['world_size']} ranks, generation {plain['generation']}" if plain["world_size"] else None,
         "problem": plain["problem"],
     }
-    print(f"{show.fields(fields)}\n")
-    print(show.table(("FILE", "SIZE"), ((file, units.human_bytes(size)) for file, size in newest.sizes().items())))
+    print(f"{tables_and_pages.fields(fields)}\n")
+    print(tables_and_pages.table(("FILE", "SIZE"), ((file, units.human_bytes(size)) for file, size in newest.sizes().items())))
 
 
 @app.command()
@@ -314,13 +314,13 @@ def verify(
     there = [saved.there for saved in found if saved.there]
     if job.there and there:
         whole = sum(checkpoint.bytes for checkpoint in there)
-        with transfers.transfer("read", whole, quiet=output is not Output.TABLE) as (progress, stop):
+        with transfer_progress.transfer("read", whole, quiet=output is not Output.TABLE) as (progress, stop):
             for checkpoint in there:
                 problem = job.there.verify(checkpoint, deep=True, progress=progress, stop=stop)
                 gone = problem is not None and checkpoint.place not in [c.place for c in job.there.list_()]
                 tell(checkpoint.step, "store", problem, checkpoint.bytes, gone=gone)
     if output is not Output.TABLE:
-        show.data(results, output)
+        tables_and_pages.data(results, output)
     if not all(result["whole"] for result in results):
         raise typer.Exit(1)
 
@@ -361,7 +361,7 @@ def restore(
       outlast checkpoints restore cifar10 --step 1200
       outlast checkpoints restore s3://bucket/runs/cifar10 --best --to best
     """
-    from outlast.storage.checkpoints import remote
+    from outlast.storage.checkpoints import in_store
 
     job = _job(ctx, name, store, namespace, context)
     if job.there is None:
@@ -380,7 +380,7 @@ def restore(
                 "without --step the newest undamaged one is restored"
             )
     try:
-        with transfers.transfer("received", found[-1].bytes if found else 0) as (progress, stop):
+        with transfer_progress.transfer("received", found[-1].bytes if found else 0) as (progress, stop):
             if step is not None:
                 restored = job.there.fetch(found[-1], directory, progress=progress, stop=stop)
             else:
@@ -388,7 +388,7 @@ def restore(
                 if newest is None:
                     raise NotFound(f"{job.there.store.url} holds no checkpoint that is whole")
                 restored = newest
-    except remote.Damaged as problem:
+    except in_store.Damaged as problem:
         raise OutlastError(f"{problem}; without --step the newest undamaged one is restored") from problem
     except OSError as error:
         raise OutlastError(f"{directory} cannot be written: {error.strerror}; name another directory with --to") from error
@@ -427,7 +427,7 @@ def export(
     with tempfile.TemporaryDirectory() as directory:
         found = whole[-1].here
         if found is None and job.there and whole[-1].there:
-            with transfers.transfer("received", whole[-1].there.bytes) as (progress, stop):
+            with transfer_progress.transfer("received", whole[-1].there.bytes) as (progress, stop):
                 found = job.there.fetch(whole[-1].there, Path(directory), progress=progress, stop=stop)
         # in a process of its own, since importing torch takes seconds
         command = [sys.executable, "-m", "outlast", "weights", str(found and found.path), str(to), key]

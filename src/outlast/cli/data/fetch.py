@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from outlast.base.errors import OutlastError
-from outlast.cli import completion, transfers, which
-from outlast.cli.which import ContextOption, NamespaceOption
+from outlast.cli import completion, find_job, transfer_progress
+from outlast.cli.find_job import ContextOption, NamespaceOption
 
 
 def fetch(
@@ -32,23 +32,25 @@ def fetch(
       outlast fetch cifar10 model.pt 'logs/*' --to results
     """
     from outlast.storage.runs.output import OWN, skipped
-    from outlast.storage.sync import growing, sync
+    from outlast.storage.sync import growing_files, push_and_pull
 
-    if (url := which.in_store(name)) is None:
-        place, name = which.found(ctx, name, namespace, context)
+    if (url := find_job.in_store(name)) is None:
+        place, name = find_job.found(ctx, name, namespace, context)
         url = str(place.output(name))
         if "://" not in url:
             raise OutlastError(f"{name} has no output in a store; what it wrote is in {url}")
-    stored, record = which.recorded(url)
+    stored, record = find_job.recorded(url)
     directory = to or Path(record.job)
     left = skipped if not patterns else lambda path: not any(fnmatch.fnmatch(path, each) for each in patterns)
     (directory / OWN).mkdir(parents=True, exist_ok=True)
     (directory / ".gitignore").write_text("*\n")
-    with transfers.interruptible() as stop, transfers.shown("received") as tell:
-        how = sync.Options(skip=left, stop=stop, progress=lambda now: tell(now.bytes, now.bytes_total))
-        report = sync.pull(stored, directory, directory / OWN / "pulled", how)
-        for path in growing.files(stored) if not patterns else [path for path in growing.files(stored) if not left(path)]:
-            growing.fetch(stored, path, directory / path, stop)
+    with transfer_progress.interruptible() as stop, transfer_progress.shown("received") as tell:
+        how = push_and_pull.Options(skip=left, stop=stop, progress=lambda now: tell(now.bytes, now.bytes_total))
+        report = push_and_pull.pull(stored, directory, directory / OWN / "pulled", how)
+        for path in (
+            growing_files.files(stored) if not patterns else [path for path in growing_files.files(stored) if not left(path)]
+        ):
+            growing_files.fetch(stored, path, directory / path, stop)
     if report.failed:
         raise OutlastError(f"{report.failed[0][0]} could not be fetched: {report.failed[0][1]}; the same command tries again")
     print(f"{stored.url}: {directory}")

@@ -24,12 +24,12 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import Missing, OutlastError
-from outlast.cli import show, terminal, transfers
+from outlast.cli import tables_and_pages, terminal, transfer_progress
 from outlast.cli.groups import Commands
 
 if TYPE_CHECKING:
-    from outlast.data.prepare.work import Engine, Request
-    from outlast.data.shards import Files, Manifest
+    from outlast.data.prepare.work_units import Engine, Request
+    from outlast.data.shard_format import Files, Manifest
     from outlast.storage.store import Store
 
 _UPLOADED = ".uploaded.json"
@@ -271,10 +271,10 @@ def verify(
       outlast data verify data/python
       outlast data verify s3://bucket/docs
     """
-    from outlast.data import shards
+    from outlast.data import shard_format
 
     if "://" not in place:
-        _verified(shards.read(Path(place)), shards.Local(Path(place)), place)
+        _verified(shard_format.read(Path(place)), shard_format.Local(Path(place)), place)
         return
     from outlast.storage import store
 
@@ -283,8 +283,8 @@ def verify(
 
 
 def _made(prepare: Callable[[Request], Manifest], how: How) -> None:
-    from outlast.data import shards
-    from outlast.data.prepare import work as working
+    from outlast.data import shard_format
+    from outlast.data.prepare import work_units
 
     source, to = how.source, how.to
     if "://" in to:
@@ -299,13 +299,17 @@ def _made(prepare: Callable[[Request], Manifest], how: How) -> None:
         if there is None:
             stored.check(directory)
     else:
-        stored, directory, there = None, Path(to), shards.read(Path(to)) if (Path(to) / shards.MANIFEST).exists() else None
+        stored, directory, there = (
+            None,
+            Path(to),
+            shard_format.read(Path(to)) if (Path(to) / shard_format.MANIFEST).exists() else None,
+        )
     began = time.monotonic()
-    with transfers.interruptible() as stop, _Stages().shown() as progress, how.engine_opened() as engine:
+    with transfer_progress.interruptible() as stop, _Stages().shown() as progress, how.engine_opened() as engine:
         if engine:  # whose processes have other working directories
             source, directory = source.absolute(), directory.absolute()
         known = there if stored else None
-        made = prepare(working.Request(source, directory, how.processes or 0, progress, known, stop, engine=engine))
+        made = prepare(work_units.Request(source, directory, how.processes or 0, progress, known, stop, engine=engine))
     verb = "already there:" if there else "wrote"
     if stored and not there:
         stored.upload(directory, made)
@@ -313,14 +317,14 @@ def _made(prepare: Callable[[Request], Manifest], how: How) -> None:
     left_out = f", {damaged:,} damaged left out" if damaged else ""
     print(f"{verb} {summary(made)} in {to}{left_out} ({units.human_seconds(time.monotonic() - began)})")
     if how.verify:
-        _verified(made, stored or shards.Local(directory), to)
+        _verified(made, stored or shard_format.Local(directory), to)
 
 
 class _Stages:
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._stage = ""
-        self._tell: transfers.Tell | None = None
+        self._tell: transfer_progress.Tell | None = None
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[Callable[[str, int, int], None]]:
@@ -330,7 +334,7 @@ class _Stages:
     def _show(self, stage: str, done: int, total: int) -> None:
         if stage != self._stage:
             self._stack.close()
-            self._stage, self._tell = stage, self._stack.enter_context(transfers.shown(f"done ({stage})"))
+            self._stage, self._tell = stage, self._stack.enter_context(transfer_progress.shown(f"done ({stage})"))
             if not total:
                 terminal.say(stage)
         if self._tell and total:
@@ -342,19 +346,19 @@ def summary(made: Manifest) -> str:
     if made.kind == "text":
         parts = ", ".join(f"{name} {part.tokens or 0:,} tokens" for name, part in made.parts.items())
         documents = sum(part.samples for part in made.parts.values())
-        return f"{parts} of {show.count(documents, 'document')} (vocabulary {made.vocab_size:,}, {made.dtype})"
+        return f"{parts} of {tables_and_pages.count(documents, 'document')} (vocabulary {made.vocab_size:,}, {made.dtype})"
     return ", ".join(f"{name} {part.samples:,} samples" for name, part in made.parts.items())
 
 
 def _verified(manifest: Manifest, place: Files, name: str) -> None:
-    from outlast.data import shards
+    from outlast.data import shard_format
 
-    problems = shards.verify(manifest, place)
+    problems = shard_format.verify(manifest, place)
     if problems:
-        raise shards.BadDataset(f"{name}: {'; '.join(problems)}; get or prepare the dataset again")
+        raise shard_format.BadDataset(f"{name}: {'; '.join(problems)}; get or prepare the dataset again")
     files = sum(len(part.shards) for part in manifest.parts.values())
     size = sum(shard.bytes for part in manifest.parts.values() for shard in part.shards)
-    print(f"verified {show.count(files, 'shard')}, {units.human_bytes(size)} in {name}")
+    print(f"verified {tables_and_pages.count(files, 'shard')}, {units.human_bytes(size)} in {name}")
 
 
 class _Stored:
@@ -363,9 +367,9 @@ class _Stored:
 
     def manifest(self) -> Manifest:
         """Return the manifest of the dataset; raises Missing."""
-        from outlast.data import shards
+        from outlast.data import shard_format
 
-        return shards.parse(self.store.get(shards.MANIFEST), self.store.url)
+        return shard_format.parse(self.store.get(shard_format.MANIFEST), self.store.url)
 
     def size(self, name: str) -> int | None:
         try:
@@ -374,27 +378,28 @@ class _Stored:
             return None
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        from outlast.data import shards
+        from outlast.data import shard_format
 
         size = self.store.head(name).size
-        for begin in range(0, size, shards.CHUNK):
-            yield bytes(self.store.range(name, begin, min(begin + shards.CHUNK, size)))
+        for begin in range(0, size, shard_format.CHUNK):
+            yield bytes(self.store.range(name, begin, min(begin + shard_format.CHUNK, size)))
 
     def check(self, directory: Path, note: str | None = None) -> None:
         """Raise OutlastError for a place that contains other files, or parts of a dataset other than the one with this `note`."""
-        from outlast.data import place
-        from outlast.job import foreign
+        from outlast.data import dataset_directory as place
+        from outlast.job import ownership
 
         names = self.store.names()
         there = self.store.get(place.COMING).decode() if place.COMING in names else None
         begun = there is None and (directory / _UPLOADED).exists()  # by a version that left no note in the store
-        foreign.check_place(self.store.url, names, note or "" if begun else there, there or "" if note is None else note)
+        ownership.check_place(self.store.url, names, note or "" if begun else there, there or "" if note is None else note)
 
     def upload(self, directory: Path, made: Manifest) -> None:
         """Send the shards, then the manifest, and remove the work directory. Shards that an earlier run has sent are not sent
         again."""
         from outlast.base import files
-        from outlast.data import place, shards
+        from outlast.data import dataset_directory as place
+        from outlast.data import shard_format
 
         note = f"the dataset whose manifest has the SHA-256 {hashlib.sha256(made.text.encode()).hexdigest()}"
         self.check(directory, note)
@@ -402,9 +407,9 @@ class _Stored:
         noted = directory / _UPLOADED
         sent: dict[str, str] = json.loads(noted.read_text()) if noted.exists() else {}
         names = [shard.file for part in made.parts.values() for shard in part.shards]
-        names += [name for name in (shards.TOKENIZER, shards.META) if (directory / name).exists()]
+        names += [name for name in (shard_format.TOKENIZER, shard_format.META) if (directory / name).exists()]
         size = sum((directory / name).stat().st_size for name in names)
-        with transfers.transfer("sent", size) as (progress, stop):
+        with transfer_progress.transfer("sent", size) as (progress, stop):
             for name in names:
                 path = directory / name
                 if name in sent and self._etag(name) == sent[name]:
@@ -412,7 +417,7 @@ class _Stored:
                     continue
                 sent[name] = self.store.upload(path, name, journal=directory / f".{name}.upload", progress=progress, stop=stop)
                 files.replace(noted, json.dumps(sent))
-        self.store.put(shards.MANIFEST, (directory / shards.MANIFEST).read_bytes())
+        self.store.put(shard_format.MANIFEST, (directory / shard_format.MANIFEST).read_bytes())
         self.store.delete([place.COMING])
         shutil.rmtree(directory)
 

@@ -16,12 +16,12 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import NotFound, OutlastError, StoreError
-from outlast.cli import show, transfers
-from outlast.cli.show import Output, OutputOption
+from outlast.cli import tables_and_pages, transfer_progress
+from outlast.cli.tables_and_pages import Output, OutputOption
 
 if TYPE_CHECKING:
     from outlast.storage.store import Store
-    from outlast.storage.sync.sync import Report
+    from outlast.storage.sync.push_and_pull import Report
 
 _LISTED = 20
 """Maximum number of paths of each kind that are listed at the end."""
@@ -51,26 +51,29 @@ def sync(
       outlast sync results gs://bucket/results --delete --dry-run
       outlast sync data s3://bucket/data -o json
     """
-    from outlast.job import foreign
+    from outlast.job import ownership
     from outlast.storage import store
-    from outlast.storage.sync import sync as engine
+    from outlast.storage.sync import push_and_pull
 
     pushing, directory, url = sides(source, target)
     place, state = store.open_(url), _state(pushing, directory, url)
     verb, began = "sent" if pushing else "received", time.monotonic()
-    with transfers.interruptible() as stop, transfers.shown(verb, quiet=dry_run or output is not Output.TABLE) as tell:
+    with (
+        transfer_progress.interruptible() as stop,
+        transfer_progress.shown(verb, quiet=dry_run or output is not Output.TABLE) as tell,
+    ):
 
-        def progress(now: engine.Progress) -> None:
+        def progress(now: push_and_pull.Progress) -> None:
             tell(now.bytes, now.bytes_total, f"{now.files:,}/{now.files_total:,} files")
 
         begun = any(state.parent.glob(f"{state.name}.*"))  # also if that was killed before it wrote a manifest
         if pushing and not check and not begun:
             names = place.names()
-            own = "" if engine.MANIFEST in names else None
-            foreign.check_place(place.url, names, own, instead="choose a new or empty place, or --check, which replaces them")
-        how = engine.Options(delete=delete, check=check, dry_run=dry_run, progress=progress, stop=stop)
-        report = engine.push(directory, place, state, how) if pushing else engine.pull(place, directory, state, how)
-        if not pushing and report == engine.Report():
+            own = "" if push_and_pull.MANIFEST in names else None
+            ownership.check_place(place.url, names, own, instead="choose a new or empty place, or --check, which replaces them")
+        how = push_and_pull.Options(delete=delete, check=check, dry_run=dry_run, progress=progress, stop=stop)
+        report = push_and_pull.push(directory, place, state, how) if pushing else push_and_pull.pull(place, directory, state, how)
+        if not pushing and report == push_and_pull.Report():
             raise _nothing(place)
     if output is Output.TABLE:
         for what, path in report.planned:
@@ -78,7 +81,7 @@ def sync(
         print(summary(report, verb, time.monotonic() - began, dry_run=dry_run))
         _complain(report)
     else:
-        show.data({**dataclasses.asdict(report), "seconds": round(time.monotonic() - began, 3)}, output)
+        tables_and_pages.data({**dataclasses.asdict(report), "seconds": round(time.monotonic() - began, 3)}, output)
     if report.failed:
         raise typer.Exit(1)
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.base.errors import OutlastError
-from outlast.cli import completion, show, terminal, which
-from outlast.cli.show import Output, OutputOption
-from outlast.cli.which import ContextOption, NamespaceOption
+from outlast.cli import completion, find_job, tables_and_pages, terminal
+from outlast.cli.find_job import ContextOption, NamespaceOption
+from outlast.cli.tables_and_pages import Output, OutputOption
 from outlast.job import contract
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def report(
       outlast report s3://bucket/runs/cifar10
       outlast report cifar10-1 cifar10-2 cifar10-4 --plot scaling.svg
     """
-    from outlast.job.report import comparison, text
+    from outlast.job.report import comparison, printed
 
     if names is not None and len(names) > 1:
         _compare(ctx, names, namespace, context, plot, output)
@@ -70,12 +70,12 @@ def report(
     account = job.account()
     if output is not Output.TABLE:
         sizes = comparison.sizes(job.events)
-        show.data({"name": job.name, "run": job.run, "workers": list(sizes), **text.as_json(account)}, output)
+        tables_and_pages.data({"name": job.name, "run": job.run, "workers": list(sizes), **printed.as_json(account)}, output)
     elif terminal.colours(sys.stdout):
         console = terminal.console()
-        console.print(text.rich(account, job.name, console.width))
+        console.print(printed.rich(account, job.name, console.width))
     else:
-        sys.stdout.write(text.plain(account, job.name))
+        sys.stdout.write(printed.plain(account, job.name))
 
 
 def _compare(
@@ -90,9 +90,9 @@ def _compare(
     jobs = [_job(ctx, name, namespace, context) for name in names]
     rows = comparison.compared([comparison.run(job.name, job.account(), job.events, job.metrics()) for job in jobs])
     if output is Output.TABLE:
-        print(show.table(comparison.HEADINGS, map(comparison.cells, rows)))
+        print(tables_and_pages.table(comparison.HEADINGS, map(comparison.cells, rows)))
     else:
-        show.data([comparison.as_json(row) for row in rows], output)
+        tables_and_pages.data([comparison.as_json(row) for row in rows], output)
     if plot is not None:
         plots.write(plot, rows)
         terminal.say(f"drawn to {plot}")
@@ -123,19 +123,19 @@ class _Job:
 
 def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> _Job:
     """Return the job with this name, or with its output at this URL."""
-    if url := which.in_store(name):
+    if url := find_job.in_store(name):
         from outlast.storage.runs import output
 
-        place, record = which.recorded(url)
+        place, record = find_job.recorded(url)
         stored, ended = output.events(place), record.state if record.ended else ""
         first: Event = next(iter(stored), {})
         if record.submitted < first.get("t", 0.0):
             stored = stored.merged([{"t": record.submitted, "kind": "submitted", "source": "run", "run": record.run}])
         return _Job(record.job, record.run, stored, not ended, functools.partial(output.metrics, place), ended)
-    backend, name = which.found(ctx, name, namespace, context)
+    backend, name = find_job.found(ctx, name, namespace, context)
     status, events = backend.status(name), backend.events(name)
     metrics = functools.partial(_metrics, backend.output(name))
-    if which.in_cluster(backend) is None:
+    if find_job.in_cluster(backend) is None:
         return _Job(name, status.run, events, status.launcher is not None, metrics)
     return _Job(name, status.run, events, status.state.active, metrics, str(status.state) if status.state.final else "")
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.base.errors import OutlastError
-from outlast.cli import completion, serving, terminal, which
-from outlast.cli.which import ContextOption, NamespaceOption
+from outlast.cli import completion, find_job, terminal, web_servers
+from outlast.cli.find_job import ContextOption, NamespaceOption
 from outlast.job import contract
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def tensorboard(
         shows = [Show(directory, label, source) for label, source in _labelled(_sources(ctx, names, namespace, context))]
         for show in shows:
             show.refresh()
-        with serving.until_stopped(), _server(directory / "logs", bind, serving.port(port, bind, PORT)) as process:
+        with web_servers.until_stopped(), _server(directory / "logs", bind, web_servers.port(port, bind, PORT)) as process:
             _follow(shows, process)
 
 
@@ -120,10 +120,10 @@ class InStore(Source):
 
     def bring(self, into: Path) -> Path:
         from outlast.base.errors import Missing
-        from outlast.storage.sync import growing
+        from outlast.storage.sync import growing_files
         from outlast.worker.tracking import follower
 
-        follower.refresh(into / contract.METRICS, lambda start: growing.since(self._place, contract.METRICS, start))
+        follower.refresh(into / contract.METRICS, lambda start: growing_files.since(self._place, contract.METRICS, start))
         with contextlib.suppress(Missing):
             (into / contract.PARAMETERS).write_bytes(self._place.get(contract.PARAMETERS))
         return into
@@ -185,7 +185,7 @@ class Show:
     def _forward(self, output: Path) -> None:
         from outlast.worker.tracking.event_files import EventFile
         from outlast.worker.tracking.forwarding import Forwarder
-        from outlast.worker.tracking.sinks import Run
+        from outlast.worker.tracking.tracker_interface import Run
 
         if (first := _first_line(output / contract.METRICS)) != self._history or self._forwarder is None:
             self._history = first  # another one: the job was begun again
@@ -209,19 +209,19 @@ def _sources(
     for name in names or (None,):
         if name and (Path(name) / contract.METRICS).is_file() and not namespace and not context:
             yield Path(name).resolve().name, Source(Path(name))
-        elif url := which.in_store(name):
-            place, record = which.recorded(url)
+        elif url := find_job.in_store(name):
+            place, record = find_job.recorded(url)
             yield record.job, InStore(place)
         else:
             yield _of_job(ctx, name, namespace, context)
 
 
 def _of_job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[str, Source]:
-    backend, job = which.found(ctx, name, namespace, context)
-    if (there := which.in_cluster(backend)) is None:
+    backend, job = find_job.found(ctx, name, namespace, context)
+    if (there := find_job.in_cluster(backend)) is None:
         return job, Source(Path(backend.output(job)))
     if url := there.workloads.store_url(job):
-        place, _ = which.recorded(url)
+        place, _ = find_job.recorded(url)
         return job, InStore(place)
     return job, InPod(there, job)
 
@@ -244,7 +244,7 @@ def _labelled(found: Iterator[tuple[str, Source]]) -> list[tuple[str, Source]]:
 def _server(logs: Path, bind: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """Start TensorBoard on the directory `logs`; yields its process once it answers."""
     command = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", str(logs), "--host", bind, "--port", str(port)]
-    ready = functools.partial(serving.answers, bind, port)
-    with serving.child("TensorBoard", [*command, "--reload_interval", "5"], logs.parent / "log", ready) as process:
-        print(f"TensorBoard: http://{serving.shown(bind)}:{port}/ (Ctrl-C ends it)", flush=True)
+    ready = functools.partial(web_servers.answers, bind, port)
+    with web_servers.child("TensorBoard", [*command, "--reload_interval", "5"], logs.parent / "log", ready) as process:
+        print(f"TensorBoard: http://{web_servers.shown(bind)}:{port}/ (Ctrl-C ends it)", flush=True)
         yield process

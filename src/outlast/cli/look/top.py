@@ -12,9 +12,9 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import Forbidden, NotServed, Unanswered
-from outlast.cli import show, terminal, which
-from outlast.cli.show import Output, OutputOption
-from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
+from outlast.cli import find_job, tables_and_pages, terminal
+from outlast.cli.find_job import ContextOption, NameArgument, NamespaceOption
+from outlast.cli.tables_and_pages import Output, OutputOption
 from outlast.job import accelerators, contract
 
 if TYPE_CHECKING:
@@ -42,16 +42,16 @@ def top(
       outlast top
       outlast top cifar10 -n team-a
     """
-    place = which.place(ctx, name, namespace, context)
-    name = which.job(place, name)
-    there = which.in_cluster(place)
+    place = find_job.place(ctx, name, namespace, context)
+    name = find_job.job(place, name)
+    there = find_job.in_cluster(place)
     found = _on_this_machine(place, name) if there is None else _in_pods(there, name)
     if output is not Output.TABLE:
-        show.data(found, output)
+        tables_and_pages.data(found, output)
         return
     for title in ("workers", "nodes"):
         if rows := found[title]:
-            print(show.table([key.upper() for key in rows[0]], [[*map(_cell, row.values())] for row in rows]))
+            print(tables_and_pages.table([key.upper() for key in rows[0]], [[*map(_cell, row.values())] for row in rows]))
             print()
     if not found["workers"]:
         print(f"{name} has no workers now", file=sys.stderr)

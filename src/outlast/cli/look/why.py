@@ -6,9 +6,9 @@ import time
 
 import typer
 
-from outlast.cli import show, which
-from outlast.cli.show import Output, OutputOption
-from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
+from outlast.cli import find_job, tables_and_pages
+from outlast.cli.find_job import ContextOption, NameArgument, NamespaceOption
+from outlast.cli.tables_and_pages import Output, OutputOption
 
 
 def why(
@@ -32,10 +32,10 @@ def why(
     from outlast.kubernetes import diagnosis
     from outlast.kubernetes.diagnosis import gather_evidence, local_job
 
-    place = which.place(ctx, name, namespace, context)
-    job = which.job(place, name)
+    place = find_job.place(ctx, name, namespace, context)
+    job = find_job.job(place, name)
     unseen: dict[str, str] = {}
-    if (there := which.in_cluster(place)) is None:
+    if (there := find_job.in_cluster(place)) is None:
         causes = local_job.causes(place.status(job), place.events(job), time.time())
     else:
         seen = gather_evidence.job(there.cluster, job)
@@ -44,4 +44,4 @@ def why(
         print(diagnosis.text(causes, unseen=unseen))
         return
     rows = [{"rule": e.name, "what": e.what, "evidence": e.evidence, "remedy": e.remedy, "wrong": e.wrong} for e in causes]
-    show.data({"causes": rows, "unseen": unseen}, output)
+    tables_and_pages.data({"causes": rows, "unseen": unseen}, output)

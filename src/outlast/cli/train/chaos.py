@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from outlast.base.backoff import RANDOM
-from outlast.cli import completion, terminal, which
-from outlast.cli.which import ContextOption, NamespaceOption
-from outlast.job import chaos as faults
+from outlast.cli import completion, find_job, terminal
+from outlast.cli.find_job import ContextOption, NamespaceOption
+from outlast.job import faults
 
 
 def chaos(
@@ -65,9 +65,9 @@ def chaos(
         faults.check(action)
     elif worker is not None or random_ or every is not None:
         raise typer.BadParameter(f"{action} names the workers and the times; leave out --worker, --random and --every")
-    place = which.place(ctx, which.first(words), namespace, context)
-    name, _ = which.and_last(place, words, "ACTION")
-    if (there := which.in_cluster(place)) is not None and not yes:
+    place = find_job.place(ctx, find_job.first(words), namespace, context)
+    name, _ = find_job.and_last(place, words, "ACTION")
+    if (there := find_job.in_cluster(place)) is not None and not yes:
         where = f"{there.cluster.namespace} of {there.cluster.context or there.cluster.server}"
         terminal.confirm(f"{action} injects faults into {name} in namespace {where}")
     rng = random.Random(seed := RANDOM.randrange(10_000) if seed is None else seed)

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from outlast.base.errors import OutlastError
-from outlast.cli import terminal, which
-from outlast.cli.which import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption
+from outlast.cli import find_job, terminal
+from outlast.cli.find_job import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption
 from outlast.job import contract
 
 
@@ -42,7 +42,7 @@ def evaluate(
         raise OutlastError(f"--best and --step {step} name two checkpoints; leave one of them out")
     if best or step is not None:
         further.insert(0, f"{contract.EVALUATED}{'best' if best else step}")
-    place, name = which.found(ctx, name, namespace, context)
+    place, name = find_job.found(ctx, name, namespace, context)
     code = place.evaluate(name, further, show=lambda line: terminal.log([line], prefixed=False))
     if code == 2:  # argparse's
         terminal.say(f"{name} was started with --evaluate and refuses its arguments; a script of your own must take --evaluate")

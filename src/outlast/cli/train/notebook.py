@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import serving, terminal
+from outlast.cli import terminal, web_servers
 
 if TYPE_CHECKING:
     from outlast.local.notebooks import jupyter
@@ -69,7 +69,7 @@ def notebook(
     directory = Path(os.path.abspath(directory))
     if jupyter.place(directory):
         terminal.say(f"put {jupyter.FIRST} into {directory}")
-    with tempfile.TemporaryDirectory(prefix="outlast-notebook-") as made_here, serving.until_stopped():
+    with tempfile.TemporaryDirectory(prefix="outlast-notebook-") as made_here, web_servers.until_stopped():
         private = Path(made_here)
         home = jupyter.writable(os.environ.get("HOME"))
         environ = jupyter.environment(os.environ, directory, private, home=home)
@@ -78,11 +78,11 @@ def notebook(
             return
         jupyter.prepare(private, token)
         while True:
-            server = jupyter.Server(directory, serving.port(port, bind, jupyter.PORT), bind, open_, base)
+            server = jupyter.Server(directory, web_servers.port(port, bind, jupyter.PORT), bind, open_, base)
             try:
                 _serve(server, private, environ, token, made=made)
             except NotFound:
-                if port or not serving.answers(server.host, server.port):
+                if port or not web_servers.answers(server.host, server.port):
                     raise
                 continue  # another server took the port while ours started
             return
@@ -93,7 +93,7 @@ def _serve(server: jupyter.Server, private: Path, environ: Mapping[str, str], to
     fails."""
     from outlast.local.notebooks import jupyter
 
-    with serving.child(
+    with web_servers.child(
         "JupyterLab",
         jupyter.command(server, root=os.geteuid() == 0),
         private / "log",
@@ -103,7 +103,7 @@ def _serve(server: jupyter.Server, private: Path, environ: Mapping[str, str], to
         grace_s=_GRACE_S,
     ) as process:
         jupyter.forget(private)
-        url = jupyter.url(server, serving.shown(server.bind), token if made else "")
+        url = jupyter.url(server, web_servers.shown(server.bind), token if made else "")
         print(f"JupyterLab: {url} (Ctrl-C ends it)", flush=True)
         if code := process.wait():
             raise OutlastError(f"JupyterLab has ended with exit code {code}")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import terminal, which
+from outlast.cli import find_job, terminal
+from outlast.cli.find_job import FileOrScript, SetOption, TitleOption
 from outlast.cli.train import overrides, script
 from outlast.cli.train.script import ModuleOption, WorkersOption
-from outlast.cli.which import FileOrScript, SetOption, TitleOption
 
 if TYPE_CHECKING:
     from outlast.job.backend import Backend
@@ -68,10 +68,10 @@ def run(
     job = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or (), gpus=gpus)
     command = script.command(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
     if chaos is not None:
-        from outlast.job import chaos as schedules
+        from outlast.job import faults
 
-        schedules.load(chaos)
-    place = which.backend(ctx)
+        faults.load(chaos)
+    place = find_job.backend(ctx)
     name = job.metadata.name
     before: JobStatus | None = None
     with contextlib.suppress(NotFound):
@@ -79,10 +79,10 @@ def run(
     if fresh and before is not None and not before.state.final:
         _end(place, name)
         before = None
-    from outlast.job.spec import unused
+    from outlast.job.spec import unused_fields
 
     misplaced = list(script.misplaced(ctx, file))
-    for sentence in (*misplaced, *unused.anywhere(job), *unused.here(job)):
+    for sentence in (*misplaced, *unused_fields.anywhere(job), *unused_fields.here(job)):
         terminal.say(f"{name}: {sentence}")
 
     began = time.time()
@@ -94,12 +94,12 @@ def run(
     if detach:
         print(f"{name} {'goes on' if going_on else 'runs'} in the background; look at it with: outlast logs -f {name}")
         return
-    from outlast.cli import view
+    from outlast.cli import run_view
 
-    with view.signals() as signals, view.screen() as screen:
-        status, code = view.follow(place, name, screen, signals, tail=0 if going_on else None)
+    with run_view.signals() as signals, run_view.screen() as screen:
+        status, code = run_view.follow(place, name, screen, signals, tail=0 if going_on else None)
     refused = status.failure is not None and status.failure.code == 2
-    for sentence in (*view.summary(status, time.time()), *(misplaced if refused else ())):
+    for sentence in (*run_view.summary(status, time.time()), *(misplaced if refused else ())):
         terminal.say(sentence)
     raise typer.Exit(code)
 

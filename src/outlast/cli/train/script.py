@@ -177,7 +177,7 @@ def command(file: str, args: Sequence[str], *, module: bool, workers: int | None
 
 def gpus() -> int:
     """Return the number of GPUs on this machine."""
-    from outlast.local import workers
+    from outlast.local import worker_processes as workers
 
     return max(map(len, workers.gpus().values()))
 

@@ -13,12 +13,12 @@ import typer
 
 from outlast.base import backoff
 from outlast.base.errors import NotFound, OutlastError, StoreError
-from outlast.cli import terminal, which
+from outlast.cli import find_job, terminal
 from outlast.cli.cluster import render
-from outlast.cli.train import script, step
+from outlast.cli.find_job import ContextOption, FileOrScript, NamespaceOption, SetOption, TitleOption, TopologyOption
+from outlast.cli.train import script, submit_wait
 from outlast.cli.train.script import ModuleOption, WorkersOption
-from outlast.cli.train.step import KeyOption, OutputsOption, TerminateOption, WaitOption
-from outlast.cli.which import ContextOption, FileOrScript, NamespaceOption, SetOption, TitleOption, TopologyOption
+from outlast.cli.train.submit_wait import KeyOption, OutputsOption, TerminateOption, WaitOption
 
 if TYPE_CHECKING:
     from outlast.job.spec import Job
@@ -68,7 +68,7 @@ def submit(
       outlast submit job.yaml --wait --outputs out --idempotency-key "$RUN"
     """
     from outlast.cli.train import overrides
-    from outlast.job.spec import unused
+    from outlast.job.spec import unused_fields
     from outlast.kubernetes import manifests
 
     job = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
@@ -80,12 +80,12 @@ def submit(
         raise OutlastError("--idempotency-key is empty; give the id of the pipeline's run")
     if key:
         content = source.read_bytes() if not module else file
-        job = step.named(job, key, content, *ctx.args, workers, *(set_ or ()))
+        job = submit_wait.named(job, key, content, *ctx.args, workers, *(set_ or ()))
     place = backend(ctx, job, topology, namespace, context)
     if not wait and not place.cluster.has_namespace():  # with --wait, requests are repeated while the API server is away
         raise place.workloads.nowhere()
     title = job.metadata.name
-    for sentence in (*script.misplaced(ctx, file), *unused.anywhere(job), *manifests.warnings(job, topology)):
+    for sentence in (*script.misplaced(ctx, file), *unused_fields.anywhere(job), *manifests.warnings(job, topology)):
         terminal.say(f"{title}: {sentence}")
     if dry_run:
         with render.rendered(job, topology, source=source, namespace=place.cluster.namespace) as (made, parcel):
@@ -98,13 +98,13 @@ def submit(
         _warn(place.cluster)
         return
     if wait:
-        wish = step.Wish(outputs, on_terminate=on_terminate, keyed=bool(key))
+        wish = submit_wait.Wish(outputs, on_terminate=on_terminate, keyed=bool(key))
         apply = functools.partial(place.apply, job, source=source, take_over=take_over)
-        raise typer.Exit(step.until_end(place, title, apply, wish))
+        raise typer.Exit(submit_wait.until_end(place, title, apply, wish))
     for sentence in place.apply(job, source=source, fresh=fresh, take_over=take_over):
         print(sentence, flush=True)
     _warn(place.cluster)
-    options = which.suffix(namespace, context)
+    options = find_job.suffix(namespace, context)
     if follow:
         raise typer.Exit(follow_(place, title, options))
     print(f"look at {title} in namespace {place.cluster.namespace} with: outlast logs -f {title}{options}")
@@ -126,7 +126,7 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
     if isinstance(ctx.obj, KubernetesBackend):
         cluster = ctx.obj.cluster
     else:
-        cluster = which.cluster(ctx, namespace or job.metadata.namespace, context).cluster
+        cluster = find_job.cluster(ctx, namespace or job.metadata.namespace, context).cluster
 
     def made(wanted: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
         with render.rendered(wanted, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh) as (
@@ -170,7 +170,7 @@ def _diff(old: Document, new: Document) -> Iterator[str]:
 
 def follow_(place: KubernetesBackend, name: str, options: str) -> int:
     """Show the logs until the job ends. Returns the exit code for its end."""
-    from outlast.cli import show, view
+    from outlast.cli import run_view, tables_and_pages
 
     try:
         try:
@@ -186,8 +186,8 @@ def follow_(place: KubernetesBackend, name: str, options: str) -> int:
     except KeyboardInterrupt:
         terminal.say(f"{name} goes on; follow it again with: outlast logs -f {name}{options}")
         return 0
-    terminal.say(f"{name}: {show.state(status)}")
-    return view.exit_code(status)
+    terminal.say(f"{name}: {tables_and_pages.state(status)}")
+    return run_view.exit_code(status)
 
 
 def _warn(cluster: Cluster) -> None:

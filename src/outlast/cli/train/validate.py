@@ -36,7 +36,7 @@ def validate(
     if not files and not schema:
         raise typer.BadParameter("give the job files to check, or --schema")
     from outlast.job import spec
-    from outlast.job.spec import unused
+    from outlast.job.spec import unused_fields
 
     if schema:
         print(json.dumps(spec.schema(), indent=2))
@@ -52,9 +52,9 @@ def validate(
             print(f"{job.metadata.name}: ok ({_size(job.spec.workers)})")
             for sentence in _snapshots(job):
                 print(f"  {sentence}")
-            for sentence in unused.anywhere(job):
+            for sentence in unused_fields.anywhere(job):
                 print(f"{file}: warning: {sentence}", file=sys.stderr)
-            for sentence in (*unused.here(job), *unused.pods(job)):
+            for sentence in (*unused_fields.here(job), *unused_fields.pods(job)):
                 print(f"{file}: with outlast run: {sentence}", file=sys.stderr)
     raise typer.Exit(code)
 

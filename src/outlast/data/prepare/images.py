@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast.base.errors import OutlastError, importing
-from outlast.data import cifar, shards
-from outlast.data.prepare import plan, tables, work
-from outlast.data.prepare.plan import TRAIN, VAL, BadSource, File
+from outlast.data import cifar, shard_format
+from outlast.data.prepare import column_shards, source_files, work_units
+from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, File
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
 LARGEST = 256 << 20
@@ -50,7 +50,7 @@ class Settings:
     """True to keep the files' bytes; every image is still decoded once to find damaged images."""
     val: float = 0.1
     """Fraction of the images in val, if the source has no val directory."""
-    shard_size: int = tables.SHARD
+    shard_size: int = column_shards.SHARD
     skip_damaged: bool = False
     stretch: bool = False
     """True to resize the whole image to `size` x `size` instead, and to record its aspect."""
@@ -70,7 +70,7 @@ class Item:
     size: int
 
 
-def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
+def prepare(request: work_units.Request, settings: Settings) -> shard_format.Manifest:
     """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for invalid settings."""
     if settings.size is not None and (settings.size < 1 or settings.encoded):
         raise OutlastError(f"--size {settings.size} cannot be met: it is 1 or more pixels, and not for --encoded; leave it out")
@@ -79,30 +79,30 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     pillow()
     request = dataclasses.replace(request, source=inside(request.source))
     batch_files = cifar_batches(request.source)
-    sources = plan.listed(batch_files or request.source, request.to)
+    sources = source_files.listed(batch_files or request.source, request.to)
     about = settings.about()
-    source = plan.described(sources)
-    if made := work.existing(request, "images", about, source):
+    source = source_files.described(sources)
+    if made := work_units.existing(request, "images", about, source):
         return made
-    with work.opened(work.fitting(request, settings.shard_size), about, sources) as place:
+    with work_units.opened(work_units.fitting(request, settings.shard_size), about, sources) as place:
         if batch_files:
             names, notes = _write_cifar(place, batch_files, settings)
             used = {TRAIN, VAL}
         else:
-            items, names, more = layout(plan.root(request.source), sources, settings.val)
+            items, names, more = layout(source_files.root(request.source), sources, settings.val)
             source |= more
             used = {part for part in items if items[part]}
-            root = plan.root(request.source)
+            root = source_files.root(request.source)
             shape = shape_of(root, items, settings)
             cost = math.prod(shape) if shape else 0
             sizes = {part: [(cost or item.size, item.size) for item in some] for part, some in items.items()}
             do = functools.partial(_write, root=root, to=request.to, settings=settings, shape=shape)
-            notes = place.results("shard", do, tables.batches(items, sizes, settings.shard_size))
+            notes = place.results("shard", do, column_shards.batches(items, sizes, settings.shard_size))
         source |= {"classes": list(names), "damaged": sum(note["damaged"] for note in notes)}
         if names_of_damaged := [name for note in notes for name in note.get("names", ())]:
             source |= {"damaged_files": sorted(names_of_damaged)[:NAMED]}
-        parts = tables.parts(notes, [part for part in (TRAIN, VAL) if part in used or (part == VAL and settings.val)])
-        return place.finish(shards.Manifest("images", parts, about, source, place=str(request.to)))
+        parts = column_shards.parts(notes, [part for part in (TRAIN, VAL) if part in used or (part == VAL and settings.val)])
+        return place.finish(shard_format.Manifest("images", parts, about, source, place=str(request.to)))
 
 
 def pillow() -> Any:
@@ -129,16 +129,16 @@ def layout(root: Path, sources: Sequence[File], val: float) -> tuple[dict[str, l
     images = [file for file in sources if file.name.lower().endswith(SUFFIXES)]
     if not images:
         raise BadSource(f"{root} has no images ({', '.join(SUFFIXES)}); name a directory with a directory per class")
-    divided = TRAIN in {plan.named_part(file.name) for file in images if file.name.count("/") > 1}
+    divided = TRAIN in {source_files.named_part(file.name) for file in images if file.name.count("/") > 1}
     if divided:  # leave out others, such as test/, which have no labels or must not be trained on
-        images = [file for file in images if plan.named_part(file.name)]
+        images = [file for file in images if source_files.named_part(file.name)]
     annotated = _annotations(root, sources)
     classes = {file.name: _class(file.name, annotated, divided=divided) for file in images}
     names = sorted(set(classes.values()))
     number = {each: i for i, each in enumerate(names)}
-    part = plan.parts(images, val)
+    part = source_files.parts(images, val)
     items: dict[str, list[Item]] = {TRAIN: [], VAL: []}
-    for file in sorted(images, key=lambda file: (plan.hash_fraction(file.name), file.name)):
+    for file in sorted(images, key=lambda file: (source_files.hash_fraction(file.name), file.name)):
         items[part[file.name]].append(Item(file.name, number[classes[file.name]], file.size))
     return items, names, {"words": words} if (words := _words(root, sources, names)) else {}
 
@@ -210,7 +210,7 @@ def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8]
                 return np.asarray(resized(_rgb(image), settings.size, stretch=settings.stretch)), aspect
     except Exception as error:  # a decoder raises anything on damaged bytes
         if isinstance(error, OSError) and error.errno:
-            raise plan.unreadable(root / file, error) from error
+            raise source_files.unreadable(root / file, error) from error
         raise BadSource(f"{file} is damaged or no image ({error}); replace it, or leave it out with --skip-damaged") from error
 
 
@@ -233,7 +233,9 @@ def resized(image: Any, size: int | None, *, stretch: bool = False) -> Any:
     return image.resize((size, size), pillow().Resampling.BICUBIC, (left, top, left + shorter, top + shorter))
 
 
-def _write(batch: tables.Batch[Item], *, root: Path, to: Path, settings: Settings, shape: tuple[int, ...] | None) -> work.Note:
+def _write(
+    batch: column_shards.Batch[Item], *, root: Path, to: Path, settings: Settings, shape: tuple[int, ...] | None
+) -> work_units.Note:
     rows = np.empty((len(batch.items), *shape), np.uint8) if shape else None
     encoded, offsets = bytearray(), [0]
     labels: list[int] = []
@@ -260,11 +262,11 @@ def _write(batch: tables.Batch[Item], *, root: Path, to: Path, settings: Setting
     if settings.stretch:
         columns["aspect"] = np.array(aspects, np.float32)
     if rows is None:
-        columns |= {"image": np.frombuffer(encoded, np.uint8), f"image{shards.OFFSETS}": np.array(offsets, np.int64)}
+        columns |= {"image": np.frombuffer(encoded, np.uint8), f"image{shard_format.OFFSETS}": np.array(offsets, np.int64)}
     elif labels:
         columns["image"] = rows[: len(labels)]  # (n, H, W, 3)
     return {
-        batch.part: tables.write(to, batch.part, batch.shard, columns),
+        batch.part: column_shards.write(to, batch.part, batch.shard, columns),
         "damaged": len(damaged),
         "names": damaged[:NAMED],
     }
@@ -278,7 +280,7 @@ def cifar_batches(source: Path) -> Path | None:
     return next((path for path in (source, source / "cifar-10-batches-py") if (path / cifar.META).is_file()), None)
 
 
-def _write_cifar(place: work.Place, directory: Path, settings: Settings) -> tuple[Sequence[str], list[work.Note]]:
+def _write_cifar(place: work_units.Place, directory: Path, settings: Settings) -> tuple[Sequence[str], list[work_units.Note]]:
     if settings.encoded:
         raise OutlastError("CIFAR-10's batches have no encoded images; leave out --encoded")
     files = [(TRAIN, file) for file in cifar.TRAIN] + [(VAL, cifar.TEST)]
@@ -287,14 +289,14 @@ def _write_cifar(place: work.Place, directory: Path, settings: Settings) -> tupl
         of_part = [file for each, file in files if each == part]
         made += [(part, shard, file) for shard, file in enumerate(of_part)]
     batches = [
-        tables.Batch(number, part, shard, (file,), (directory / file).stat().st_size)
+        column_shards.Batch(number, part, shard, (file,), (directory / file).stat().st_size)
         for number, (part, shard, file) in enumerate(made)
     ]
     do = functools.partial(_write_batch, directory=directory, to=place.request.to, settings=settings)
     return cifar.test(directory).names, place.results("shard", do, batches)
 
 
-def _write_batch(batch: tables.Batch[str], *, directory: Path, to: Path, settings: Settings) -> work.Note:
+def _write_batch(batch: column_shards.Batch[str], *, directory: Path, to: Path, settings: Settings) -> work_units.Note:
     images = cifar.read(directory, batch.items)
     pictures = images.x.transpose(0, 2, 3, 1)  # (n, 32, 32, 3)
     columns: dict[str, NDArray[Any]] = {"label": images.y}
@@ -304,4 +306,4 @@ def _write_batch(batch: tables.Batch[str], *, directory: Path, to: Path, setting
     if settings.stretch:
         columns["aspect"] = np.ones(len(pictures), np.float32)
     columns["image"] = np.ascontiguousarray(pictures)
-    return {batch.part: tables.write(to, batch.part, batch.shard, columns), "damaged": 0}
+    return {batch.part: column_shards.write(to, batch.part, batch.shard, columns), "damaged": 0}

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast.base.errors import OutlastError
-from outlast.data import shards
-from outlast.data.prepare import chat, plan, records, tables, text, tokenizer, work
-from outlast.data.prepare.plan import TRAIN, VAL, BadSource, Document, Unit
+from outlast.data import shard_format
+from outlast.data.prepare import chat, column_shards, jsonl_lines, source_files, text, tokenizer, work_units
+from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, Document, Unit
 
 SHARD = 8 << 20
 """Size in bytes of the records in a shard. Arbitrary, like `tables.SHARD`; tokens and labels take twice as many bytes."""
@@ -79,39 +79,39 @@ class Coder:
     max_length: int | None
 
 
-def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
+def prepare(request: work_units.Request, settings: Settings) -> shard_format.Manifest:
     """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for invalid settings."""
     if settings.tokenizer == "char" or (settings.max_length is not None and settings.max_length < 1):
         raise OutlastError(
             "records need --tokenizer bpe, gpt2-like or a tokenizer.json, and --max-length 1 or more; correct them"
         )
-    sources = plan.listed(request.source, request.to, settings.patterns)
+    sources = source_files.listed(request.source, request.to, settings.patterns)
     about = settings.described
-    source = plan.described(sources)
-    if made := work.existing(request, "jsonl", about, source):
+    source = source_files.described(sources)
+    if made := work_units.existing(request, "jsonl", about, source):
         return made
-    named = plan.named(sources)
-    part = plan.parts(sources, 0) if named else {}
+    named = source_files.named(sources)
+    part = source_files.parts(sources, 0) if named else {}
     documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in sources]
-    reader = text.Reader(plan.root(request.source), "", settings.val, settings.skip_damaged)
-    with work.opened(work.fitting(request, 4 * settings.shard_size), about, sources) as place:
-        units = plan.units(documents, settings.shard_size)
+    reader = text.Reader(source_files.root(request.source), "", settings.val, settings.skip_damaged)
+    with work_units.opened(work_units.fitting(request, 4 * settings.shard_size), about, sources) as place:
+        units = source_files.units(documents, settings.shard_size)
         coder, size = _coder(place, settings, reader, units)
         notes = place.results("shard", functools.partial(_write, reader=reader, coder=coder, to=request.to), units)
         source |= {key: sum(note[key] for note in notes) for key in ("damaged", "cut")}
         if source["damaged"]:
             source["left_out"] = [each for note in notes for each in note["left_out"]][:NAMED]
-        parts = tables.parts(notes, (TRAIN, VAL) if named or settings.val else (TRAIN,))
-        file = "" if coder.path.is_dir() else shards.TOKENIZER
-        return place.finish(shards.Manifest("jsonl", parts, about, source, "", size, file, str(request.to)))
+        parts = column_shards.parts(notes, (TRAIN, VAL) if named or settings.val else (TRAIN,))
+        file = "" if coder.path.is_dir() else shard_format.TOKENIZER
+        return place.finish(shard_format.Manifest("jsonl", parts, about, source, "", size, file, str(request.to)))
 
 
-def _coder(place: work.Place, settings: Settings, reader: text.Reader, units: Sequence[Unit]) -> tuple[Coder, int]:
+def _coder(place: work_units.Place, settings: Settings, reader: text.Reader, units: Sequence[Unit]) -> tuple[Coder, int]:
     """Return the settings of the given tokenizer, or train a tokenizer; also return the size of its vocabulary."""
     if (given := Path(settings.tokenizer)).is_dir():
         digest = chat.digest(given)
         return Coder(given.resolve(), digest, None, settings.max_length), len(chat.load(given.resolve(), digest))
-    path = place.request.to / shards.TOKENIZER
+    path = place.request.to / shard_format.TOKENIZER
     if not path.exists():
         sample = units[:: -(-sum(unit.bytes for unit in units) // text.SAMPLE) or 1]
         text.make_tokenizer(place, path, settings.of_text, functools.partial(_train, reader=reader, units=sample))
@@ -126,19 +126,19 @@ def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-            raise BadSource(f"{records.where(file, at)} has messages that are no list of objects with role and content")
+            raise BadSource(f"{jsonl_lines.where(file, at)} has messages that are no list of objects with role and content")
         made = []
         for each in messages:
-            role, content = (records.text(each.get(name), f"{name} in a message", file, at) for name in ("role", "content"))
+            role, content = (jsonl_lines.text(each.get(name), f"{name} in a message", file, at) for name in ("role", "content"))
             made.append((role, content, role == "assistant"))
         return made
     if "prompt" in record or "completion" in record:
-        prompt, completion = (records.text(record.get(name), name, file, at) for name in ("prompt", "completion"))
+        prompt, completion = (jsonl_lines.text(record.get(name), name, file, at) for name in ("prompt", "completion"))
         return [("", prompt, False), ("", completion, True)]
     if "text" in record:
-        return [("", records.text(record["text"], "text", file, at), True)]
+        return [("", jsonl_lines.text(record["text"], "text", file, at), True)]
     fields = ", ".join(list(record)[:5]) or "nothing"
-    raise BadSource(f"{records.where(file, at)} has none of prompt and completion, messages, text; it has {fields}")
+    raise BadSource(f"{jsonl_lines.where(file, at)} has none of prompt and completion, messages, text; it has {fields}")
 
 
 def _encoded(unit: Unit, reader: text.Reader, damaged: list[str], encode: Callable[[_Record], T]) -> Iterator[tuple[str, T]]:
@@ -148,20 +148,20 @@ def _encoded(unit: Unit, reader: text.Reader, damaged: list[str], encode: Callab
     """
     for piece in unit.pieces:
         with text.opened(reader, piece.document) as file:
-            for at, line in records.lines(file, piece):
+            for at, line in jsonl_lines.lines(file, piece):
                 try:
-                    record = records.parsed(line, file, at)
+                    record = jsonl_lines.parsed(line, file, at)
                     try:
                         made = encode((record, segments(record, file, at)))
                     except chat.Refused as refusal:
-                        raise BadSource(f"{records.where(file, at)} {refusal}") from refusal
+                        raise BadSource(f"{jsonl_lines.where(file, at)} {refusal}") from refusal
                 except BadSource as error:
                     if not reader.skip_damaged:
                         raise
                     damaged.append(str(error))
                     file.seek(at + len(line))
                     continue
-                yield piece.document.part or (VAL if plan.hash_fraction(line.strip()) < reader.val else TRAIN), made
+                yield piece.document.part or (VAL if source_files.hash_fraction(line.strip()) < reader.val else TRAIN), made
 
 
 def _train(path: Path, size: int, *, reader: text.Reader, units: Sequence[Unit]) -> None:
@@ -173,7 +173,7 @@ def _train(path: Path, size: int, *, reader: text.Reader, units: Sequence[Unit])
     tokenizer.save(path, tokenizer.train((piece for each in texts for piece in tokenizer.pieces(each)), size, roles))
 
 
-def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work.Note:
+def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work_units.Note:
     """Write the shards of a unit, one per part."""
     rows: dict[str, list[chat.Sample]] = {TRAIN: [], VAL: []}
     damaged: list[str] = []
@@ -181,12 +181,12 @@ def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work.N
     for part, (ids, labels) in _encoded(unit, reader, damaged, _encoder(coder)):
         cut += coder.max_length is not None and len(ids) > coder.max_length
         rows[part].append((ids[: coder.max_length], labels[: coder.max_length]))
-    note: work.Note = {"damaged": len(damaged), "left_out": damaged[:NAMED], "cut": cut}
+    note: work_units.Note = {"damaged": len(damaged), "left_out": damaged[:NAMED], "cut": cut}
     for part, some in rows.items():
         columns = {}
         for at, name in enumerate(("input_ids", "labels")):
-            columns[name], columns[f"{name}{shards.OFFSETS}"] = shards.ragged([row[at] for row in some], "int32")
-        note[part] = tables.write(to, part, unit.number, columns)
+            columns[name], columns[f"{name}{shard_format.OFFSETS}"] = shard_format.ragged([row[at] for row in some], "int32")
+        note[part] = column_shards.write(to, part, unit.number, columns)
     return note
 
 
@@ -202,7 +202,7 @@ def _encoder(coder: Coder) -> Callable[[_Record], chat.Sample]:
 def sample(segments: Segments, coder: Coder, loaded: Any) -> chat.Sample:
     """Return tokens and labels (int32) of a record's segments. `loaded`: the library's tokenizer."""
     encoder = tokenizer.encoder(coder.path, coder.digest)
-    dtype = shards.dtype(tokenizer.vocab_size(loaded))
+    dtype = shard_format.dtype(tokenizer.vocab_size(loaded))
     ids: list[NDArray[np.int32]] = []
     learned: list[NDArray[np.bool_]] = []
 

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from outlast.base.errors import OutlastError, importing
-from outlast.data import java
-from outlast.data.place import Say
-from outlast.data.prepare import plan, work
+from outlast.data import spark_java
+from outlast.data.dataset_directory import Say
+from outlast.data.prepare import source_files, work_units
 
 PARTITIONS = 4096
 """Default maximum number of tasks per stage. A unit takes from a tenth of a second to several seconds, and the overhead of a task
@@ -51,7 +51,7 @@ _ANSWER_S = 5.0
 _NO_EXECUTOR_S = 60.0
 """Seconds without an executor before a warning. Arbitrary: an executor starts within seconds."""
 _PENDING = " (kubectl get pods -l spark-role=executor shows those that wait; a quota or Pod Security lets none be made)"
-_U = TypeVar("_U", bound=work.Work)
+_U = TypeVar("_U", bound=work_units.Work)
 
 
 @dataclass(frozen=True)
@@ -221,8 +221,8 @@ class Engine:
             self.context = self._session.started(check)
 
     def done(
-        self, task: work.Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
-    ) -> Mapping[int, work.Note]:
+        self, task: work_units.Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
+    ) -> Mapping[int, work_units.Note]:
         self.start(check)
         context = self.context
         parts = min(self._settings.partitions or PARTITIONS, len(units))
@@ -252,7 +252,7 @@ class Engine:
                 context.cancelJobGroup(group)
             wait([job], _END_S)
             raise
-        notes: dict[int, work.Note] = {}
+        notes: dict[int, work_units.Note] = {}
         try:
             results = job.result()
         except Exception as error:
@@ -294,7 +294,7 @@ def opened(settings: Settings, say: Say = lambda line: None) -> Iterator[Engine]
     """Yield Spark as an engine, which reports missing executors to `say`. Raises OutlastError if Spark cannot run."""
     version = pyspark().__version__
     check_home(version, os.environ.get("SPARK_HOME"))
-    java.home(version)
+    spark_java.home(version)
     _check_answers(settings.master)
     _check_reached(settings)
     engine = Engine(settings, say=say)
@@ -333,7 +333,7 @@ class _Session:
         library = pyspark()
         from pyspark.java_gateway import launch_gateway
 
-        os.environ["JAVA_HOME"] = str(java.home(library.__version__))
+        os.environ["JAVA_HOME"] = str(spark_java.home(library.__version__))
         os.environ["PYSPARK_PYTHON"] = self._settings.conf.get("spark.pyspark.python", sys.executable)
         conf = library.SparkConf().setAll(list(configuration(self._settings).items()))
         with contextlib.ExitStack() as stack:
@@ -409,15 +409,15 @@ class _Progress:
 
 
 def _run(
-    groups: Iterable[Sequence[_U]], *, task: work.Task[_U], progress: Any, attempts: int
-) -> Iterator[tuple[dict[int, work.Note], Exception | None]]:
+    groups: Iterable[Sequence[_U]], *, task: work_units.Task[_U], progress: Any, attempts: int
+) -> Iterator[tuple[dict[int, work_units.Note], Exception | None]]:
     """Do the units of a task. Yields their notes, and the error that ended the task, or None.
 
     An exception that may be due to this machine is raised, so that Spark retries, unless this is the last attempt.
     """
     from pyspark import TaskContext
 
-    notes: dict[int, work.Note] = {}
+    notes: dict[int, work_units.Note] = {}
     for unit in (unit for group in groups for unit in group):
         try:
             notes[unit.number] = task(unit)
@@ -439,7 +439,7 @@ def _of_machine(error: Exception) -> bool:
     exceptions, such as MemoryError, may be due to the machine.
     """
     if isinstance(error, OutlastError):
-        return isinstance(error.__cause__, OSError) and not isinstance(error, plan.BadSource)
+        return isinstance(error.__cause__, OSError) and not isinstance(error, source_files.BadSource)
     return True
 
 

@@ -24,9 +24,9 @@ import numpy as np
 
 from outlast.base import files
 from outlast.base.errors import OutlastError
-from outlast.data import shards
-from outlast.data.prepare import plan, records, tokenizer, work
-from outlast.data.prepare.plan import TRAIN, VAL, BadSource, Document, File, Piece, Unit
+from outlast.data import shard_format
+from outlast.data.prepare import jsonl_lines, source_files, tokenizer, work_units
+from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, Document, File, Piece, Unit
 
 SAMPLE = 256 << 20
 """Maximum size in bytes of the text on which a tokenizer is trained. Arbitrary: more text hardly changes the merges."""
@@ -71,20 +71,20 @@ class Reader:
     skip_damaged: bool
 
 
-def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
+def prepare(request: work_units.Request, settings: Settings) -> shard_format.Manifest:
     """Make or finish the dataset, and return its manifest. Any number of processes produces the same bytes.
 
     Raises BadSource, and OutlastError for invalid settings, or if the target contains other files.
     """
-    sources = plan.listed(request.source, request.to, settings.patterns)
+    sources = source_files.listed(request.source, request.to, settings.patterns)
     about = described(settings)
-    source = plan.described(sources)
-    if made := work.existing(request, "text", about, source):
+    source = source_files.described(sources)
+    if made := work_units.existing(request, "text", about, source):
         return made
-    reader = Reader(plan.root(request.source), settings.field, settings.val, settings.skip_damaged)
-    with work.opened(work.fitting(request, 20 * request.unit), about, sources) as place:
+    reader = Reader(source_files.root(request.source), settings.field, settings.val, settings.skip_damaged)
+    with work_units.opened(work_units.fitting(request, 20 * request.unit), about, sources) as place:
         units, characters = _documents(place, reader, settings, sources)
-        path = request.to / shards.TOKENIZER
+        path = request.to / shard_format.TOKENIZER
         if not path.exists() and settings.tokenizer == "char":
             tokenizer.save(path, tokenizer.of_characters(characters or ()))
         elif not path.exists():
@@ -94,14 +94,16 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
         loaded = tokenizer.load(path)
         size = tokenizer.vocab_size(loaded)
         separator = tokenizer.separator(loaded, settings.separator)
-        end = b"" if separator is None else np.array(separator, np.dtype(shards.dtype(size)).newbyteorder("<")).tobytes()
+        end = b"" if separator is None else np.array(separator, np.dtype(shard_format.dtype(size)).newbyteorder("<")).tobytes()
         encode = functools.partial(_encode, reader=reader, path=path, digest=digest, end=end, into=place.private)
         notes = place.results("encode", encode, units)
-        tokenizer.write_vocabulary(request.to / shards.META, loaded)
-        parts = _assembled(place, settings, notes, shards.dtype(size))
+        tokenizer.write_vocabulary(request.to / shard_format.META, loaded)
+        parts = _assembled(place, settings, notes, shard_format.dtype(size))
         source["damaged"] = sum(note["damaged"] for note in notes)
         return place.finish(
-            shards.Manifest("text", parts, about, source, shards.dtype(size), size, shards.TOKENIZER, str(request.to))
+            shard_format.Manifest(
+                "text", parts, about, source, shard_format.dtype(size), size, shard_format.TOKENIZER, str(request.to)
+            )
         )
 
 
@@ -135,16 +137,16 @@ def described(settings: Settings) -> dict[str, Any]:
 
 
 def _documents(
-    place: work.Place, reader: Reader, settings: Settings, sources: Sequence[File]
+    place: work_units.Place, reader: Reader, settings: Settings, sources: Sequence[File]
 ) -> tuple[list[Unit], set[str] | None]:
     """Return the units to encode, and the characters of all documents, or None without a survey."""
-    plain = [file for file in sources if not file.name.endswith(records.SUFFIX)]
-    part = plan.parts(sources if len(plain) < len(sources) and plan.named(sources) else plain, settings.val)
+    plain = [file for file in sources if not file.name.endswith(jsonl_lines.SUFFIX)]
+    part = source_files.parts(sources if len(plain) < len(sources) and source_files.named(sources) else plain, settings.val)
     documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in sources]
     tail = len(sources) == len(plain) == 1 and settings.val > 0
     characters = None
     if tail or settings.tokenizer == "char":
-        units = plan.units(documents, place.request.unit)
+        units = source_files.units(documents, place.request.unit)
         if not units:
             raise BadSource(f"{place.request.source} has no text: its files are empty; name another source")
         notes = place.results("survey", functools.partial(_survey, reader=reader), units)
@@ -153,10 +155,10 @@ def _documents(
             (document,) = documents
             at = _tail(reader, units, [note["length"] for note in notes], settings.val)
             documents = [dataclasses.replace(document, high=at, part=TRAIN), dataclasses.replace(document, low=at, part=VAL)]
-    return plan.units(documents, place.request.unit), characters
+    return source_files.units(documents, place.request.unit), characters
 
 
-def _survey(unit: Unit, *, reader: Reader) -> work.Note:
+def _survey(unit: Unit, *, reader: Reader) -> work_units.Note:
     """Return the distinct characters of a unit, and the total number of its characters."""
     seen, length = np.zeros(0x110000, bool), 0
     for _, text, _ in texts(unit, reader, []):
@@ -187,7 +189,7 @@ def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str,
     for piece in unit.pieces:
         try:
             with opened(reader, piece.document) as file:
-                if piece.document.file.endswith(records.SUFFIX):
+                if piece.document.file.endswith(jsonl_lines.SUFFIX):
                     yield from _records(file, piece, reader, damaged)
                 else:
                     begin = _cut(file, piece.document, piece.begin)
@@ -205,7 +207,7 @@ def opened(reader: Reader, document: Document) -> BinaryIO:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise plan.unreadable(path, error) from error
+        raise source_files.unreadable(path, error) from error
     if os.fstat(file.fileno()).st_size != document.size:
         file.close()
         raise OutlastError(f"{path} changed while it was read; run the same command again when nobody writes to it")
@@ -245,22 +247,22 @@ def _text(data: bytes, document: Document, begin: int) -> str:
 
 
 def _records(file: BinaryIO, piece: Piece, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
-    for at, line in records.lines(file, piece):
+    for at, line in jsonl_lines.lines(file, piece):
         try:
-            text = records.text(records.parsed(line, file, at).get(reader.field), reader.field, file, at)
+            text = jsonl_lines.text(jsonl_lines.parsed(line, file, at).get(reader.field), reader.field, file, at)
         except BadSource as error:
             if not reader.skip_damaged:
                 raise
             damaged.append(str(error))
             file.seek(at + len(line))
             continue
-        yield piece.document.part or (VAL if plan.hash_fraction(text) < reader.val else TRAIN), text, True
+        yield piece.document.part or (VAL if source_files.hash_fraction(text) < reader.val else TRAIN), text, True
 
 
 # ---- tokens
 
 
-def make_tokenizer(place: work.Place, path: Path, settings: Settings, train: Callable[[Path, int], None]) -> None:
+def make_tokenizer(place: work_units.Place, path: Path, settings: Settings, train: Callable[[Path, int], None]) -> None:
     """Write `tokenizer.json`: copy the given tokenizer, or call `train(path, size)` in a separate process."""
     if settings.trained is None:
         tokenizer.save(path, Path(settings.tokenizer).read_text("utf-8"))
@@ -280,7 +282,7 @@ def _train(path: Path, size: int, *, reader: Reader, units: Sequence[Unit]) -> N
     tokenizer.save(path, tokenizer.train(sample(), size))
 
 
-def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, into: Path) -> work.Note:
+def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, into: Path) -> work_units.Note:
     """Write the tokens of a unit, one file per part. Returns a note with the numbers of documents and bytes of each part."""
     encoder = tokenizer.encoder(path, digest)
     tokens: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
@@ -289,12 +291,12 @@ def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, 
     for part, text, ends in texts(unit, reader, damaged):
         tokens[part] += [encoder(text), end if ends else b""]
         documents[part] += ends
-    note: work.Note = {"damaged": len(damaged)}
+    note: work_units.Note = {"damaged": len(damaged)}
     for part, encoded in tokens.items():
         name = f"encode-{unit.number:06d}.{part}"
         temporary = files.beside(into / name)
         with temporary.open("wb") as file:
-            work.check_attempt()
+            work_units.check_attempt()
             file.writelines(encoded)
             file.flush()
             os.fsync(file.fileno())
@@ -303,13 +305,15 @@ def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, 
     return note
 
 
-def _assembled(place: work.Place, settings: Settings, notes: Sequence[work.Note], dtype: str) -> dict[str, shards.Part]:
+def _assembled(
+    place: work_units.Place, settings: Settings, notes: Sequence[work_units.Note], dtype: str
+) -> dict[str, shard_format.Part]:
     """Write the tokens of all units, in the order of the documents, as shards."""
     parts = {}
     total = sum(note[part]["bytes"] for note in notes for part in (TRAIN, VAL))
     done = 0
     for part in (TRAIN, VAL) if settings.val or any(note[VAL]["documents"] for note in notes) else (TRAIN,):
-        with shards.Writer(place.request.to, part, 2 if dtype == "uint16" else 4, settings.shard_size) as writer:
+        with shard_format.Writer(place.request.to, part, 2 if dtype == "uint16" else 4, settings.shard_size) as writer:
             for note in notes:
                 place.check()
                 path = place.private / note[part]["file"]

@@ -19,8 +19,8 @@ import numpy as np
 
 from outlast.base import files
 from outlast.base.errors import OutlastError, importing
-from outlast.data import shards
-from outlast.data.prepare import ascii_words, plan
+from outlast.data import shard_format
+from outlast.data.prepare import ascii_words, source_files
 
 SEPARATOR = "<|endoftext|>"
 """Token between documents in GPT-2."""
@@ -114,7 +114,7 @@ def train(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> str:
 def write_vocabulary(path: Path, tokenizer: Any) -> None:
     """Write nanoGPT's `meta.pkl`: its `train.py` reads the size of the vocabulary, and its `sample.py` decodes with it."""
     size = vocab_size(tokenizer)
-    shards.write_vocabulary(path, size, {i: tokenizer.decode([i], skip_special_tokens=False) for i in range(size)})
+    shard_format.write_vocabulary(path, size, {i: tokenizer.decode([i], skip_special_tokens=False) for i in range(size)})
 
 
 def save(path: Path, text: str) -> None:
@@ -126,7 +126,7 @@ def encoder(path: Path, digest: str) -> Encoder:
     """Return the fastest encoder for a `tokenizer.json`. One encoder per process is cached, by the file's `digest`."""
     tokenizer = load(path)
     about = json.loads(path.read_text("utf-8"))
-    dtype = np.dtype(shards.dtype(vocab_size(tokenizer))).newbyteorder("<")
+    dtype = np.dtype(shard_format.dtype(vocab_size(tokenizer))).newbyteorder("<")
     model, splitter = about["model"], about.get("pre_tokenizer") or {}
     special = all(token["special"] for token in about.get("added_tokens", ()))
     if model["type"] == "WordLevel" and splitter.get("pattern") == {"Regex": _CHARACTER}:
@@ -190,7 +190,9 @@ class _Characters:
         points = code_points(text)
         if not self._in_vocabulary[points].all():
             unknown = chr(int(points[np.argmin(self._in_vocabulary[points])]))
-            raise plan.BadSource(f"the tokenizer does not know the character {unknown!r}; train one with --tokenizer char")
+            raise source_files.BadSource(
+                f"the tokenizer does not know the character {unknown!r}; train one with --tokenizer char"
+            )
         return bytes(self._token[points].tobytes())
 
 

@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast.base.errors import OutlastError, importing
-from outlast.data import shards
-from outlast.data.prepare import plan, tables, work
-from outlast.data.prepare.plan import TRAIN, VAL, BadSource, File
+from outlast.data import shard_format
+from outlast.data.prepare import column_shards, source_files, work_units
+from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, File
 
 SUFFIXES = (".mp4", ".mkv", ".avi", ".mov", ".webm", ".mpg", ".mpeg", ".m4v")
 FRAMES_PER_SECOND = 25
@@ -71,19 +71,19 @@ class Clip:
     label: int
 
 
-def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
+def prepare(request: work_units.Request, settings: Settings) -> shard_format.Manifest:
     """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for invalid settings."""
     if min(settings.frames, settings.size, settings.clips) < 1:
         raise OutlastError("--frames, --size and --clips are 1 or more; correct them")
     pyav()
-    sources = plan.listed(request.source, request.to)
+    sources = source_files.listed(request.source, request.to)
     labels, digest = listed(settings.labels)
     about = dataclasses.asdict(settings) | {"labels": digest}
-    source = plan.described(sources)
-    if made := work.existing(request, "video", about, source):
+    source = source_files.described(sources)
+    if made := work_units.existing(request, "video", about, source):
         return made
-    with work.opened(work.fitting(request, settings.shard_size), about, sources) as place:
-        root = plan.root(request.source)
+    with work_units.opened(work_units.fitting(request, settings.shard_size), about, sources) as place:
+        root = source_files.root(request.source)
         videos = [file for file in sources if file.name.lower().endswith(SUFFIXES)]
         if not videos:
             raise BadSource(
@@ -93,10 +93,10 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
         read = {file.name: file.size // settings.clips for file in videos}
         sizes = {part: [(settings.bytes, read[clip.file]) for clip in some] for part, some in items.items()}
         do = functools.partial(_write, root=root, to=request.to, settings=settings)
-        notes = place.results("shard", do, tables.batches(items, sizes, settings.shard_size))
+        notes = place.results("shard", do, column_shards.batches(items, sizes, settings.shard_size))
         source |= {"classes": names} | {key: sum(note[key] for note in notes) for key in ("damaged", "silent")}
-        parts = tables.parts(notes, [part for part in (TRAIN, VAL) if items[part] or (part == VAL and settings.val)])
-        return place.finish(shards.Manifest("video", parts, about, source, place=str(request.to)))
+        parts = column_shards.parts(notes, [part for part in (TRAIN, VAL) if items[part] or (part == VAL and settings.val)])
+        return place.finish(shard_format.Manifest("video", parts, about, source, place=str(request.to)))
 
 
 def pyav() -> Any:
@@ -111,12 +111,12 @@ def pyav() -> Any:
 
 def layout(videos: Sequence[File], listed: Mapping[str, str], settings: Settings) -> tuple[dict[str, list[Clip]], list[str]]:
     """Return the clips of each part, in order of a hash of their names, and the names of the classes. Raises BadSource."""
-    divided = plan.named(videos)
+    divided = source_files.named(videos)
     classes = {file.name: _label(file.name, listed, divided=divided) for file in videos}
     names = sorted(set(classes.values()))
     number = {each: i for i, each in enumerate(names)}
-    part = plan.parts(videos, settings.val)
-    ordered = sorted(videos, key=lambda file: (plan.hash_fraction(file.name), file.name))
+    part = source_files.parts(videos, settings.val)
+    ordered = sorted(videos, key=lambda file: (source_files.hash_fraction(file.name), file.name))
     items: dict[str, list[Clip]] = {TRAIN: [], VAL: []}
     for at in range(settings.clips):
         for file in ordered:
@@ -166,7 +166,7 @@ def listed(path: str) -> tuple[dict[str, str], str]:
 # ---- frames and sound
 
 
-def _write(batch: tables.Batch[Clip], *, root: Path, to: Path, settings: Settings) -> work.Note:
+def _write(batch: column_shards.Batch[Clip], *, root: Path, to: Path, settings: Settings) -> work_units.Note:
     count = len(batch.items)
     videos = np.empty((count, settings.frames, settings.size, settings.size, 3), np.uint8)
     sounds = np.zeros((count, settings.frames * PER_FRAME), np.int16)  # silence for videos without sound
@@ -188,7 +188,7 @@ def _write(batch: tables.Batch[Clip], *, root: Path, to: Path, settings: Setting
     columns: dict[str, NDArray[Any]] = {"label": np.array(labels, np.int64)}
     if labels:
         columns |= {"video": videos[: len(labels)], "audio": sounds[: len(labels)]}
-    return {batch.part: tables.write(to, batch.part, batch.shard, columns), "damaged": damaged, "silent": silent}
+    return {batch.part: column_shards.write(to, batch.part, batch.shard, columns), "damaged": damaged, "silent": silent}
 
 
 def decoded(path: Path, clip: Clip, settings: Settings) -> tuple[NDArray[np.uint8], NDArray[np.int16] | None]:
@@ -206,7 +206,7 @@ def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.u
     try:
         path.open("rb").close()
     except OSError as error:
-        raise plan.unreadable(path, error) from error
+        raise source_files.unreadable(path, error) from error
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from outlast.job.ledger import Event
 from outlast.job.report.incidents import Incident
-from outlast.job.report.reading import in_order, microseconds, survey
+from outlast.job.report.ledger_events import in_order, microseconds, survey
 from outlast.job.report.steps import Bucket, Step
 from outlast.job.report.timeline import Snapshots, Timeline
 

@@ -1,8 +1,8 @@
 """The timeline of a job: the ledger's events folded, in order, into spans of time that each have an owner.
 
-Called by `report.goodput` only. Events arrive in the order of time, each once (`reading`), with the fields listed in `ledger`. An
-event may be missing because its writer was killed, or come from a replaced generation or a slightly wrong clock. In every case,
-each instant between the first event and the end has one owner.
+Called by `report.goodput` only. Events arrive in the order of time, each once (`ledger_events`), with the fields listed in
+`ledger`. An event may be missing because its writer was killed, or come from a replaced generation or a slightly wrong clock.
+In every case, each instant between the first event and the end has one owner.
 
 A step owns the time from the end of the previous step to its end. This time is training if the step is kept, except for time
 spent waiting for data. It is replayed if a restore rolls the step back or a failure cuts it short. All other time has the bucket
@@ -18,7 +18,7 @@ import dataclasses
 from outlast.job.ledger import Event
 from outlast.job.report import incidents
 from outlast.job.report.incidents import Incident, Lost
-from outlast.job.report.reading import Survey, microseconds
+from outlast.job.report.ledger_events import Survey, microseconds
 from outlast.job.report.steps import WAITING, Bucket, Durations, Step
 
 _HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}

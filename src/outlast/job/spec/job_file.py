@@ -10,10 +10,12 @@ from typing import Any
 import yaml
 
 from outlast.base.errors import InvalidJob, NotFound, OutlastError
-from outlast.job.spec import document, fields, validation
-from outlast.job.spec.document import Place
+from outlast.job.spec import field_types as fields
+from outlast.job.spec import validation
+from outlast.job.spec import yaml_document as document
 from outlast.job.spec.locations import ARCHIVES, archive, local, pinned
 from outlast.job.spec.model import Job, Spec
+from outlast.job.spec.yaml_document import Place
 
 
 def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:

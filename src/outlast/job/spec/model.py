@@ -14,10 +14,10 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from outlast.base import units
 from outlast.job import accelerators, contract
-from outlast.job.spec import fields, validation
-from outlast.job.spec.document import Place
+from outlast.job.spec import field_types, validation
 from outlast.job.spec.locations import local
 from outlast.job.spec.validation import Checked
+from outlast.job.spec.yaml_document import Place
 
 OWN = "/(etc|opt|run|var|usr|bin|sbin|lib|lib64)|/(proc|sys|dev|opt/outlast|etc/outlast|etc/outlast-code|run/outlast)(/.*)?"
 """Directories of a pod that must not be mount points, since programs need their files. Valid RE2."""
@@ -32,9 +32,9 @@ MOST_REPLICAS = 3
 class Metadata(Checked):
     """Names of the job."""
 
-    name: Annotated[str, fields.label(contract.LONGEST_NAME)]
+    name: Annotated[str, field_types.label(contract.LONGEST_NAME)]
     """Name of the job: lower-case letters, digits and dashes, beginning with a letter, at most 51 characters."""
-    namespace: Annotated[str, fields.label(63)] | None = None
+    namespace: Annotated[str, field_types.label(63)] | None = None
     """Namespace on Kubernetes. Default: that of the current context."""
     labels: dict[str, str] = Field({})
     """Labels for the job and for every object created for it on Kubernetes."""
@@ -45,20 +45,20 @@ class Metadata(Checked):
 class Data(Checked):
     """A dataset that every worker can read."""
 
-    from_: fields.Source
+    from_: field_types.Source
     """Directory on this machine, or URL of a store: a prefix (`s3://bucket/prefix`) with everything below it, or one object; or
     of a file on the web with its checksum (`https://host/set.tar.gz#sha256=...`), which is unpacked if it is an archive. It is
     downloaded once per machine, for all workers and jobs, and again only when it has changed. Read only."""
-    to: fields.Mount = "/data"
+    to: field_types.Mount = "/data"
     """Mount point in a pod. On this machine `OUTLAST_DATA` holds the path."""
 
 
 class Weights(Checked):
     """Weights that every worker can read."""
 
-    from_: fields.Source
+    from_: field_types.Source
     """Directory on this machine, or URL of a store or file, as for data."""
-    name: fields.Directory
+    name: field_types.Directory
     """The weights are in `$OUTLAST_MODELS/<name>`, which in a pod is `/models/<name>`."""
 
 
@@ -73,9 +73,9 @@ class Workers(Checked):
 
     replicas: Annotated[int, Field(strict=True, ge=0, le=contract.MOST_WORKERS)] = 1
     """Number of workers to run. On Kubernetes, 0 suspends the job until this is raised."""
-    step: fields.Count = 1
+    step: field_types.Count = 1
     """Allowed numbers of workers are `min`, `min` + `step`, ... up to `max`."""
-    sizes: Annotated[tuple[fields.Count, ...], Field(min_length=1)] | None = None
+    sizes: Annotated[tuple[field_types.Count, ...], Field(min_length=1)] | None = None
     """The allowed numbers of workers, listed, instead of `step`: `[1, 2, 4]`."""
     min: int = Field(strict=True, ge=1, le=contract.MOST_WORKERS, default_factory=lambda given: min(_sizes(given)))
     """Smallest number of workers to train with. Default: the smallest of `sizes`, else `replicas`."""
@@ -118,21 +118,21 @@ class Workers(Checked):
 class Resources(Checked):
     """Resources of each worker. On this machine all workers share CPU and memory."""
 
-    cpu: fields.Cores | None = None
+    cpu: field_types.Cores | None = None
     """CPU cores: `4`, `500m`. With `kubectl apply`, write a fraction as text, `500m` or `"0.5"`: API servers accept no other."""
-    cpu_limit: fields.Cores | None = None
+    cpu_limit: field_types.Cores | None = None
     """CPU limit, `8`, for namespaces that require one. Kubernetes only. Default: none: data loaders may use idle cores."""
-    memory: fields.Memory | None = None
+    memory: field_types.Memory | None = None
     """Memory: `16Gi`."""
-    gpu: fields.Whole = 0
+    gpu: field_types.Whole = 0
     """Number of GPUs. Each worker sees only its own. Without GPUs on this machine `outlast run` trains on the CPU."""
-    accelerator: fields.Accelerator = Field(
+    accelerator: field_types.Accelerator = Field(
         default="nvidia",
         description=f"Kind of GPU: {accelerators.described()}, or the full name of a Kubernetes resource.",
     )
-    efa: fields.Whole = 0
+    efa: field_types.Whole = 0
     """Number of Elastic Fabric Adapters (AWS), with their huge pages and `FI_PROVIDER=efa`. Kubernetes only."""
-    shared_memory: fields.Memory | None = None
+    shared_memory: field_types.Memory | None = None
     """Size of `/dev/shm`, which data loaders and NCCL use: `4Gi`. It counts toward `memory`."""
 
 
@@ -142,7 +142,7 @@ class Rendezvous(Checked):
     backend: contract.Backend = "auto"
     """The coordinator of the rendezvous. `auto`: the launcher on this machine; in a cluster the operator, or worker 0 where there
     is no operator. `etcd`: a worker elected through an etcd v3, where there is no operator. `c10d`: worker 0."""
-    endpoint: fields.Endpoint | None = None
+    endpoint: field_types.Endpoint | None = None
     """Address of etcd: `etcd:2379`, `https://etcd:2379/prefix`, several separated by commas. Credentials come from the variables
     `OUTLAST_ETCD_USER`, `_PASSWORD`, `_CACERT`, `_CERT` and `_KEY`, set in `env` or by `secrets`. For c10d: `host:29400`."""
 
@@ -160,18 +160,18 @@ class Checkpoint(Checked):
     """When to save checkpoints, and the memory for snapshots, from which training goes on after a failure. For scripts that use
     `outlast.training`."""
 
-    every: fields.Every = units.Every(duration=timedelta(minutes=5))
+    every: field_types.Every = units.Every(duration=timedelta(minutes=5))
     """How often to save: a duration (`5m`) or a number of steps (`200 steps`)."""
     keep: Annotated[int, Field(strict=True, ge=2)] = 3
     """How many of the newest checkpoints to keep, at least 2."""
-    best: fields.Whole = 0
+    best: field_types.Whole = 0
     """How many of the best checkpoints to keep, besides the newest."""
-    by: Annotated[str, fields.Pattern(r"\S.*\S|\S?", "must be the name of a value that the script logs", 200)] = ""
+    by: Annotated[str, field_types.Pattern(r"\S.*\S|\S?", "must be the name of a value that the script logs", 200)] = ""
     """The metric by which checkpoints are compared: a value that the script logs, such as `val_loss`. The last value logged
     before the save counts, unless the script passes one to `run.save(step, metric=...)`."""
     mode: Literal["min", "max"] = "min"
     """Which value is best: the lowest or the highest."""
-    memory: fields.SnapshotMemory = "auto"
+    memory: field_types.SnapshotMemory = "auto"
     """Memory of a worker for snapshots of the training: `auto`, `off` or a quantity, `8Gi`. With a quantity, the memory of the
     worker's pod grows by that quantity. `auto` uses up to a quarter of the memory that a worker may use, and leaves a tenth
     free. With `kubectl apply`, quote `"off"`."""
@@ -199,24 +199,24 @@ class Checkpoint(Checked):
 class Sync(Checked):
     """Uploading outputs to the store."""
 
-    every: fields.Duration = timedelta(minutes=10)
+    every: field_types.Duration = timedelta(minutes=10)
     """Interval between uploads while training runs. The rest is uploaded when the job ends, however it ends."""
 
 
 class Restarts(Checked):
     """How many failures a job survives. Interruptions (a worker asked to leave: scale-down, drain, spot) never count."""
 
-    limit: fields.Whole = 10
+    limit: field_types.Whole = 10
     """The job fails after more failures than this within `window`. Progress refunds them: a failure stops counting once a newer
     step has been saved."""
-    window: fields.Duration = timedelta(hours=1)
+    window: field_types.Duration = timedelta(hours=1)
     """Failures older than this do not count."""
 
 
 class Interruption(Checked):
     """How much time a worker has when it is asked to leave."""
 
-    grace: fields.Duration = timedelta(seconds=75)
+    grace: field_types.Duration = timedelta(seconds=75)
     """Time to save and exit before training is killed. Pods get 30 s more for the last upload, so the default fits into the 120 s
     between an AWS spot notice and the end of the machine. Azure and Google give 30 s: use 10s or less there."""
 
@@ -224,12 +224,12 @@ class Interruption(Checked):
 class Scheduling(Checked):
     """Where and when pods may run. Kubernetes only."""
 
-    queue: Annotated[str, fields.object_name(63)] = ""
+    queue: Annotated[str, field_types.object_name(63)] = ""
     """Queue of Kueue or Volcano. In a cluster with Kueue it is a Kueue queue, unless `gang` is `volcano`."""
     gang: Literal["auto", "none", "coscheduling", "volcano"] = "auto"
     """Gang scheduler, which starts all workers or none. `auto`: Volcano or the coscheduling plugin, if the operator finds one
     when it first sees the job, `workers.min` is above 1 and no Kueue queue admits the job; otherwise none."""
-    priority_class_name: Annotated[str, fields.object_name(253)] = ""
+    priority_class_name: Annotated[str, field_types.object_name(253)] = ""
     """PriorityClass of the pods."""
     spot: Literal["prefer", "require", "avoid", "any"] = "prefer"
     """Use of spot machines: `prefer` or `require` them, `avoid` them, or run on `any` machine."""
@@ -241,10 +241,10 @@ class Scheduling(Checked):
 class Environment(Checked):
     """Packages to install before training starts, once per machine for all workers and jobs. Give one of the two."""
 
-    requirements: fields.Text | None = None
+    requirements: field_types.Text | None = None
     """Requirements file for pip. Its packages are added to the Python that Outlast runs in; packages that this Python already
     has, above all PyTorch, are not installed again. With `code` from an archive or a store this may be a file in the code."""
-    conda: fields.Text | None = None
+    conda: field_types.Text | None = None
     """Environment file for micromamba, mamba or conda, one of which must be installed. The environment must include Python 3.11
     or newer and PyTorch."""
 
@@ -257,7 +257,7 @@ class Environment(Checked):
 class Compile(Checked):
     """Programs that compilers make from the model: `torch.compile`, Triton, and those for Trainium."""
 
-    cache: fields.Flag = False
+    cache: field_types.Flag = False
     """If true, keep compiled programs in `<output>/.compiled/` for all jobs of that output. Each worker fetches them before
     training and uploads new ones with its output. The programs are run as they are: share an output only with people whose code
     you would run."""
@@ -276,7 +276,7 @@ class Compile(Checked):
 class Hang(Checked):
     """When a process counts as hung. Its stacks are written to `logs/`, and training restarts."""
 
-    limit: fields.Duration = timedelta(minutes=10)
+    limit: field_types.Duration = timedelta(minutes=10)
     """A process counts as hung when it does nothing for this long: no step, no movement of its main thread, no CPU time and,
     for a plain script, no output. Before the first step of a session the limit is at least 10 minutes."""
 
@@ -284,14 +284,14 @@ class Hang(Checked):
 class Volume(Checked):
     """A volume for the pods. Kubernetes only."""
 
-    claim: Annotated[fields.Text, fields.object_name(253)]
+    claim: Annotated[field_types.Text, field_types.object_name(253)]
     """Name of the PersistentVolumeClaim. An existing claim is used unchanged."""
-    to: fields.Mount
+    to: field_types.Mount
     """Mount point in a pod. Where `data` names a directory of this machine (`{from: ./cifar, to: /data}`), pods use a volume
     mounted at the same place instead."""
-    size: fields.Memory | None = None
+    size: field_types.Memory | None = None
     """Size of the claim to create if it does not exist: `100Gi`. Default: the claim must exist."""
-    storage_class: Annotated[str, fields.object_name(253)] = ""
+    storage_class: Annotated[str, field_types.object_name(253)] = ""
     """With `size`: the StorageClass. Default: the cluster's."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"] | None = None
     """With `size`: which pods may mount the claim at the same time: the pods of one node, all pods, or one pod. Disks do not
@@ -299,22 +299,22 @@ class Volume(Checked):
     `ReadWriteMany`."""
     sub_path: str = ""
     """Directory in the volume to mount. Default: the whole volume."""
-    read_only: fields.Flag = False
+    read_only: field_types.Flag = False
     """If true, pods mount it read-only."""
 
 
 class Toleration(Checked):
     """A node taint that the pods tolerate, as in a pod's specification. Kubernetes only."""
 
-    key: Annotated[str, fields.TAINT_KEY] = ""
+    key: Annotated[str, field_types.TAINT_KEY] = ""
     """Key of the taint. Default: any."""
     operator: Literal["Exists", "Equal"] = "Equal"
     """`Equal` compares `value`, `Exists` ignores it."""
-    value: Annotated[str, fields.Pattern(fields.LABEL_VALUE, "must be at most 63 letters, digits, -, _ and .", 63)] = ""
+    value: Annotated[str, field_types.Pattern(field_types.LABEL_VALUE, "must be at most 63 letters, digits, -, _ and .", 63)] = ""
     """Value of the taint."""
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
     """Effect of the taint. Default: any."""
-    toleration_seconds: fields.Whole | None = None
+    toleration_seconds: field_types.Whole | None = None
     """With `NoExecute`: how long the pods stay on the node. Default: forever."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
@@ -329,9 +329,9 @@ class Toleration(Checked):
 class Secret(Checked):
     """A Secret for the workers. Kubernetes only."""
 
-    name: Annotated[fields.Text, fields.object_name(253)]
+    name: Annotated[field_types.Text, field_types.object_name(253)]
     """Name of the Secret."""
-    to: fields.Mount | None = None
+    to: field_types.Mount | None = None
     """Directory in which its keys appear as files. Default: its keys become environment variables."""
 
 
@@ -339,13 +339,15 @@ class Tracking(Checked):
     """Where metrics, parameters and places of checkpoints go, besides the output; for scripts that use `run.log`. Weights and
     Biases needs no field: it is on when `WANDB_API_KEY` or `WANDB_MODE` is set, in `env` or by `secrets`."""
 
-    tensorboard: fields.Flag = False
+    tensorboard: field_types.Flag = False
     """If true, write TensorBoard's event files into `tensorboard/` in the output. `outlast tensorboard` does not need them:
     it makes such files from any job's metrics."""
-    mlflow: Annotated[str, fields.Pattern(MLFLOW, "must be a URI, such as http://mlflow:5000, or an absolute path")] | None = None
+    mlflow: (
+        Annotated[str, field_types.Pattern(MLFLOW, "must be a URI, such as http://mlflow:5000, or an absolute path")] | None
+    ) = None
     """URI of an MLflow server, `http://mlflow:5000`, or an absolute path that all workers see. Default: the variable
     `MLFLOW_TRACKING_URI`, if it is set. `none`: no MLflow even then. Credentials come from MLflow's own variables."""
-    experiment: fields.Text | None = None
+    experiment: field_types.Text | None = None
     """Name of the experiment in MLflow, and of the project in Weights & Biases. Default: their variables
     `MLFLOW_EXPERIMENT_NAME` and `WANDB_PROJECT`, else the name of the job."""
 
@@ -358,7 +360,7 @@ class Tracking(Checked):
             )
 
     def variables(self) -> dict[str, str]:
-        """Return the fields as environment variables of the workers, see `tracking.sinks.settings`."""
+        """Return the fields as environment variables of the workers, see `tracking.tracker_interface.settings`."""
         return {
             **({contract.Env.TENSORBOARD: "1"} if self.tensorboard else {}),
             **({contract.Env.MLFLOW: self.mlflow} if self.mlflow else {}),
@@ -377,15 +379,15 @@ class Spec(Checked):
         "command": "script (a file in code) or module, and args",
     }
 
-    image: fields.Text | None = None
+    image: field_types.Text | None = None
     """Container image of the pods. `outlast run` ignores it."""
-    module: fields.Module | None = None
+    module: field_types.Module | None = None
     """Python module to run, as with `python -m`."""
-    script: fields.Script | None = None
+    script: field_types.Script | None = None
     """Python file to run, relative to `code`. A torchrun script runs unchanged."""
     args: tuple[str, ...] = ()
     """Arguments of the module or script. `$(NAME)` is replaced by the value of the environment variable, as in a pod."""
-    code: fields.Code | None = None
+    code: field_types.Code | None = None
     """The code that every worker gets: a directory, an archive (`.tar.gz`, `.tgz`, `.tar`, `.zip`), or the URL of a store, which
     names an archive or a prefix with everything below it. `#sha256=<64 digits>` after an archive is verified before unpacking.
     Default: with `script` the directory of the job file, with `module` none."""
@@ -395,11 +397,11 @@ class Spec(Checked):
     models: tuple[Weights, ...] = ()
     """Weights to start from, below `OUTLAST_MODELS`. With them, Hugging Face's libraries run offline (`HF_HUB_OFFLINE=1`,
     `TRANSFORMERS_OFFLINE=1`) unless `env` overrides that."""
-    output: fields.Location | None = None
+    output: field_types.Location | None = None
     """Directory or URL of a store; the job writes to `<output>/<name>/`. Default: `.outlast/runs` in the current directory."""
     workers: Workers = Workers()
     """How many workers."""
-    processes_per_worker: Annotated[int | Literal["auto"], BeforeValidator(fields.auto_or_count)] = "auto"
+    processes_per_worker: Annotated[int | Literal["auto"], BeforeValidator(field_types.auto_or_count)] = "auto"
     """Training processes of a worker. `auto`: one per GPU, else one."""
     resources: Resources = Resources()
     """Resources of each worker."""
@@ -421,21 +423,21 @@ class Spec(Checked):
     """Packages to install."""
     compile: Compile = Compile()
     """Cache of compiled programs."""
-    env: Annotated[dict[str, str], AfterValidator(fields.unreserved)] = Field({})
+    env: Annotated[dict[str, str], AfterValidator(field_types.unreserved)] = Field({})
     """Environment variables for training: `NCCL_DEBUG: INFO`. `$(NAME)` is replaced by the value of another variable, from `env`
     or the worker's environment; `$$(NAME)` stands for `$(NAME)` itself. Variables that Outlast or torchrun set (`OUTLAST_*`,
     `PET_*`, `RANK` and so on) are not allowed."""
-    suspend: fields.Flag = False
+    suspend: field_types.Flag = False
     """If true, save, stop, and hold the job until this is false again."""
-    active_deadline_seconds: fields.Seconds | None = None
+    active_deadline_seconds: field_types.Seconds | None = None
     """The job fails when it has run for longer than this. Default: no limit."""
-    startup_deadline_seconds: fields.Seconds | None = None
+    startup_deadline_seconds: field_types.Seconds | None = None
     """The job fails when training has not started within this time. Default: no limit."""
-    ttl_seconds_after_finished: fields.Whole | None = None
+    ttl_seconds_after_finished: field_types.Whole | None = None
     """A finished job is deleted after this time. Default: never. Kubernetes only."""
     clean_pod_policy: Literal["All", "Running", "None"] = "Running"
     """Which pods are deleted when the job ends. Kubernetes only."""
-    managed_by: fields.ManagedBy | None = None
+    managed_by: field_types.ManagedBy | None = None
     """The controller that creates the pods. Default: the operator, `outlast.dev/operator`, which ignores jobs managed by another
     controller, such as `kueue.x-k8s.io/multikueue`. Kubernetes only."""
     volumes: tuple[Volume, ...] = ()

@@ -15,7 +15,7 @@ from pydantic.alias_generators import to_camel
 
 from outlast.base.errors import InvalidJob
 from outlast.job import contract, url_logins
-from outlast.job.spec.document import Document, Place
+from outlast.job.spec.yaml_document import Document, Place
 
 Model = TypeVar("Model", bound="Checked")
 

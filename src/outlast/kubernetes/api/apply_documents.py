@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outlast.base.errors import Conflict, NotServed
-from outlast.job import foreign
+from outlast.job import ownership
 from outlast.kubernetes.api.client import without_server_fields
 from outlast.kubernetes.api.kinds import kind_of
 
@@ -51,7 +51,7 @@ def check(cluster: Cluster, documents: Iterable[Document], labels: Mapping[str, 
     """Raise Taken for the first document whose name belongs to an object that Outlast has not created with these labels.
     `instead` is the remedy in the error."""
     for document in documents:
-        foreign.check(existing(cluster, document), labels, instead=instead)
+        ownership.check(existing(cluster, document), labels, instead=instead)
 
 
 def apply(cluster: Cluster, document: Document, *, old: Document | None, dry_run: bool = False) -> Applied:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.diagnosis import claims_and_secrets, containers, job, nodes
 from outlast.kubernetes.diagnosis.evidence import Rule, Snapshot
 from outlast.kubernetes.diagnosis.finding import Finding, joined, passed
@@ -71,7 +71,7 @@ def _well(snapshot: Snapshot) -> Finding:
     if not snapshot.workload and not snapshot.pods:
         what = f"there is no job {snapshot.name} in namespace {snapshot.namespace}"
         return Finding("absent", what, "`outlast list` shows those there are")
-    running = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Running"]
+    running = [pod for pod in snapshot.pods if pod_status.phase(pod) == "Running"]
     if not running:
         return passed("starting", "no worker has a pod yet, and no event says why", "look again in a few seconds")
     inside, wanted = (snapshot.workload.get("status") or {}).get("world"), snapshot.wanted()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.diagnosis import messages
 from outlast.kubernetes.diagnosis.evidence import Snapshot, event_text, of_pods
 from outlast.kubernetes.diagnosis.finding import Finding, joined
@@ -16,14 +16,14 @@ def default_class(snapshot: Snapshot) -> str:
     """The storage class of a claim that names none; empty if there is no default."""
     key = "storageclass.kubernetes.io/is-default-class"
     annotated = [each for each in snapshot.classes if (each["metadata"].get("annotations") or {}).get(key) == "true"]
-    return kube_pods.name(annotated[0]) if annotated else ""
+    return pod_status.name(annotated[0]) if annotated else ""
 
 
 @of_pods
 def claims(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Claims for which pods wait because they are missing or have no volume."""
-    known = {kube_pods.name(claim): claim for claim in snapshot.claims}
-    for name in claimed(pod) if kube_pods.phase(pod) == "Pending" else ():
+    known = {pod_status.name(claim): claim for claim in snapshot.claims}
+    for name in claimed(pod) if pod_status.phase(pod) == "Pending" else ():
         claim, what = known.get(name), f"waits for the claim {name}"
         if claim is not None and claim.get("status", {}).get("phase") != "Bound":
             yield _unbound(snapshot, claim, what)
@@ -36,14 +36,14 @@ def claims(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 def claimed(pod: Document) -> list[str]:
     """Names of the claims that a pod uses."""
     volumes = pod["spec"].get("volumes", [])
-    made = [f"{kube_pods.name(pod)}-{volume['name']}" for volume in volumes if "ephemeral" in volume]
+    made = [f"{pod_status.name(pod)}-{volume['name']}" for volume in volumes if "ephemeral" in volume]
     return [volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume] + made
 
 
 def _unbound(snapshot: Snapshot, claim: Document, waits: str) -> Finding:
     wanted, what = claim["spec"].get("storageClassName"), f"{waits}, which has no volume"
     events = tuple(event_text(event) for event in snapshot.about({**claim, "kind": "PersistentVolumeClaim"})[-2:])
-    classes = {kube_pods.name(each): each for each in snapshot.classes}
+    classes = {pod_status.name(each): each for each in snapshot.classes}
     unseen = "storageclasses.storage.k8s.io" in snapshot.unseen
     said = events if unseen else (f"the cluster's storage classes: {joined(sorted(classes)) or 'none'}", *events)
     default = default_class(snapshot)
@@ -84,9 +84,9 @@ def missing(message: str) -> tuple[str, str, str] | None:
 
 
 def _messages(snapshot: Snapshot, pod: Document) -> Iterator[str]:
-    for _reason, message in kube_pods.waiting_states(pod):
+    for _reason, message in pod_status.waiting_states(pod):
         yield message
-    if kube_pods.phase(pod) == "Pending":
+    if pod_status.phase(pod) == "Pending":
         for event in snapshot.about(pod, "FailedMount", "FailedAttachVolume", "Failed"):
             yield str(event.get("message", ""))
 
@@ -112,7 +112,7 @@ def references(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 @of_pods
 def mounts(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Volumes that exist but cannot be mounted."""
-    events = snapshot.about(pod, "FailedMount", "FailedAttachVolume") if kube_pods.phase(pod) == "Pending" else []
+    events = snapshot.about(pod, "FailedMount", "FailedAttachVolume") if pod_status.phase(pod) == "Pending" else []
     for event in events[-1:]:
         if not missing(message := str(event.get("message", ""))):
             yield messages.meaning("mounts", message, (event_text(event),), node=pod["spec"].get("nodeName"))

@@ -10,8 +10,7 @@ from outlast.base import units
 from outlast.base.errors import Absent, ClusterError, Forbidden
 from outlast.job import accelerators
 from outlast.job.contract import OPERATOR_NAMESPACE
-from outlast.kubernetes.api import kinds
-from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.diagnosis import messages, sample_pod
 from outlast.kubernetes.diagnosis.claims_and_secrets import default_class
 from outlast.kubernetes.diagnosis.evidence import Snapshot
@@ -97,7 +96,7 @@ def operator(it: Snapshot) -> Iterator[Finding]:
         yield Finding("operator", said, remedy, outcome="fail" if served else "warn")
     else:
         ready, replicas = it.operator.get("status", {}).get("availableReplicas", 0), it.operator["spec"].get("replicas", 1)
-        where, image = it.operator["metadata"]["namespace"], kube_pods.container(it.operator["spec"]["template"]).get("image")
+        where, image = it.operator["metadata"]["namespace"], pod_status.container(it.operator["spec"]["template"]).get("image")
         at = f"in namespace {where}, {image}"
         remedy = f"outlast install --wait{f' --namespace {where}' * (where != OPERATOR_NAMESPACE)} says why"
         some = passed("operator", f"{ready} of {replicas} run {at}")
@@ -119,7 +118,7 @@ def stop(controllers: Sequence[str]) -> str:
 def nodes(it: Snapshot) -> Iterator[Finding]:
     """Whether there are nodes that accept pods."""
     ready = [node for node in it.nodes if usable(node)]
-    out = joined(sorted(kube_pods.name(node) for node in it.nodes if not usable(node)))
+    out = joined(sorted(pod_status.name(node) for node in it.nodes if not usable(node)))
     if "nodes" in it.unseen:
         yield warned("nodes", "you may not list them", "`why` and this check need the right to list nodes")
     elif not ready:
@@ -147,7 +146,7 @@ def devices(it: Snapshot) -> Iterator[Finding]:
         total.update({name: round(amount) for name, amount in offered(node).items() if accelerators.is_accelerator(name)})
     hidden: dict[str, str] = {}
     for row in accelerators.TABLE:
-        names = [kube_pods.name(node) for node in it.nodes if node["metadata"].get("labels", {}).get(row.label) == "true"]
+        names = [pod_status.name(node) for node in it.nodes if node["metadata"].get("labels", {}).get(row.label) == "true"]
         hidden |= {row.vendor: joined(names)} if names else {}
     if has := [f"{count} × {name}" for name, count in sorted(total.items()) if count]:
         yield passed("accelerators", joined(has))
@@ -162,7 +161,7 @@ def devices(it: Snapshot) -> Iterator[Finding]:
 
 def storage(it: Snapshot) -> Iterator[Finding]:
     """Whether a claim that names no storage class gets a volume."""
-    names = joined(sorted(map(kube_pods.name, it.classes)))
+    names = joined(sorted(map(pod_status.name, it.classes)))
     if "storageclasses.storage.k8s.io" in it.unseen:
         remedy = "name storageClass in the job file if a claim stays pending"
         yield warned("storage", "you may not list storage classes", remedy)
@@ -194,7 +193,7 @@ def quotas(it: Snapshot) -> Iterator[Finding]:
         for resource, hard in status.get("hard", {}).items():
             used = status.get("used", {}).get(resource, "0")
             if units.quantity(used) >= units.quantity(hard):
-                said = f"{kube_pods.name(quota)}: {resource} is used up ({used} of {hard})"
+                said = f"{pod_status.name(quota)}: {resource} is used up ({used} of {hard})"
                 yield warned("quota", said, "remove what is no longer needed, or have the quota raised")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from outlast.job import contract
 from outlast.job.contract import Label
-from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.diagnosis import claims_and_secrets, messages
 from outlast.kubernetes.diagnosis.evidence import Snapshot, event_text, of_pods
 from outlast.kubernetes.diagnosis.finding import Finding, grouped, workers
@@ -24,7 +24,7 @@ _NEVER_RAN = ("StartError", "ContainerCannotRun")
 @of_pods
 def images(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Images that cannot be pulled. The kubelet repeats the container runtime's message in several places."""
-    for status in kube_pods.statuses(pod):
+    for status in pod_status.statuses(pod):
         waits = status.get("state", {}).get("waiting") or {}
         if (reason := waits.get("reason")) in _IMAGE:
             events = reversed(snapshot.about(pod, "Failed", "InspectFailed"))
@@ -42,18 +42,20 @@ def _without_image(message: str) -> str:
 @of_pods
 def starts(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Containers that cannot be created or started."""
-    found = [f"{reason}: {message}" for reason, message in kube_pods.waiting_states(pod) if reason in _START]
-    over = kube_pods.termination(pod) or {}
+    found = [f"{reason}: {message}" for reason, message in pod_status.waiting_states(pod) if reason in _START]
+    over = pod_status.termination(pod) or {}
     found += [f"{over['reason']}: {over.get('message', '')}"] if over.get("reason") in _NEVER_RAN else []
     for text in found:
         if claims_and_secrets.missing(text):
             continue  # `claims_and_secrets.references` reports it
-        if (named := kube_pods.command_missing(text)) is None:
+        if (named := pod_status.command_missing(text)) is None:
             yield messages.meaning("starts", text, (text,))
             continue
         remedy = "use an image that has Outlast, or correct the template's command; `outlast doctor --image` tries an image"
-        what = f"cannot be started: there is no {named or 'the command'} in the image {kube_pods.container(pod).get('image', '')}"
-        yield Finding("command-missing", what, kube_pods.WITHOUT_OUTLAST if named == "outlast" else remedy, (text,))
+        what = (
+            f"cannot be started: there is no {named or 'the command'} in the image {pod_status.container(pod).get('image', '')}"
+        )
+        yield Finding("command-missing", what, pod_status.WITHOUT_OUTLAST if named == "outlast" else remedy, (text,))
 
 
 # Ends
@@ -69,7 +71,7 @@ def ends(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     found = grouped(
         ("OOMKilled" if how.get("reason") == "OOMKilled" else str(how["exitCode"]), pod)
         for pod in snapshot.pods
-        if (how := stayed(snapshot, pod) or kube_pods.termination(pod)) and _bad(snapshot, pod, how)
+        if (how := stayed(snapshot, pod) or pod_status.termination(pod)) and _bad(snapshot, pod, how)
     )
     if pods := found.pop("OOMKilled", None):
         yield _out_of_memory(snapshot, pods)
@@ -85,7 +87,7 @@ def ends(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
     """How the worker ended in a pod that keeps running, as in a StatefulSet, according to the log if its last line shows that the
     pod stays."""
-    lines = [line for line in snapshot.logs.get(kube_pods.name(pod), ()) if line.strip()]
+    lines = [line for line in snapshot.logs.get(pod_status.name(pod), ()) if line.strip()]
     if not lines or not lines[-1].endswith(contract.STAYS):
         return None
     codes = [end[1] for line in lines if (end := contract.parse_end_line(line)) and end[1] is not None]
@@ -95,7 +97,7 @@ def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
 def _recovered(snapshot: Snapshot, pod: Document) -> bool:
     """Whether this worker trains again, in this pod or in a later one."""
     return any(
-        kube_pods.created_at(other) >= kube_pods.created_at(pod) and kube_pods.condition(other, "Ready")
+        pod_status.created_at(other) >= pod_status.created_at(pod) and pod_status.condition(other, "Ready")
         for other in snapshot.of_worker(pod)
     )
 
@@ -114,8 +116,8 @@ def _bad(snapshot: Snapshot, pod: Document, how: Document) -> bool:
 
 
 def _out_of_memory(snapshot: Snapshot, pods: Sequence[Document]) -> Finding:
-    limit = kube_pods.container(pods[0]).get("resources", {}).get("limits", {}).get("memory")
-    field = kube_pods.memory_field(pods[0])
+    limit = pod_status.container(pods[0]).get("resources", {}).get("limits", {}).get("memory")
+    field = pod_status.memory_field(pods[0])
     had, remedy = "the node's memory was used up", f"set {field}, so that the pod is put where there is room"
     if limit:
         had = f"it may use {limit}"
@@ -147,7 +149,7 @@ def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Finding:
 def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
     """The reason in the last line of the agent about an end; empty if there is none."""
     for pod in pods:
-        for line in reversed(snapshot.logs.get(kube_pods.name(pod), ())):
+        for line in reversed(snapshot.logs.get(pod_status.name(pod), ())):
             if end := contract.parse_end_line(line):
                 return end[0]
     return ""
@@ -157,7 +159,7 @@ def _exception(snapshot: Snapshot, pods: Sequence[Document]) -> str:
     """The last line of the first traceback; later tracebacks usually show secondary failures."""
     for pod in pods:
         inside = False
-        for line in snapshot.logs.get(kube_pods.name(pod), ()):
+        for line in snapshot.logs.get(pod_status.name(pod), ()):
             inside = inside or "Traceback (most recent call last)" in line
             if inside and (found := _RAISED.search(line)):
                 return found[1]
@@ -167,7 +169,7 @@ def _exception(snapshot: Snapshot, pods: Sequence[Document]) -> str:
 def _last_lines(snapshot: Snapshot, pods: Sequence[Document]) -> tuple[str, ...]:
     """The last non-empty lines of the first log that has any."""
     for pod in pods:
-        lines = [line for line in snapshot.logs.get(kube_pods.name(pod), ()) if line.strip()]
+        lines = [line for line in snapshot.logs.get(pod_status.name(pod), ()) if line.strip()]
         if lines:
             return (f"the log of {workers([pod])} ends with:", *(f"    {line}" for line in lines[-_LAST_LINES:]))
     return ()
@@ -198,9 +200,9 @@ def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
     names the probe only for containers that are restarted. If a container without such an event is in a pod that was deleted or
     evicted, the deletion or eviction counts as the cause."""
     killing, asked = snapshot.about(pod, "Killing"), _failing(snapshot, pod)
-    if not killing or not asked or (kube_pods.termination(pod) or {}).get("reason") == "OOMKilled":
+    if not killing or not asked or (pod_status.termination(pod) or {}).get("reason") == "OOMKilled":
         return ""
-    removed = kube_pods.terminating(pod) or pod["status"].get("reason") or kube_pods.disruption(pod)
-    if "probe" not in str(killing[-1].get("message")) and (removed or not kube_pods.termination(pod)):
+    removed = pod_status.terminating(pod) or pod["status"].get("reason") or pod_status.disruption(pod)
+    if "probe" not in str(killing[-1].get("message")) and (removed or not pod_status.termination(pod)):
         return ""
     return str(asked[-1]["message"]).split()[0]

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outlast.base.errors import ClusterError
-from outlast.kubernetes.api import pod_status as kube_pods
-from outlast.kubernetes.api import workload_template
+from outlast.kubernetes.api import pod_status, workload_template
 from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.diagnosis.finding import Finding, workers
 from outlast.kubernetes.manifests.render_request import Document
@@ -104,8 +103,8 @@ class Snapshot:
 
     def of_worker(self, pod: Document) -> list[Document]:
         """All pods of this pod's worker; empty for a pod without an index."""
-        index = kube_pods.labelled_index(pod)
-        return [other for other in self.pods if kube_pods.labelled_index(other) == index is not None]
+        index = pod_status.labelled_index(pod)
+        return [other for other in self.pods if pod_status.labelled_index(other) == index is not None]
 
     def untaken(self) -> bool:
         """Whether the workload is an ElasticJob on which no operator has acted."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 from outlast.base import units
 from outlast.job.contract import FailureCause
-from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.manifests.render_request import Document
 
 Outcome = Literal["pass", "warn", "fail"]
@@ -63,8 +63,8 @@ _SEVERAL = {"is": "are", "was": "were"}
 def workers(pods: Iterable[Document], verb: str = "") -> str:
     """`worker 0 waits`, `workers 0 and 2 wait`, or the names of pods without an index; `verb` is given in the singular."""
     found = list(pods)
-    numbers = sorted({number for pod in found if (number := kube_pods.labelled_index(pod)) is not None})
-    names = list(map(str, numbers)) or sorted(map(kube_pods.name, found))
+    numbers = sorted({number for pod in found if (number := pod_status.labelled_index(pod)) is not None})
+    names = list(map(str, numbers)) or sorted(map(pod_status.name, found))
     several = len(names) > 1
     whom = f"{'worker' if numbers else 'pod'}{'s' * several} {joined(names)}"
     return " ".join(filter(None, (whom, _SEVERAL.get(verb, verb.removesuffix("s")) if several else verb)))

@@ -13,8 +13,7 @@ from typing import Any
 from outlast.base.errors import Absent, ClusterError, Forbidden, NotFound, NotServed, Refused, Unanswered
 from outlast.job.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.kubernetes import api
-from outlast.kubernetes.api import dropins, kinds
-from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.api import dropins, kinds, pod_status
 from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.api.owner_references import owned_by
 from outlast.kubernetes.diagnosis import sample_pod
@@ -80,7 +79,7 @@ def job(cluster: api.Cluster, name: str) -> Snapshot:
     """The snapshot of a job. Raises NotFound if nothing of the job exists, and ClusterError if the cluster cannot be queried."""
     where, selector = cluster.namespace, f"{Label.JOB}={name}"
     read = _Reader(cluster, where)
-    found = [each for kind in _NAMED for each in read(kind) if kube_pods.name(each) == name]
+    found = [each for kind in _NAMED for each in read(kind) if pod_status.name(each) == name]
     found += [each for kind in (kinds.JOB, kinds.STATEFUL_SET) for each in read(kind, selector)]
     # The newest is used, but an ElasticJob comes before objects that its operator has created.
     found.sort(key=lambda each: (each.get("kind") == kinds.ELASTIC_JOB.kind, each["metadata"]["creationTimestamp"]))
@@ -99,7 +98,7 @@ def job(cluster: api.Cluster, name: str) -> Snapshot:
 def workload(cluster: api.Cluster, name: str, namespace: str, *, labels: str, kind: Kind) -> Snapshot:
     """The snapshot of a workload that is not a job: the workload of this kind and name, and the pods with these labels."""
     read = _Reader(cluster, namespace)
-    found = next((each for each in read(kind) if kube_pods.name(each) == name), {})
+    found = next((each for each in read(kind) if pod_status.name(each) == name), {})
     return _snapshot(read, name, found, read(kinds.POD, labels))
 
 
@@ -108,7 +107,7 @@ def _snapshot(read: _Reader, name: str, workload: Document, pods: Iterable[Docum
     pods = tuple(pods)
     groups = [*read(kinds.POD_GROUP), *read(kinds.VOLCANO_GROUP)]
     # A list of Secrets contains their data, so it is read only while a pod that has a node waits, possibly for a Secret.
-    waiting = any(kube_pods.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods)
+    waiting = any(pod_status.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods)
     queue = workload.get("metadata", {}).get("labels", {}).get("kueue.x-k8s.io/queue-name")
     found = Snapshot(
         name=name,
@@ -136,21 +135,23 @@ def _labels(document: Document) -> Mapping[str, Any]:
 
 def _made_by_users(documents: Iterable[Document]) -> frozenset[str]:
     """Names of objects that were made by users rather than by Outlast."""
-    return frozenset(kube_pods.name(each) for each in documents if _labels(each).get("app.kubernetes.io/managed-by") != "outlast")
+    return frozenset(
+        pod_status.name(each) for each in documents if _labels(each).get("app.kubernetes.io/managed-by") != "outlast"
+    )
 
 
 def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dict[str, list[str]]:
     """The last lines of the logs of pods whose worker runs or has ended, failed pods first."""
 
     def order(pod: Document) -> tuple[bool, str]:
-        return bool((kube_pods.termination(pod) or {}).get("exitCode")), str(pod["metadata"].get("creationTimestamp", ""))
+        return bool((pod_status.termination(pod) or {}).get("exitCode")), str(pod["metadata"].get("creationTimestamp", ""))
 
     found: dict[str, list[str]] = {}
-    begun = [pod for pod in pods if kube_pods.termination(pod) or kube_pods.any_running(pod)]
+    begun = [pod for pod in pods if pod_status.termination(pod) or pod_status.any_running(pod)]
     for pod in sorted(begun, key=order, reverse=True)[:_LOGS]:
-        again = any((each.get("lastState") or {}).get("terminated") for each in kube_pods.statuses(pod))
-        name = kube_pods.name(pod)
-        options = api.LogOptions(container=kube_pods.container_name(pod), tail=_LINES, previous=again)
+        again = any((each.get("lastState") or {}).get("terminated") for each in pod_status.statuses(pod))
+        name = pod_status.name(pod)
+        options = api.LogOptions(container=pod_status.container_name(pod), tail=_LINES, previous=again)
         try:
             found[name] = list(cluster.logs(name, options, namespace=namespace))
         except (Absent, Forbidden, Refused, Unanswered) as error:
@@ -192,7 +193,7 @@ def holder(binding: Document) -> str:
 def _operator(read: _Reader) -> Document | None:
     """The operator's Deployment: in the namespace of its binding, else in any namespace, as far as we may read Deployments."""
     where = holder(read.one(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
-    named = [each for each in _deployments(read.cluster) if kube_pods.name(each) == OPERATOR] if not where else []
+    named = [each for each in _deployments(read.cluster) if pod_status.name(each) == OPERATOR] if not where else []
     return named[0] if named else read.one(kinds.DEPLOYMENT, OPERATOR, where or OPERATOR_NAMESPACE)
 
 

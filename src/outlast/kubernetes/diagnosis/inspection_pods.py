@@ -20,8 +20,7 @@ from outlast.base.errors import Absent, ClusterError, Forbidden
 from outlast.job import accelerators, contract
 from outlast.job.accelerators import Accelerator
 from outlast.kubernetes import diagnosis
-from outlast.kubernetes.api import kinds, within
-from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.api import kinds, pod_status, within
 from outlast.kubernetes.diagnosis import gather_evidence, inspection, sample_pod
 from outlast.kubernetes.diagnosis.finding import Finding, Outcome, warned
 from outlast.kubernetes.diagnosis.inspection import MARK
@@ -70,14 +69,14 @@ def checks(cluster: Cluster, options: Options) -> Iterator[Finding]:
     if options.network and not two:
         yield warned("network", f"{len(ready)} node takes pods: there is no other one to reach", "add a node to try the network")
     try:
-        ends = [kube_pods.name(cluster.create(pod(name, 0, options, rank=two, on=on)))]
+        ends = [pod_status.name(cluster.create(pod(name, 0, options, rank=two, on=on)))]
         if two:
             addressed = lambda pods: any(each.get("status", {}).get("podIP") for each in pods)  # noqa: E731
             if placed := _until(cluster, name, addressed, options.timeout_s):
                 address = placed[0]["status"]["podIP"]
-                ends.append(kube_pods.name(cluster.create(pod(name, 1, options, rank=True, on=on, address=address))))
+                ends.append(pod_status.name(cluster.create(pod(name, 1, options, rank=True, on=on, address=address))))
         over = _until(
-            cluster, name, lambda pods: len(pods) == len(ends) and all(map(kube_pods.finished, pods)), options.timeout_s
+            cluster, name, lambda pods: len(pods) == len(ends) and all(map(pod_status.finished, pods)), options.timeout_s
         )
         yield from _answers(cluster, ends)
         if over is None or any(each["status"]["phase"] != "Succeeded" for each in over):
@@ -184,6 +183,6 @@ def _until(cluster: Cluster, name: str, done: Callable[[list[Document]], bool], 
             pods[change.document["metadata"]["name"]] = change.document
             if done(list(pods.values())):
                 return list(pods.values())
-            if any(reason in _HOPELESS for pod in pods.values() for reason, _ in kube_pods.waiting_states(pod)):
+            if any(reason in _HOPELESS for pod in pods.values() for reason, _ in pod_status.waiting_states(pod)):
                 return None
     return None

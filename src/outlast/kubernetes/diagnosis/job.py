@@ -11,8 +11,7 @@ from outlast.base import units
 from outlast.job import contract
 from outlast.job.contract import End, Label
 from outlast.job.status import JobStatus
-from outlast.kubernetes.api import dropins
-from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.api import dropins, pod_status
 from outlast.kubernetes.diagnosis import cluster, containers, messages
 from outlast.kubernetes.diagnosis.evidence import Snapshot, event_text, event_time, of_pods
 from outlast.kubernetes.diagnosis.finding import Finding, joined, passed, repeated_failures, workers
@@ -72,7 +71,7 @@ def cut_off(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 
 def creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Pods that could not be created, while there are fewer pods than the job requests."""
-    alive = [pod for pod in snapshot.pods if kube_pods.phase(pod) in ("Pending", "Running", "Succeeded")]
+    alive = [pod for pod in snapshot.pods if pod_status.phase(pod) in ("Pending", "Running", "Succeeded")]
     missing, wanted = snapshot.wanted() - len(alive), snapshot.wanted()
     if missing <= 0:
         return
@@ -88,7 +87,7 @@ def creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 def _failed_to_make(event: Document, snapshot: Snapshot) -> bool:
     """Whether an event says that a pod of the workload could not be created; for a Deployment, its ReplicaSets report that."""
-    about, name = event.get("involvedObject", {}), kube_pods.name(snapshot.workload)
+    about, name = event.get("involvedObject", {}), pod_status.name(snapshot.workload)
     mine = about.get("name") == name or (about.get("kind") == "ReplicaSet" and str(about.get("name")).startswith(f"{name}-"))
     return bool(event.get("reason") == "FailedCreate" and name and mine)
 
@@ -100,7 +99,7 @@ def queues(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """A job that Kueue has not admitted."""
     queue = snapshot.workload.get("metadata", {}).get("labels", {}).get(_QUEUE)
     for workload in snapshot.queued:
-        if not (kube_pods.condition(workload, "Finished") or kube_pods.condition(workload, "Admitted")):
+        if not (pod_status.condition(workload, "Finished") or pod_status.condition(workload, "Admitted")):
             yield _queued(snapshot, workload, workload.get("spec", {}).get("queueName") or queue)
     unseen = "workloads.kueue.x-k8s.io" in snapshot.unseen
     if queue and not snapshot.queued and snapshot.workload.get("spec", {}).get("suspend") and not unseen:
@@ -109,21 +108,21 @@ def queues(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _queued(snapshot: Snapshot, workload: Document, queue: str) -> Finding:
-    evicted = kube_pods.condition(workload, "Evicted")
-    refused = kube_pods.condition(workload, "QuotaReserved", "False")
+    evicted = pod_status.condition(workload, "Evicted")
+    refused = pod_status.condition(workload, "QuotaReserved", "False")
     if workload.get("spec", {}).get("active") is False:
         what = f"its workload in queue {queue} is deactivated"
         return Finding("queue", what, "set spec.active of the Workload to true", _told(evicted))
-    if kube_pods.condition(workload, "QuotaReserved"):
+    if pod_status.condition(workload, "QuotaReserved"):
         checks = [each for each in workload.get("status", {}).get("admissionChecks", []) if each.get("state") != "Ready"]
         what = f"queue {queue} has room, and waits for {joined(str(each.get('name')) for each in checks) or 'its checks'}"
         said = tuple(f"{each.get('name')}: {each.get('state')}: {each.get('message', '')}" for each in checks)
         return Finding("queue", what, "see what these checks wait for", said)
-    grows = any(kube_pods.condition(each, "Admitted") for each in snapshot.queued)  # an ElasticJob that grows
+    grows = any(pod_status.condition(each, "Admitted") for each in snapshot.queued)  # an ElasticJob that grows
     what = f"queue {queue} has not admitted {'all of its workers' if grows else 'it'}"
     if evicted:
         what = f"queue {queue} has put it back ({evicted.get('reason', '')})"
-    there = sorted(map(kube_pods.name, snapshot.queues))
+    there = sorted(map(pod_status.name, snapshot.queues))
     known = f" (there are: {joined(there)})" if there else ""
     said = (*_told(refused), *_told(evicted))
     return messages.meaning("kueue", (refused or {}).get("message", ""), said, told=what, queue=queue, known=known)
@@ -138,14 +137,14 @@ def _told(condition: Document | None) -> tuple[str, ...]:
 
 def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """A gang that has not started because its PodGroup waits for its queue, or for room for all its workers."""
-    pods = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Pending"]
+    pods = [pod for pod in snapshot.pods if pod_status.phase(pod) == "Pending"]
     for group in snapshot.groups:
         least = group.get("spec", {}).get("minMember", 1)
         state = group.get("status", {}).get("phase", "")
         if state in ("Running", "Finished") or not (pods or state in ("Pending", "Inqueue")):
             continue
         events = [event_text(each) for each in snapshot.about({**group, "kind": "PodGroup"})[-1:]]
-        said = (*_told(kube_pods.condition(group, "Unschedulable")), *events)
+        said = (*_told(pod_status.condition(group, "Unschedulable")), *events)
         if state == "Pending" and str(group.get("apiVersion", "")).startswith("scheduling.volcano"):
             remedy = "wait until others leave the queue, or ask for less; `kubectl describe queue` says what it may use"
             queue = group.get("spec", {}).get("queue") or "default"
@@ -159,10 +158,10 @@ def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 @of_pods
 def gates(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Pods that no scheduler considers, since their scheduler does not run or their scheduling gates are not removed."""
-    if kube_pods.phase(pod) != "Pending":
+    if pod_status.phase(pod) != "Pending":
         return
     scheduler = pod["spec"].get("schedulerName", "default-scheduler")
-    if scheduler != "default-scheduler" and not snapshot.about(pod) and not kube_pods.condition(pod, "PodScheduled", "False"):
+    if scheduler != "default-scheduler" and not snapshot.about(pod) and not pod_status.condition(pod, "PodScheduled", "False"):
         remedy = f"install it, or remove scheduling.gang ({scheduler}) from the job file"
         yield Finding("scheduler", f"waits for the scheduler {scheduler}, which says nothing", remedy)
     if names := [gate["name"] for gate in pod["spec"].get("schedulingGates", [])]:
@@ -174,8 +173,8 @@ def gates(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 def others(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Workers that are running but are too few for a world."""
-    ready = [pod for pod in snapshot.pods if kube_pods.condition(pod, "Ready")]
-    running = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Running"]
+    ready = [pod for pod in snapshot.pods if pod_status.condition(pod, "Ready")]
+    running = [pod for pod in snapshot.pods if pod_status.phase(pod) == "Running"]
     wanted = snapshot.wanted()
     if (drop_in := dropins.of(snapshot.workload)) is not None:
         least = drop_in.sizes(snapshot.workload)[0]
@@ -194,12 +193,12 @@ def others(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 def beginning(snapshot: Snapshot, now: float) -> Iterator[Finding]:
     """Pods that are starting: their images are being pulled, or their volumes mounted."""
     for pod in snapshot.pods:
-        if kube_pods.phase(pod) != "Pending" or not pod["spec"].get("nodeName"):
+        if pod_status.phase(pod) != "Pending" or not pod["spec"].get("nodeName"):
             continue
-        if not all(reason in ("ContainerCreating", "PodInitializing") for reason, _ in kube_pods.waiting_states(pod)):
+        if not all(reason in ("ContainerCreating", "PodInitializing") for reason, _ in pod_status.waiting_states(pod)):
             continue
         last = snapshot.about(pod)[-1:]
-        since = kube_pods.timestamp(pod.get("status", {}).get("startTime"))
+        since = pod_status.timestamp(pod.get("status", {}).get("startTime"))
         ago = f" for {units.human_seconds(now - since)}" if since else ""
         doing = "pulls its image" if any(event.get("reason") == "Pulling" for event in last) else "is being started"
         what = f"{workers([pod])} {doing} on {pod['spec']['nodeName']}{ago}"
@@ -230,7 +229,7 @@ def finished(snapshot: Snapshot) -> Finding | None:
     """The finding about a job that has finished, which is then its only finding; None if it has not finished."""
     status = snapshot.workload.get("status", {})
     well = "it is finished, and all is well"
-    done = kube_pods.condition(snapshot.workload, {"Job": "Complete", "ElasticJob": "Succeeded"}.get(snapshot.kind, "none"))
+    done = pod_status.condition(snapshot.workload, {"Job": "Complete", "ElasticJob": "Succeeded"}.get(snapshot.kind, "none"))
     if done and snapshot.kind == "ElasticJob":
         said = JobStatus.model_validate({**status, "name": snapshot.name, "run": status.get("run", "")})
         if said.unsaved:
@@ -238,7 +237,7 @@ def finished(snapshot: Snapshot) -> Finding | None:
     if done:
         return passed("finished", well, "", _told(done))
     if snapshot.kind == "StatefulSet" and snapshot.pods:
-        ends = [containers.stayed(snapshot, pod) for pod in snapshot.pods if kube_pods.name(pod) in snapshot.logs]
+        ends = [containers.stayed(snapshot, pod) for pod in snapshot.pods if pod_status.name(pod) in snapshot.logs]
         if ends and all(end is not None and end["exitCode"] == 0 for end in ends):
             return passed("finished", well, f"delete it with: outlast cancel {snapshot.name}")
     return None
@@ -277,4 +276,4 @@ def _failed(snapshot: Snapshot) -> Document | None:
     """The condition of a workload that has failed, or None; its pods may still be ending."""
     if snapshot.kind not in ("Job", "ElasticJob"):
         return None
-    return kube_pods.condition(snapshot.workload, "Failed") or kube_pods.condition(snapshot.workload, "FailureTarget")
+    return pod_status.condition(snapshot.workload, "Failed") or pod_status.condition(snapshot.workload, "FailureTarget")

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from outlast.base import units
 from outlast.job import accelerators
-from outlast.kubernetes.api import pod_status as kube_pods
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.diagnosis import messages
 from outlast.kubernetes.diagnosis.evidence import Snapshot, of_pods
 from outlast.kubernetes.diagnosis.finding import Finding, amount_text, grouped, joined, workers
@@ -33,7 +33,7 @@ def offered(node: Document) -> dict[str, float]:
 def usable(node: Document) -> bool:
     """Whether workers may be scheduled on the node: it is ready and not cordoned, and has no taint that keeps them off."""
     taints = [taint for taint in node["spec"].get("taints", []) if taint.get("effect") != "PreferNoSchedule"]
-    ready = bool(kube_pods.condition(node, "Ready")) and not node["spec"].get("unschedulable")
+    ready = bool(pod_status.condition(node, "Ready")) and not node["spec"].get("unschedulable")
     return ready and all(any(_covers(each, taint) for each in TOLERATED) for taint in taints)
 
 
@@ -71,10 +71,10 @@ def parts(message: str) -> list[tuple[int, str]]:
 @of_pods
 def unschedulable(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Pods that fit on no node."""
-    if kube_pods.phase(pod) != "Pending" or pod["spec"].get("nodeName"):
+    if pod_status.phase(pod) != "Pending" or pod["spec"].get("nodeName"):
         return
     events = snapshot.about(pod, "FailedScheduling", "Unschedulable")
-    held = kube_pods.condition(pod, "PodScheduled", "False") or {}
+    held = pod_status.condition(pod, "PodScheduled", "False") or {}
     said = held.get("message") if held.get("reason") != "SchedulingGated" else ""
     message = str(said or (events[-1].get("message", "") if events else "")).strip()
     for count, text in parts(message) if message else ():
@@ -96,8 +96,8 @@ def _blocked(snapshot: Snapshot, pod: Document, count: int, text: str) -> Findin
 
 
 def _resource(snapshot: Snapshot, pod: Document, resource: str) -> Finding:
-    wanted = kube_pods.requested(pod, resource)
-    offers = {kube_pods.name(node): offered(node).get(resource, 0.0) for node in snapshot.nodes}
+    wanted = pod_status.requested(pod, resource)
+    offers = {pod_status.name(node): offered(node).get(resource, 0.0) for node in snapshot.nodes}
     most = max(offers.values(), default=0.0)
     noun = "cores" if resource == "cpu" else resource
     short = resource if resource in ("cpu", "memory", "ephemeral-storage") else "resource"
@@ -154,7 +154,7 @@ def _values(snapshot: Snapshot, key: str) -> str:
 
 def _taint(snapshot: Snapshot, count: int, key: str, value: str) -> Finding:
     taint = f"{key}={value}" if value else key
-    carrying = [kube_pods.name(node) for node in snapshot.nodes if any(t["key"] == key for t in node["spec"].get("taints", []))]
+    carrying = [pod_status.name(node) for node in snapshot.nodes if any(t["key"] == key for t in node["spec"].get("taints", []))]
     evidence = (f"tainted {taint}: {joined(carrying)}",) if carrying else ()
     some = "1 node" if count == 1 else f"{count} nodes"
     if own := messages.tables()["taints"].get(key):
@@ -170,11 +170,11 @@ def _taint(snapshot: Snapshot, count: int, key: str, value: str) -> Finding:
 
 def lost(snapshot: Snapshot, now: float) -> Iterator[Finding]:
     """Nodes that are gone or do not answer, with their pods that have not ended."""
-    nodes = {kube_pods.name(node): node for node in snapshot.nodes}
-    alive = [pod for pod in snapshot.pods if not kube_pods.finished(pod) and pod["spec"].get("nodeName")]
+    nodes = {pod_status.name(node): node for node in snapshot.nodes}
+    alive = [pod for pod in snapshot.pods if not pod_status.finished(pod) and pod["spec"].get("nodeName")]
     for where, group in grouped((pod["spec"]["nodeName"], pod) for pod in alive).items():
         node, unseen = nodes.get(where), "nodes" in snapshot.unseen
-        pods = [pod for pod in group if kube_pods.unreachable(pod)] if unseen else group
+        pods = [pod for pod in group if pod_status.unreachable(pod)] if unseen else group
         if not pods:
             continue
         whom = f"{workers(pods, 'is')} on node {where}"
@@ -182,14 +182,14 @@ def lost(snapshot: Snapshot, now: float) -> Iterator[Finding]:
             yield Finding("node-lost", f"{whom}, which does not answer", _back(pods))
             continue
         if node is None:
-            names = " ".join(map(kube_pods.name, pods))
+            names = " ".join(map(pod_status.name, pods))
             remedy = f"kubectl delete pod {names} --force -n {snapshot.namespace}: then they are replaced"
             yield Finding("node-lost", f"{whom}, which no longer exists", remedy)
             continue
-        ready = next(kube_pods.conditions(node, "Ready"), {})
+        ready = next(pod_status.conditions(node, "Ready"), {})
         if ready.get("status") == "True":
             continue
-        since = kube_pods.timestamp(ready.get("lastTransitionTime"))
+        since = pod_status.timestamp(ready.get("lastTransitionTime"))
         ago = f" for {now - since:.0f} s" if since else ""
         answers = "does not answer" if ready.get("status") == "Unknown" else "is not ready"
         taints = [taint["key"] for taint in node["spec"].get("taints", []) if taint["key"] in _LOST]
@@ -204,7 +204,7 @@ def _back(pods: list[Document]) -> str:
     nodes = " ".join(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
     return (
         f"bring the node back, or, when it is gone for good, kubectl delete node {nodes}, or kubectl delete pod --force "
-        f"{' '.join(map(kube_pods.name, pods))}; until then nothing replaces a pod that may still run there"
+        f"{' '.join(map(pod_status.name, pods))}; until then nothing replaces a pod that may still run there"
     )
 
 
@@ -212,15 +212,15 @@ def taken(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Pods that were evicted, preempted or drained, and have not been replaced."""
     found: list[tuple[str, Document]] = []
     for pod in snapshot.pods:
-        if any(kube_pods.created_at(other) > kube_pods.created_at(pod) for other in snapshot.of_worker(pod)):
+        if any(pod_status.created_at(other) > pod_status.created_at(pod) for other in snapshot.of_worker(pod)):
             continue
         reason = pod["status"].get("reason") or ""
-        if target := kube_pods.disruption(pod):
+        if target := pod_status.disruption(pod):
             found.append((target.get("reason", ""), pod))
         elif reason in ("Evicted", "Preempting", "Shutdown", "NodeShutdown", "Terminated", "NodeLost"):
             found.append((reason, pod))
     for reason, pods in grouped(found).items():
-        message = pods[0]["status"].get("message") or (kube_pods.disruption(pods[0]) or {}).get("message", "")
+        message = pods[0]["status"].get("message") or (pod_status.disruption(pods[0]) or {}).get("message", "")
         said = f"{reason}: {message}"
         where = joined(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
         yield messages.meaning("taken", said, (said,), whom=workers(pods, "was"), where=where, back=_back(pods))

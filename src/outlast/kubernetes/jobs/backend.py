@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from outlast.base import backoff
 from outlast.base.errors import NotFound, OutlastError
-from outlast.job import chaos as schedules
+from outlast.job import faults
 from outlast.job.backend import LogLine
 from outlast.job.contract import Label
 from outlast.job.status import JobStatus, State
@@ -248,7 +248,7 @@ class KubernetesBackend:
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
         """Inject a fault into a worker's pod, see `fault_injection`."""
-        schedules.check(action)
+        faults.check(action)
         if worker is not None:
             return fault_injection.inject(self.cluster, self.pod(name, worker), action, rng)
         running = [pod for pod in self.pods(name) if pod_status.running(pod) and not pod_status.terminating(pod)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outlast.base.errors import Absent, OutlastError
-from outlast.job import foreign
+from outlast.job import ownership
 from outlast.job.contract import Label
 from outlast.kubernetes import api
 from outlast.kubernetes.jobs import job_status
@@ -23,7 +23,7 @@ def get(workloads: Workloads, request: dataset_job.Download) -> str:
             f"there is no claim {claim} in namespace {cluster.namespace}; create it, or choose another (--claim NAME:/PATH)"
         )
     there = cluster.find(api.JOB, name)
-    foreign.check(
+    ownership.check(
         there, {Label.DATASET: name}, instead="bring the dataset to another namespace (-n), or have that Job renamed or removed"
     )
     if there is not None:

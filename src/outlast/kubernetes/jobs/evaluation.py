@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 from outlast.base.backoff import RANDOM
 from outlast.base.errors import OutlastError
-from outlast.job import foreign
+from outlast.job import ownership
 from outlast.job.backend import LogLine
 from outlast.job.contract import Label
 from outlast.kubernetes import api, manifests
-from outlast.kubernetes.api import apply_documents, pod_status
-from outlast.kubernetes.api import workload_template as kube_workloads
+from outlast.kubernetes.api import apply_documents, pod_status, workload_template
 from outlast.kubernetes.jobs import job_status
 from outlast.kubernetes.jobs import logs as podlogs
 from outlast.kubernetes.jobs.job_documents import Workloads, has_claim, job_name, workload_in
@@ -24,7 +23,7 @@ Document = api.Document
 def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Callable[[LogLine], None]) -> int:
     """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
     cluster, workload = workloads.cluster, workloads.existing(name)[0]
-    if kube_workloads.agentless(workload):
+    if workload_template.agentless(workload):
         raise OutlastError(f"{name} is of {workload['apiVersion']} and has a script of its own; evaluate with that")
     if not has_claim(workload) and not workloads.store_url(name):
         raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
@@ -55,7 +54,7 @@ def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Call
 def _template(workloads: Workloads, workload: Document) -> Document:
     """The pod template of the job's workers. Raises OutlastError if an ElasticJob's job file is of another version."""
     if workload["kind"] != "ElasticJob":
-        return kube_workloads.template(workload)
+        return workload_template.template(workload)
     if (job := workloads.job(workload)) is None:
         raise OutlastError(
             f"the job file of {job_name(workload)} is of another version of Outlast; install that, or this one there"
@@ -66,7 +65,7 @@ def _template(workloads: Workloads, workload: Document) -> Document:
     for document in documents:
         if api.kind_of(document) is api.CONFIG_MAP:
             old = apply_documents.existing(workloads.cluster, document)
-            foreign.check(old, {Label.JOB: job_name(workload)}, instead="have it renamed or removed")
+            ownership.check(old, {Label.JOB: job_name(workload)}, instead="have it renamed or removed")
             workloads.adopt(apply_documents.apply(workloads.cluster, document, old=old).new, workload)
     template: Document = workload_in(documents)["spec"]["template"]
     return template

@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 from outlast.base.errors import NotFound, OutlastError
-from outlast.job import chaos
+from outlast.job import faults
 from outlast.kubernetes import api
 from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.jobs import fault_in_pod
@@ -25,7 +25,7 @@ def inject(cluster: api.Cluster, pod: api.Document, action: str, rng: random.Ran
     """Inject a fault into the worker of this pod; returns a sentence about the fault."""
     meta, worker = pod["metadata"], f"worker {pod_status.index(pod)}"
     name, namespace = meta["name"], meta["namespace"]
-    match chaos.check(action):
+    match faults.check(action):
         case "kill-worker":
             cluster.delete(api.POD, name, namespace=namespace, grace_s=0, uid=meta["uid"])
             return f"killed {worker}: deleted pod {name} without grace"
@@ -35,7 +35,7 @@ def inject(cluster: api.Cluster, pod: api.Document, action: str, rng: random.Ran
         case "evict":
             cluster.evict(name, namespace=namespace, uid=meta["uid"])
             return f"evicted {worker}: pod {name}"
-    turns, stopped_s, running_s = chaos.SLOW
+    turns, stopped_s, running_s = faults.SLOW
     arguments = [action, f"{rng.random():.6f}", str(turns), str(stopped_s), str(running_s)]
     program = Path(fault_in_pod.__file__).read_bytes()
     command = ["sh", "-c", _START, "sh", *arguments]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outlast.base.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
-from outlast.job import foreign
+from outlast.job import ownership
 from outlast.job.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.kubernetes import diagnosis
 from outlast.kubernetes.api import apply_documents, dropins, kinds, pod_status, within
@@ -108,7 +108,7 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
             if not dry_run and not _gone(cluster, old):
                 raise ClusterError(f"{_going(document)}; install again when it is gone")
             old = None
-        if old is not None and not foreign.owned(old):
+        if old is not None and not ownership.owned(old):
             yield Done("unchanged", document, "it was there before")
             continue
         if document["kind"] == kinds.NAMESPACE.kind:
@@ -211,7 +211,7 @@ def jobs(cluster: Cluster) -> list[str]:
     jobs_: list[Document] = []
     for kind in _JOBS:
         definition = cluster.find(kinds.CRD, kind.resource)
-        if definition is not None and not foreign.owned(definition):
+        if definition is not None and not ownership.owned(definition):
             continue
         with contextlib.suppress(NotServed, Absent):
             jobs_ += cluster.list_(kind, everywhere=True)
@@ -242,7 +242,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     left = (
         []
         if crds
-        else [each for each in named if (there := apply_documents.existing(cluster, each)) is not None and foreign.owned(there)]
+        else [each for each in named if (there := apply_documents.existing(cluster, each)) is not None and ownership.owned(there)]
     )
     roles = [each["metadata"]["name"] for each in rbac.users()]
     for document in reversed(desired):
@@ -263,7 +263,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
 def _delete(cluster: Cluster, document: Document) -> Done:
     meta = document["metadata"]
     existing = apply_documents.existing(cluster, document)
-    if existing is not None and not foreign.owned(existing):
+    if existing is not None and not ownership.owned(existing):
         return Done("kept", document, "somebody else made it")
     try:
         cluster.delete(kind_of(document), meta["name"], namespace=meta.get("namespace"))
@@ -286,12 +286,12 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
 
 def _installed(document: Document) -> bool:
     """Whether `ensure` created an object; objects of jobs have the same label, but also the label of their job."""
-    return foreign.owned(document) and Label.JOB not in document["metadata"].get("labels", {})
+    return ownership.owned(document) and Label.JOB not in document["metadata"].get("labels", {})
 
 
 def _protected(cluster: Cluster, namespace: Document) -> str:
     """Why a namespace must not be deleted; empty if everything in it is ours."""
-    if not foreign.owned(namespace):
+    if not ownership.owned(namespace):
         return "it was not made by `outlast install`"
     others = []
     for kind in _PROTECTED_KINDS:

@@ -17,8 +17,7 @@ from outlast.base.errors import Absent, ClusterError, Forbidden, NotFound, NotSe
 from outlast.job.contract import Label, Pod
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api
-from outlast.kubernetes.api import dropins, owner_references, pod_status
-from outlast.kubernetes.api import workload_template as kube_workloads
+from outlast.kubernetes.api import dropins, owner_references, pod_status, workload_template
 from outlast.kubernetes.jobs import job_status
 from outlast.kubernetes.manifests import evaluation_job
 
@@ -116,7 +115,7 @@ class Workloads:
                 meta = {"name": workload["metadata"]["name"]}
                 text = json.dumps({**{k: workload[k] for k in ("apiVersion", "kind", "spec")}, "metadata": meta})
                 return spec.parse(text)
-            volumes = kube_workloads.template(workload)["spec"].get("volumes") or ()
+            volumes = workload_template.template(workload)["spec"].get("volumes") or ()
             name = next((v["configMap"]["name"] for v in volumes if v["name"] == "config" and "configMap" in v), "")
             return spec.parse(self.cluster.get(api.CONFIG_MAP, name)["data"]["job.yaml"]) if name else None
         except (OutlastError, KeyError):
@@ -149,7 +148,7 @@ class Workloads:
         current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
         older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.over(each) is None]
         own = [pod for pod in documents if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and part_of(pod, current)]
-        metrics, unknown = self._metrics(own) if ask and not kube_workloads.agentless(current) else ({}, "")
+        metrics, unknown = self._metrics(own) if ask and not workload_template.agentless(current) else ({}, "")
         processes, allowed = 1, None
         if (drop_in := dropins.of(current)) is not None:
             low, _, high = drop_in.sizes(current)
@@ -253,7 +252,7 @@ def has_claim(workload: Document) -> bool:
     """Whether the pods of a workload have a claim, which may hold the output."""
     if workload["kind"] == "ElasticJob":
         return bool(workload["spec"].get("volumes"))
-    volumes = kube_workloads.template(workload)["spec"].get("volumes") or ()
+    volumes = workload_template.template(workload)["spec"].get("volumes") or ()
     return any("persistentVolumeClaim" in volume for volume in volumes)
 
 

@@ -129,18 +129,18 @@ def read(status: JobStatus) -> dict[str, Any] | str:
 def _read(place: Any, status: JobStatus) -> dict[str, Any]:
     from outlast.job.report import goodput
     from outlast.storage import runs
-    from outlast.storage.checkpoints import ranked, remote
+    from outlast.storage.checkpoints import in_store, ranked
     from outlast.storage.runs import output
-    from outlast.storage.sync import growing
+    from outlast.storage.sync import growing_files
 
     record = runs.read(place)
     run = record.run if record else status.run
-    kept = [each for each in remote.Checkpoints(place, run).list_() if not each.problem]
+    kept = [each for each in in_store.Checkpoints(place, run).list_() if not each.problem]
 
-    def url(checkpoint: remote.Checkpoint) -> str:
+    def url(checkpoint: in_store.Checkpoint) -> str:
         return f"{place.url}/{contract.CHECKPOINTS}/{checkpoint.place.key}"
 
-    logged = [each for line in growing.tail(place, contract.METRICS, _LINES) if (each := _parsed(line))]
+    logged = [each for line in growing_files.tail(place, contract.METRICS, _LINES) if (each := _parsed(line))]
     evaluations = [each for name in _EVALUATIONS if (each := _document(place, name))]
     found = {"output": place.url, "run": run or None, **numbers(evaluations, logged)}
     if kept:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from outlast.base.backoff import RANDOM
 from outlast.base.errors import Absent, AlreadyRunning, Conflict, Forbidden, OutlastError, StoreError, Taken
-from outlast.job import foreign
+from outlast.job import ownership
 from outlast.job.contract import Label
 from outlast.job.status import State
 from outlast.kubernetes import api
@@ -40,7 +40,7 @@ def rendered(job: Job, source: Path, run: str | None, fresh: bool) -> list[Docum
 def _released(url: str) -> str:
     """Remove the owner of the unfinished run in a store; returns a sentence about it."""
     from outlast.storage import store
-    from outlast.storage.runs import alive
+    from outlast.storage.runs import heartbeat as alive
 
     owner = alive.release(store.open_(url))
     return f"took the run in {url} from {owner}" if owner else f"no unfinished run in {url} has an owner"
@@ -97,7 +97,7 @@ class Submission:
                 yield configmaps_and_service.kept(document, old)
                 continue
             if kind not in NAMED:  # includes objects created since `make_room`
-                foreign.check(old, {Label.JOB: job.metadata.name}, instead=_INSTEAD)
+                ownership.check(old, {Label.JOB: job.metadata.name}, instead=_INSTEAD)
             done = apply_documents.apply(self.cluster, document, old=old)
             yield f"{title} {done.what}"
             if kind in BESIDE:
@@ -109,7 +109,7 @@ class Submission:
     def _continued(self, job: Job) -> Iterator[str]:
         """Reopen the run of a job that has succeeded if the job now requests more steps or epochs, so that workers continue the
         run."""
-        from outlast.job.spec import changes
+        from outlast.job.spec import version_differences
         from outlast.kubernetes.manifests import volumes as places
         from outlast.storage import runs, store
         from outlast.storage.checkpoints import register
@@ -117,7 +117,7 @@ class Submission:
         name, url = job.metadata.name, places.store(job)
         existing = next(iter(self.workloads.of(name)), None)
         old = self.workloads.job(existing) if existing and self._ended(existing) is State.SUCCEEDED else None
-        if old is None or not changes.longer(old, new := places.document(job), 0):
+        if old is None or not version_differences.longer(old, new := places.document(job), 0):
             return
         if not url:
             yield f"{name} has succeeded, and begins anew: only a run whose output is in a store goes on when more is asked for"
@@ -130,7 +130,7 @@ class Submission:
             raise OutlastError(
                 f"{name} has succeeded and is asked for more, but {url} cannot be read: {problem}; --fresh starts anew"
             ) from problem
-        if run and newest and changes.longer(old, new, newest.step):
+        if run and newest and version_differences.longer(old, new, newest.step):
             runs.end(place, run.run, State.CANCELLED, "more steps or epochs are asked for", None, by=run.owner)
             yield f"{name} has succeeded; as it asks for more now, its run goes on from step {newest.step}; --fresh starts anew"
 
@@ -207,7 +207,7 @@ class Submission:
         if (found := apply_documents.existing(self.cluster, document)) is None:
             return None
         kind, meta, owners = api.kind_of(document), document["metadata"], owner_references.owners(found)
-        if kind not in (*BESIDE, api.SECRET) or not foreign.owned(found) or not owners or owners & alive:
+        if kind not in (*BESIDE, api.SECRET) or not ownership.owned(found) or not owners or owners & alive:
             return found
         try:
             self.cluster.delete(kind, meta["name"], namespace=meta.get("namespace"), uid=found["metadata"]["uid"])

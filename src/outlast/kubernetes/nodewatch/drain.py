@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.job.contract import Label
-from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.api import pod_status
 
 END_MARGIN_S = 2.0
 """Seconds between a pod's end and the deadline, in which the kubelet reports the end."""
@@ -43,7 +43,7 @@ def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) 
         outlast_pod = not worker and _labels(pod).get("app.kubernetes.io/part-of") == "outlast"
         stays = (managed_by_operator(pod) or (outlast_pod and any(workers))) and remaining_s > WORKER_RESERVE_S - END_MARGIN_S
         grace_s = pod["spec"].get("terminationGracePeriodSeconds", 30)
-        if podwords.terminating(pod) or stays:
+        if pod_status.terminating(pod) or stays:
             waiting.append(full_name(pod))
         else:
             steps.append(Step(pod, max(1, math.floor(min(grace_s, remaining_s))), remaining_s < grace_s))  # 0 kills it at once
@@ -67,4 +67,6 @@ def _labels(pod: Mapping[str, Any]) -> Mapping[str, str]:
 def _evictable(pod: Mapping[str, Any]) -> bool:
     meta = pod["metadata"]
     daemon_pod = any(each.get("kind") == "DaemonSet" and each.get("controller") for each in meta.get("ownerReferences") or ())
-    return not daemon_pod and "kubernetes.io/config.mirror" not in (meta.get("annotations") or {}) and not podwords.finished(pod)
+    return (
+        not daemon_pod and "kubernetes.io/config.mirror" not in (meta.get("annotations") or {}) and not pod_status.finished(pod)
+    )

@@ -20,11 +20,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from outlast.base import units
 from outlast.job.contract import LEASE_S
-from outlast.job.report import reading
+from outlast.job.report import ledger_events
 from outlast.job.status import SnapshotStatus, State
-from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.manifests import labels
-from outlast.rendezvous.restarts import History, Record
+from outlast.rendezvous.restart_budget import History, Record
 from outlast.rendezvous.world import Call, World
 
 Document = dict[str, Any]
@@ -223,15 +223,15 @@ def read(status: Mapping[str, Any]) -> Status:
         interruptions=status.get("interruptions", 0),
         elected=bool(rendezvous.get("wanted")),
         failure=status.get("lastFailure"),
-        started=podwords.timestamp(status.get("startTime")) or None,
+        started=pod_status.timestamp(status.get("startTime")) or None,
         resumed=rendezvous.get("resumed"),
-        finished=podwords.timestamp(status.get("completionTime")) or None,
+        finished=pod_status.timestamp(status.get("completionTime")) or None,
         formed=bool(rendezvous.get("formed")),
         observed=status.get("observedGeneration", 0),
         queue=status.get("queue", ""),
         gang=status.get("gang", ""),
         progress=_read_progress(status, account),
-        ledger=tuple(each for each in status.get("ledger") or () if isinstance(each, Mapping) and reading.usable(each)),
+        ledger=tuple(each for each in status.get("ledger") or () if isinstance(each, Mapping) and ledger_events.usable(each)),
         conditions=tuple(status.get("conditions") or ()),
     )
 
@@ -267,7 +267,7 @@ def _read_progress(status: Mapping[str, Any], account: Mapping[str, Any]) -> Pro
         commit.get("step", 0),
         commit.get("time", 0.0),
         status.get("rate"),
-        podwords.timestamp(status.get("progressTime")),
+        pod_status.timestamp(status.get("progressTime")),
         (mark.step, mark.time) if mark else None,
         (memory.step, memory.every) if memory else (0, 0),
         commit.get("bytes", 0),
@@ -352,7 +352,7 @@ def conditioned(
 def since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> float | None:
     """The latest time at which one of these conditions became true; None if none is true."""
     begun = [
-        podwords.timestamp(each["lastTransitionTime"])
+        pod_status.timestamp(each["lastTransitionTime"])
         for each in conditions
         if each["type"] in types and each["status"] == "True"
     ]

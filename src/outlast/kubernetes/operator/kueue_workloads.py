@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.api.owner_references import owned_by
 from outlast.kubernetes.manifests.scheduling import kueue
@@ -160,7 +160,7 @@ class WorkloadSlice:
         if (admitted := self.condition("Admitted")) is not None and admitted["status"] == "True":
             conditions.append(("Admitted", False, "NoReservation", "The workload has no reservation"))
             accumulated = int(self._status.get("accumulatedPastExecutionTimeSeconds") or 0)
-            began = podwords.timestamp(admitted["lastTransitionTime"]) or now
+            began = pod_status.timestamp(admitted["lastTransitionTime"]) or now
             spent = {"accumulatedPastExecutionTimeSeconds": accumulated + max(0, int(now - began))}
         if self.condition("PodsReady") is not None:
             conditions.append(("PodsReady", False, "WaitForStart", "Its pods have gone"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from outlast.job.contract import LEAVING, Annotation, LeavingKind
-from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.manifests.scheduling.placement import SPOT
 
 Document = Mapping[str, Any]
@@ -144,7 +144,7 @@ def _usual(name: str, kind: LeavingKind, *, spot: bool) -> float | None:
 def _deadline(annotations: Mapping[str, str]) -> float | None:
     """The annotated deadline; None if it is missing or invalid."""
     try:
-        return podwords.timestamp(annotations.get(Annotation.LEAVING_AT)) or None
+        return pod_status.timestamp(annotations.get(Annotation.LEAVING_AT)) or None
     except (ValueError, TypeError, OverflowError):
         return None
 

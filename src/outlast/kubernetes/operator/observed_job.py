@@ -14,15 +14,14 @@ from outlast.base.errors import InvalidJob
 from outlast.job import contract, spec
 from outlast.job.contract import LEASE_S, Annotation, Label
 from outlast.job.failure import Failure
-from outlast.kubernetes.api import document_parsing, owner_references
-from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.api import document_parsing, owner_references, pod_status
 from outlast.kubernetes.manifests.scheduling import gang, kueue
 from outlast.kubernetes.operator import elasticjob_status, kueue_workloads, leaving_nodes
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.elasticjob_status import Status
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leaving_nodes import Leave
-from outlast.rendezvous import failures
+from outlast.rendezvous import root_cause
 from outlast.rendezvous.transports.sockets import Report, is_count, is_number
 from outlast.rendezvous.world import Member, MemberState
 
@@ -74,7 +73,7 @@ class Pod:
 
     @property
     def created(self) -> float:
-        return podwords.created_at(self.document)
+        return pod_status.created_at(self.document)
 
     @property
     def first_generation(self) -> int:
@@ -85,54 +84,54 @@ class Pod:
     @property
     def terminating(self) -> bool:
         """Whether the pod is being deleted."""
-        return podwords.terminating(self.document)
+        return pod_status.terminating(self.document)
 
     @property
     def ends_at(self) -> float:
         """If the pod is being deleted, the latest time at which its kubelet kills it; else 0."""
-        return podwords.timestamp(self.document["metadata"].get("deletionTimestamp"))
+        return pod_status.timestamp(self.document["metadata"].get("deletionTimestamp"))
 
     @property
     def lingering(self) -> bool:
         """Whether the worker has ended but the pod's phase does not say so: a sidecar still runs, or the sandbox is not gone."""
         if self.document["spec"].get("restartPolicy") != "Never":
             return False
-        worker = podwords.container_status(self.document)
+        worker = pod_status.container_status(self.document)
         alone = len(self.document["spec"].get("containers") or ()) == 1
-        ended = (alone or worker.get("name") in podwords.CONTAINERS) and "terminated" in (worker.get("state") or {})
-        return ended and not podwords.finished(self.document)
+        ended = (alone or worker.get("name") in pod_status.CONTAINERS) and "terminated" in (worker.get("state") or {})
+        return ended and not pod_status.finished(self.document)
 
     @property
     def over(self) -> bool:
         """Whether the worker has ended for good."""
-        return podwords.finished(self.document) or self.lingering
+        return pod_status.finished(self.document) or self.lingering
 
     @property
-    def end(self) -> podwords.End | None:
+    def end(self) -> pod_status.End | None:
         """How the worker ended, once it has ended for good."""
-        return podwords.end(self.document) if self.over else None
+        return pod_status.end(self.document) if self.over else None
 
     @property
     def succeeded(self) -> bool:
         ended = self.end
-        well = ended is not None and ended.code == 0 and (self.lingering or not podwords.disrupted(self.document))
-        return podwords.phase(self.document) == "Succeeded" or well
+        well = ended is not None and ended.code == 0 and (self.lingering or not pod_status.disrupted(self.document))
+        return pod_status.phase(self.document) == "Succeeded" or well
 
     @property
     def waiting(self) -> str:
         """Why the pod has not started."""
-        return podwords.waiting_reason(self.document)
+        return pod_status.waiting_reason(self.document)
 
     @property
     def stuck(self) -> str:
         """Why the pod cannot start, if that needs people's attention."""
-        return podwords.blocking_reason(self.document)
+        return pod_status.blocking_reason(self.document)
 
     @property
     def kept(self) -> str:
         """A sentence if the finalizers of another controller keep a terminated pod; else empty."""
         meta = self.document["metadata"]
-        gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and podwords.finished(self.document)
+        gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and pod_status.finished(self.document)
         finalizers = ", ".join(meta.get("finalizers") or ()) if gone else ""
         return f"has gone, and its name is kept by the finalizers {finalizers}; have them removed" if finalizers else ""
 
@@ -144,7 +143,7 @@ class Pod:
     @property
     def log_tail(self) -> str:
         """The last lines of the log of a pod that failed."""
-        state = podwords.container_status(self.document).get("state") or {}
+        state = pod_status.container_status(self.document).get("state") or {}
         return str((state.get("terminated") or {}).get("message") or "")
 
 
@@ -329,17 +328,17 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
     node = nodes.get(name)
     lost = None
     if name and nodes:  # a node that has just joined is in its pods before the watch of nodes delivers it
-        lost = podwords.bound_at(pod) if node is None else _silent_since(node)
+        lost = pod_status.bound_at(pod) if node is None else _silent_since(node)
     return Pod(
-        pod, podwords.index(pod), name, lost, leaving_nodes.soonest(leaving_nodes.of_node(node), leaving_nodes.of_pod(pod))
+        pod, pod_status.index(pod), name, lost, leaving_nodes.soonest(leaving_nodes.of_node(node), leaving_nodes.of_pod(pod))
     )
 
 
 def _silent_since(node: Document) -> float | None:
     """When a node stopped answering; None if it answers."""
-    for ready in podwords.conditions(node, "Ready"):
+    for ready in pod_status.conditions(node, "Ready"):
         if ready["status"] != "True":
-            return node.get(RECEIVED) or podwords.timestamp(ready.get("lastTransitionTime"))
+            return node.get(RECEIVED) or pod_status.timestamp(ready.get("lastTransitionTime"))
     return None
 
 
@@ -356,7 +355,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         index = int((meta.get("labels") or {})[Label.WORKER])
         report = Report.of(from_json(annotations[Annotation.REPORT]))
         progress = from_json(annotations.get(Annotation.PROGRESS) or "{}") or {}
-        renewed = lease.get(RECEIVED) or podwords.timestamp(fields.get("renewTime"))
+        renewed = lease.get(RECEIVED) or pod_status.timestamp(fields.get("renewTime"))
         member = Member(
             index,
             report.address,
@@ -379,7 +378,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         lasts = min(LONGEST_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
         failed = report.failure or {}
         start = member.generation, report.attempt
-        echo, failure = failures.reported(failed, index, start, member.since) if failed else (False, None)
+        echo, failure = root_cause.reported(failed, index, start, member.since) if failed else (False, None)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # written by another version, or by others
         return None
     if its_run != run or meta["name"] != contract.worker_name(job, index):

@@ -11,11 +11,11 @@ from typing import Any
 from outlast.job import spec
 from outlast.job.contract import End
 from outlast.job.status import State
-from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.operator import desired, elasticjob_status, kueue_workloads
 from outlast.kubernetes.operator.observed_job import JobSnapshot, MemberReport, Pod
 from outlast.kubernetes.operator.plan import Deletion, Document, Event, Plan
-from outlast.rendezvous import restarts, world
+from outlast.rendezvous import restart_budget, world
 from outlast.rendezvous.world import MemberState
 
 UNREACHABLE = "Unheard"
@@ -111,8 +111,8 @@ class Reconcile:
         return dataclasses.replace(world.Timeouts(), leave=self.spec.interruption.grace.total_seconds())
 
     @property
-    def policy(self) -> restarts.Policy:
-        return restarts.Policy(self.spec.restarts.limit, self.spec.restarts.window)
+    def policy(self) -> restart_budget.Policy:
+        return restart_budget.Policy(self.spec.restarts.limit, self.spec.restarts.window)
 
     @property
     def committed(self) -> int:
@@ -159,7 +159,7 @@ class Reconcile:
         if begun is not None and not self.status.formed and kind != "resumed":
             if pods := self.snapshot.pods:
                 ledger = elasticjob_status.noted(ledger, max(begun, min(pod.created for pod in pods)), "asked")
-            if running := [since for pod in pods if (since := podwords.started_at(pod.document))]:
+            if running := [since for pod in pods if (since := pod_status.started_at(pod.document))]:
                 ledger = elasticjob_status.noted(ledger, max(begun, min(running)), "worker")
         self.update(ledger=elasticjob_status.noted(ledger, now if t is None else t, kind, **fields))
 

@@ -51,9 +51,9 @@ def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None
 
 def report(name: str) -> dict[str, Any]:
     """Return the job's time by cause, and the cost of its failures, as `outlast report -o json` prints them."""
-    from outlast.job.report import text
+    from outlast.job.report import printed
 
-    return text.as_json(_account(_here(), name))
+    return printed.as_json(_account(_here(), name))
 
 
 def draw(name: str) -> None:

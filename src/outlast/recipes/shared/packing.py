@@ -15,10 +15,10 @@ from pathlib import Path
 
 from outlast.base import file_locks
 from outlast.base.errors import OutlastError
-from outlast.data import shards
-from outlast.data.place import unwritable
-from outlast.data.prepare import images, plan, work
-from outlast.worker.prepare import room
+from outlast.data import shard_format
+from outlast.data.dataset_directory import unwritable
+from outlast.data.prepare import images, source_files, work_units
+from outlast.worker.prepare import cache_eviction
 
 _FEW = 32 << 20
 """Total size in bytes of files that one process decodes before several processes have started, which takes 2 s (measured)."""
@@ -41,16 +41,18 @@ def pack(
     Raises OutlastError as `folder` does, and for an image that cannot be decoded; with `skip_bad` such images are left out and
     counted, and the first few are named.
     """
-    if "://" in os.fspath(source) or (Path(source) / shards.MANIFEST).exists():
+    if "://" in os.fspath(source) or (Path(source) / shard_format.MANIFEST).exists():
         return os.fspath(source)
     root = images.inside(Path(source).absolute())
     settings = images.Settings(size, val=val, skip_damaged=skip_bad, stretch=size is not None)
-    files = plan.listed(root, root / work.PRIVATE)
+    files = source_files.listed(root, root / work_units.PRIVATE)
     if not images.cifar_batches(root):
         laid_out(root, files, val)
-    about = f"{root} {sorted(settings.about().items())} {plan.described(files)['listing']}"
+    about = f"{root} {sorted(settings.about().items())} {source_files.described(files)['listing']}"
     key = hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()[:16]
-    place = Path(to).absolute() if to is not None else room.cache(os.environ).absolute() / "packed" / f"{root.name}-{key}"
+    place = (
+        Path(to).absolute() if to is not None else cache_eviction.cache(os.environ).absolute() / "packed" / f"{root.name}-{key}"
+    )
     began, reported = time.monotonic(), [0.0]
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -66,8 +68,8 @@ def pack(
     with file_locks.exclusive(place.with_name(f".{place.name}.lock"), waiting=waiting, stop=threading.Event()):
         few = sum(file.size for file in files) < _FEW
         try:
-            made = images.prepare(work.Request(root, place, processes or (1 if few else 0), progress), settings)
-        except plan.BadSource as error:
+            made = images.prepare(work_units.Request(root, place, processes or (1 if few else 0), progress), settings)
+        except source_files.BadSource as error:
             raise mistake(error) from error
     if reported[0]:
         count = sum(part.samples for part in made.parts.values())
@@ -81,7 +83,7 @@ def _say(line: str) -> None:
     print(f"outlast: {line}", file=sys.stderr, flush=True)
 
 
-def mistake(error: plan.BadSource) -> OutlastError:
+def mistake(error: source_files.BadSource) -> OutlastError:
     """A recipe's error for a problem with its source: it names the recipe's flags, not those of `outlast data prepare`."""
     text = str(error).replace("--skip-damaged", "--skip-bad")
     return OutlastError(text.replace("with --size, or use --encoded", "with --stored-size, pixels a side"))
@@ -90,20 +92,22 @@ def mistake(error: plan.BadSource) -> OutlastError:
 def listed(root: Path, val: float) -> tuple[Path, dict[str, list[images.Item]], list[str]]:
     """The inner directory, the images of each part, and the names of the classes. Raises OutlastError as `laid_out` does."""
     inner = images.inside(root)
-    return inner, *laid_out(inner, plan.listed(inner, inner / work.PRIVATE), val)
+    return inner, *laid_out(inner, source_files.listed(inner, inner / work_units.PRIVATE), val)
 
 
-def laid_out(root: Path, files: Sequence[plan.File], val: float) -> tuple[dict[str, list[images.Item]], list[str]]:
+def laid_out(root: Path, files: Sequence[source_files.File], val: float) -> tuple[dict[str, list[images.Item]], list[str]]:
     """The images of each part, and the names of the classes. Raises OutlastError for an empty val, and for classes in only one
     part."""
     items, names, _ = images.layout(root, files, val)
-    divided = {part: path for path in root.iterdir() if path.is_dir() and (part := plan.named_part(path.name))}
-    if not {plan.TRAIN, plan.VAL} <= divided.keys():
+    divided = {part: path for path in root.iterdir() if path.is_dir() and (part := source_files.named_part(path.name))}
+    if not {source_files.TRAIN, source_files.VAL} <= divided.keys():
         return items, names
-    if not any(plan.named_part(item.file) == plan.VAL for item in items[plan.VAL]):
-        raise OutlastError(f"{divided[plan.VAL]} has no images; put some there, or remove it: then a tenth of train is val")
+    if not any(source_files.named_part(item.file) == source_files.VAL for item in items[source_files.VAL]):
+        raise OutlastError(
+            f"{divided[source_files.VAL]} has no images; put some there, or remove it: then a tenth of train is val"
+        )
     has = {part: {item.label for item in some} for part, some in items.items()}
-    for one, other in ((plan.VAL, plan.TRAIN), (plan.TRAIN, plan.VAL)):
+    for one, other in ((source_files.VAL, source_files.TRAIN), (source_files.TRAIN, source_files.VAL)):
         if only := sorted(has[one] - has[other]):
             first = ", ".join(names[label] for label in only[:3]) + (", ..." if len(only) > 3 else "")
             raise OutlastError(

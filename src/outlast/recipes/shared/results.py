@@ -27,7 +27,7 @@ def run(main: Callable[[], None]) -> None:
     """Run a recipe. An error that the user can correct (no data, a wrong flag) ends the recipe with one sentence and exit code
     78.
 
-    Under `outlast run`, `launch.rank` does so, and keeps the sentence for `outlast status`.
+    Under `outlast run`, `launch.training_process` does so, and keeps the sentence for `outlast status`.
     """
     if contract.EVALUATE in sys.argv:  # `outlast evaluate NAME | head` ends it silently, as other programs
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

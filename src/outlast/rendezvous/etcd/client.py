@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.base.backoff import Line, pause
 from outlast.base.errors import EtcdError, Superseded
 from outlast.job import contract
-from outlast.rendezvous.etcd import gateway, schema
+from outlast.rendezvous.etcd import gateway, key_schema
 from outlast.rendezvous.etcd.member import Identity, Membership
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import Call, World
@@ -108,7 +108,7 @@ class Client:
     def __init__(self, where: gateway.Address, who: Identity, *, name: str = "") -> None:
         """`name` is the run's name in etcd, by default `who.run`."""
         self.etcd = gateway.Etcd(where, answer_s=_answer_s(who.ttl))
-        of = schema.Keys.of(where.prefix, name or who.run)
+        of = key_schema.Keys.of(where.prefix, name or who.run)
         self._membership = Membership(self.etcd, of, who)
         self._of, self._ttl = of, who.ttl
         self._changed = threading.Condition()
@@ -248,7 +248,7 @@ class Running:
         from outlast.rendezvous.etcd import election
 
         self.etcd = gateway.Etcd(where, answer_s=_answer_s(config.ttl))
-        keys = schema.Keys.of(where.prefix, name)
+        keys = key_schema.Keys.of(where.prefix, name)
         self._candidate = election.Candidate(self.etcd, keys, config, host=socket.gethostname(), id=id)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listener = Listener(self.etcd, lambda: self._candidate.prefix, self._listed, self._happened)
@@ -356,7 +356,7 @@ class Run:
     name: str
     members: tuple[Present, ...]
     """The members, sorted by id."""
-    coordinator: schema.Leader | None
+    coordinator: key_schema.Leader | None
     """The coordinator; None before an election and after the end."""
     world: World | None = None
     called: Call | None = None
@@ -377,8 +377,8 @@ def look(client: gateway.Etcd, run: str | None = None) -> list[Run]:
     with contextlib.closing(gateway.Etcd(gateway.address("etcd://host:2379"))) as client: ...
     """
     prefix = client.address.prefix
-    kvs = client.range(f"{prefix}/" if run is None else schema.Keys.of(prefix, run).root, prefix=True).kvs
-    names = sorted({name for kv in kvs if (name := schema.run_of(prefix, kv.key))})
+    kvs = client.range(f"{prefix}/" if run is None else key_schema.Keys.of(prefix, run).root, prefix=True).kvs
+    names = sorted({name for kv in kvs if (name := key_schema.run_of(prefix, kv.key))})
     if run is not None:
         names = [name for name in names if name == run or name.startswith(f"{run}/")]
 
@@ -388,11 +388,11 @@ def look(client: gateway.Etcd, run: str | None = None) -> list[Run]:
 
     runs = []
     for name in names:
-        of = schema.Keys.of(prefix, name)
+        of = key_schema.Keys.of(prefix, name)
         own = {kv.key: kv for kv in kvs if kv.key.startswith(f"{of.root}/")}
-        leader = schema.Leader.loads(own[of.leader].value) if of.leader in own else None
-        state = schema.Published.loads(own[of.published].value) if of.published in own else None
-        records = [(schema.Record.loads(kv.value), kv.lease) for key, kv in own.items() if key.startswith(of.members)]
+        leader = key_schema.Leader.loads(own[of.leader].value) if of.leader in own else None
+        state = key_schema.Published.loads(own[of.published].value) if of.published in own else None
+        records = [(key_schema.Record.loads(kv.value), kv.lease) for key, kv in own.items() if key.startswith(of.members)]
         members = [
             Present(record.report, left(lease), leader is not None and leader.id == record.report.id)
             for record, lease in records

@@ -21,8 +21,8 @@ from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.failure import Failure
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, partition, restarts, world
-from outlast.rendezvous.etcd import schema
+from outlast.rendezvous import coordinator, partition, restart_budget, world
+from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.etcd.gateway import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
 from outlast.rendezvous.etcd.member import TTL_S, Store
 from outlast.rendezvous.transports import sockets
@@ -82,7 +82,13 @@ class Term(coordinator.Coordinator):
     """The leadership of one coordinator after its election."""
 
     def __init__(
-        self, store: Store, keys: schema.Keys, config: ElectionConfig, leader: KeyValue, listing: Outcome, incarnation: str = ""
+        self,
+        store: Store,
+        keys: key_schema.Keys,
+        config: ElectionConfig,
+        leader: KeyValue,
+        listing: Outcome,
+        incarnation: str = "",
     ) -> None:
         """`leader` is the key of the election, `listing` has all keys of the run, and `incarnation` is the candidate's run."""
         super().__init__(config.settings, config.clock)
@@ -99,7 +105,7 @@ class Term(coordinator.Coordinator):
         """Keys of processes that replace a member with an undecided loss."""
         self._effects: list[Callable[[], None]] = []
         """Output and ledger events to emit once etcd has accepted the state."""
-        self._last_published: schema.Published | None = None
+        self._last_published: key_schema.Published | None = None
         self._last_published_at = 0.0
         self._why = ""
         self._failure: Mapping[str, Any] | None = None
@@ -118,7 +124,7 @@ class Term(coordinator.Coordinator):
         """Take over the published state and the members' reports."""
         of, now = self._keys, self.clock()
         kv = next((kv for kv in listing.kvs if kv.key == of.published), None)
-        last = schema.Published.loads(kv.value) if kv else None
+        last = key_schema.Published.loads(kv.value) if kv else None
         self._published_at = kv.modified if kv else 0
         self._after = 0
         """Last revision of the previous run, whose keys are ignored."""
@@ -131,13 +137,13 @@ class Term(coordinator.Coordinator):
         elif last:
             self._previous_incarnation, self._incarnation = last.previous_incarnation, last.incarnation
         else:
-            records = [record for kv in members if (record := schema.Record.loads(kv.value)) and record.incarnation]
+            records = [record for kv in members if (record := key_schema.Record.loads(kv.value)) and record.incarnation]
             newest = max(records, key=lambda record: record.world.generation if record.world else 0, default=None)
             self._incarnation = newest.incarnation if newest else self._config.nonce()
             self._listen_until = now + LISTEN_S
         if last:
             self.counted, self.restarts, self._failure = (last.counted, last.attempt), last.restarts, last.failure
-            self.history = tuple(restarts.Record(now - ago, committed, step) for ago, committed, step in last.failures)
+            self.history = tuple(restart_budget.Record(now - ago, committed, step) for ago, committed, step in last.failures)
             self.state = world.State(
                 {},
                 last.world and replace(last.world, at=now),
@@ -190,7 +196,7 @@ class Term(coordinator.Coordinator):
         return int(number) if number.isdecimal() else -1
 
     def _on_report_key(self, kv: KeyValue) -> None:
-        record, id = schema.Record.loads(kv.value), self._id(kv)
+        record, id = key_schema.Record.loads(kv.value), self._id(kv)
         token, at = self._seen.get(id, ("", 0))
         if record is None or record.report.id != id or kv.modified <= max(at, self._after):
             return  # from another program, or already processed
@@ -217,7 +223,7 @@ class Term(coordinator.Coordinator):
             self.over(State.FAILED, report.failure.get("reason", f"worker {id} gives up"), contract.Exit.FAILED, End.LIMIT)
         self.on_report(report)
 
-    def _recover(self, record: schema.Record) -> None:
+    def _recover(self, record: key_schema.Record) -> None:
         """Recover a world that etcd may have lost from a member's record, and skip generations that may have followed it."""
         lost, state = record.world, self.state
         if lost and lost.generation > (state.world.generation if state.world else 0):
@@ -280,12 +286,12 @@ class Term(coordinator.Coordinator):
             called = world.Call(min_generation + 1, reason, False, self.clock(), cause=world.Cause.LOST)
             self.state = replace(self.state, world=None, called=called, min_generation=min_generation, since=-math.inf)
 
-    def _state_to_publish(self) -> schema.Published:
+    def _state_to_publish(self) -> key_schema.Published:
         state = self.state
         ranks = state.world.members if state.world else ()
         generation = state.world.generation if state.world else 0
         done = [m.id for m in state.members.values() if m.standing is world.MemberState.DONE and m.generation >= generation]
-        return schema.Published(
+        return key_schema.Published(
             by=self._config.token,
             incarnation=self._incarnation,
             previous_incarnation=self._previous_incarnation,
@@ -388,7 +394,7 @@ class Candidate:
     def __init__(
         self,
         store: Store,
-        keys: schema.Keys,
+        keys: key_schema.Keys,
         config: ElectionConfig,
         *,
         host: str = "",
@@ -448,11 +454,11 @@ class Candidate:
                 self._stand_down()
 
     def _on_published(self, kv: KeyValue) -> None:
-        published = schema.Published.loads(kv.value)
+        published = key_schema.Published.loads(kv.value)
         if published is None or published.by == self._config.token:
             return
         if not published.closed:
-            if schema.live(published, self._leader):
+            if key_schema.live(published, self._leader):
                 self._incarnation = published.incarnation
         elif not self.ended and (
             self._incarnation == published.incarnation or (not self._incarnation and kv.modified > (self._began or 0))
@@ -495,7 +501,7 @@ class Candidate:
         config, store = self._config, self._store
         if self._lease is None:
             self._lease, self._renewed_at = store.grant(config.ttl), config.clock()
-        value = schema.Leader(config.token, self._host, self._id(), config.nonce()).dumps()
+        value = key_schema.Leader(config.token, self._host, self._id(), config.nonce()).dumps()
         leader = self._keys.leader
         try:
             outcome = store.txn([created(leader, 0)], [put(leader, value, self._lease)], [range_(leader)])

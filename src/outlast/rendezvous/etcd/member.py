@@ -16,7 +16,7 @@ from outlast.base.backoff import RANDOM
 from outlast.base.clock import Clock
 from outlast.base.errors import Superseded
 from outlast.job import contract
-from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.etcd.gateway import Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import MemberState, World
@@ -68,7 +68,7 @@ class Membership:
     def __init__(
         self,
         store: Store,
-        of: schema.Keys,
+        of: key_schema.Keys,
         who: Identity,
         *,
         clock: Callable[[], float] | None = None,
@@ -87,7 +87,7 @@ class Membership:
         self.closed: Closed | None = None
         self.why = ""
         """The coordinator's reason to wait."""
-        self.published: tuple[int, schema.Published] | None = None
+        self.published: tuple[int, key_schema.Published] | None = None
         """The last published state, after its revision."""
         self.synced = False
         """True if the keys in etcd have been listed, which must precede our registration."""
@@ -116,10 +116,10 @@ class Membership:
 
     # Writing
 
-    def record(self) -> schema.Record:
+    def record(self) -> key_schema.Record:
         """Return the desired value of our key."""
         report = replace(self.report, id=self.id, generation=self.report.generation or self._min_generation)
-        return schema.Record(report, self._who.token, self._who.nnodes, self._incarnation, self._newest, self._tokens)
+        return key_schema.Record(report, self._who.token, self._who.nnodes, self._incarnation, self._newest, self._tokens)
 
     def publish(self) -> None:
         """Register, write a changed report, or renew the lease. Raises EtcdError, Superseded."""
@@ -175,7 +175,7 @@ class Membership:
 
     def _reconcile_key(self, current: KeyValue) -> None:
         """Handle an unexpected value of our key. Raises Superseded if another process has written it and our index is fixed."""
-        record = schema.Record.loads(current.value)
+        record = key_schema.Record.loads(current.value)
         if record and record.token == self._who.token:  # we wrote it, but the response was lost
             self._registered = self._registered or current.created
             if current.lease == self._lease:
@@ -209,7 +209,7 @@ class Membership:
         self._on_leader(current.get(self._keys.leader))
         kv = current.get(self._keys.published)
         if not self.synced:
-            published = schema.Published.loads(kv.value) if kv else None
+            published = key_schema.Published.loads(kv.value) if kv else None
             if published and not published.closed and published.generation >= self._min_generation:
                 self._min_generation = 0  # etcd stores it already
         if kv:
@@ -232,7 +232,7 @@ class Membership:
             self._leader, self._leads_since = leader, self._clock()
 
     def _on_published(self, kv: KeyValue) -> None:
-        published = schema.Published.loads(kv.value)
+        published = key_schema.Published.loads(kv.value)
         if published is None:
             print("outlast | the published state in etcd is invalid; another version may have written it", flush=True)
             return
@@ -243,12 +243,12 @@ class Membership:
         if self._incarnation and published.previous_incarnation == self._incarnation:
             self.closed = Closed(f"run {self._who.run} is over, and another of this name has begun", contract.Exit.FAILED)
             return
-        if published.incarnation != self._incarnation and not schema.live(published, self._leader):
+        if published.incarnation != self._incarnation and not key_schema.live(published, self._leader):
             return  # of a run that is over or has no new coordinator yet
         if published.nnodes != self._who.nnodes:
             # The key of a killed job remains until its lease expires; only a leader that stays longer is another job's.
             if published.nnodes and self._who.nnodes and self._clock() - self._leads_since > self._who.ttl + 1:
-                other, own = schema.nnodes_text(published.nnodes), schema.nnodes_text(self._who.nnodes)
+                other, own = key_schema.nnodes_text(published.nnodes), key_schema.nnodes_text(self._who.nnodes)
                 reason = f"run {self._who.run} has --nnodes={other}, and this node has --nnodes={own}"
                 self.closed = Closed(f"{reason}: another job has this --rdzv-id; give each its own", contract.Exit.MISCONFIGURED)
             return

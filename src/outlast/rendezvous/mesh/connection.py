@@ -1,4 +1,4 @@
-"""One connection of the mesh: a non-blocking socket with sealed lines (`job.seal`), each a JSON object.
+"""One connection of the mesh: a non-blocking socket with sealed lines (`job.sealed_lines`), each a JSON object.
 
 Both sides begin with a nonce in the clear. The connecting side seals as a "member", the accepting side as a "decider", so an
 attacker cannot reflect a line, and a port that echoes its input proves nothing.
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outlast.base import tcp
-from outlast.job import seal
+from outlast.job import sealed_lines
 
 LINE_BYTES = 1 << 20
 """Maximum number of bytes in a line. The largest message, a failure with its traceback, has some 12 KiB."""
@@ -41,15 +41,15 @@ class Connection:
     """A non-blocking connection. Its methods raise OSError if it breaks, and ValueError (such as `seal.Forged`) if the peer is
     not a member."""
 
-    def __init__(self, sock: socket.socket, side: seal.Side, key: bytes) -> None:
+    def __init__(self, sock: socket.socket, side: sealed_lines.Side, key: bytes) -> None:
         self.sock = sock
-        self._side: seal.Side = side
+        self._side: sealed_lines.Side = side
         self._key = key
-        self._nonce = seal.nonce()
-        self._seal: seal.Seal | None = None
+        self._nonce = sealed_lines.nonce()
+        self._seal: sealed_lines.Seal | None = None
         self._queued: list[bytes] = []
         """Lines to send once the peer's nonce has arrived."""
-        self._in, self._out = bytearray(), bytearray(seal.greeting(self._nonce))
+        self._in, self._out = bytearray(), bytearray(sealed_lines.greeting(self._nonce))
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             lost_s, idle_s = (LOST_S, IDLE_S) if side == "member" else (CALLED_LOST_S, CALLED_IDLE_S)
@@ -98,12 +98,12 @@ class Connection:
             if not isinstance(message, dict):
                 raise ValueError("a line of the mesh is not a JSON object")
             messages.append(message)
-        if len(self._in) > (LINE_BYTES if self._seal else seal.LONGEST_NONCE):
+        if len(self._in) > (LINE_BYTES if self._seal else sealed_lines.LONGEST_NONCE):
             raise ValueError(f"a line has more than {LINE_BYTES} bytes")
         return messages
 
     def _greeted(self, line: bytes) -> None:
-        self._seal = seal.Seal(self._key, self._side, own=self._nonce, peer=seal.greeted(line))
+        self._seal = sealed_lines.Seal(self._key, self._side, own=self._nonce, peer=sealed_lines.greeted(line))
         for queued in self._queued:
             self._out += self._seal.sealed(queued)
         self._queued.clear()

@@ -31,9 +31,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from outlast.base.clock import Awake
-from outlast.job import seal
-from outlast.job.seal import Forged
-from outlast.rendezvous.mesh import peer_state
+from outlast.job import sealed_lines
+from outlast.job.sealed_lines import Forged
+from outlast.rendezvous.mesh import watched_peers
 from outlast.rendezvous.mesh.connection import Connection, resolved
 from outlast.rendezvous.mesh.peer import BROKEN_S, FIRST_S, WOKEN_S, Peer, Undelivered
 
@@ -90,7 +90,7 @@ class Mesh:
         """Callback for changes of `unheard`, `refused` or `complete`."""
         self.handlers: dict[str, Handler] = {}
         """Handlers by kind of message, called with the sender and the message."""
-        self._key, self._clock = seal.derived(key, "mesh"), clock or Awake()
+        self._key, self._clock = sealed_lines.derived(key, "mesh"), clock or Awake()
         self._hello: dict[str, Any] = {"id": id, "run": run, "process": secrets.token_hex(8), "address": self.address}
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, Peer] = {}
@@ -295,7 +295,7 @@ class Mesh:
         return self._peers[id]
 
     def _enter(self, generation: int, members: tuple[int, ...], addresses: dict[int, str], now: float) -> None:
-        watched = set(peer_state.watched(self.id, members))
+        watched = set(watched_peers.watched(self.id, members))
         for id in [each for each in self._peers if each not in members]:
             self._peers.pop(id).close()
         for id in watched:

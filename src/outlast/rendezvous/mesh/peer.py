@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from outlast.job.seal import Forged
-from outlast.rendezvous.mesh import peer_state
+from outlast.job.sealed_lines import Forged
+from outlast.rendezvous.mesh import watched_peers
 from outlast.rendezvous.mesh.connection import Connection, resolved
 
 FIRST_S, BROKEN_S, WOKEN_S = 3.0, 1.0, 5.0
@@ -44,7 +44,7 @@ class Peer:
     def __init__(self, id: int, selector: selectors.BaseSelector, hello: Mapping[str, Any], key: bytes) -> None:
         self.id, self.watched = id, False
         self.address = ""
-        self.state = peer_state.PeerState()
+        self.state = watched_peers.PeerState()
         self.proven = self.met = False
         """True if the peer has proven its identity on the current connection, and on any connection to this address."""
         self._selector, self._hello, self._key = selector, hello, key
@@ -64,7 +64,7 @@ class Peer:
         if address:
             resolved(address)
         self._hang_up()
-        self.address, self.state, self.met = address, peer_state.PeerState(), False
+        self.address, self.state, self.met = address, watched_peers.PeerState(), False
         self._next_attempt, self.due = now, now
 
     def forget(self, now: float) -> None:
@@ -76,7 +76,7 @@ class Peer:
     def send(self, message: Mapping[str, Any], future: Future[None], now: float, within_s: float) -> None:
         """Send a message; the future completes on its acknowledgement, or fails after `within_s`."""
         if not self.watched and self._connection is None and not self.state.left:
-            self.state, self._next_attempt = peer_state.PeerState(), 0.0  # the state is outdated
+            self.state, self._next_attempt = watched_peers.PeerState(), 0.0  # the state is outdated
         if problem := self._problem():
             future.set_exception(Undelivered(problem))
             return
@@ -164,7 +164,7 @@ class Peer:
                     Undelivered(f"worker {self.id} does not support this message; it runs another version")
                 )
         elif "goodbye" in message:
-            self.state = peer_state.PeerState(left=True)
+            self.state = watched_peers.PeerState(left=True)
             self._give_up(f"worker {self.id} has left")
             self._hang_up()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.base.errors import OutlastError
 from outlast.job.contract import Env
-from outlast.rendezvous.etcd import gateway, schema
+from outlast.rendezvous.etcd import gateway, key_schema
 from outlast.rendezvous.etcd.client import Client
 from outlast.rendezvous.etcd.member import Identity
 
@@ -20,7 +20,7 @@ def client(endpoint: str, member: Member) -> transport.Client:
     """Create a client for an endpoint. Raises OutlastError in a pod of an older operator, which relied on an etcd."""
     if Env.MEMBER in member.environ:
         raise OutlastError(f"this pod's operator requires a rendezvous at {endpoint}, which is gone; upgrade it: outlast install")
-    name = schema.run_name(member.run, member.environ)
+    name = key_schema.run_name(member.run, member.environ)
     return Client(gateway.address(endpoint), Identity(member.run, member.id, generation=member.generation), name=name)
 
 

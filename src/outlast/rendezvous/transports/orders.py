@@ -7,7 +7,7 @@
     {"deadline": "2026-01-01T00:02:00Z", "reason": "AWS takes the machine back"}
 
 The signature is an HMAC-SHA256 over the worker's index, the time and the body, with a key derived from the run's key
-(`seal.derived`). An order therefore requires the key, and cannot be replayed: not to another worker, not twice, not after
+(`sealed_lines.derived`). An order therefore requires the key, and cannot be replayed: not to another worker, not twice, not after
 WINDOW_S, and not to the worker's next process. Both fields are optional; the default deadline is the end of the job's grace
 period.
 
@@ -26,7 +26,7 @@ import json
 import math
 from collections.abc import Mapping
 
-from outlast.job import seal
+from outlast.job import sealed_lines
 
 PATH = "/leave"
 TIME, SIGNATURE = "Outlast-Time", "Outlast-Signature"
@@ -50,7 +50,7 @@ class Answer:
 
 
 def signed(key: bytes, *, worker: int, body: bytes, now: float) -> dict[str, str]:
-    """Return the headers of an order to a worker. `key` is the key of the run, see `seal.key`."""
+    """Return the headers of an order to a worker. `key` is the key of the run, see `sealed_lines.key`."""
     time = f"{now:.3f}"
     return {"Content-Type": "application/json", TIME: time, SIGNATURE: _signature(key, worker, time, body)}
 
@@ -114,4 +114,4 @@ def _seconds(deadline: object) -> float:
 
 
 def _signature(key: bytes, worker: int, time: str, body: bytes) -> str:
-    return hmac.digest(seal.derived(key, "leave"), f"{worker}\n{time}\n".encode() + body, "sha256").hex()
+    return hmac.digest(sealed_lines.derived(key, "leave"), f"{worker}\n{time}\n".encode() + body, "sha256").hex()

@@ -10,8 +10,8 @@ duplicated report, or a restart of the coordinator, does no harm. A member is lo
     member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
 
-Strangers can reach a port, so lines to a port are sealed with the run's key (`job.seal`). An invalid message only closes its
-sender's connection. If several processes have the same index, the last process to connect is the member.
+Strangers can reach a port, so lines to a port are sealed with the run's key (`job.sealed_lines`). An invalid message only
+closes its sender's connection. If several processes have the same index, the last process to connect is the member.
 
 Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `local.launcher` and `rendezvous.worker0` (the
 server, asyncio).
@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from outlast.base import tcp, unix_sockets
-from outlast.job import contract, seal
+from outlast.job import contract, sealed_lines
 from outlast.rendezvous.world import MemberState, World
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Report:
     def of(cls, value: object) -> Self:
         """Parse untrusted JSON. Raises ValueError for an invalid report; ignores fields of newer versions.
 
-        The contents of `failure` and `past` are checked by their readers, `failures.reported` and `attempts.uncounted`.
+        The contents of `failure` and `past` are checked by their readers, `root_cause.reported` and `attempts.uncounted`.
         """
         if not isinstance(value, Mapping):
             raise ValueError("it is not a report")
@@ -212,14 +212,14 @@ class Client:
     """
 
     def __init__(self, endpoint: str, *, run: str, id: int, key: bytes = b"") -> None:
-        """`key` is the key of the run, see `seal.key`; empty on a Unix socket."""
+        """`key` is the key of the run, see `sealed_lines.key`; empty on a Unix socket."""
         self._endpoint, self._key = endpoint, key
         self.id = id
         self._process = secrets.token_hex(8)
         self._report = Report(run=run, id=id, standing="waiting", since=time.time())
         self._changed = threading.Condition()
         self._sock: socket.socket | None = None
-        self._seal = seal.Plain()
+        self._seal = sealed_lines.Plain()
         self._over = False
         self._last_problem = ""
         self.called: Called | None = None
@@ -301,15 +301,15 @@ class Client:
                     self._sock = None
             time.sleep(_RETRY_S)
 
-    def _greet(self, sock: socket.socket, lines: _Lines) -> seal.Plain:
+    def _greet(self, sock: socket.socket, lines: _Lines) -> sealed_lines.Plain:
         if not self._key:
-            return seal.Plain()
-        own = seal.nonce()
-        peer = seal.greeted(lines.next(seal.LONGEST_NONCE))
-        sock.sendall(seal.greeting(own))
-        return seal.Seal(self._key, "member", own=own, peer=peer)
+            return sealed_lines.Plain()
+        own = sealed_lines.nonce()
+        peer = sealed_lines.greeted(lines.next(sealed_lines.LONGEST_NONCE))
+        sock.sendall(sealed_lines.greeting(own))
+        return sealed_lines.Seal(self._key, "member", own=own, peer=peer)
 
-    def _read(self, lines: _Lines, sealed: seal.Plain) -> None:
+    def _read(self, lines: _Lines, sealed: sealed_lines.Plain) -> None:
         beat = time.monotonic()
         while not self._over:
             if time.monotonic() - beat >= HEARTBEAT_S:
@@ -387,7 +387,9 @@ def world_from(value: object) -> World:
 
 def client(endpoint: str, member: Member) -> Client:
     """Create a client for an endpoint, see `transport.Transport`."""
-    return Client(endpoint, run=member.run, id=member.id, key=seal.key(member.environ) if endpoint.startswith(TCP) else b"")
+    return Client(
+        endpoint, run=member.run, id=member.id, key=sealed_lines.key(member.environ) if endpoint.startswith(TCP) else b""
+    )
 
 
 def connect(endpoint: str) -> socket.socket:
@@ -417,7 +419,7 @@ class Server:
         self._on_report = on_report
         self._on_gone = on_gone
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._seals: dict[asyncio.StreamWriter, seal.Plain] = {}
+        self._seals: dict[asyncio.StreamWriter, sealed_lines.Plain] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         """Connections without a report, oldest first."""
         self._process: dict[int, str] = {}
@@ -514,12 +516,12 @@ class Server:
                 self._on_gone(id)
             writer.close()
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> seal.Plain:
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> sealed_lines.Plain:
         if not self._key:
-            return seal.Plain()
-        own = seal.nonce()
-        writer.write(seal.greeting(own))
-        return seal.Seal(self._key, "decider", own=own, peer=seal.greeted(await reader.readline()))
+            return sealed_lines.Plain()
+        own = sealed_lines.nonce()
+        writer.write(sealed_lines.greeting(own))
+        return sealed_lines.Seal(self._key, "decider", own=own, peer=sealed_lines.greeted(await reader.readline()))
 
     def _admit(self, id: int, process: str, writer: asyncio.StreamWriter) -> bool:
         """Accept a connection as a member's; returns False if a later process has replaced its process."""

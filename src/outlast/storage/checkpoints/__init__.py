@@ -1,8 +1,8 @@
-"""Committed checkpoints: on a worker's disk (`disk`), in a store (`remote`), and transfers between the two."""
+"""Committed checkpoints: on a worker's disk (`on_disk`), in a store (`in_store`), and transfers between the two."""
 
 from __future__ import annotations
 
-from outlast.storage.checkpoints.disk import (
+from outlast.storage.checkpoints.on_disk import (
     Checkpoint,
     Commit,
     abandon,

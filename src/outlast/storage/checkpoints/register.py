@@ -17,8 +17,8 @@ from typing import Protocol
 from outlast.base.errors import Changed, Exists, Missing, Superseded, Unreachable
 from outlast.job import contract
 from outlast.storage import runs
-from outlast.storage.checkpoints import rules
-from outlast.storage.checkpoints.rules import Latest, Names, Place
+from outlast.storage.checkpoints import register_rules
+from outlast.storage.checkpoints.register_rules import Latest, Names, Place
 from outlast.storage.store import Store
 
 LATEST = f"{contract.CHECKPOINTS}/latest"
@@ -35,12 +35,12 @@ class Register(Protocol):
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
         """Commit a checkpoint, which replaces the damaged one `instead`. Returns the new content.
 
-        The new content lacks the checkpoint if `rules.refused` has a reason, or another checkpoint of its step is committed.
-        Raises Superseded.
+        The new content lacks the checkpoint if `register_rules.refused` has a reason, or another checkpoint of its step is
+        committed. Raises Superseded.
         """
 
     def drop(self, places: Sequence[Place]) -> Latest | None:
-        """Remove those checkpoints that are `rules.obsolete`. Returns the new content."""
+        """Remove those checkpoints that are `register_rules.obsolete`. Returns the new content."""
 
 
 def open_(store: Store, run: str) -> Register:
@@ -56,7 +56,7 @@ def read(store: Store, run: str) -> Latest | None:
     latest, _ = _object(store)
     if latest:
         return latest if latest.run == run else None
-    return Named(store, run).names().latest or rules.rebuilt(run, finished(store, run))
+    return Named(store, run).names().latest or register_rules.rebuilt(run, finished(store, run))
 
 
 def finished(store: Store, run: str) -> list[Place]:
@@ -96,13 +96,15 @@ class Swapped:
             latest = current if current and current.run == self.run else None
             if not latest:
                 runs.check(self.store, self.run)
-                lost = Named(self.store, self.run).names().latest or rules.rebuilt(self.run, finished(self.store, self.run))
+                lost = Named(self.store, self.run).names().latest or register_rules.rebuilt(
+                    self.run, finished(self.store, self.run)
+                )
             latest = latest or lost or Latest(self.run, 0)
-            if reason := rules.superseded(latest, self.run, generation):
+            if reason := register_rules.superseded(latest, self.run, generation):
                 raise Superseded(reason)
             if latest is current and latest.generation == generation:
                 return latest
-            if self._swap(new := rules.acquired(latest, generation, finished(self.store, self.run)), etag):
+            if self._swap(new := register_rules.acquired(latest, generation, finished(self.store, self.run)), etag):
                 return new
         raise self._contended()
 
@@ -111,12 +113,12 @@ class Swapped:
             latest, etag = _object(self.store)
             if latest and latest.run == self.run and latest.at(place.step) == place:
                 return latest  # our earlier attempt may have succeeded although its response was lost
-            if reason := rules.superseded(latest, self.run, generation):
+            if reason := register_rules.superseded(latest, self.run, generation):
                 raise Superseded(reason)
             if latest is None or latest.generation < generation:  # the register was removed or damaged
                 self.acquire(generation)
                 continue
-            if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
+            if register_rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
                 return latest
             if self._swap(new := latest.added(place), etag):
                 return new
@@ -127,7 +129,7 @@ class Swapped:
             latest, etag = _object(self.store)
             if latest is None or latest.run != self.run:
                 return None
-            new = latest.without([place for place in places if rules.obsolete(latest, place)])
+            new = latest.without([place for place in places if register_rules.obsolete(latest, place)])
             if new == latest or self._swap(new, etag):
                 return new
         raise self._contended()
@@ -178,34 +180,34 @@ class Named:
         if content.latest and content.latest.generation == generation == content.announced:
             return content.latest
         runs.check(self.store, self.run)
-        self._write(rules.announcement(generation))
+        self._write(register_rules.announcement(generation))
         content = self.names()
         self._check(content, generation)
         if content.latest and content.latest.generation == generation:
             return content.latest
         latest, etag = (content.latest, "") if content.latest else _object(self.store)
         if latest is None or latest.run != self.run:
-            latest = rules.rebuilt(self.run, finished(self.store, self.run)) or Latest(self.run, 0)
-        latest = rules.completed(latest, content.proposed)
-        if reason := rules.superseded(latest, self.run, generation):
+            latest = register_rules.rebuilt(self.run, finished(self.store, self.run)) or Latest(self.run, 0)
+        latest = register_rules.completed(latest, content.proposed)
+        if reason := register_rules.superseded(latest, self.run, generation):
             raise Superseded(reason)
         for place in latest.places:
-            self._write(rules.commitment(generation, place))
+            self._write(register_rules.commitment(generation, place))
         if etag:  # left from a time when the store supported compare-and-swap; readers would use it
             self.store.delete([LATEST])
-        self._write(rules.ownership(generation))
+        self._write(register_rules.ownership(generation))
         self._check(self.names(), generation)
         # Names of the previous owner stay until the next one, for listings in progress.
-        old = [name for name in self.store.names(self._below) if (rules.generation_of(name) or 0) < latest.generation]
+        old = [name for name in self.store.names(self._below) if (register_rules.generation_of(name) or 0) < latest.generation]
         self.store.delete([f"{self._below}/{name}" for name in old])
         return dataclasses.replace(latest, generation=generation)
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
         for proposed in (True, False):
             latest = self._open(place, generation)
-            if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
+            if register_rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
                 return latest
-            self._write(rules.commitment(generation, place, proposed=proposed))
+            self._write(register_rules.commitment(generation, place, proposed=proposed))
         if instead:
             self._forget(generation, [instead])
         return latest.added(place)
@@ -224,16 +226,18 @@ class Named:
         latest = self.names().latest
         if latest is None:
             return None
-        obsolete = [place for place in places if rules.obsolete(latest, place)]
+        obsolete = [place for place in places if register_rules.obsolete(latest, place)]
         self._forget(latest.generation, obsolete)
         return latest.without(obsolete)
 
     def _forget(self, generation: int, places: Sequence[Place]) -> None:
-        names = [rules.commitment(generation, place, proposed=proposed) for place in places for proposed in (True, False)]
+        names = [
+            register_rules.commitment(generation, place, proposed=proposed) for place in places for proposed in (True, False)
+        ]
         self.store.delete([f"{self._below}/{name}" for name in names])
 
     def _check(self, content: Names, generation: int) -> None:
-        if reason := rules.superseded(Latest(self.run, content.announced), self.run, generation):
+        if reason := register_rules.superseded(Latest(self.run, content.announced), self.run, generation):
             raise Superseded(reason)
 
     def _write(self, name: str) -> None:

@@ -1,7 +1,7 @@
-"""Runs in a store: the owner of a place (`record`, in `run.json`), and its heartbeat (`alive`, in `alive.json`)."""
+"""Runs in a store: the owner of a place (`owner`, in `run.json`), and its heartbeat (`alive`, in `alive.json`)."""
 
 from __future__ import annotations
 
-from outlast.storage.runs.record import PREVIOUS, RUN, Run, acquire, archive, check, claim, end, read, update
+from outlast.storage.runs.owner import PREVIOUS, RUN, Run, acquire, archive, check, claim, end, read, update
 
 __all__ = ["PREVIOUS", "RUN", "Run", "acquire", "archive", "check", "claim", "end", "read", "update"]

@@ -33,8 +33,8 @@ from outlast.base import crc32, unix_sockets
 from outlast.base.errors import NotRestored, OutlastError, StoreError
 from outlast.job import contract
 from outlast.job.contract import Env
-from outlast.storage.snapshots import parts, wire
-from outlast.storage.snapshots.parts import Damaged, Item, OutOfReach, Part
+from outlast.storage.snapshots import agent_messages, part_format
+from outlast.storage.snapshots.part_format import Damaged, Item, OutOfReach, Part
 
 _REPLY_S = 60
 """Timeout for answers of our own agent. Arbitrary."""
@@ -91,7 +91,7 @@ os.register_at_fork(after_in_child=_hang_up)
 class Client:
     """The connection of one rank to its agent."""
 
-    def __init__(self, connection: wire.Connection) -> None:
+    def __init__(self, connection: agent_messages.Connection) -> None:
         """Raises OSError, ValueError."""
         self._connection = connection
         self._using = threading.Lock()
@@ -122,8 +122,8 @@ class Client:
         for id, nbytes in zip(self._fitting(sizes, complete, at), sizes, strict=True):
             lent = self._lent[id]
             lent.at, whole = at, memoryview(lent.mapped)
-            whole[: parts.PAGE] = bytes(parts.PAGE)  # invalidates the part that it held
-            rooms.append(Room(id, whole[parts.PAGE : parts.PAGE + nbytes], whole))
+            whole[: part_format.PAGE] = bytes(part_format.PAGE)  # invalidates the part that it held
+            rooms.append(Room(id, whole[part_format.PAGE : part_format.PAGE + nbytes], whole))
         return rooms
 
     def reserve(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0), session: str = "") -> None:
@@ -139,7 +139,7 @@ class Client:
                     reply = self._ask({"room": sizes[place], "at": at, "complete": complete, "session": session})
                 fd = self._connection.descriptor()
                 try:
-                    mapped = mmap.mmap(fd, parts.PAGE + reply["size"], mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                    mapped = mmap.mmap(fd, part_format.PAGE + reply["size"], mmap.MAP_SHARED | mmap.MAP_POPULATE)
                 finally:
                     os.close(fd)
                 self._lent[reply["room"]] = _Lent(mapped, reply["size"], place)
@@ -177,7 +177,7 @@ class Client:
         for old in list(self._states)[:-_STATES]:
             del self._states[old]
         previous, self._indices[part.kind] = self._indices.get(part.kind), index
-        rows = None if previous == index else parts.rows(index)
+        rows = None if previous == index else part_format.rows(index)
         message = {"publish": room.id, "part": part.json(), "index": rows, "to": list(to), "complete": complete}
         if room.id in self._lent:
             self._lent[room.id].at = part.at
@@ -206,7 +206,7 @@ class Client:
     def catalog(self) -> list[Part]:
         """The parts in the memory of this worker, replicas included. Raises Damaged, OutOfReach."""
         with _reading("the agent does not answer"):
-            return parts.catalog(self._ask({"catalog": True})["parts"])
+            return part_format.catalog(self._ask({"catalog": True})["parts"])
 
     def open(self, part: Part, address: str | None = None) -> Source:
         """Open a part for reading, from our own agent or the one at `address`. Raises Damaged, OutOfReach."""
@@ -249,11 +249,11 @@ class Client:
     @contextlib.contextmanager
     def _patient(self) -> Iterator[None]:
         """Wait for the agent's answer without a timeout."""
-        wire.patient(self._connection.sock, 0)
+        agent_messages.patient(self._connection.sock, 0)
         try:
             yield
         finally:
-            wire.patient(self._connection.sock, _REPLY_S)
+            agent_messages.patient(self._connection.sock, _REPLY_S)
 
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         with self._using:
@@ -302,7 +302,7 @@ def connect(environ: Mapping[str, str]) -> Client | None:
         return None
     except OSError as error:
         raise NotRestored(f"the agent of this worker does not answer at {path}: {error}") from error
-    connection = wire.Connection(wire.patient(sock, _REPLY_S), longest=wire.INDEX)
+    connection = agent_messages.Connection(agent_messages.patient(sock, _REPLY_S), longest=agent_messages.INDEX)
     try:
         client = Client(connection)
         if client._store and environ.get("RANK", "0") == "0":  # prefetch: rank 0 asks for the newest checkpoint when it resumes
@@ -323,7 +323,7 @@ class Source:
             self.part, self.tail = reader.described()
             if self.part.name != part.name or self.part.bytes != part.bytes:
                 raise Damaged(f"{part} was announced, and {self.part} is there")
-            self.index, self._crcs = parts.read_tail(self.part, self.tail)
+            self.index, self._crcs = part_format.read_tail(self.part, self.tail)
         except BaseException:
             reader.close()
             raise
@@ -372,15 +372,15 @@ class _Local:
         self._over = False
 
     def described(self) -> tuple[Part, bytes]:
-        part, length = parts.read_header(os.pread(self._fd, parts.PAGE, 0))
+        part, length = part_format.read_header(os.pread(self._fd, part_format.PAGE, 0))
         tail = bytearray(length)
-        self._read(memoryview(tail), parts.PAGE + part.bytes)
+        self._read(memoryview(tail), part_format.PAGE + part.bytes)
         return part, bytes(tail)
 
     def fetch(self, blocks: Sequence[_Block]) -> None:
         def work(block: _Block) -> None:
-            at = parts.PAGE + block.place
-            block.check(parts.filled(block.into, lambda offset, piece: self._read(piece, at + offset)))
+            at = part_format.PAGE + block.place
+            block.check(part_format.filled(block.into, lambda offset, piece: self._read(piece, at + offset)))
 
         _together(work, blocks)
 
@@ -404,14 +404,14 @@ class _Peer:
     """Reads from the agent of another worker, while a second thread verifies checksums."""
 
     def __init__(self, address: str, key: bytes, part: Part) -> None:
-        self._connection, self._part = wire.connect(address, key), part
+        self._connection, self._part = agent_messages.connect(address, key), part
 
     def described(self) -> tuple[Part, bytes]:
         self._connection.send({"open": self._part.json()})
         reply = self._connection.receive()
         if "problem" in reply:
             raise Damaged(str(reply["problem"])[:500])
-        part, length = parts.described(reply)
+        part, length = part_format.described(reply)
         tail = bytearray(length)
         self._connection.read_into(memoryview(tail))
         return part, bytes(tail)

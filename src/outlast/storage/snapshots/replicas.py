@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from outlast.base.errors import OutlastError
-from outlast.storage.snapshots import parts, wire
-from outlast.storage.snapshots.parts import Part
+from outlast.storage.snapshots import agent_messages, part_format
+from outlast.storage.snapshots.part_format import Part
 from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
 
@@ -125,7 +125,7 @@ class Sender:
         self._lock = threading.Lock()
         self._began: dict[tuple[object, ...], float] = {}
         """Start time of the last send, by kind and rank."""
-        self._idle: dict[str, list[wire.Connection]] = collections.defaultdict(list)
+        self._idle: dict[str, list[agent_messages.Connection]] = collections.defaultdict(list)
         """Open connections by address: opening one takes longer than sending a small part."""
 
     def send(self, part: Part, to: Sequence[str], complete: tuple[int, int]) -> list[str]:
@@ -144,12 +144,12 @@ class Sender:
                 problems.append(f"no replica of {part} at {address}: {error}")
         return problems
 
-    def _connected(self, address: str) -> wire.Connection:
+    def _connected(self, address: str) -> agent_messages.Connection:
         while True:
             with self._lock:
                 idle = self._idle[address].pop() if self._idle[address] else None
             if idle is None:
-                return wire.connect(address, self._key)
+                return agent_messages.connect(address, self._key)
             if not idle.waiting():  # else the other side has hung up
                 return idle
             idle.close()
@@ -159,12 +159,12 @@ class Sender:
         try:
             connection.send({"put": part.json(), "tail": room.tail, "complete": complete})
             _expect(connection, "go")
-            connection.write_from(room.file.fd, parts.PAGE + part.bytes, room.tail)
+            connection.write_from(room.file.fd, part_format.PAGE + part.bytes, room.tail)
             began, sent = time.monotonic(), 0
-            deadline = began + wire.TIMEOUT_S + 2 * part.bytes / SLOWEST
+            deadline = began + agent_messages.TIMEOUT_S + 2 * part.bytes / SLOWEST
             for item in room.index:
                 for place, nbytes in item.blocks():
-                    connection.write_from(room.file.fd, parts.PAGE + place, nbytes)
+                    connection.write_from(room.file.fd, part_format.PAGE + place, nbytes)
                     sent += nbytes
                     now = time.monotonic()
                     if now > deadline:
@@ -187,7 +187,7 @@ class Sender:
             self._idle.clear()
 
 
-def _expect(connection: wire.Connection, word: str) -> None:
+def _expect(connection: agent_messages.Connection, word: str) -> None:
     while "soon" in (reply := connection.receive()):
         pass  # the peer is allocating memory
     if word not in reply:

@@ -1,4 +1,4 @@
-"""The rooms of one agent: files in memory, the parts in them, their users. Threads of `server` and `port` share it.
+"""The rooms of one agent: files in memory, the parts in them, their users. Threads of `server` and `data_port` share it.
 
 `choose`, a pure rule, picks the room of a part: one complete snapshot is kept at any time, and memory holds at most two. Rooms
 are reused, since touched memory costs no page faults. A room is free unless somebody uses it, or it holds a part of the newest
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from outlast.base.errors import OutlastError
-from outlast.storage.snapshots import memory
-from outlast.storage.snapshots.parts import Damaged, Item, Part
+from outlast.storage.snapshots import memory_files
+from outlast.storage.snapshots.part_format import Damaged, Item, Part
 
 At = tuple[int, int]
 """(generation, step) of a snapshot; (0, 0) sorts before all snapshots."""
@@ -113,7 +113,7 @@ class Room:
     size: int
     at: At
     replica: bool
-    file: memory.File = dataclasses.field(init=False)
+    file: memory_files.File = dataclasses.field(init=False)
     """Set once the room's memory is allocated."""
     users: int = 1
     """Number of users: readers, writers, and the rank that the room is lent to."""
@@ -212,7 +212,7 @@ class Rooms:
             if room.size > headroom:
                 short = f"{room.size / 1e6:.1f} MB are needed for snapshots, and {headroom / 1e6:.1f} MB can be taken"
                 raise Refused(f"{short}, if a tenth of the memory is to stay free; lower checkpoint.memory or use less elsewhere")
-            room.file = memory.File(room.size, alive)
+            room.file = memory_files.File(room.size, alive)
         except BaseException as error:
             with self._lock:
                 del self._rooms[room.id]

@@ -1,4 +1,4 @@
-"""The agent's side of snapshots: memory for the ranks of its worker, and a port for other agents (`port`).
+"""The agent's side of snapshots: memory for the ranks of its worker, and a port for other agents (`data_port`).
 
 Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank asks for a room, writes
 into it, and publishes it; the agent computes the checksums and writes the header, then sends the part to other agents. So a rank
@@ -36,10 +36,10 @@ from typing import Any
 
 from outlast.base import unix_sockets
 from outlast.base.errors import OutlastError
-from outlast.job import contract, seal
+from outlast.job import contract, sealed_lines
 from outlast.job.contract import Env
-from outlast.storage.snapshots import memory, parts, port, replicas, rooms, wire
-from outlast.storage.snapshots.parts import Item, Part
+from outlast.storage.snapshots import agent_messages, data_port, memory_files, part_format, replicas, rooms
+from outlast.storage.snapshots.part_format import Item, Part
 from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
 Query = Callable[[], object]
@@ -48,7 +48,7 @@ _LOOK_S = 3.0
 """Timeout for a rank's request `newest`: the query began earlier (`look`), and memory may have a state to resume from."""
 _FINISHERS = 8
 """Maximum number of threads that compute checksums; there is one for every four cores."""
-_SMALL = parts.BLOCK
+_SMALL = part_format.BLOCK
 """Size in bytes up to which a part is finished in the receiving thread: waking another thread takes as long."""
 
 
@@ -71,14 +71,14 @@ class Server:
     """
 
     def __init__(self, environ: Mapping[str, str], budget: int, restore: Query, newest: Query = lambda: None) -> None:
-        machine = memory.Machine()
+        machine = memory_files.Machine()
         self.rooms = Rooms(environ[Env.RUN], budget, lambda: machine.headroom)
         self._environ, self.fetch, self.newest = environ, restore, newest
-        self._key = seal.key(environ)
+        self._key = sealed_lines.key(environ)
         self._path = Path(environ[Env.STATE]) / contract.SNAPSHOTS
         self._published: queue.SimpleQueue[Publication] = queue.SimpleQueue()
         self.sender = replicas.Sender(self.rooms, self._key)
-        self._port = port.Port(self.rooms, self._key, environ)
+        self._port = data_port.Port(self.rooms, self._key, environ)
         self._restoring = threading.Lock()
         self._listener: socket.socket | None = None
 
@@ -93,7 +93,7 @@ class Server:
     def close(self) -> None:
         """Close the connections and free the memory."""
         if self._listener is not None:
-            wire.close(self._listener)
+            agent_messages.close(self._listener)
             self._path.unlink(missing_ok=True)
         self._port.close()
         self.sender.close()
@@ -105,7 +105,7 @@ class Server:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        for sock in wire.accepted(self._listener):
+        for sock in agent_messages.accepted(self._listener):
             _thread(_Rank(self, sock).serve, "rank")
 
     def hello(self) -> dict[str, object]:
@@ -139,8 +139,8 @@ class Server:
 
     def _finish(self, each: Publication) -> None:
         try:
-            tail = parts.tail(each.index, parts.checksums(each.index, each.room.file.data), each.rows)
-            part = parts.finished(each.part, each.index, tail)
+            tail = part_format.tail(each.index, part_format.checksums(each.index, each.room.file.data), each.rows)
+            part = part_format.finished(each.part, each.index, tail)
             self.rooms.hold(each.room, part, each.index, tail)
         except Exception as error:  # not even a bug may end snapshots silently
             self.rooms.release(each.room)
@@ -162,7 +162,7 @@ class Server:
 class _Rank:
     def __init__(self, server: Server, sock: socket.socket) -> None:
         self._server, self._rooms = server, server.rooms
-        self._connection = wire.Connection(sock, longest=wire.INDEX)
+        self._connection = agent_messages.Connection(sock, longest=agent_messages.INDEX)
         self._lent: dict[int, Room] = {}
         self._open: list[Room] = []
         self._looked: queue.SimpleQueue[dict[str, object]] | None = None
@@ -232,7 +232,7 @@ class _Rank:
         try:
             if isinstance(index, list):  # kept even if this part is refused: the rank does not send it again
                 self._indices[part.kind] = [], b""
-                self._indices[part.kind] = [Item.of(each) for each in index], parts.encoded(index)
+                self._indices[part.kind] = [Item.of(each) for each in index], part_format.encoded(index)
             self._rooms.admit(part.run, part.at, complete, part.session)
             room = self._lent.get(id)
             if room is None or part.bytes > room.size:
@@ -240,7 +240,7 @@ class _Rank:
             items, rows = self._indices.get(part.kind, ([], b""))
             if not rows:
                 raise Refused(f"{part} has no index")
-            parts.checked(items, part)
+            part_format.checked(items, part)
         except OutlastError as problem:
             self.report(part, str(problem))
             return

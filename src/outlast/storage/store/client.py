@@ -1,7 +1,7 @@
 """The client of a store; the only module that knows obstore.
 
-All reads and writes of stores go through here: `sync.sync`, `checkpoints`, `prepare.prepare`, the command line. Calls raise
-StoreError, whose `retry` says whether a later attempt can succeed. Transient errors have been retried for about
+All reads and writes of stores go through here: `sync.push_and_pull`, `checkpoints`, `prepare.phases`, the command line. Calls
+raise StoreError, whose `retry` says whether a later attempt can succeed. Transient errors have been retried for about
 OUTLAST_STORE_TIMEOUT seconds (default 60) by then. Calls block and release the GIL; they may come from many threads, and in the
 main thread a signal interrupts them. obstore is imported when a store is opened. Do not use a store across a fork.
 """

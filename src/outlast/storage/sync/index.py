@@ -1,8 +1,8 @@
 """Objects as the manifest lists them, files as they were last seen, and whether the two agree.
 
-The rules of `sync`, as plain functions of plain values, without disk, clock or store. A file is identified by its size, its mtime
-and ctime and the crc32 of its content; an object by its size, its crc32, and a hash of its etag. Times are nanoseconds since the
-epoch; a crc32 of -1 is unknown.
+The rules of `push_and_pull`, as plain functions of plain values, without disk, clock or store. A file is identified by its
+size, its mtime and ctime and the crc32 of its content; an object by its size, its crc32, and a hash of its etag. Times are
+nanoseconds since the epoch; a crc32 of -1 is unknown.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     receive(store, [(key, size, path)])                   -> {key: crc32}
 
 Small files are sent and received whole, large ones by parts. A download is written to a temporary file, compared with the
-expected size (and checksum), and renamed. `pool` provides the threads and limits the memory. `sync` uses this for trees,
-`checkpoints` for checkpoints, `fetch` and `code` for data.
+expected size (and checksum), and renamed. `thread_pool` provides the threads and limits the memory. `push_and_pull` uses this
+for trees, `checkpoints` for checkpoints, `fetch` and `code` for data.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from outlast.base import crc32
 from outlast.base.errors import Changed, Denied, Missing, Stopped, StoreError, Unreachable
 from outlast.storage.store import Store
 from outlast.storage.sync import tree
-from outlast.storage.sync.direct import Direct
 from outlast.storage.sync.index import Stat
-from outlast.storage.sync.pool import Job, Outcome, work
+from outlast.storage.sync.presigned_downloads import Direct
+from outlast.storage.sync.thread_pool import Job, Outcome, work
 
 T = TypeVar("T")
 SMALL = 8 << 20

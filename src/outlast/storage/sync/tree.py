@@ -1,7 +1,8 @@
 """A directory tree: scanning it, consistent reads of files, atomic writes.
 
-Called by `sync` and `transfer`. Links to files count as files. A link to a directory is followed if its target lies inside the
-tree and is not being walked already. Names are UTF-8. Empty directories do not count, since stores have no directories.
+Called by `push_and_pull` and `transfer`. Links to files count as files. A link to a directory is followed if its target lies
+inside the tree and is not being walked already. Names are UTF-8. Empty directories do not count, since stores have no
+directories.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     stream = Stream(Shards(run.data, block=1024), batch=480)             # tokens: `outlast data prepare text`, nanoGPT's *.bin
     stream = Stream(Shards("s3://bucket/pictures"), batch=256)           # columns: prepare images, jsonl, video
 
-`outlast.data.shards` defines the format. Shards are mapped into memory: nothing is copied before a batch is made. `stored_shards`
-downloads shards from a store, and is imported only for data in a store.
+`outlast.data.shard_format` defines the format. Shards are mapped into memory: nothing is copied before a batch is made.
+`shard_fetching` downloads shards from a store, and is imported only for data in a store.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from outlast.base.errors import OutlastError
-from outlast.data import shards as prepared
-from outlast.data.shards import Manifest, Shard
+from outlast.data import shard_format
+from outlast.data.shard_format import Manifest, Shard
 from outlast.training.order import Indices, Windows
 
 WINDOW = 8
@@ -67,7 +67,7 @@ class Directory:
         self._path, self.name = path, str(path)
 
     def manifest(self) -> Manifest:
-        return prepared.read(self._path)
+        return shard_format.read(self._path)
 
     def hold(self, shard: Shard) -> tuple[Path, object]:
         return self._path / shard.file, None
@@ -142,7 +142,7 @@ class Shards:
             )
         if self.block is None:
             return shard.samples
-        tokens = prepared.token_count(shard.bytes, self.manifest.dtype, f"{self._place.name}/{shard.file}")
+        tokens = shard_format.token_count(shard.bytes, self.manifest.dtype, f"{self._place.name}/{shard.file}")
         return max(0, tokens - 1) // self.block
 
     def _forget(self) -> None:
@@ -233,7 +233,7 @@ class Shards:
                 self._held.move_to_end(number)
                 return self._held[number][0]
             path, held = self._place.hold(self._shards[number])
-            columns = {"tokens": prepared.tokens(path, self.manifest.dtype)} if self.block else prepared.columns(path)
+            columns = {"tokens": shard_format.tokens(path, self.manifest.dtype)} if self.block else shard_format.columns(path)
             self._held[number] = columns, held
             while len(self._held) > self._place.keeps:
                 self._held.popitem(last=False)
@@ -243,7 +243,7 @@ class Shards:
 def _opened(place: str, window: int, patience: float) -> Place:
     if "://" not in place:
         return Directory(Path(place).expanduser())
-    from outlast.training.samples.stored_shards import Fetched
+    from outlast.training.samples.shard_fetching import Fetched
 
     return Fetched(place, window, patience)
 
@@ -256,11 +256,11 @@ def _joined(parts: list[tuple[Indices, Columns, Indices]], count: int) -> dict[s
     batch: dict[str, Any] = {}
     for rows, columns, places in parts:
         for name, column in columns.items():
-            if (offsets := columns.get(name + prepared.OFFSETS)) is not None:
+            if (offsets := columns.get(name + shard_format.OFFSETS)) is not None:
                 ragged = batch.setdefault(name, [None] * count)
                 for row, place in zip(rows, places, strict=True):
                     ragged[row] = torch.from_numpy(np.array(column[offsets[place] : offsets[place + 1]]))
-            elif not name.endswith(prepared.OFFSETS):
+            elif not name.endswith(shard_format.OFFSETS):
                 if name not in batch:
                     batch[name] = np.empty((count, *column.shape[1:]), column.dtype)
                 if column[:1].nbytes < _LARGE:

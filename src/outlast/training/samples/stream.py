@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from outlast.base.errors import OutlastError
-from outlast.training import device, stalls
+from outlast.training import data_waits, device
 from outlast.training.order import VERSION, Indices, Windows, permuted
 from outlast.training.samples.shards import Shards
 
@@ -317,7 +317,7 @@ class Stream:
         accelerator = device.find()
         begun(self)
         try:
-            for plan, pieces in stalls.timed(self._read(plans), self):
+            for plan, pieces in data_waits.timed(self._read(plans), self):
                 self.epoch, self._start, self.step = plan.epoch, plan.start + plan.size, plan.step + 1
                 if not self.sample:
                     self.sample = kind(pieces[0][0])

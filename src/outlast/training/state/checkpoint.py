@@ -1,7 +1,7 @@
 """Saves and restores everything that a run needs to continue exactly.
 
 A *state* is the argument of `Session.resume`: modules, optimizers and other objects with `state_dict` and `load_state_dict`, by
-name. `capture` collects a rank's part of it, `restore` loads a checkpoint. `saver` writes checkpoints;
+name. `capture` collects a rank's part of it, `restore` loads a checkpoint. `background_save` writes checkpoints;
 `outlast.storage.checkpoints` knows the directory and decides which checkpoint is valid.
 
 Keys of a checkpoint: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects:
@@ -50,7 +50,7 @@ from torch.utils.data import DataLoader
 
 from outlast.base.errors import OutlastError
 from outlast.training import device
-from outlast.training.state.stateful import Stateful
+from outlast.training.state.stateful_loader import Stateful
 
 State = Mapping[str, Any]
 Flat = dict[str, Any]

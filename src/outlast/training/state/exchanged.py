@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 import types
 
-from outlast.storage.checkpoints.disk import Commit
+from outlast.storage.checkpoints.on_disk import Commit
 from outlast.storage.checkpoints.retention import Metric
 from outlast.storage.snapshots.replicas import Place
 from outlast.training.metrics import News
-from outlast.training.state.saver import Outcome, Written
+from outlast.training.state.background_save import Outcome, Written
 
 NAMES: dict[type, str] = {
     Commit: "outlast.checkpoints.disk.Commit",

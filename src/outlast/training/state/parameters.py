@@ -15,8 +15,8 @@ import numpy as np
 
 from outlast.base import files
 from outlast.base.errors import OutlastError
-from outlast.training.calls import place
-from outlast.worker.tracking.sinks import read
+from outlast.training.collective_calls import place
+from outlast.worker.tracking.tracker_interface import read
 
 Scalar = str | int | float | bool | None
 

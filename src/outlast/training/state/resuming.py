@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 from outlast.base.errors import NotRestored, OutlastError, StoreError
 from outlast.storage import checkpoints
-from outlast.storage.snapshots import election, parts
+from outlast.storage.snapshots import newest_snapshot, part_format
 from outlast.storage.snapshots.client import Client
-from outlast.storage.snapshots.election import At, Candidate, Held
-from outlast.storage.snapshots.parts import Damaged, OutOfReach, Part
-from outlast.training.state import checkpoint, disk_checkpoints, memory_reader
-from outlast.training.state.memory_reader import Reader
+from outlast.storage.snapshots.newest_snapshot import At, Candidate, Held
+from outlast.storage.snapshots.part_format import Damaged, OutOfReach, Part
+from outlast.training.state import checkpoint, newest_on_disks, snapshot_reader
+from outlast.training.state.snapshot_reader import Reader
 from outlast.worker.hangs import deadlocks
 
 log = logging.getLogger("outlast")
@@ -64,19 +64,19 @@ class Restored:
         return str(self.path)
 
 
-def restore(state: Mapping[str, Any], search: disk_checkpoints.Search, client: Client | None, generation: int) -> Restored:
+def restore(state: Mapping[str, Any], search: newest_on_disks.Search, client: Client | None, generation: int) -> Restored:
     """Load the newest reachable state into `state`. Raises OutlastError on all ranks. A collective."""
     begun = time.monotonic()
     restored = _restored(state, search, client, generation)
     return dataclasses.replace(restored, seconds=round(time.monotonic() - begun, 6))
 
 
-def _restored(state: Mapping[str, Any], search: disk_checkpoints.Search, client: Client | None, generation: int) -> Restored:
+def _restored(state: Mapping[str, Any], search: newest_on_disks.Search, client: Client | None, generation: int) -> Restored:
     disks = search.disks
-    offered = disk_checkpoints.Offered(search, _report(client, search))
+    offered = newest_on_disks.Offered(search, _report(client, search))
     agents = client is not None and all(report is not None for report in offered.payloads)
     held, stored, problem = merged(offered.payloads) if agents else ([], None, "")
-    elected = election.newest(held, search.run, generation)
+    elected = newest_snapshot.newest(held, search.run, generation)
     warn = log.warning if disks.rank == 0 else log.debug
     for reason in elected.reasons:
         warn("outlast: %s", reason)
@@ -129,14 +129,14 @@ class _Committed:
     """The checkpoints on all disks, and the newest checkpoint in the store."""
 
     def __init__(
-        self, search: disk_checkpoints.Search, client: Client | None, offered: disk_checkpoints.Offered, stored: At | None
+        self, search: newest_on_disks.Search, client: Client | None, offered: newest_on_disks.Offered, stored: At | None
     ) -> None:
         self._search, self._client, self._stored = search, client, stored
         self.offered, self.source = offered, "disk"
 
     def newest(self, after: At = (0, 0)) -> checkpoints.Checkpoint | None:
         """Return the newest valid checkpoint after `after`, or None. Fetches it if only the store has it. A collective."""
-        valid = disk_checkpoints.valid(self._search, self.offered, after)
+        valid = newest_on_disks.valid(self._search, self.offered, after)
         if self._stored is None or self._stored <= max(after, (valid.generation, valid.step) if valid else after):
             return valid
         step = self._stored[1]
@@ -146,7 +146,7 @@ class _Committed:
             if self._search.disks.rank == 0:
                 log.warning("outlast: step %s is in the store and cannot be had, an older state counts: %s", step, problem)
             return valid
-        return disk_checkpoints.valid(self._search, self.offered, after)
+        return newest_on_disks.valid(self._search, self.offered, after)
 
     def fetch(self) -> None:
         """Have rank 0's agent fetch the store's newest checkpoint to its disk. A collective.
@@ -165,11 +165,11 @@ class _Committed:
         problem, retry = disks.gather((problem, retry))[0]
         if problem:
             raise NotRestored(problem) if retry else StoreError(problem)
-        self.offered = disk_checkpoints.Offered(self._search)
+        self.offered = newest_on_disks.Offered(self._search)
         self.source = "store" if self.offered.disks != previous else "disk"
 
 
-def _report(client: Client | None, search: disk_checkpoints.Search) -> bytes | None:
+def _report(client: Client | None, search: newest_on_disks.Search) -> bytes | None:
     """Return this rank's report to all ranks, or None without an agent.
 
     A worker's first rank reports the parts in the worker's memory, and rank 0 the store's newest checkpoint. Raises NotRestored
@@ -204,7 +204,7 @@ def merged(reports: Sequence[bytes]) -> tuple[list[Held], At | None, str]:
     Returns the parts in memory, the store's newest checkpoint, and why that checkpoint is unknown, or an empty string.
     """
     each = [json.loads(zlib.decompress(report)) for report in reports]
-    held = [Held(part, one["address"]) for one in each for part in parts.catalog(one["parts"])]
+    held = [Held(part, one["address"]) for one in each for part in part_format.catalog(one["parts"])]
     stored = each[0]["stored"]
     return held, tuple(stored) if stored else None, each[0]["problem"]
 
@@ -226,7 +226,7 @@ def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list
     return [value for _, _, value in every]
 
 
-def _from_memory(candidate: Candidate, state: Mapping[str, Any], client: Client, search: disk_checkpoints.Search) -> Restored:
+def _from_memory(candidate: Candidate, state: Mapping[str, Any], client: Client, search: newest_on_disks.Search) -> Restored:
     """Load a snapshot. Raises Damaged or OutOfReach on all ranks if a rank cannot read it. A collective."""
     disks, rank = search.disks, search.disks.rank
     reader = Reader(candidate, client, rank, lambda sentence: log.warning("outlast: %s", sentence))
@@ -248,7 +248,7 @@ def _from_memory(candidate: Candidate, state: Mapping[str, Any], client: Client,
         lambda: reader.read_indices() if rank == 0 else None, lambda outcome: [disks.broadcast(outcome, disks.group)]
     )
     enough = all(_agreed(covered, disks.gather))
-    tails = [] if enough else disks.gather(memory_reader.tails(candidate, client, search.share))
+    tails = [] if enough else disks.gather(snapshot_reader.tails(candidate, client, search.share))
     near, far = map(sum, zip(*_agreed(read, disks.gather), strict=True))
     random = checkpoint.put(state, targets, str(candidate), rank)  # the script's `load_state_dict` may be a collective
     source, extra = "peer" if far else "memory", json.loads(reader.extra())

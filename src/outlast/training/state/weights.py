@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from outlast.base import files
 from outlast.base.errors import OutlastError
 from outlast.storage import checkpoints
-from outlast.training.calls import place
+from outlast.training.collective_calls import place
 from outlast.training.samples import stream as streams
-from outlast.training.state import checkpoint, saver
+from outlast.training.state import background_save, checkpoint
 
 Weights = dict[str, torch.Tensor]
 
@@ -108,7 +108,7 @@ def write(path: Path, weights: Weights) -> None:
         partial.replace(path)
         files.sync(path.parent)
     except Exception as error:  # torch and safetensors raise different exceptions on a full disk
-        raise OutlastError(f"{path} cannot be written: {saver.sentence(error)}") from error
+        raise OutlastError(f"{path} cannot be written: {background_save.sentence(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
 

@@ -28,22 +28,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from outlast.base import probes
 from outlast.base.clock import Awake
 from outlast.base.errors import OutlastError, Superseded
-from outlast.job import contract, seal
+from outlast.job import contract, sealed_lines
 from outlast.job.ledger import Ledger
-from outlast.job.workerfiles import notice, time_left
+from outlast.job.workerfiles import notice_file, time_left
 from outlast.job.workerfiles.log_pipe import Output
 from outlast.rendezvous.transport import Mode
 from outlast.rendezvous.transports import orders
 from outlast.worker.agent import coordination, lifecycle, ranks, reporter, snapshot_memory, upload_handle
 from outlast.worker.agent.launcher_watch import LauncherWatch
 from outlast.worker.agent.lifecycle import Phase
-from outlast.worker.hangs import rule, stacks
+from outlast.worker.hangs import hang_limit, stacks
 from outlast.worker.launch import bytecode, shim, sibling
 
 if TYPE_CHECKING:
     from outlast.job import spec
     from outlast.storage.snapshots.server import Server as Snapshots
-    from outlast.worker.agent import run_ownership
+    from outlast.worker.agent import join_run
 
 LOOK_INTERVAL_S = 0.1
 """Interval in seconds at which the agent observes the training processes."""
@@ -82,9 +82,9 @@ class Agent:
         """The last deadline published by the operator, as JSON."""
         self._warm = warm
         self._stop_preparing = threading.Event()
-        from outlast.worker.prepare import prepare
+        from outlast.worker.prepare import phases
 
-        self._preparation = prepare.Preparation(job, environ, stop=self._stop_preparing)
+        self._preparation = phases.Preparation(job, environ, stop=self._stop_preparing)
         self._preparing: threading.Thread | None = None
         self._elastic: socket.socket | None = None
         self._launch_at = float("inf")
@@ -105,7 +105,7 @@ class Agent:
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
         host = "" if contract.Env.ADDRESS in environ else "127.0.0.1"
-        self._orders = orders.Orders(seal.key(environ), worker=self.index, since=time.time())
+        self._orders = orders.Orders(sealed_lines.key(environ), worker=self.index, since=time.time())
         handlers = {orders.PATH: self._ordered}
         self.reporter.probes = probes.serve(lambda: self.reporter.health, labels, host=host, port=port, orders=handlers)
 
@@ -198,7 +198,7 @@ class Agent:
     def _notify(self, reason: str, deadline: float) -> None:
         self._kill_at = deadline
         try:
-            notice.write(self.notice, "leave", reason, time.time() + deadline - self.clock())
+            notice_file.write(self.notice, "leave", reason, time.time() + deadline - self.clock())
         except OSError as problem:
             print(f"outlast | training cannot be notified to leave: {problem}", flush=True)
             self._events.put(lifecycle.GraceOver())
@@ -251,7 +251,7 @@ class Agent:
         else:
             self._put(lifecycle.Prepared(phase))
 
-    def _do(self, phase: Phase) -> run_ownership.Ended | None:
+    def _do(self, phase: Phase) -> join_run.Ended | None:
         """Carry out a preparation phase. Returns the end of the run if the run has ended already."""
         match phase:
             case Phase.RUN:
@@ -285,10 +285,10 @@ class Agent:
         """Fetch the newest checkpoint in the store, if any. Also called by a thread of `snapshots`."""
         if self._store:
             from outlast.storage import store
-            from outlast.storage.checkpoints import restore
+            from outlast.storage.checkpoints import fetch_newest
 
             place, run = store.open_(self._store), self.environ[contract.Env.RUN]
-            restore.restore(self.output, place, run, self._preparation.say)
+            fetch_newest.restore(self.output, place, run, self._preparation.say)
 
     def _newest(self) -> tuple[int, int] | None:
         """Return (generation, step) of the newest checkpoint in the store, if any. Called by a thread of `snapshots`."""
@@ -321,10 +321,10 @@ class Agent:
                 self._warm = None
                 self._ended("warm process", min(status, 0) or os.EX_SOFTWARE, why)
             return
-        from outlast.worker.prepare import prepare
+        from outlast.worker.prepare import phases
 
         grace = f"{self.job.spec.interruption.grace.total_seconds():g}"
-        argv = [str(self.processes), grace, str(self.job.spec.restarts.limit), *prepare.command(self.job, self.environ)]
+        argv = [str(self.processes), grace, str(self.job.spec.restarts.limit), *phases.command(self.job, self.environ)]
         environ = self.environ | ({contract.Env.LOST: json.dumps(self._lost)} if self._lost else {})
         environ |= {contract.Env.NEEDED: "1"} if self.job.spec.workers.replicas <= self.job.spec.workers.min else {}
         with contextlib.suppress(OSError):  # it died at this moment; the closed connection reports that
@@ -428,7 +428,7 @@ class Agent:
             self._events.put(lifecycle.GraceOver())
         processes = self._ranks.look(self._log.written)
         if self.worker.phase is Phase.TRAINING:
-            if victims := rule.hung(processes, self.hang_limit_s):
+            if victims := hang_limit.hung(processes, self.hang_limit_s):
                 self._end_hang(victims, processes)
             if not self.worker.leaving:
                 self._launcher.look()
@@ -439,7 +439,7 @@ class Agent:
             self._kill_training()
             os._exit(contract.Exit.FAILED)
 
-    def _end_hang(self, victims: Sequence[tuple[rule.Process, str]], processes: Sequence[rule.Process]) -> None:
+    def _end_hang(self, victims: Sequence[tuple[hang_limit.Process, str]], processes: Sequence[hang_limit.Process]) -> None:
         """Kill the `victims`, after a dump of the stacks of all `processes` and a verdict for the elastic agent."""
         file = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         stacks.dump([process.progress.pid for process in processes], file)

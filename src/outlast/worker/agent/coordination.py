@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from outlast.rendezvous.etcd import client as etcd
     from outlast.rendezvous.worker0 import Host
     from outlast.storage import store
-    from outlast.storage.runs import alive
-    from outlast.worker.agent import run_ownership
+    from outlast.storage.runs import heartbeat
+    from outlast.worker.agent import join_run
 
 RECORD_TIMEOUT_S = 10.0
 """Time in seconds that an ending worker waits for the record of the run's end."""
@@ -50,38 +50,38 @@ class Coordination:
         self.output = Path(environ[Env.OUTPUT])
         self._store = environ.get(Env.STORE, "")
         self._owner = environ.get(Env.RUN, "")
-        """The owner of the run, see `run_ownership`."""
+        """The owner of the run, see `join_run`."""
         self._coordinator: Host | etcd.Running | None = None
-        self._heartbeat: alive.Heartbeats | None = None
+        self._heartbeat: heartbeat.Heartbeats | None = None
         self._recording: threading.Thread | None = None
         self._reporting: threading.Thread | None = None
 
-    def claim(self, log: Output) -> run_ownership.Ended | None:
+    def claim(self, log: Output) -> join_run.Ended | None:
         """Determine the run of this worker, and continue that run's `log`. Returns the end of the run if it has ended."""
         if self.mode is Mode.LAUNCHER:
             return None
         from outlast.storage import runs
-        from outlast.storage.runs import alive
-        from outlast.worker.agent import run_ownership
+        from outlast.storage.runs import heartbeat
+        from outlast.worker.agent import join_run
 
         environ = self._environ
         where = self._place()
         if environ.get(Env.STAY) == "1" and runs.read(where) is None:
-            others = run_ownership.others(environ[Env.RENDEZVOUS], socket.getfqdn(), self.index, self._job.spec.workers.max)
-            if end := run_ownership.query_end(others, self._owner):
+            others = join_run.others(environ[Env.RENDEZVOUS], socket.getfqdn(), self.index, self._job.spec.workers.max)
+            if end := join_run.query_end(others, self._owner):
                 return end
         self.output.mkdir(parents=True, exist_ok=True)
-        new = run_ownership.record(self._job.metadata.name, self._owner, self._owner)
-        home, fresh = run_ownership.home(environ), environ.get(Env.FRESH) == "1"
-        run = run_ownership.take(where, new, home=home, fresh=fresh, say=_say)
-        if isinstance(run, run_ownership.Ended):
+        new = join_run.record(self._job.metadata.name, self._owner, self._owner)
+        home, fresh = join_run.home(environ), environ.get(Env.FRESH) == "1"
+        run = join_run.take(where, new, home=home, fresh=fresh, say=_say)
+        if isinstance(run, join_run.Ended):
             return run
         environ[Env.RUN], environ[Env.OWNER] = run, self._owner
         if self._store:
             if self._heartbeat is None:  # otherwise this is another attempt
-                self._heartbeat = alive.Heartbeats(lambda: where, run, self._owner, home, self.index, self._lost)
-            run_ownership.set_aside(self.output, run, _say)
-            run_ownership.fetch_own(where, self.output, self.index)
+                self._heartbeat = heartbeat.Heartbeats(lambda: where, run, self._owner, home, self.index, self._lost)
+            join_run.set_aside(self.output, run, _say)
+            join_run.fetch_own(where, self.output, self.index)
         log.keep(self.output / contract.LOGS / contract.worker_log(self.index))
         return None
 
@@ -93,10 +93,10 @@ class Coordination:
     def begin(self) -> None:
         """Start to coordinate the run, if this worker may coordinate it."""
         if self.mode in (Mode.OPERATOR, Mode.ELECTED):
-            from outlast.worker.agent import run_ownership
+            from outlast.worker.agent import join_run
 
             # The next generation must exceed this one even if the coordinator has lost its state.
-            newest = run_ownership.newest_generation(self._place(), self.output, self._environ[Env.RUN], stored=bool(self._store))
+            newest = join_run.newest_generation(self._place(), self.output, self._environ[Env.RUN], stored=bool(self._store))
             self._environ[Env.GENERATION] = str(newest)
         if self.mode is Mode.ELECTED:
             self._run_for_election()
@@ -104,16 +104,16 @@ class Coordination:
             self._coordinate()
 
     def _coordinate(self) -> None:
-        from outlast.job import seal
+        from outlast.job import sealed_lines
         from outlast.rendezvous import worker0
-        from outlast.worker.agent import run_ownership
+        from outlast.worker.agent import join_run
 
         run = self._environ[Env.RUN]
-        generation = run_ownership.generation(self._place(), self.output, run, stored=bool(self._store))
+        generation = join_run.generation(self._place(), self.output, run, stored=bool(self._store))
         host = worker0.Host(
             self._job,
             run=run,
-            key=seal.key(self._environ),
+            key=sealed_lines.key(self._environ),
             generation=generation,
             ledger=self._ledger,
             ended=self.record_end,
@@ -126,12 +126,12 @@ class Coordination:
         from outlast.rendezvous import coordinator
         from outlast.rendezvous.etcd import client as etcd
         from outlast.rendezvous.etcd import gateway as servers
-        from outlast.rendezvous.etcd import schema
+        from outlast.rendezvous.etcd import key_schema
         from outlast.rendezvous.etcd.election import ElectionConfig
 
         environ = self._environ
         config = ElectionConfig(coordinator.Settings.of(self._job.spec), self, replicas=self._job.spec.workers.replicas)
-        where, name = servers.address(environ[Env.RENDEZVOUS], environ=environ), schema.run_name(environ[Env.RUN], environ)
+        where, name = servers.address(environ[Env.RENDEZVOUS], environ=environ), key_schema.run_name(environ[Env.RUN], environ)
         candidate = etcd.Running(where, name, config, id=lambda: self.index)
         candidate.start()
         self._coordinator = candidate
@@ -182,10 +182,10 @@ class Coordination:
         """Return the answer to queries of other workers about the end of the run; empty if only this worker has ended."""
         if self.mode is Mode.LAUNCHER or code == contract.Exit.MISCONFIGURED:
             return ""
-        from outlast.worker.agent import run_ownership
+        from outlast.worker.agent import join_run
 
         reason = f"run {self._owner} has ended before, as another worker reports; nothing is left to do"
-        return run_ownership.Ended(self._owner, reason, code).dumps()
+        return join_run.Ended(self._owner, reason, code).dumps()
 
     def close(self) -> None:
         """Wait until the end of the run is recorded and the other workers are notified."""

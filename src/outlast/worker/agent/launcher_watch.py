@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from outlast.job.contract import Env
-from outlast.worker.launch import shim, system
+from outlast.worker.launch import os_calls, shim
 
 CHECK_INTERVAL_S = 1.0
 UNREACHABLE_S = 1.5
@@ -52,4 +52,4 @@ class LauncherWatch:
                 self._unreachable_since, self._patience_s = now, min(2 * self._patience_s, LONGEST_S)
                 environ = {**os.environ, Env.PROBE_PORT: str(self._probe_port)}
                 with contextlib.suppress(OSError, subprocess.SubprocessError):  # the process limit: tried again later
-                    system.daemon(json.loads(self._command), Path(os.devnull), env=environ)
+                    os_calls.daemon(json.loads(self._command), Path(os.devnull), env=environ)

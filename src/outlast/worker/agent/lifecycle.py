@@ -4,9 +4,9 @@
                           (an interruption at any time: save if possible, finish early, exit 75;
                            an elastic agent that is killed or fails: launch it again, keep the snapshots)
 
-This file decides what a worker does next, `hangs.rule` decides when its processes hang, and `rendezvous.transport` decides who
-coordinates the run. `agent.agent` carries out the effects and reports the events. This file uses no clock, file or process:
-events carry times of the agent's clock.
+This file decides what a worker does next, `hangs.hang_limit` decides when its processes hang, and `rendezvous.transport`
+decides who coordinates the run. `agent.agent` carries out the effects and reports the events. This file uses no clock, file or
+process: events carry times of the agent's clock.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import os
 import signal
 
 from outlast.job import contract
-from outlast.worker.launch import system
+from outlast.worker.launch import os_calls
 
 FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 """Signals for faults of the process itself, which cannot be blocked."""
@@ -33,7 +33,7 @@ def split() -> None:
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
-    system.entitle("init")
+    os_calls.entitle("init")
     os._exit(_attend(child, signals))
 
 

@@ -1,8 +1,8 @@
 """The agent's observation of its worker's training processes: which of them are alive, and how long each has been silent.
 
 A process records its pid and start time, which together identify it: before a hung process is killed, another may have reused its
-pid. Silence starts at the last observed change of the process's progress or heartbeat (`workerfiles.progress`). The clock stops
-while the agent does (`clock.Awake`), so a step of the wall clock or a suspended machine makes no process silent.
+pid. Silence starts at the last observed change of the process's progress or heartbeat (`workerfiles.progress_file`). The clock
+stops while the agent does (`clock.Awake`), so a step of the wall clock or a suspended machine makes no process silent.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from outlast.base.clock import Seen
 from outlast.job import contract
-from outlast.job.workerfiles import progress
-from outlast.worker.hangs.rule import Process
+from outlast.job.workerfiles import progress_file
+from outlast.worker.hangs.hang_limit import Process
 
 FROZEN_S = 10.0
 """Time in seconds without a heartbeat after which native code probably holds a process's GIL. If such a process uses CPU time, it
@@ -44,7 +44,7 @@ class Ranks:
         log."""
         processes = []
         for local_rank in range(self._count):
-            record = progress.read(self._state, local_rank)
+            record = progress_file.read(self._state, local_rank)
             if record is None or (record.pid, record.started) in self._condemned:
                 continue
             state = _state(record)
@@ -53,14 +53,14 @@ class Ranks:
             processes.append(self._observe(local_rank, record, state in ("T", "t"), written))
         return processes
 
-    def newest(self) -> progress.Progress | None:
+    def newest(self) -> progress_file.Progress | None:
         """Return the newest record, even if its process has ended."""
-        records = filter(None, (progress.read(self._state, local_rank) for local_rank in range(self._count)))
+        records = filter(None, (progress_file.read(self._state, local_rank) for local_rank in range(self._count)))
         return max(records, key=lambda record: (record.generation, record.attempt, record.step), default=None)
 
-    def _observe(self, local_rank: int, record: progress.Progress, stopped: bool, written: int) -> Process:
+    def _observe(self, local_rank: int, record: progress_file.Progress, stopped: bool, written: int) -> Process:
         process = record.pid, record.started
-        pulse = progress.pulse(self._state, local_rank)
+        pulse = progress_file.pulse(self._state, local_rank)
         if pulse is not None and (pulse.pid, pulse.started) != process:
             pulse = None
         age_s = self._seen.age((local_rank, "process"), process)
@@ -69,7 +69,7 @@ class Ranks:
             record,
             pulse.moves if pulse else None,
             written if record.phase == "started" else None,
-            int(progress.cpu_s(record.pid)) if frozen else None,
+            int(progress_file.cpu_s(record.pid)) if frozen else None,
         )
         silent_s = self._seen.age(local_rank, signs)
         where, alone = (pulse.where, pulse.alone) if pulse else ("", 0)
@@ -85,7 +85,7 @@ class Ranks:
                 os.kill(record.pid, signal.SIGKILL)
 
 
-def _state(record: progress.Progress) -> str:
+def _state(record: progress_file.Progress) -> str:
     """Return the state letter (proc(5)) of the process of a record; empty if the process has ended."""
-    state, started = progress.kernel(record.pid)
+    state, started = progress_file.kernel(record.pid)
     return state if record.started in (0, started) else ""

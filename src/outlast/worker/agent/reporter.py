@@ -14,10 +14,10 @@ from outlast.base import files, probes
 from outlast.job import contract
 from outlast.job.workerfiles import plain_scripts
 from outlast.job.workerfiles.log_pipe import Output
-from outlast.job.workerfiles.progress import Progress
+from outlast.job.workerfiles.progress_file import Progress
 from outlast.worker.agent.lifecycle import Phase, Worker
 from outlast.worker.agent.upload_handle import UploadProcess
-from outlast.worker.hangs import rule
+from outlast.worker.hangs import hang_limit
 
 HEARTBEAT_INTERVAL_S = 1.0
 """Interval in seconds at which an unchanged `worker.json` is touched, as the heartbeat of the agent."""
@@ -42,7 +42,7 @@ class Reporter:
         self._written: dict[str, Any] = {}
         self._touched = 0.0
 
-    def report(self, worker: Worker, processes: Sequence[rule.Process], upload: UploadProcess) -> None:
+    def report(self, worker: Worker, processes: Sequence[hang_limit.Process], upload: UploadProcess) -> None:
         """Report the current state of the worker and its training `processes`."""
         training = worker.phase is Phase.TRAINING
         in_world = training and any(process.progress.phase != "done" for process in processes)
@@ -58,7 +58,7 @@ class Reporter:
         if processes:
             silent_s = min(process.silent_s for process in processes)
             metrics |= self._progress(processes[0].progress) | {"progress_age_seconds": silent_s}
-            if rule.unhealthy(processes[0], silent_s, self._limit_s):
+            if hang_limit.unhealthy(processes[0], silent_s, self._limit_s):
                 healthy, reason = False, f"no progress for {silent_s:.0f} s"
         self.health = probes.Health(healthy, in_world, reason, metrics)
 
@@ -127,7 +127,7 @@ class LoggedStep:
         """Number of consecutive observations of the process without a process group."""
         self._written = 0
 
-    def look(self, processes: Sequence[rule.Process], log: Output) -> None:
+    def look(self, processes: Sequence[hang_limit.Process], log: Output) -> None:
         """Read the new end of the log."""
         process = next((p for p in processes if p.progress.rank == 0), None)
         if process is None:

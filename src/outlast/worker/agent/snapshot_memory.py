@@ -24,10 +24,10 @@ def begin(environ: Mapping[str, str], workers: int, restore: Query, newest: Quer
     setting = environ.get(Env.MEMORY, "off")  # absent if an earlier version created this worker and its memory limit
     if setting == "off":
         return None
-    from outlast.storage.snapshots import budget, memory, server
+    from outlast.storage.snapshots import budget, memory_files, server
 
     requested = budget.requested(setting)
-    granted = memory.Machine().budget(requested, workers)
+    granted = memory_files.Machine().budget(requested, workers)
     if not granted.bytes or (isinstance(requested, int) and granted.bytes < requested):
         print(f"outlast | snapshots in memory: {granted.reason}", flush=True)
     snapshots = server.Server(environ, granted.bytes, restore, newest)

@@ -10,16 +10,16 @@ from pathlib import Path
 from outlast.job import contract
 from outlast.job.workerfiles.log_pipe import Output
 from outlast.worker.agent import pid1
-from outlast.worker.launch import sibling, system
+from outlast.worker.launch import os_calls, sibling
 
 
 def main(_: list[str]) -> None:
     """Start the warm process and the agent, and exit with the agent's code. For a job with its own Python environment, the warm
     process starts later, in that environment."""
     pid1.stand_by()
-    system.entitle(f"agent {os.environ[contract.Env.WORKER]}")
+    os_calls.entitle(f"agent {os.environ[contract.Env.WORKER]}")
     log = Output()
-    environ = os.environ | system.streaming(os.environ)
+    environ = os.environ | os_calls.streaming(os.environ)
     warm = None
     with contextlib.suppress(OSError):
         if b"environment:" not in Path(environ[contract.Env.JOB_FILE]).read_bytes():  # parsing it would take a while

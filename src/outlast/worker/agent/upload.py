@@ -9,7 +9,7 @@ rank 0's directory uploads them (`checkpoints.first`), and each process uploads 
 logs.
 
 Progress is recorded in `.push/` after an upload is complete, so a kill costs at most a repetition. Committed checkpoints are
-uploaded at once, newest first, the ledger with each event, and everything else every `sync.every`. While the store is
+uploaded at once, newest first, the ledger with each event, and everything else every `push_and_pull.every`. While the store is
 unreachable, the backlog is retained and retried. Each line on standard output is a `Report` as JSON.
 """
 
@@ -32,12 +32,12 @@ from outlast.base.errors import OutlastError, Superseded
 from outlast.job import contract, ledger
 from outlast.job.report import goodput
 from outlast.storage import checkpoints, runs, store
-from outlast.storage.checkpoints import remote
+from outlast.storage.checkpoints import in_store
 from outlast.storage.runs.output import OWN, skipped
-from outlast.storage.sync import growing, sync
+from outlast.storage.sync import growing_files, push_and_pull
 from outlast.worker.agent.upload_handle import SUPERSEDED
-from outlast.worker.launch import rank0_files, system
-from outlast.worker.prepare import compiled, workdir
+from outlast.worker.launch import os_calls, rank0_files
+from outlast.worker.prepare import compile_cache, workdir
 
 POLL_INTERVAL_S = 1.0
 """Polling interval for new checkpoints and events, in seconds."""
@@ -95,7 +95,7 @@ class Uploader:
     ) -> None:
         """`environ` is the worker's environment, if this process runs for a worker."""
         self.output, self._place, self._owner = output, place, owner
-        self._checkpoints = remote.Checkpoints(place, run)
+        self._checkpoints = in_store.Checkpoints(place, run)
         self._run, self._retention, self._publish = run, retention, publish
         self._acquired = 0
         """The newest generation for which this process may write checkpoints to the store."""
@@ -105,12 +105,12 @@ class Uploader:
         """Step and generation of each checkpoint that needs no upload: it is in the store, or damaged."""
         self._journals = output / OWN / "checkpoints"
         self._checked = False
-        self._growing = growing.Sender(place, output)
+        self._growing = growing_files.Sender(place, output)
         self._results = workdir.Results(output)
         self._index = output / OWN / "manifest"
         """The index of uploaded files, written by `sync`."""
         self._environ = environ or {}
-        self.compiled: compiled.Cache | None = None
+        self.compiled: compile_cache.Cache | None = None
         self._read: dict[str, int] = {}
         """Number of bytes read from each ledger."""
         self._unsent, self._sent_at = "", 0.0
@@ -186,11 +186,11 @@ class Uploader:
             foreign = self._results.skipped(path) if is_rank0 else path.startswith(f"{contract.WORK}/")
             return foreign or skipped(path) or path.startswith(metrics)
 
-        report = sync.push(
+        report = push_and_pull.push(
             self.output,
             self._place,
             self._index,
-            sync.Options(skip=skip, check=not self._checked, stop=stop),
+            push_and_pull.Options(skip=skip, check=not self._checked, stop=stop),
             leave=self._results.unfinished(last=last),
             expired=self._results.expired if is_rank0 else lambda _: False,
         )
@@ -229,11 +229,11 @@ class Uploader:
         with contextlib.suppress(OutlastError, OSError):
             if not self._have_ledgers or self.ended:
                 all_.mkdir(exist_ok=True)
-                with ThreadPoolExecutor(growing.AHEAD) as pool:
-                    for path in filter(lambda path: path.startswith(f"{contract.LEDGER}/"), growing.files(self._place)):
+                with ThreadPoolExecutor(growing_files.AHEAD) as pool:
+                    for path in filter(lambda path: path.startswith(f"{contract.LEDGER}/"), growing_files.files(self._place)):
                         with (all_ / Path(path).name).open("wb") as file:
                             file.writelines(
-                                itertools.takewhile(lambda _: not stop.is_set(), growing.pieces(self._place, path, pool))
+                                itertools.takewhile(lambda _: not stop.is_set(), growing_files.pieces(self._place, path, pool))
                             )
                         if stop.is_set():
                             return
@@ -247,7 +247,7 @@ class Uploader:
         """Upload compiled code, after the output. Failures are only logged, since another machine can compile again."""
         if not self.compiled:
             return
-        before = time.time() - compiled.SETTLED_S if self.ended is None else self.ended - compiled.KILLED_S
+        before = time.time() - compile_cache.SETTLED_S if self.ended is None else self.ended - compile_cache.KILLED_S
         try:
             self.compiled.push(stop, before=before)
         except (OutlastError, OSError) as problem:
@@ -264,7 +264,7 @@ class Uploader:
             paths.append(contract.METRICS)
         else:  # currently uploaded by another worker
             self._growing.forget(contract.METRICS)
-        return sorted(filter(growing.grows, paths))
+        return sorted(filter(growing_files.grows, paths))
 
     def upload_checkpoints(self, stop: threading.Event) -> None:
         """Upload the committed checkpoints that the store lacks, and prune the store by the job's retention."""
@@ -383,7 +383,7 @@ def main(argv: list[str]) -> int:
     job = spec.load(Path(environ[contract.Env.JOB_FILE]))
     output = Path(environ[contract.Env.OUTPUT])
     final = argv[:1] == ["--rest"]
-    system.entitle("upload")
+    os_calls.entitle("upload")
     stop = threading.Event()
     if not final:
         threading.Thread(target=_until_closed, args=(stop,), daemon=True).start()
@@ -398,7 +398,7 @@ def main(argv: list[str]) -> int:
             retention = checkpoints.Retention.parse(job.spec.checkpoint.variables())
             uploader = Uploader(output, place, run_id, owner, retention, _print, environ=environ)
             if job.spec.compile.cache:
-                uploader.compiled = compiled.Cache.of(environ)
+                uploader.compiled = compile_cache.Cache.of(environ)
             if not final:
                 run(uploader, job.spec.sync.every.total_seconds(), stop)
                 return 0

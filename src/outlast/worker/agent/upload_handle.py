@@ -15,7 +15,7 @@ from typing import Any
 
 from outlast.base.clock import Seen
 from outlast.job import contract
-from outlast.worker.hangs.rule import Process
+from outlast.worker.hangs.hang_limit import Process
 from outlast.worker.launch import rank0_files
 
 RESTART_DELAY_S = 5.0

@@ -8,10 +8,10 @@ begun in each group.
 While another rank moves, the ranks that wait for it count as moving. If no rank moves, each rank compares the states of all. If
 rank A waits in a call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue. Then the
 script has a mistake, and ends with an error message. If a rank, the network or a disk is merely slow, all ranks have begun the
-same operation; that is a hang after `hang.limit` (`hangs.rule`).
+same operation; that is a hang after `hang.limit` (`hangs.hang_limit`).
 
-Detection works with sessions and with plain scripts, and sends nothing while all ranks move. `training.calls` detects ranks in
-different calls of a session, without this thread.
+Detection works with sessions and with plain scripts, and sends nothing while all ranks move. `training.collective_calls`
+detects ranks in different calls of a session, without this thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from types import FrameType
 from typing import Any
 
 from outlast.job import contract
-from outlast.job.workerfiles import progress
+from outlast.job.workerfiles import progress_file
 from outlast.worker.hangs import motion
 
 LOOK_S = 1.0
@@ -193,7 +193,7 @@ class Watch:
     def _look(self, state: str | None) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        pulse = progress.Beat(Path(state), int(os.environ.get("LOCAL_RANK", "0"))) if state else None
+        pulse = progress_file.Beat(Path(state), int(os.environ.get("LOCAL_RANK", "0"))) if state else None
         motions = motion.Motion()
         last = since = time.monotonic()
         pause, at = LOOK_S, ""

@@ -5,7 +5,7 @@ its child processes use CPU time. Some waits spin: a wait for a GPU, and some ba
 without work. In such waits CPU time counts only if the main thread is at a new place; allocations on the GPU count as well. A
 polling loop repeats the same few places with hardly any CPU time, and counts as still.
 
-`deadlocks.Watch` takes the samples, `hangs.rule` decides. Docs: docs/decisions/0022-what-is-a-hang.md.
+`deadlocks.Watch` takes the samples, `hangs.hang_limit` decides. Docs: docs/decisions/0022-what-is-a-hang.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from outlast.job import accelerators
-from outlast.job.workerfiles import progress
+from outlast.job.workerfiles import progress_file
 
 BUSY = 0.01
 """Share of a core above which this process counts as working. A training loop uses more, and a loop that polls ten times a second
@@ -123,5 +123,5 @@ def _children_s(pid: int) -> float:
     for file in glob.glob(f"/proc/{pid}/task/*/children"):
         with contextlib.suppress(OSError):  # the process has just ended
             for child in map(int, Path(file).read_text().split()):
-                total += progress.cpu_s(child) + _children_s(child)
+                total += progress_file.cpu_s(child) + _children_s(child)
     return total

@@ -21,7 +21,7 @@ from typing import Any
 from outlast.base import files
 from outlast.job import contract
 from outlast.job.contract import Env
-from outlast.job.workerfiles import progress
+from outlast.job.workerfiles import progress_file
 
 _KEY = "outlast/files"
 _NOTHING, _SENT, _IN_STORE = b"nothing", b"sent", b"in the store"
@@ -61,7 +61,7 @@ def share(tcp_store: Any, *, first: bool, called: Callable[[], bool], environ: M
 
 def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
     """Have rank 0's files uploaded from this worker. Returns the announcement for the other workers."""
-    record = progress.read(Path(environ[Env.STATE]), 0)
+    record = progress_file.read(Path(environ[Env.STATE]), 0)
     output, generation = Path(environ[Env.OUTPUT]), environ[Env.GENERATION]
     if environ.get(Env.ATTEMPT, "0") != "0":  # an earlier attempt's upload is outdated
         generation = f"{generation}.{environ[Env.ATTEMPT]}"

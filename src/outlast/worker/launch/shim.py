@@ -1,8 +1,8 @@
 """The stand-in for a training process that was forked from the warm process.
 
-torchrun's agent starts, watches and signals *its* child; the process that trains is a fork of `launch.warm`, which has imported
-torch already. This small program is the child: it requests a fork from the warm process, hands over its own stdin, stdout and
-stderr, forwards signals, and ends in the same way as the training process.
+torchrun's agent starts, watches and signals *its* child; the process that trains is a fork of `launch.warm_process`, which has
+imported torch already. This small program is the child: it requests a fork from the warm process, hands over its own stdin,
+stdout and stderr, forwards signals, and ends in the same way as the training process.
 
 If there are several processes, it also copies the output, to prefix each line with the rank. Log files would fill a disk.
 

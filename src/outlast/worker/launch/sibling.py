@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from outlast.job import accelerators, contract
-from outlast.worker.launch import shim, system
+from outlast.worker.launch import os_calls, shim
 
 KIND = "agent"
 """Kind of the request, and role (`outlast.__main__`) of the forked process."""
@@ -76,7 +76,7 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
     process id. None if the warm process cannot do so; then no agent starts later, either."""
     if sys.platform != "linux":
         return None
-    environ = {**environ, **system.streaming(environ)}  # as an agent does for its warm process
+    environ = {**environ, **os_calls.streaming(environ)}  # as an agent does for its warm process
     with contextlib.suppress(OSError), shim.connect(path) as sock, open(os.devnull, "rb") as null:
         sock.settimeout(ANSWER_S)
         shim.request(sock, KIND, [], environ, cwd, (null.fileno(), log, log))

@@ -18,7 +18,7 @@ import psutil
 from outlast.base.errors import OutlastError, Stopped
 
 if TYPE_CHECKING:
-    from outlast.worker.prepare.fetch import Say
+    from outlast.worker.prepare.fetch_from_store import Say
 
 _NETWORK = re.compile(
     r"failed to establish a new connection|temporary failure in name resolution|name or service not known|dns error|timed? ?out"

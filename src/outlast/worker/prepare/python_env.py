@@ -39,7 +39,7 @@ from outlast.worker.prepare import requirements
 from outlast.worker.prepare.installers import Shell
 
 if TYPE_CHECKING:
-    from outlast.worker.prepare.fetch import Say
+    from outlast.worker.prepare.fetch_from_store import Say
 
 MARKER = "outlast.json"
 _STUB = "outlast\n"

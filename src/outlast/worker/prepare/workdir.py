@@ -6,8 +6,8 @@ files beside themselves, and files that they write to relative paths are part of
     work/.outlast-run           in pods: the run that owns these files
 
 On one machine all workers share the directory. In pods each worker has its own, unless the output is a shared volume. Only rank
-0's results count: an uploader pushes a directory only while rank 0 works there. Called by `code`, `agent.upload` and the agent.
-Docs: docs/decisions/0023-the-working-directory.md.
+0's results count: an uploader pushes a directory only while rank 0 works there. Called by `code_placement`, `agent.upload` and
+the agent. Docs: docs/decisions/0023-the-working-directory.md.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from outlast.base.errors import Missing, OutlastError, StoreError
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.shipping import code_files
-from outlast.job.workerfiles import plain_scripts, progress
+from outlast.job.workerfiles import plain_scripts, progress_file
 from outlast.storage import runs, store
 from outlast.storage.runs.output import OWN, skipped
 from outlast.storage.store import Store
-from outlast.storage.sync import sync
+from outlast.storage.sync import push_and_pull
 
 _FILES = ".outlast-files"
 _RUN = ".outlast-run"
@@ -209,7 +209,7 @@ def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
         return False
     stored = _in_store(place)
     if not environ.get(Env.RENDEZVOUS, "unix://").startswith("unix://"):  # a pod, which shares no directory as far as it knows
-        record = progress.read(Path(environ[Env.STATE]), 0)
+        record = progress_file.read(Path(environ[Env.STATE]), 0)
         if record is None or record.generation != here or stored > here:
             return False
     if stored != here:
@@ -303,12 +303,14 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
         with file_locks.exclusive(output / _LOCK, waiting=lambda: None, stop=stop):
             index = output / _INDEX
             reports = [
-                sync.pull(place, output, index / "work", sync.Options(skip=lambda path: not _inside(path), stop=stop)),
-                sync.pull(
+                push_and_pull.pull(
+                    place, output, index / "work", push_and_pull.Options(skip=lambda path: not _inside(path), stop=stop)
+                ),
+                push_and_pull.pull(
                     place,
                     output,
                     index / "output",
-                    sync.Options(skip=lambda path: _inside(path) or skipped(path), stop=stop),
+                    push_and_pull.Options(skip=lambda path: _inside(path) or skipped(path), stop=stop),
                     only_missing=True,
                 ),
             ]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from outlast.base.errors import OutlastError
-from outlast.worker.tracking.lines import Point, Position, PositionFile, same
-from outlast.worker.tracking.sinks import Status, text
+from outlast.worker.tracking.missing_points import Point, Position, PositionFile, same
+from outlast.worker.tracking.tracker_interface import Status, text
 
 PREFIX = "events.out.tfevents.outlast"
 

@@ -15,8 +15,8 @@ from typing import Any
 from outlast.base import backoff
 from outlast.base.errors import OutlastError
 from outlast.job import contract, url_logins
-from outlast.worker.tracking import lines, sinks
-from outlast.worker.tracking.sinks import Run, Sink, Status
+from outlast.worker.tracking import missing_points, tracker_interface
+from outlast.worker.tracking.tracker_interface import Run, Sink, Status
 
 RETRY_S = (1.0, 60.0)
 """First and longest backoff after a failure."""
@@ -31,10 +31,10 @@ class Forwarder(threading.Thread):
         super().__init__(name=f"outlast-{sink.title}", daemon=True)
         self.sink, self.problem = sink, ""
         self._run, self._say, self._changed = run, say, changed
-        self._reader = lines.Reader(run.output / contract.METRICS)
-        self._position: lines.Position | None = None
+        self._reader = missing_points.Reader(run.output / contract.METRICS)
+        self._position: missing_points.Position | None = None
         """The sink's position; None until the sink is open."""
-        self._reached: lines.Position = {}
+        self._reached: missing_points.Position = {}
         self._parameters: dict[str, Any] = {}
         self._places: dict[str, str] | None = None
         self._hopeless = False
@@ -50,13 +50,13 @@ class Forwarder(threading.Thread):
             self._parameters, self._places = {}, None
             self._position = self._reached = self.sink.open()
         position, self._position = self._position, None
-        if (parameters := sinks.read(self._run.output / contract.PARAMETERS)) != self._parameters:
+        if (parameters := tracker_interface.read(self._run.output / contract.PARAMETERS)) != self._parameters:
             self.sink.parameters(parameters)
             self._parameters = parameters
         while text := self._reader.read():
-            if new := lines.points(text, position, self.sink.rename):
+            if new := missing_points.points(text, position, self.sink.rename):
                 self.sink.send(new)
-                position = self._reached = lines.advanced(position, new)
+                position = self._reached = missing_points.advanced(position, new)
             self._reader.commit()
         if (places := self._run.checkpoints()) != self._places:
             self.sink.checkpoints(places)
@@ -109,11 +109,11 @@ class Forwarder(threading.Thread):
 
     def missing(self) -> str:
         """Return the steps that have not arrived, as text; empty if none are missing as far as we know."""
-        reader = lines.Reader(self._reader.path)
+        reader = missing_points.Reader(self._reader.path)
         lost: set[int] = set()
         with contextlib.suppress(OSError):
             while text := reader.read():
-                lost.update(point.step for point in lines.points(text, self._reached, self.sink.rename))
+                lost.update(point.step for point in missing_points.points(text, self._reached, self.sink.rename))
                 reader.commit()
         if not lost:
             return ""

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from outlast.base.errors import OutlastError
 from outlast.job import url_logins
-from outlast.worker.tracking.lines import Point, Position
-from outlast.worker.tracking.sinks import Run, Status, text
+from outlast.worker.tracking.missing_points import Point, Position
+from outlast.worker.tracking.tracker_interface import Run, Status, text
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from outlast.base.errors import OutlastError
 from outlast.job import contract
-from outlast.worker.tracking.lines import Point, Position, PositionFile, same
-from outlast.worker.tracking.sinks import Run, Status
+from outlast.worker.tracking.missing_points import Point, Position, PositionFile, same
+from outlast.worker.tracking.tracker_interface import Run, Status
 
 
 class WandB:

@@ -15,9 +15,8 @@ from outlast.kubernetes.operator.elasticjob_status import CountedFailure
 from outlast.kubernetes.operator.observed_job import Pod
 from outlast.kubernetes.operator.plan import Document, Event
 from outlast.kubernetes.operator.reconcile_pass import Reconcile
-from outlast.rendezvous import attempts, restarts, world
-from outlast.rendezvous import failures as judging
-from outlast.rendezvous.failures import Pending
+from outlast.rendezvous import attempts, restart_budget, root_cause, world
+from outlast.rendezvous.root_cause import Pending
 from outlast.rendezvous.transports.sockets import is_count
 from outlast.rendezvous.world import MemberState
 
@@ -32,7 +31,7 @@ def reported(rec: Reconcile) -> list[Pending]:
         member, pod = report.member, rec.pod(report.member.id)
         late = member.again and member.generation < status.world.generation  # the others have gone on without it
         if member.failed and (failure := report.failure) and (late or member.generation == status.world.generation):
-            part = failure.start <= counted or judging.is_part_of_call(report.echo, status.called, counted, failure.generation)
+            part = failure.start <= counted or root_cause.is_part_of_call(report.echo, status.called, counted, failure.generation)
             if part or (late and (pod is None or pod.uid in rec.handled)):
                 continue
             if failure.time > rec.now:  # its node's clock is ahead of ours
@@ -65,7 +64,7 @@ def unanswered(rec: Reconcile) -> bool:
 def count_reported(rec: Reconcile, pending: list[Pending], new: world.World | None = None) -> None:
     """Count the failures of one generation as one, that of their cause. Secondary failures are explained by a member that is
     missing from the new world."""
-    echo, failure = judging.cause(pending)
+    echo, failure = root_cause.cause(pending)
     generation = failure.generation
     previous = rec.status.world
     without = new is not None and previous is not None and not set(previous.members) <= set(new.members)
@@ -84,7 +83,7 @@ def repaired(rec: Reconcile) -> None:
     reports = [report for report in rec.snapshot.reports.values() if report.past]
     newest = max((report.member.generation for report in reports), default=0)
     for past, ago_s in attempts.uncounted((report.past for report in reports), rec.status.counted, newest):
-        echo, failure = judging.reported(past.failure, past.worker, past.start, rec.now)
+        echo, failure = root_cause.reported(past.failure, past.worker, past.start, rec.now)
         failure = dataclasses.replace(failure, time=min(failure.time, rec.now))
         pod = rec.pod(failure.worker)
         rec.update(counted=failure.start)
@@ -123,14 +122,14 @@ def count(
     """Count a failure, and end the job if the budget is exhausted. `past` is a failure that the members repaired `ago_s` seconds
     ago; the newest committed step at that time counts."""
     status, committed = rec.status, past.failure.get("committed", -1) if past else -1
-    budget = judging.Budget(status.history, rec.policy, committed if is_count(committed) else rec.committed)
+    budget = root_cause.Budget(status.history, rec.policy, committed if is_count(committed) else rec.committed)
     members = status.world.members if status.world else ()
-    failure, verdict = judging.judge(failure, raised, budget, rec.now - ago_s, pending=pending, members=members)
+    failure, verdict = root_cause.judge(failure, raised, budget, rec.now - ago_s, pending=pending, members=members)
     rec.update(failure=stored(rec, failure, node))
     fields = {key: value for key, value in failure.document().items() if key in ("generation", "worker", "rank", "code", "step")}
     fields |= {"reason": failure.reason, "counted": failure.counted}
     rec.note("failure", **fields, repaired=past.attempt if past else None)
-    if isinstance(verdict, restarts.Stop):
+    if isinstance(verdict, restart_budget.Stop):
         code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
         return rec.finish(State.FAILED, verdict.reason, code, verdict.kind)
     nodes = {counted.record: counted.node for counted in status.counted_failures}

@@ -6,8 +6,7 @@ from outlast.base.errors import InvalidJob
 from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.status import State
-from outlast.kubernetes.api import document_parsing
-from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.api import document_parsing, pod_status
 from outlast.kubernetes.manifests.scheduling import gang
 from outlast.kubernetes.operator import desired
 from outlast.kubernetes.operator.reconcile_pass import Reconcile
@@ -63,7 +62,7 @@ def changed_or_new(rec: Reconcile) -> None:
                 return rec.set_state(State.PENDING, f"no pods can be created: {no_gang}", "NoGang", warning=True)
             rec.prerequisites = desired.prerequisites(rec.snapshot)
             low, high = rec.spec.workers.min, rec.spec.workers.max
-            created = podwords.created_at(rec.snapshot.document) or rec.now
+            created = pod_status.created_at(rec.snapshot.document) or rec.now
             rec.note("submitted", created, run=rec.status.run, job=rec.snapshot.name, min=low, max=high)
             rec.update(started=rec.now, formed=False, gang="" if rec.snapshot.gang == "none" else rec.snapshot.gang)
         else:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.status import State
-from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.manifests import names
 from outlast.kubernetes.operator.elasticjob_status import CountedFailure
 from outlast.kubernetes.operator.observed_job import NNODES, Plain, Pod
 from outlast.kubernetes.operator.reconcile_pass import Reconcile
 from outlast.kubernetes.operator.rules import counted_failures, replaced_workers
-from outlast.rendezvous.failures import PLAIN_PODS
-from outlast.rendezvous.restarts import Record
+from outlast.rendezvous.restart_budget import Record
+from outlast.rendezvous.root_cause import PLAIN_PODS
 
 RETRYABLE = (130, 137, 138, 143)
 """Exit codes after which `ExitCode` restarts a worker; all other codes are permanent failures."""
@@ -38,7 +38,7 @@ def restarted_containers(rec: Reconcile) -> None:
     """Count restarts of containers by kubelets, which all policies but `Never` and `ExitCode` allow."""
     counted, counts, more = rec.status.restarted, {}, 0
     for pod in rec.snapshot.pods:
-        status = podwords.container_status(pod.document)
+        status = pod_status.container_status(pod.document)
         ended = (status.get("lastState") or {}).get("terminated") or {}
         previous = counted.get(pod.uid, 0)
         if count := max(previous, int(status.get("restartCount") or 0)):
@@ -58,7 +58,7 @@ def ended_workers(rec: Reconcile) -> None:
         end = rec.ends.get(pod.uid)
         if end is None or pod.succeeded or pod.terminating or pod.index >= rec.desired or _late(rec, pod):
             continue
-        lost, what = podwords.disrupted(pod.document), f"worker {pod.index} {end.sentence}"
+        lost, what = pod_status.disrupted(pod.document), f"worker {pod.index} {end.sentence}"
         if not lost and _may_lack_its_store(pod):
             if _host_is_lost(rec, host, pod):
                 lost, what = True, f"{what} since worker 0, where workers meet, was lost"
@@ -78,7 +78,7 @@ def ended_workers(rec: Reconcile) -> None:
         if lost and (rest := rec.until(replaced_workers.lost_fast_at(pod, end.time), replaced_workers.FAST_LOSS_S)) is not None:
             rec.requeue_at(rest)  # keeps the name, so that the next pod waits
             continue
-        rec.delete(pod, f"it has ended: {what}", grace_s=0 if podwords.all_ended(pod.document) else None)
+        rec.delete(pod, f"it has ended: {what}", grace_s=0 if pod_status.all_ended(pod.document) else None)
 
 
 def done_workers(rec: Reconcile) -> None:
@@ -121,7 +121,7 @@ def missing_workers(rec: Reconcile) -> None:
 def pods_observed(rec: Reconcile) -> None:
     """Set the state of a job that has not ended: it is Running if all its workers run, or at least the minimum number."""
     before = rec.status.state
-    running = sum(podwords.phase(pod.document) == "Running" for pod in rec.alive)
+    running = sum(pod_status.phase(pod.document) == "Running" for pod in rec.alive)
     whole = len(rec.alive) == rec.desired or before in (State.RUNNING, State.SUSPENDED)
     if not rec.desired:
         rec.set_state(State.SUSPENDED, "0 workers are wanted", "Suspended")
@@ -155,8 +155,8 @@ def _late(rec: Reconcile, pod: Pod) -> bool:
     """Whether a worker started after others had succeeded."""
     if not (done := _done(rec)):
         return False
-    if (began := podwords.started_at(pod.document)) is None:
-        return podwords.phase(pod.document) == "Pending"
+    if (began := pod_status.started_at(pod.document)) is None:
+        return pod_status.phase(pod.document) == "Pending"
     return any(rec.ends[each.uid].time <= began for each in done if each.uid in rec.ends)
 
 
@@ -181,7 +181,7 @@ def _missing(rec: Reconcile) -> bool:
 
 def _may_lack_its_store(pod: Pod) -> bool:
     """Whether a worker ended as torchrun does when the store of worker 0 is gone: with exit code 1, whatever the script."""
-    return pod.index > 0 and podwords.terminated(podwords.container_status(pod.document)).get("exitCode") == 1
+    return pod.index > 0 and pod_status.terminated(pod_status.container_status(pod.document)).get("exitCode") == 1
 
 
 def _host_is_lost(rec: Reconcile, host: Pod | None, pod: Pod) -> bool:
@@ -189,8 +189,8 @@ def _host_is_lost(rec: Reconcile, host: Pod | None, pod: Pod) -> bool:
     if host is None or host.terminating:
         return True
     if (end := rec.ends.get(host.uid)) is not None and not host.succeeded:
-        return podwords.disrupted(host.document) or not _permanent(end.code)
-    return host.created > (podwords.started_at(pod.document) or pod.created)
+        return pod_status.disrupted(host.document) or not _permanent(end.code)
+    return host.created > (pod_status.started_at(pod.document) or pod.created)
 
 
 def _permanent(code: int) -> bool:

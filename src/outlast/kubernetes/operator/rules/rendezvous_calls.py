@@ -11,8 +11,7 @@ from outlast.kubernetes.operator import desired, elasticjob_status, reconcile_pa
 from outlast.kubernetes.operator.reconcile_pass import Reconcile
 from outlast.kubernetes.operator.rules import counted_failures, lost_nodes
 from outlast.kubernetes.operator.rules.replaced_workers import desired_indices
-from outlast.rendezvous import failures as judging
-from outlast.rendezvous import world
+from outlast.rendezvous import root_cause, world
 from outlast.rendezvous.world import Call, Cause, MemberState
 
 ARRIVE_S = 2.0
@@ -27,7 +26,7 @@ def world_decided(rec: Reconcile) -> None:
     pending = counted_failures.reported(rec)
     since = min((each.failure.time for each in pending), default=rec.now)
     explained = counted_failures.explained(rec) or bool(world.lost(state, rec.now).out)
-    if not explained and (end := judging.held_until(pending, since, rec.now, judging.OPERATOR)) is not None:
+    if not explained and (end := root_cause.held_until(pending, since, rec.now, root_cause.OPERATOR)) is not None:
         return rec.requeue_at(end)
     for _ in range(4):
         decision = world.decide(state, request, rec.timeouts, rec.now)
@@ -52,7 +51,7 @@ def world_decided(rec: Reconcile) -> None:
                 rec.requeue_at(wait.look_again)
                 break
     if pending:
-        settled = judging.settled_at(pending, since, rec.now, judging.OPERATOR, unanswered=counted_failures.unanswered(rec))
+        settled = root_cause.settled_at(pending, since, rec.now, root_cause.OPERATOR, unanswered=counted_failures.unanswered(rec))
         if settled is None:
             counted_failures.count_reported(rec, pending)
         rec.requeue_at(settled)

@@ -9,8 +9,7 @@ from outlast.job import contract
 from outlast.job.contract import End, FailureCause
 from outlast.job.failure import Failure
 from outlast.job.status import State
-from outlast.kubernetes.api import owner_references
-from outlast.kubernetes.api import pod_status as podwords
+from outlast.kubernetes.api import owner_references, pod_status
 from outlast.kubernetes.operator import desired, reconcile_pass
 from outlast.kubernetes.operator.elasticjob_status import Silent
 from outlast.kubernetes.operator.observed_job import Pod
@@ -64,7 +63,7 @@ def ended_workers(rec: Reconcile) -> None:
         if not counted and rec.desired and (rest := rec.until(lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
             rec.requeue_at(rest)  # keeps the name, so that the next pod waits
             continue
-        rec.delete(pod, f"it has ended: {end.sentence}", grace_s=0 if podwords.all_ended(pod.document) else None)
+        rec.delete(pod, f"it has ended: {end.sentence}", grace_s=0 if pod_status.all_ended(pod.document) else None)
 
 
 def lost_fast_at(pod: Pod, ended: float) -> float:

@@ -1,0 +1,202 @@
+"""`outlast data`: get datasets, and list the datasets that have a name."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outlast.base import units
+from outlast.base.errors import OutlastError
+from outlast.cli import completion, find_job, tables_and_pages, terminal, transfer_progress
+from outlast.cli.data import prepare
+from outlast.cli.find_job import ContextOption, NamespaceOption
+from outlast.cli.groups import Commands
+
+if TYPE_CHECKING:
+    from outlast.data.dataset_directory import Marker
+    from outlast.data.download import Progress
+    from outlast.data.named_datasets import Dataset
+    from outlast.data.obtain import How
+    from outlast.kubernetes.jobs.backend import KubernetesBackend
+    from outlast.kubernetes.manifests.dataset_job import Download
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Get datasets, and prepare them for training.")
+
+
+@app.command()
+def get(
+    ctx: typer.Context,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME|URL]",
+            help="A dataset, or the URL of a file, with #sha256=... behind it. Without it: which datasets have a name.",
+            autocompletion=completion.datasets,
+        ),
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option(metavar="DIR|URL", help="Directory or place in a store to write to. Default: data/NAME.")
+    ] = None,
+    given: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="The file, downloaded before, or a directory with several.")
+    ] = None,
+    on: Annotated[str | None, typer.Option(metavar="kubernetes", help="Do it in a pod of a cluster.")] = None,
+    claim: Annotated[
+        str | None, typer.Option(metavar="NAME:/PATH", help="In a cluster: the claim, and where it is mounted.")
+    ] = None,
+    secret: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="In a cluster: a Secret with variables; may be repeated.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="In a cluster: another image with Outlast.")] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Download, check and unpack a dataset.
+
+    The dataset goes to a directory or a store. If it is already complete there, nothing changes. If the command is interrupted
+    or killed, run it again to continue; a dataset is complete once its marker, .outlast-data.json, is written. Archives (.tar,
+    .tar.gz, .tar.bz2, .tar.xz, .tar.zst, .zip) and compressed files are unpacked; other files are kept as they are.
+
+    \b
+    Examples:
+      outlast data get
+      outlast data get digits
+      outlast data get cifar10 --to /data/cifar10
+      outlast data get cifar10 --from Downloads/cifar-10-python.tar.gz
+      outlast data get https://example.org/corpus.tar.zst#sha256=9f86d0... --to s3://bucket/corpus
+      outlast data get cifar10 --on kubernetes --claim efs-pvc:/data
+      outlast logs -f data-cifar10
+    """
+    from outlast.data import named_datasets, obtain
+
+    if name is None:
+        known = [named_datasets.named(each) for each in named_datasets.NAMES]
+        rows = [(each.name, units.human_bytes(each.size) if each.size else None, each.about) for each in known]
+        print(tables_and_pages.table(("NAME", "DOWNLOAD", "WHAT"), rows))
+        return
+    dataset = _dataset(name)
+    if on is not None:
+        tables_and_pages.one_of("place to do it", on, ("kubernetes",), none="")
+        if given:
+            raise OutlastError(
+                "--from is a file of this machine, which pods do not see; put it onto the claim, or leave out --on"
+            )
+        from outlast.kubernetes.manifests.dataset_job import IMAGE, Download
+
+        request = Download(name, dataset.directory, to or "", claim or "", image or IMAGE, tuple(secret or ()))
+        _in_pod(find_job.cluster(ctx, namespace, context), request, context)
+        return
+    if claim or secret or image or namespace or context:
+        raise OutlastError("--claim, --secret, --image, --namespace and --context are for a pod; add --on kubernetes")
+    with transfer_progress.interruptible() as stop, transfer_progress.shown("received") as tell:
+        how = obtain.How(say=terminal.say, progress=_since_the_beginning(tell), stop=stop, archive=given)
+        if to and "://" in to and not to.startswith("file://"):
+            found, written = _to_store(dataset, to, how)
+        elif name == "digits" and not given:
+            from outlast.data import digits
+
+            print(digits.write(_directory(dataset, to)))
+            return
+        else:
+            found, written = obtain.get(dataset, _directory(dataset, to), how)
+    verb, size = (
+        "got" if written else "already there:",
+        f"{tables_and_pages.count(found.files, 'file')}, {units.human_bytes(found.size)}",
+    )
+    print(f"{verb} {found.name}: {size} in {to or _directory(dataset, to)}")
+    if written and dataset.remotes and not found.checked:
+        terminal.say(_unchecked(dataset, found, named_datasets.is_url(name)))
+
+
+def _since_the_beginning(tell: transfer_progress.Tell) -> Progress:
+    """Shows how many of the missing bytes have arrived. Bytes from an earlier command are not counted: the rate would be too
+    high."""
+    first: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        if not first or done < first[0]:  # another file, or the same one from its beginning
+            first[:] = [done]
+        tell(done - first[0], total - first[0] if total else done)
+
+    return progress
+
+
+def _dataset(name: str) -> Dataset:
+    """Return the dataset for a name or URL. Raises OutlastError."""
+    from outlast.data import named_datasets
+
+    if named_datasets.is_url(name):
+        return named_datasets.of_url(name)
+    tables_and_pages.one_of("dataset", name, named_datasets.NAMES, none="")
+    return named_datasets.named(name)
+
+
+def _directory(dataset: Dataset, to: str | None) -> Path:
+    return Path(to.removeprefix("file://")) if to else Path("data") / dataset.directory
+
+
+def _in_pod(place: KubernetesBackend, wanted: Download, context: str | None) -> None:
+    from outlast.kubernetes.jobs import dataset_download
+
+    print(dataset_download.get(place.workloads, wanted))
+    print(f"look at it with: outlast logs -f {wanted.name}{find_job.suffix(place.cluster.namespace, context)}")
+
+
+def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
+    """Bring a dataset to a place in a store, by way of this machine's cache. In the store, too, the marker is written last."""
+    from outlast.data import dataset_directory as place
+    from outlast.data import obtain
+    from outlast.data.dataset_directory import Marker
+    from outlast.job import ownership, url_logins
+    from outlast.storage import store
+    from outlast.storage.sync import push_and_pull
+    from outlast.worker.prepare import data_cache
+
+    there = store.open_(url)
+    try:
+        found = obtain.checked(dataset, Marker.parse(there.get(place.MARKER)), url)
+    except store.Missing:
+        found = None
+    if found:
+        return found, False
+    names = there.names()
+    noted = url_logins.hidden(there.get(place.COMING).decode()) if place.COMING in names else None
+    ownership.check_place(url, names, noted, dataset.name)
+    home = data_cache.writable(os.environ) / "get" / hashlib.sha256(f"{dataset.name} {there.url}".encode()).hexdigest()[:16]
+    found, _ = obtain.get(dataset, home / "tree", how)
+    there.put(place.COMING, dataset.name.encode())  # until the marker is there, nobody takes a part for the dataset
+    terminal.say(f"sending {tables_and_pages.count(found.files, 'file')}, {units.human_bytes(found.size)}, to {url}")
+    with transfer_progress.shown("sent") as tell:
+        report = push_and_pull.push(
+            home / "tree",
+            there,
+            home / "state",
+            push_and_pull.Options(
+                skip=lambda path: path == place.MARKER,
+                progress=lambda now: tell(now.bytes, now.bytes_total, f"{now.files:,}/{now.files_total:,} files"),
+                stop=how.stop,
+            ),
+        )
+    for path, reason in report.failed[:1]:
+        raise OutlastError(f"{len(report.failed):,} files could not be sent to {url}, the first of them {path}: {reason}")
+    there.put(place.MARKER, found.text().encode())
+    there.delete([place.COMING])
+    shutil.rmtree(home, ignore_errors=True)
+    return found, True
+
+
+def _unchecked(dataset: Dataset, found: Marker, url: bool) -> str:
+    if not url:
+        return f"no checksum of {dataset.name} is published; its length was checked" + (
+            f", its SHA-256 is {found.sha256}" if found.sha256 else ""
+        )
+    return f"what came was not compared with any checksum; to have that done, append #sha256={found.sha256} to the URL"
+
+
+app.add_typer(prepare.app, name="prepare")
+app.command()(prepare.verify)

@@ -1,0 +1,231 @@
+"""Finding a job: which job a command refers to, and which backend runs it.
+
+With `-n` or `--context` the job is in a cluster. Otherwise it is the job of that name in this directory or, if there is none
+and there is a kubeconfig, in the namespace of the kubeconfig's current context.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from outlast.base import units
+from outlast.base.errors import NotFound, OutlastError
+from outlast.cli import completion, tables_and_pages, terminal
+
+if TYPE_CHECKING:
+    from outlast.job.backend import Backend
+    from outlast.job.status import JobStatus
+    from outlast.kubernetes.jobs.backend import KubernetesBackend
+    from outlast.storage import runs
+    from outlast.storage.store import Store
+
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job file.")]
+FileOrScript = Annotated[str, typer.Argument(metavar="FILE", help="A job file, or a Python script followed by its arguments.")]
+TitleOption = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of that in the file.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a field of `spec` to this value (YAML); may be repeated."),
+]
+TopologyOption = Annotated[
+    str,
+    typer.Option(
+        "--as", metavar="TOPOLOGY", help="elasticjob, job, indexed-job or statefulset.", autocompletion=completion.topologies
+    ),
+]
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "-n",
+        "--namespace",
+        metavar="NAME",
+        help="The job is in this namespace of a cluster.",
+        autocompletion=completion.namespaces,
+    ),
+]
+ContextOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="The job is in the cluster of this kubeconfig context.", autocompletion=completion.contexts
+    ),
+]
+BestOption = Annotated[bool, typer.Option("--best", help="The best checkpoint, by its metric.")]
+StepOption = Annotated[int | None, typer.Option(metavar="N", min=0, help="The checkpoint of this step.")]
+YesOption = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
+
+
+def this_machine() -> Backend:
+    """Return the backend that runs jobs on this machine."""
+    from outlast.local import state_dir
+    from outlast.local.backend import LocalBackend
+
+    return LocalBackend(state_dir.root())
+
+
+def backend(ctx: typer.Context) -> Backend:
+    """Return the backend given to `main`, or the backend of this machine."""
+    given: Backend | None = ctx.obj
+    return given if given is not None else this_machine()
+
+
+def place(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Backend:
+    """Return the backend of the job of this name, or of the only job."""
+    if ctx.obj is not None or namespace or context:
+        return backend(ctx) if ctx.obj is not None else cluster(ctx, namespace, context)
+    here = this_machine()
+    known = {status.name for status in here.list()}
+    if name in known or (name is None and known):
+        return here
+    from outlast.kubernetes.api import kubeconfig
+
+    return cluster(ctx) if kubeconfig.available(os.environ) else here
+
+
+def cluster(ctx: typer.Context, namespace: str | None = None, context: str | None = None) -> KubernetesBackend:
+    """Return the backend of a cluster; its connections are closed when the command ends. Raises NoCluster."""
+    from outlast.kubernetes import api
+    from outlast.kubernetes.jobs import backend as kubernetes
+
+    connected = api.connect(context, checked(namespace))
+    ctx.call_on_close(connected.close)
+    return kubernetes.KubernetesBackend(connected)
+
+
+def checked(namespace: str | None) -> str | None:
+    """Return the namespace; raises OutlastError if it is not a valid name."""
+    if namespace is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
+        raise OutlastError(f"--namespace {namespace}: must be at most 63 lower-case letters, digits and dashes")
+    return namespace
+
+
+def in_cluster(where: Backend) -> KubernetesBackend | None:
+    """Return the backend if it is a cluster, else None."""
+    from outlast.local import backend as local
+
+    if isinstance(where, local.LocalBackend):
+        return None
+    from outlast.kubernetes.jobs import backend as kubernetes
+
+    return where if isinstance(where, kubernetes.KubernetesBackend) else None
+
+
+def suffix(namespace: str | None, context: str | None) -> str:
+    """Return the options that were given, to append to a suggested command."""
+    return "".join([f" -n {namespace}" if namespace else "", f" --context {context}" if context else ""])
+
+
+NameArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="NAME",
+        help="Name of the job. Default: the only unfinished one, else the newest; in a cluster the only one.",
+        autocompletion=completion.jobs,
+    ),
+]
+
+
+def job(place: Backend, name: str | None) -> str:
+    """Return the name of the job that a command refers to; raises NotFound with the existing names."""
+    there = in_cluster(place)
+    if there is not None and name is not None:
+        return name  # the cluster checks it
+    statuses = place.list()
+    if there is None and name is None and len(statuses) > 1 and (found := meant(statuses)):
+        name, reason = found
+        terminal.say(f"{name}: {reason}; outlast list shows all")
+    return tables_and_pages.one_of("job", name, [status.name for status in statuses], none="" if statuses else no_job(place))
+
+
+def no_job(place: Backend) -> str:
+    """Return a sentence that there is no job, and how to start one. Raises OutlastError if even the namespace does not exist."""
+    if (there := in_cluster(place)) is None:
+        return "no job has been run here; start one with `outlast run FILE`, in this directory"
+    if not there.cluster.has_namespace():
+        raise there.workloads.nowhere()
+    return f"there is no job in namespace {there.cluster.namespace} of {there.cluster.context}; outlast submit FILE creates one"
+
+
+def found(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[Backend, str]:
+    """Return the backend and the name of the job that a command refers to."""
+    where = place(ctx, name, namespace, context)
+    return where, job(where, name)
+
+
+def meant(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
+    """Pick from several jobs (the newest last) for a command without a name, with the reason: the only unfinished one, or the
+    newest if all have finished. None if several are unfinished."""
+    match [status.name for status in statuses if not status.state.final]:
+        case []:
+            return statuses[-1].name, f"the newest of {len(statuses)} jobs"
+        case [name]:
+            return name, f"the only unfinished one of {len(statuses)} jobs"
+        case _:
+            return None
+
+
+def in_store(given: str | None) -> str | None:
+    """Return the URL of a job's output in a store, if that URL or a job file is given instead of a name.
+
+    This lets commands work on machines other than the one that runs the job.
+    """
+    if given is None or "://" in given:
+        return given
+    if not given.endswith((".yaml", ".yml")):
+        return None
+    from outlast.job import spec
+
+    job = spec.load(given)
+    if job.spec.output is None or spec.local(job.spec.output) is not None:
+        raise NotFound(f"{given}: its output is not in a store; give the name of the job, in the directory that it runs in")
+    return f"{job.spec.output.rstrip('/')}/{job.metadata.name}"
+
+
+def recorded(url: str) -> tuple[Store, runs.Run]:
+    """Return the output of a job in a store, and the record of its run there; raises NotFound."""
+    from outlast.storage import runs, store
+
+    there = store.open_(url)
+    if (record := runs.read(there)) is None:
+        raise NotFound(f"there is no job in {there.url}; give the URL of a job's output, such as s3://bucket/runs/digits")
+    return there, record
+
+
+def duration(option: str, text: str) -> timedelta:
+    """Return the value of an option that is a duration: `10m`. Raises BadParameter."""
+    try:
+        return units.duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {text}: {error}") from error
+
+
+def takes(words: str) -> type[TyperCommand]:
+    """Return a command class with these words in its usage, such as `[NAME] N`: an optional word before a required word."""
+
+    class Command(TyperCommand):
+        def collect_usage_pieces(self, ctx: Any) -> list[str]:
+            return ["[OPTIONS]", words]
+
+    return Command
+
+
+def first(words: Sequence[str]) -> str | None:
+    """Return the name in `[NAME] WORD`, if it is given."""
+    return words[0] if len(words) > 1 else None
+
+
+def and_last(place: Backend, words: Sequence[str], what: str) -> tuple[str, str]:
+    """Return the job and the last word of `[NAME] WORD`."""
+    match words:
+        case [word]:
+            return job(place, None), word
+        case [name, word]:
+            return job(place, name), word
+        case _:
+            raise typer.BadParameter(f"expected [NAME] {what}, got {len(words)} words")

@@ -1,0 +1,133 @@
+"""The live view in a terminal: the workers' lines scroll above a panel with the state of the job. Imported only for terminals."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from outlast.base import backoff, units
+from outlast.cli import tables_and_pages, terminal
+from outlast.job.status import JobStatus, State
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from outlast.job.backend import LogLine
+
+_STATES = {
+    State.PENDING: "cyan",
+    State.QUEUED: "cyan",
+    State.RUNNING: "green",
+    State.RESIZING: "cyan",
+    State.RESTARTING: "yellow",
+    State.SUSPENDED: "cyan",
+    State.INTERRUPTED: "yellow",
+    State.SUCCEEDED: "green",
+    State.FAILED: "red",
+    State.CANCELLED: "red",
+}
+
+
+class Terminal:
+    """A `view.Screen` with a panel that stays at the bottom."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or terminal.console()
+        self._live = Live(console=self._console, refresh_per_second=8, auto_refresh=False)
+
+    def __enter__(self) -> Terminal:
+        self._shown = contextlib.ExitStack()
+        self._shown.enter_context(terminal.without_carets())
+        self._shown.enter_context(self._live)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._shown.close()
+
+    def lines(self, lines: Sequence[LogLine]) -> None:
+        """Print the lines above the panel, with the names of workers in colours."""
+        if lines:
+            self._console.print(Text("\n").join(map(_line, lines)), soft_wrap=True)
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence above the panel."""
+        self._console.print(Text.assemble(("outlast | ", "bold"), (sentence, "bold")), soft_wrap=True)
+
+    def update(self, status: JobStatus) -> None:
+        """Redraw the panel."""
+        self._live.update(panel(status, time.time()), refresh=True)
+
+
+def _line(line: LogLine) -> Text:
+    text = terminal.logged(next(terminal.drawn(line.text, terminal=True)))
+    return Text.from_ansi(terminal.prefix(line.worker, colour=True) + text)
+
+
+def panel(status: JobStatus, now: float) -> Panel:
+    """Return the state of a job in a few lines."""
+    colour = _STATES[status.state]
+    rows: list[RenderableType] = [Text(status.reason or "…", "dim", no_wrap=True, overflow="ellipsis")]
+    done: list[RenderableType] = [Text(f"step {tables_and_pages.steps(status)}", "bold")]
+    if status.steps:
+        done.append(ProgressBar(status.steps, status.step, width=24, complete_style=colour, finished_style=colour))
+        done.append(f"{min(1.0, status.step / status.steps):.0%}")
+    if status.rate and status.state.trains:
+        done.append(f"{status.rate:.3g}/s")
+    if status.eta_s:
+        done.append(f"{units.human_seconds(status.eta_s)} left")
+    if status.told == "log":
+        done.append("(read from the log)")
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(*done)
+    rows.append(grid)
+    facts = [
+        f"world {tables_and_pages.world(status)}",
+        f"generation {status.generation}",
+        tables_and_pages.count(status.restarts, "restart"),
+        tables_and_pages.count(status.interruptions, "interruption"),
+    ]
+    rows.append(_facts(facts))
+    if logged := tables_and_pages.metrics(status):
+        rows.append(_facts([logged]))
+    saved = tables_and_pages.newest_checkpoint(status, now)
+    facts = [
+        f"checkpoint {saved}" if status.checkpoint else saved or f"no checkpoint {tables_and_pages.no_checkpoint(status)}",
+        f"{units.human_seconds(tables_and_pages.lasted(status, now))} since the start",
+    ]
+    if status.goodput is not None:
+        facts.append(f"goodput {tables_and_pages.goodput(status)}")
+    rows.append(_facts(facts))
+    if status.failure is not None:
+        rows.append(Text(f"last failure: {status.failure.reason}", "red", no_wrap=True, overflow="ellipsis"))
+    rows += [Text(f"warning: {warning}", "yellow", no_wrap=True, overflow="ellipsis") for warning in status.warnings[-2:]]
+    title = Text.assemble((status.name, "bold"), " · ", (str(status.state), f"bold {colour}"))
+    return Panel(Group(*rows), title=title, title_align="left", border_style=colour, padding=(0, 1))
+
+
+def _facts(facts: Sequence[str]) -> Text:
+    return Text(" · ".join(facts), no_wrap=True, overflow="ellipsis")
+
+
+def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
+    """Show the page of `outlast status`, refreshed until the job has ended."""
+    status = look()
+    with terminal.without_carets(), Live(auto_refresh=False, console=terminal.console()) as live:
+
+        def say(sentence: str) -> None:
+            live.console.print(f"outlast | {sentence}", markup=False, soft_wrap=True)
+
+        while True:
+            live.update(Text(tables_and_pages.page(status, time.time())), refresh=True)
+            if not status.state.active:
+                return
+            time.sleep(every_s)
+            status = backoff.until_answered(look, say, every_s=every_s)

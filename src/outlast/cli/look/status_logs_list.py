@@ -1,0 +1,149 @@
+"""`outlast list | status | logs`: the state of jobs, and their output."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outlast.base import backoff
+from outlast.base.errors import OutlastError
+from outlast.cli import find_job, tables_and_pages, terminal
+from outlast.cli.find_job import ContextOption, NameArgument, NamespaceOption
+from outlast.cli.tables_and_pages import Output, OutputOption
+
+if TYPE_CHECKING:
+    from outlast.job.backend import Backend
+    from outlast.job.status import JobStatus
+
+
+def list_(
+    ctx: typer.Context,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """List the jobs of this directory, or of a cluster.
+
+    The newest comes last.
+
+    \b
+    Examples:
+      outlast list
+      outlast list -n team-a
+      outlast list -o json
+    """
+    place = find_job.place(ctx, None, namespace, context)
+    statuses = place.list()
+    none = "" if statuses else find_job.no_job(place)
+    if output is not Output.TABLE:
+        tables_and_pages.data([status.model_dump(mode="json") for status in statuses], output)
+    elif statuses:
+        print(tables_and_pages.jobs(statuses, time.time()))
+    else:
+        print(none, file=sys.stderr)
+
+
+def status(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Keep showing it until the job ends.")] = False,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Show where a job stands: step, workers, checkpoint, failure.
+
+    \b
+    Examples:
+      outlast status
+      outlast status cifar10 -w
+      outlast status cifar10 -n team-a
+      outlast status cifar10 -o json
+    """
+    place, name = find_job.found(ctx, name, namespace, context)
+    if watch:
+        _watch(place, name, output)
+    elif output is Output.TABLE:
+        print(tables_and_pages.page(place.status(name), time.time()))
+    else:
+        tables_and_pages.data(place.status(name).model_dump(mode="json"), output)
+
+
+def _watch(place: Backend, name: str, output: Output) -> None:
+    """Show a page that is refreshed on a terminal; otherwise print a line, or a document, for every change."""
+    if output is Output.TABLE and terminal.interactive(sys.stdout):
+        from outlast.cli import live_panel
+
+        live_panel.page(lambda: place.status(name), every_s=place.poll_s)
+        return
+    old: JobStatus | None = None
+    new = place.status(name)
+    while True:
+        if output is Output.TABLE:
+            for sentence in tables_and_pages.changes(old, new):
+                print(sentence, flush=True)
+        elif old != new:
+            if output is Output.JSON:
+                print(json.dumps(new.model_dump(mode="json")))
+            else:
+                print("---")
+                tables_and_pages.data(new.model_dump(mode="json"), output)
+            sys.stdout.flush()
+        if not new.state.active:
+            return
+        old = new
+        time.sleep(place.poll_s)
+        new = backoff.until_answered(lambda: place.status(name), terminal.say, every_s=place.poll_s)
+
+
+def logs(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Wait for a job that has not started, and continue until it ends.")
+    ] = False,
+    worker: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only this worker, without prefixes.")] = None,
+    tail: Annotated[int | None, typer.Option(metavar="N", min=0, help="Start with the last N lines of each worker.")] = None,
+    grep: Annotated[str | None, typer.Option(metavar="REGEX", help="Only lines that match.")] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="In a cluster: only lines no older than this, such as 10m.")
+    ] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Print the logs of the workers.
+
+    Log lines on this machine have no times: existing lines come one worker after the other, new lines as they are written. In a
+    cluster, -f waits for pods, says why they do not start, and follows restarts and new workers. NAME may be a job file, or the
+    URL of a job's output in a store, which has the logs of machines that are gone.
+
+    \b
+    Examples:
+      outlast logs -f
+      outlast logs cifar10 --worker 1 --tail 20
+      outlast logs cifar10 -n team-a -f --since 10m
+      outlast logs --grep 'loss|Error'
+      outlast logs s3://bucket/runs/cifar10
+    """
+    try:
+        pattern = re.compile(grep) if grep is not None else None
+    except re.error as error:
+        raise OutlastError(f"--grep {grep!r} is not a regular expression: {error}") from error
+    if url := find_job.in_store(name):
+        from outlast.storage.runs import output
+
+        if follow or since:
+            raise OutlastError("logs in a store have no times and cannot be followed; give the name of the job, where it runs")
+        lines = output.logs(url, worker=worker, tail=tail)
+    else:
+        since_s = None if since is None else find_job.duration("--since", since).total_seconds()
+        place = find_job.place(ctx, name, namespace, context)
+        lines = place.logs(find_job.job(place, name), worker=worker, follow=follow, tail=tail, since_s=since_s, say=terminal.say)
+    for line in terminal.Folded().take(lines) if follow and worker is None else lines:
+        if pattern is None or pattern.search(line.text):
+            terminal.log([line], prefixed=worker is None)

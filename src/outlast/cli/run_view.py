@@ -1,0 +1,218 @@
+"""The view of a run: the workers' lines and the state of the job, until the job ends or the user stops it.
+
+The first Ctrl-C (or SIGTERM) asks the job to save and stop, the second kills it. A closed terminal (SIGHUP) leaves it running.
+If the launcher of the job dies meanwhile, it is restarted. The screen decides how things look: `Plain` in this module, for
+pipes and files, or `live.Terminal`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from outlast.base import units
+from outlast.base.errors import OutlastError
+from outlast.cli import tables_and_pages, terminal
+from outlast.job import contract
+from outlast.job.status import JobStatus, State
+
+if TYPE_CHECKING:
+    from outlast.job.backend import Backend, LogLine
+
+_POLL_S = 0.2
+"""Poll interval for the status; short enough that changes seem to appear at once."""
+_ENSURE_INTERVAL_S = 1.0
+"""Interval between checks that the job still has a launcher."""
+_DRAIN_TIMEOUT_S = 1.0
+"""How long to wait for each further log line after the job has ended."""
+_KILL_TIMEOUT_S = 5.0
+"""How long to wait for a killed job to end."""
+_BATCH = 1000
+"""Maximum number of log lines taken at once, and of lines buffered before the reader of the logs has to wait."""
+
+KILLED = 130
+"""Exit code after the second Ctrl-C."""
+
+
+class Screen(Protocol):
+    """Shows a run."""
+
+    def lines(self, lines: Sequence[LogLine]) -> None:
+        """Show lines of workers."""
+
+    def say(self, sentence: str) -> None:
+        """Show a sentence from Outlast."""
+
+    def update(self, status: JobStatus) -> None:
+        """Show where the job stands."""
+
+
+class Plain:
+    """Prints workers' lines on standard output, and Outlast's sentences on standard error."""
+
+    def lines(self, lines: Sequence[LogLine]) -> None:
+        """Print the lines with their workers' names before them."""
+        terminal.log(lines)
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence after the name `outlast`."""
+        terminal.say(sentence)
+
+    def update(self, status: JobStatus) -> None:
+        """Do nothing: changes are shown as sentences."""
+
+
+@contextlib.contextmanager
+def screen() -> Iterator[Screen]:
+    """A live screen on a terminal, a plain screen elsewhere."""
+    if not terminal.interactive(sys.stdout):
+        yield Plain()
+        return
+    from outlast.cli import live_panel
+
+    with live_panel.Terminal() as panel:
+        yield panel
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[list[int]]:
+    """Yields the list of SIGINTs and SIGTERMs received so far, none of which ends this process within the block."""
+    came: list[int] = []
+    with terminal.handled(lambda number, _: came.append(number), signal.SIGINT, signal.SIGTERM):
+        yield came
+
+
+def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, tail: int | None) -> tuple[JobStatus, int]:
+    """Show a run until it ends or is killed; returns its last status and the exit code.
+
+    `tail` is as for `Backend.logs`.
+    """
+    logs, folded = _Logs(place, name, tail), terminal.Folded()
+    obeyed = 0
+    ensured = time.monotonic()
+    status: JobStatus | None = None
+    while True:
+        new = place.status(name)
+        for sentence in (changes := tables_and_pages.changes(status, new)):
+            shown.say(sentence)
+        if changes:
+            shown.lines(list(folded.rest()))
+        shown.update(new)
+        status = new
+        over = not status.state.active
+        if not obeyed and not status.state.final and (over or time.monotonic() - ensured > _ENSURE_INTERVAL_S):
+            ensured = time.monotonic()
+            if place.ensure(name):
+                shown.say("the job's launcher was gone; started it again")
+                over = False
+        if over:
+            for lines in logs.rest():
+                shown.lines([*folded.take(lines), *folded.rest()])
+            return status, exit_code(status)
+        shown.lines(list(folded.take(logs.take(_POLL_S))))
+        while obeyed < len(signals):
+            obeyed += 1
+            if obeyed > 1:
+                killed = _kill(place, name)
+                for sentence in tables_and_pages.changes(status, killed):
+                    shown.say(sentence)
+                return killed, KILLED
+            shown.say(f"{leaving(status)}; press Ctrl-C again to kill it")
+            with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
+                place.steer(name, "interrupt")
+
+
+def _kill(place: Backend, name: str) -> JobStatus:
+    """Kill the job; returns its status once it has ended, or after a timeout."""
+    with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
+        place.steer(name, "kill")
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while (status := place.status(name)).state.active and time.monotonic() < deadline:
+        time.sleep(_POLL_S / 4)
+    return status
+
+
+def exit_code(status: JobStatus) -> int:
+    """0 if the run succeeded, 75 if it can continue, else the exit code of its failure."""
+    if status.state is State.SUCCEEDED:
+        return contract.Exit.DONE
+    if not status.state.final:
+        return contract.Exit.INTERRUPTED
+    return status.exit_code or contract.Exit.FAILED
+
+
+def summary(status: JobStatus, now: float) -> Iterator[str]:
+    """Yields what to print when a run has ended or stopped: its duration and output, why it failed, the command that resumes it,
+    and warnings."""
+    took = units.human_seconds(tables_and_pages.lasted(status, now))
+    did = [
+        f"{tables_and_pages.steps(status)}{' steps' if status.epoch is None else ''} in {took}" if status.step else took,
+        tables_and_pages.count(status.restarts, "restart"),
+        tables_and_pages.count(status.interruptions, "interruption"),
+    ]
+    if status.goodput is not None:
+        did.append(f"goodput {tables_and_pages.goodput(status)}")
+    yield f"{', '.join(did)}; output in {status.output}"
+    if status.failure is not None and status.state is State.FAILED:
+        yield from tables_and_pages.failure(status.failure).splitlines()
+    if status.state is not State.SUCCEEDED:
+        again = f"`{status.again}`, or in the background with `outlast resume {status.name}`"
+        yield f"go on{status.from_step} with {again}"
+    yield from (f"warning: {warning}" for warning in status.warnings)
+
+
+def leaving(status: JobStatus) -> str:
+    """Return a phrase for how the training responds to a request to stop."""
+    if tables_and_pages.session(status):
+        return "saving and stopping"
+    return "the script gets SIGTERM and interruption.grace to save and exit" if status.told else "the training is asked to stop"
+
+
+class _Logs:
+    """Reads the logs in a thread of its own, so that waiting for a line never delays anything else."""
+
+    def __init__(self, place: Backend, name: str, tail: int | None) -> None:
+        self._queue: queue.Queue[LogLine | BaseException | None] = queue.Queue(_BATCH)
+        self._over = False
+        threading.Thread(target=self._read, args=(place, name, tail), name="logs", daemon=True).start()
+
+    def _read(self, place: Backend, name: str, tail: int | None) -> None:
+        end: BaseException | None = None
+        try:
+            for line in place.logs(name, worker=None, follow=True, tail=tail):
+                self._queue.put(line)
+        except BaseException as error:
+            end = error
+        self._queue.put(end)
+
+    def take(self, wait_s: float) -> list[LogLine]:
+        """Return the lines that arrive within `wait_s`; raises the reader's exception, if any."""
+        deadline = time.monotonic() + wait_s
+        lines: list[LogLine] = []
+        while len(lines) < _BATCH:
+            try:
+                item = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                self._over = True
+                time.sleep(max(0.0, deadline - time.monotonic()))
+                break
+            lines.append(item)
+        return lines
+
+    def rest(self) -> Iterator[list[LogLine]]:
+        """Yield the remaining lines."""
+        quiet_since = time.monotonic()
+        while not self._over and time.monotonic() - quiet_since < _DRAIN_TIMEOUT_S:
+            if lines := self.take(_POLL_S):
+                quiet_since = time.monotonic()
+                yield lines

@@ -1,0 +1,299 @@
+"""Output of the command line: tables, the page of a job, JSON and YAML.
+
+Plain text in columns without a library, so that `outlast list` is instant. The live view is in `live_panel`.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outlast.base import units
+from outlast.base.errors import NotFound
+from outlast.cli import terminal
+from outlast.job.workerfiles import plain_scripts
+
+if TYPE_CHECKING:
+    from outlast.job.failure import Failure
+    from outlast.job.status import JobStatus, LostStatus, RankStatus, StoreStatus
+
+
+_WIDEST = 300
+"""Maximum number of characters shown of a log line in a failure."""
+_FIRST_STEP_S = 20.0
+"""How long a run that reports no step is shown at step 0; arbitrary."""
+
+
+class Output(enum.StrEnum):
+    """The formats of `-o`."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+OutputOption = Annotated[Output, typer.Option("-o", "--output", help="Output format.")]
+
+
+def data(value: Any, output: Output) -> None:
+    """Print plain data as JSON or YAML."""
+    if output is Output.JSON:
+        print(json.dumps(value, indent=2))
+    else:
+        import yaml
+
+        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+        sys.stdout.write(text if text == terminal.safe(text) else yaml.safe_dump(value, sort_keys=False))  # `\u202E` is YAML's
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table with columns as wide as needed; None is shown as `-`."""
+    lines = [list(headings), *(["-" if cell is None else terminal.one_line(str(cell)) for cell in row] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def fields(pairs: Mapping[str, object]) -> str:
+    """Return the names and values, one per line, without values that are None or empty."""
+    width = max(map(len, pairs), default=0)
+    given = ((name, value) for name, value in pairs.items() if value not in (None, ""))
+    return "\n".join(f"{name.ljust(width)}  {terminal.one_line(str(value))}" for name, value in given)
+
+
+def percent(share: float | None) -> str | None:
+    """Return `94.1 %`."""
+    return None if share is None else units.percent(share)
+
+
+def goodput(status: JobStatus) -> str | None:
+    """Return `94.1 %`; `at most 94.1 %` for a script that reports no steps, since repeated steps cannot be recognised."""
+    exact = status.told not in ("", "log") or status.checkpoint is not None or (not status.told and status.step)
+    return percent(status.goodput) if exact or not status.goodput else f"at most {percent(status.goodput)}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return `1 restart`, `2 restarts`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def moment(when: float) -> str:
+    """Return the local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+
+
+def lasted(status: JobStatus, now: float) -> float:
+    """Return the seconds from the submission of a run to its end, or to now."""
+    return max(0.0, (status.finished or now) - status.submitted)
+
+
+def world(status: JobStatus) -> str:
+    """Return `2/2 (1-4)`: workers in the world, requested, allowed."""
+    allowed = str(status.min) if status.min == status.max else f"{status.min}–{status.max}"
+    return f"{len(status.world)}/{status.replicas} ({allowed})"
+
+
+def steps(status: JobStatus) -> str:
+    """Return `812/1560`, or `812` while the total is unknown; `epoch 3, 20/32` if the log counts steps per epoch."""
+    of = status.steps if status.epoch is None else status.epoch_steps
+    count = str(status.step) if of is None else f"{status.step}/{of}"
+    return count if status.epoch is None else f"{f'epoch {status.epoch}' if status.epoch >= 0 else 'in an epoch'}, {count}"
+
+
+_TOLD = {"log": " (read from the log)"}
+_UNTOLD = "none reported; a line such as `step 120/2000` on rank 0 is read, outlast.training.progress(120, 2000) is exact"
+
+
+def _steps_known(status: JobStatus) -> bool:
+    """Return whether there is a step to show; a run that has just started is at step 0."""
+    return bool(
+        status.step or status.told or not status.started or (not status.finished and time.time() - status.started < _FIRST_STEP_S)
+    )
+
+
+def session(status: JobStatus) -> bool:
+    """Return whether the training has a session: it reports its steps through a session, or has committed a checkpoint."""
+    return status.told == "session" or status.checkpoint is not None
+
+
+def no_checkpoint(status: JobStatus) -> str:
+    """Return the word after `none`: `yet` with a session, which would report a checkpoint; otherwise `seen`."""
+    return "yet" if session(status) or not status.started else "seen"
+
+
+def metrics(status: JobStatus) -> str | None:
+    """Return `loss 0.3162, accuracy 0.91 (step 40)`: the values that the training logged last."""
+    values = ", ".join(f"{terminal.one_line(name)} {value:.4g}" for name, value in status.metrics.items() if name != "step")
+    return f"{values} (step {status.metrics['step']:.0f})" if values and "step" in status.metrics else None
+
+
+def state(status: JobStatus) -> str:
+    """Return `Running: world of 2: everybody is here`."""
+    reason = f", but {status.unsaved}" if status.unsaved else f": {status.reason}" if status.reason else ""
+    return terminal.one_line(f"{status.state}{reason}")
+
+
+def newest_checkpoint(status: JobStatus, now: float) -> str | None:
+    """`step 800, 12s ago, 36 MiB; best: step 600, loss 1.47`; for a plain script the newest file that looks like a checkpoint."""
+    if status.checkpoint is None:
+        return plain_scripts.sentence(status.saved, now) if status.saved else None
+    newest = status.checkpoint
+    if not newest.time:
+        return f"step {newest.step}"
+    best = newest.best
+    quality = f"; best: step {best.step}, {terminal.one_line(best.by) or 'metric'} {best.value:.4g}" if best else ""
+    # the size of a checkpoint that an earlier start has saved is unknown
+    size = f", {units.human_bytes(newest.bytes)}" if newest.bytes else ""
+    return f"step {newest.step}, {units.human_seconds(now - newest.time)} ago{size}{quality}"
+
+
+def newest_snapshot(status: JobStatus) -> str | None:
+    """`step 812, every 4 steps`: the newest snapshot in memory, from which the training continues after a failure."""
+    if status.snapshot is None or not status.state.active:
+        return None
+    every = status.snapshot.every
+    return f"step {status.snapshot.step}" + (f", every {'step' if every == 1 else f'{every} steps'}" if every else "")
+
+
+def in_store(there: StoreStatus, now: float) -> str:
+    """Return `s3://bucket/runs/digits: step 800, all uploaded 12s ago`, or since when uploads fail and why."""
+    parts = [f"step {there.step}"] if there.step else []
+    uploaded = "uploaded" if there.backlog else "all uploaded"
+    if there.pushed or not parts:
+        parts += [f"{uploaded} {units.human_seconds(now - there.pushed)} ago"] if there.pushed else ["nothing uploaded yet"]
+    parts += [f"now {there.doing}"] if there.doing else []
+    parts += [f"{units.human_bytes(there.backlog)} of checkpoints to upload"] if there.backlog else []
+    if there.since:
+        parts.append(f"fails since {moment(there.since)} ({units.human_seconds(now - there.since)}): {there.error}")
+    return f"{there.url}: {', '.join(parts)}"
+
+
+def lost(total: LostStatus) -> str:
+    """Return `4.1s of training by 3 failures, 1.4s each`."""
+    each = f", {units.human_seconds(total.seconds / total.failures)} each" if total.failures > 1 else ""
+    return f"{_most(total)}{units.human_seconds(total.seconds)} of training by {count(total.failures, 'failure')}{each}"
+
+
+def _most(total: LostStatus) -> str:
+    return "up to " if total.up_to else ""
+
+
+def failure(failed: Failure) -> str:
+    """Return the first failing rank, how it ended, and the end of its traceback or, if there is none, of its log."""
+    where = [f"generation {failed.generation}"] if failed.generation else []
+    where += [f"step {failed.step}"] if failed.step is not None else []
+    where += [f"exit code {failed.code}"] if failed.code >= 0 and "exit code" not in failed.reason else []
+    head = f"{failed.reason} ({', '.join(where)})" if where else failed.reason
+    tail = [line if len(line) <= _WIDEST else f"{line[: _WIDEST - 1]}…" for line in failed.log_tail.rstrip().splitlines()]
+    words = failed.traceback.rstrip().splitlines() or (["its log ends with:", *tail] if tail else [])
+    return "\n".join([head, *(f"    {line}" for line in words)])
+
+
+def _training(status: JobStatus, now: float) -> dict[str, str | None]:
+    rate = f", {status.rate:.3g} steps/s" if status.rate and status.state.trains else ""
+    left = f", {units.human_seconds(status.eta_s)} left" if status.eta_s else ""
+    return {
+        "world": f"{world(status)} workers, generation {status.generation}, {status.processes} per worker",
+        "step": f"{steps(status)}{rate}{left}{_TOLD.get(status.told, '')}" if _steps_known(status) else _UNTOLD,
+        "metrics": metrics(status),
+        "snapshot": newest_snapshot(status),
+        "checkpoint": newest_checkpoint(status, now) or f"none {no_checkpoint(status)}",
+    }
+
+
+def page(status: JobStatus, now: float) -> str:
+    """Return everything known about a job, as text for users."""
+    running = units.human_seconds(lasted(status, now))
+    parts = [
+        f"{status.name}: {state(status)}",
+        "",
+        fields(
+            {
+                "run": status.run,
+                **({} if status.told == "data" else _training(status, now)),
+                "restarts": f"{status.restarts}, and {count(status.interruptions, 'interruption')}, not counted",
+                "goodput": goodput(status),
+                "lost": lost(status.lost) if status.lost else None,
+                "submitted": f"{moment(status.submitted)}, {'lasted' if status.finished else 'for'} {running}",
+                "exit code": status.exit_code,
+                "output": status.output,
+                "store": in_store(status.store, now) if status.store and _told(status.store, status) else None,
+            }
+        ),
+    ]
+    if any(worker.pod for worker in status.workers):
+        cells = [(w.index, w.state, w.pod, w.node or None, w.step, w.restarts, w.reason or None) for w in status.workers]
+        parts += ["", table(("WORKER", "STATE", "POD", "NODE", "STEP", "RESTARTS", "REASON"), cells)]
+    elif status.workers:
+        rows = [(w.index, w.state, w.pid, " ".join(map(_rank, w.ranks)), w.restarts, w.probes) for w in status.workers]
+        known = any(rank.step is not None for worker in status.workers for rank in worker.ranks)
+        parts += ["", table(("WORKER", "STATE", "PID", "RANK:STEP" if known else "RANK", "RESTARTS", "PROBES"), rows)]
+    if status.warnings:
+        parts += ["", "Warnings", *(f"  {terminal.one_line(warning)}" for warning in status.warnings)]
+    if status.failure:
+        ago = f", {units.human_seconds(now - status.failure.time)} ago" if status.failure.time else ""
+        cost = ""
+        if status.lost and status.lost.generation == status.failure.generation:
+            cost = f", cost {_most(status.lost)}{units.human_seconds(status.lost.last_s)} of training"
+        parts += ["", f"Last failure{ago}{cost}", *(f"  {line}" for line in failure(status.failure).splitlines())]
+    return "\n".join(parts)
+
+
+def _told(there: StoreStatus, status: JobStatus) -> bool:
+    """Return whether there is more to show than the URL of the store: in a cluster, the URL is already shown as the output, and
+    only agents know more."""
+    return there.url != status.output or bool(there.step or there.pushed or there.since)
+
+
+def jobs(statuses: Sequence[JobStatus], now: float) -> str:
+    """Return one line per job."""
+    rows = [
+        (
+            s.name,
+            s.state,
+            world(s),
+            steps(s) if _steps_known(s) else None,
+            s.restarts,
+            goodput(s),
+            units.human_seconds(now - s.submitted),
+            s.reason or None,
+        )
+        for s in statuses
+    ]
+    return table(("NAME", "STATE", "WORKERS", "STEP", "RESTARTS", "GOODPUT", "AGE", "REASON"), rows)
+
+
+def _rank(rank: RankStatus) -> str:
+    return str(rank.rank) if rank.step is None else f"{rank.rank}:{rank.step}"
+
+
+def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
+    """Return the changes since the status `old`, one sentence per line."""
+    same = old is not None and old.state == new.state and (new.waits or new.reason) in ("", old.waits or old.reason)
+    sentences = [] if same else [state(new)]
+    known = old.warnings if old is not None else []
+    return sentences + [f"warning: {warning}" for warning in new.warnings if warning not in known]
+
+
+def one_of(what: str, given: str | None, known: Sequence[str], *, none: str) -> str:
+    """`given` if it is one of the names in `known`, or the only known name if nothing is given. Raises NotFound with the
+    closest match."""
+    if given is not None and given in known:
+        return given
+    if not known:
+        raise NotFound(none)
+    names = ", ".join(known)
+    if given is None:
+        if len(known) == 1:
+            return known[0]
+        raise NotFound(f"which {what}? there are {names}")
+    import difflib
+
+    near = difflib.get_close_matches(given, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise NotFound(f"no {what} {given}; {hint}there {'is' if len(known) == 1 else 'are'} {names}")

@@ -1,0 +1,238 @@
+"""Directory of a dataset: its files appear once they are complete, and its marker is written last.
+
+    DIR/.outlast-get/          staging: the lock, downloads, unpacked files
+    DIR/...                    the dataset: files and directories, renamed out of the staging directory
+    DIR/.outlast-data.json     the marker: name, source, checksum
+
+A directory with `.outlast-get` and no marker is incomplete, whatever it contains; running `outlast data get` again completes it.
+A place in a store is incomplete if it has an object `.outlast-get`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from outlast.base import file_locks, files
+from outlast.base.errors import OutlastError
+from outlast.job import ownership, url_logins
+
+MARKER = ".outlast-data.json"
+COMING = ".outlast-get"
+"""Name of the staging directory; in a store, the object that marks a dataset as incomplete."""
+MANIFEST = "manifest.json"
+"""Name of the manifest of shards, which is written last."""
+EMPTY = frozenset({"lost+found"})
+"""Names that a new, empty volume may contain."""
+_ATTEMPTS = 100
+"""Maximum number of attempts to lock a directory that other processes keep removing."""
+_LISTED = 1000
+"""Maximum number of names that a marker lists."""
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Marker:
+    """Description of a complete dataset in a directory or a place in a store."""
+
+    name: str
+    """The dataset's name, or its URL."""
+    source: str
+    """Origin of the dataset: a URL, or a version such as `Python 3.12.4`."""
+    sha256: str = ""
+    """Digest of the download; empty if the dataset was made on this machine or consists of several downloads."""
+    checked: bool = False
+    """True if the download was compared with a published checksum."""
+    files: int = 0
+    size: int = 0
+    """Total size of all files in bytes, unpacked."""
+    entries: tuple[str, ...] = ()
+    """First names in the directory that belong to the dataset."""
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Marker | None:
+        """Parse a marker, perhaps of another version of Outlast. Returns None if `text` is not a marker."""
+        try:
+            fields = json.loads(text)
+            values = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
+            return cls(**{**values, "name": url_logins.hidden(fields["name"]), "entries": tuple(fields["entries"])})
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def text(self) -> str:
+        """Return the content of the marker file."""
+        return json.dumps({"version": 1, **dataclasses.asdict(self)}, indent=2) + "\n"
+
+
+def marker(directory: Path) -> Marker | None:
+    """Return the marker of a complete dataset; None without a marker, or if one of its entries is missing.
+
+    Raises OutlastError if the marker cannot be read.
+    """
+    try:
+        parsed = Marker.parse((directory / MARKER).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as problem:
+        raise OutlastError(
+            f"cannot read {directory / MARKER}: {problem.strerror}; correct that, or choose another directory"
+        ) from problem
+    return parsed if parsed and all(os.path.lexists(directory / name) for name in parsed.entries) else None
+
+
+def incomplete(directory: Path) -> bool:
+    """Return whether a download to a directory was begun but not finished."""
+    return (directory / COMING).is_dir() and not (directory / MARKER).exists()
+
+
+class Place:
+    """Directory that receives a dataset. `opened` creates it, and holds the lock of the directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.staging = directory / COMING
+        self._new = not directory.exists()
+        self._finished = False
+
+    def tree(self) -> Path:
+        """Create and return an empty directory for the files of the dataset."""
+        self.discard_tree()
+        tree = self.staging / "tree"
+        tree.mkdir()
+        return tree
+
+    def discard_tree(self) -> None:
+        """Remove the unpacked files."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.staging / "tree")
+
+    def leave(self) -> None:
+        """Remove empty directories.
+
+        A staging directory with only the lock and the dataset's name counts as empty. The dataset's directory is removed only if
+        this object created it. After `finish`, do nothing.
+        """
+        if self._finished or not self.staging.is_dir():  # existing files belong to another process
+            return
+        for directory in self.staging.glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        if {entry.name for entry in self.staging.iterdir()} <= {"lock", "name"}:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            if self._new:  # and empty
+                with contextlib.suppress(OSError):
+                    self.directory.rmdir()
+
+    def finish(self, marker: Marker) -> Marker:
+        """Move the content of the tree to the directory and write the marker. Returns the marker with the counts of files and
+        bytes."""
+        tree = self.staging / "tree"
+        for name in (MARKER, COMING):  # an archive of a dataset's directory contains them, and they would count as ours
+            _removed(tree / name)
+        count = size = 0
+        for parent, _, names in os.walk(tree):
+            count += len(names)
+            size += sum(os.lstat(os.path.join(parent, name)).st_size for name in names)
+        entries = tuple(sorted(entry.name for entry in tree.iterdir()))
+        marker = dataclasses.replace(marker, files=count, size=size, entries=entries[:_LISTED])
+        files.flush(tree)
+        (self.directory / MARKER).unlink(missing_ok=True)  # left by an earlier attempt, part of which was deleted since
+        files.sync(self.directory)
+        for name in entries:
+            _removed(self.directory / name)
+            os.rename(tree / name, self.directory / name)
+        files.replace(self.directory / MARKER, marker.text(), durable=True)
+        self._finished = True
+        for entry in self.staging.iterdir():  # the lock last: the next holder must not see files that we still remove
+            if entry.name != "lock":
+                with contextlib.suppress(OSError):
+                    _removed(entry)
+        shutil.rmtree(self.staging, ignore_errors=True)
+        return marker
+
+
+@contextlib.contextmanager
+def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> Iterator[Place]:
+    """Lock and yield the directory of a dataset. `what` is the dataset's name, for messages.
+
+    Raises OutlastError if the directory contains other files or cannot be written, or if its disk is full.
+    """
+    place = Place(directory)
+    try:
+        _check_empty_or_own(directory)
+        with _locked(place, lambda: say(f"waiting for another process that gets {what}"), stop):
+            _note_name(place, what)
+            try:
+                yield place
+            finally:
+                place.leave()
+    except OSError as problem:
+        raise unwritable(problem, directory, what) from problem
+
+
+@contextlib.contextmanager
+def _locked(place: Place, waiting: Callable[[], None], stop: threading.Event) -> Iterator[None]:
+    lock, attempts = place.staging / "lock", 0
+    while True:
+        with contextlib.ExitStack() as held:
+            try:
+                place.staging.mkdir(parents=True, exist_ok=True)
+                fd = held.enter_context(file_locks.exclusive(lock, waiting=waiting, stop=stop))
+                current = os.path.samestat(os.fstat(fd), os.stat(lock))
+            except (FileNotFoundError, FileExistsError):  # removed in between
+                attempts += 1
+                if attempts > _ATTEMPTS:
+                    raise
+                continue
+            if current:  # otherwise the previous holder has removed the file that we locked
+                yield
+                return
+
+
+def unwritable(problem: OSError, directory: Path, what: str) -> OutlastError:
+    """Return the error for a full disk or a directory that cannot be written."""
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutlastError(
+            f"the disk of {directory} is full; make room there and run the same command again, which goes on, or choose another"
+        )
+    reason = problem.strerror or problem
+    return OutlastError(f"cannot write {what} to {directory}: {reason}; correct that, or choose another directory")
+
+
+def _check_empty_or_own(directory: Path) -> None:
+    """Raise OutlastError if a directory contains files that are not from `outlast data get`."""
+    if directory.exists() and not directory.is_dir():
+        raise OutlastError(f"{directory} is a file; choose a directory")
+    if not directory.is_dir() or (directory / COMING).is_dir() or (directory / MARKER).is_file():
+        return
+    names = {entry.name for entry in directory.iterdir()}
+    mark = "" if names & {COMING, MARKER} else None  # another process has just begun or finished
+    ownership.check_place(str(directory), names - EMPTY, mark, instead="choose a new or an empty directory")
+
+
+def _note_name(place: Place, what: str) -> None:
+    """Record the name of the dataset. Raises OutlastError if the directory has a part of another dataset."""
+    note = place.staging / "name"
+    begun = url_logins.hidden(note.read_text()) if note.exists() else ""
+    if begun not in ("", what):
+        raise OutlastError(
+            f"{place.directory} holds a part of {begun}; complete that with the same command as before, "
+            f"or remove it (rm -r {place.directory}), or choose another directory"
+        )
+    files.replace(note, what)
+
+
+def _removed(path: Path) -> None:
+    """Remove a file or directory, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

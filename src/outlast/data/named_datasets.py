@@ -1,0 +1,144 @@
+"""Registry of the datasets of `outlast data get`, by name or by URL.
+
+The authors of a dataset, or libraries that load it, publish the sizes and checksums. Without a published checksum, `get` checks
+the length of a download and the integrity of an archive, and records the SHA-256 in the marker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from outlast.base import unpack
+from outlast.base.errors import OutlastError
+from outlast.data.download import Remote
+from outlast.data.http import Address
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """Generator of a dataset that needs no download."""
+
+    write: Callable[[Path], object]
+    """Function that writes the dataset's files to an empty directory."""
+    source: Callable[[], str]
+    """Function that returns the origin of the dataset, for the marker."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """A dataset that is made on this machine or downloaded."""
+
+    name: str
+    """Name in the registry, or the URL."""
+    about: str = ""
+    """A one-line description for `outlast data get`."""
+    made: Made | None = None
+    remotes: tuple[Remote, ...] = ()
+    """Files to download. Archives are unpacked; other files are kept as they are."""
+
+    @property
+    def directory(self) -> str:
+        """Name of the dataset's default directory."""
+        if not self.remotes or "://" not in self.name:
+            return self.name
+        lower = self.remotes[0].file
+        for suffix in (*unpack.TARS, ".zip", *unpack.COMPRESSED):
+            lower = lower.removesuffix(suffix)
+        return lower if lower.strip(".") else "data"
+
+    @property
+    def size(self) -> int | None:
+        """Number of bytes to download; None if unknown."""
+        sizes = [remote.size for remote in self.remotes]
+        return sum(sizes) if all(sizes) else None
+
+
+def _stdlib() -> Made:
+    from outlast.data import stdlib_text
+
+    return Made(stdlib_text.write, stdlib_text.source)
+
+
+def _digits() -> Made:
+    from outlast.data import digits
+
+    return Made(digits.fill, lambda: "scikit-learn")
+
+
+def _kinetics(place: str, prefix: str, annotations: tuple[str, str, str]) -> tuple[Remote, ...]:
+    """Return the lists of one version of Kinetics: the labels of the clips, and the URLs of the archives with the clips."""
+    above = f"https://s3.amazonaws.com/kinetics/{place}"
+    paths = [f"{prefix}_{part}_path.txt" for part in ("train", "val", "test")]
+    return (
+        *(Remote(f"{above}/annotations/{name}") for name in annotations),
+        *(Remote(f"{above}/{part}/{name}") for part, name in zip(("train", "val", "test"), paths, strict=True)),
+    )
+
+
+_CSV = ("train.csv", "val.csv", "test.csv")
+_KINETICS = "URLs and labels of the video clips of Kinetics-{}, and where their archives are; no checksums are published"
+_KNOWN = (
+    Dataset(
+        "cifar10",
+        "60,000 images of 10 classes, 32×32, in Python batches (A. Krizhevsky)",
+        remotes=(
+            Remote(
+                "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
+                size=170_498_071,
+                md5="c58f30108f718f92721af3b95e74349a",  # of https://www.cs.toronto.edu/~kriz/cifar.html
+                sha256="6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",  # of Keras
+            ),
+        ),
+    ),
+    Dataset("digits", "1,797 handwritten digits of scikit-learn, in CIFAR-10's format; no download"),
+    Dataset("kinetics400", _KINETICS.format("400"), remotes=_kinetics("400", "k400", _CSV)),
+    Dataset("kinetics600", _KINETICS.format("600"), remotes=_kinetics("600", "k600", ("train.txt", "val.txt", "test.csv"))),
+    Dataset("kinetics700-2020", _KINETICS.format("700-2020"), remotes=_kinetics("700_2020", "k700_2020", _CSV)),
+    Dataset("python-stdlib", "the sources of Python's standard library: text for a first language model; no download"),
+    Dataset(
+        "tiny-imagenet-200",
+        "120,000 images of 200 classes, 64×64 (Stanford, CS231n)",
+        remotes=(
+            Remote(
+                "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+                size=248_100_043,
+                md5="90528d7ca1a48142e341f4ef8d21d0de",  # none by its authors; this one is of several libraries that load it
+            ),
+        ),
+    ),
+)
+_MADE: dict[str, Callable[[], Made]] = {"digits": _digits, "python-stdlib": _stdlib}
+
+NAMES = tuple(each.name for each in _KNOWN)
+"""All names, sorted."""
+
+
+def named(name: str) -> Dataset:
+    """Return the dataset with this name, which is one of `NAMES`."""
+    dataset = next(each for each in _KNOWN if each.name == name)
+    return dataclasses.replace(dataset, made=_MADE[name]()) if name in _MADE else dataset
+
+
+def of_url(text: str) -> Dataset:
+    """Return a dataset with one file, the file at a URL. The URL may end in `#sha256=` and 64 hexadecimal digits.
+
+    Raises OutlastError for an invalid URL or checksum.
+    """
+    url, mark, pin = text.partition("#")
+    checksum = ""
+    if mark:
+        match = re.fullmatch(r"sha256=([0-9a-f]{64})", pin.lower())
+        if not match:
+            raise OutlastError(f"#{pin} is no checksum; append #sha256= and the 64 digits that sha256sum prints, or nothing")
+        checksum = match[1]
+    address = Address.parse(url)
+    name = address.shown if checksum else address.identity  # with a checksum no query matters
+    return Dataset(name, remotes=(Remote(url, sha256=checksum),))
+
+
+def is_url(name: str) -> bool:
+    """Return whether the name of a dataset is a URL."""
+    return "://" in name

@@ -1,0 +1,64 @@
+"""Writes samples in columns: each unit of work is one shard, written by one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from numpy.typing import NDArray
+
+from outlast.data import shard_format
+from outlast.data.prepare import source_files, work_units
+
+T = TypeVar("T")
+SHARD = 64 << 20
+"""Size in bytes of the samples in a shard. Arbitrary: large enough for efficient requests, small enough for memory."""
+
+
+@dataclass(frozen=True)
+class Batch(Generic[T]):
+    """Items that become one shard of a part."""
+
+    number: int
+    part: str
+    shard: int
+    """Index of the shard within its part."""
+    items: tuple[T, ...]
+    bytes: int
+    """Total size of the items' files in bytes."""
+
+
+def batches(items: Mapping[str, Sequence[T]], sizes: Mapping[str, Sequence[tuple[int, int]]], limit: int) -> list[Batch[T]]:
+    """Divide the items of each part into batches of at most `limit` bytes of samples.
+
+    `sizes`: for each item, the size of the sample and the size of its file, in bytes.
+    """
+    made: list[Batch[T]] = []
+    for part, some in items.items():
+        numbered = list(range(len(some)))
+        for shard, group in enumerate(source_files.grouped(numbered, [size for size, _ in sizes[part]], limit)):
+            read = sum(sizes[part][i][1] for i in group)
+            made.append(Batch(len(made), part, shard, tuple(some[i] for i in group), read))
+    return made
+
+
+def name(part: str, shard: int) -> str:
+    """Return the file name of a shard."""
+    return f"{part}-{shard:05d}.safetensors"
+
+
+def write(to: Path, part: str, shard: int, columns: Mapping[str, NDArray[Any]]) -> work_units.Note:
+    """Write a shard and return its note; do nothing for a shard without samples."""
+    if not shard_format.samples(columns):
+        return {}
+    return dataclasses.asdict(shard_format.write_columns(to / name(part, shard), columns, work_units.check_attempt))
+
+
+def parts(notes: Sequence[Mapping[str, work_units.Note]], names: Sequence[str]) -> dict[str, shard_format.Part]:
+    """Return the parts of a dataset, from the notes of the shards."""
+    return {
+        part: shard_format.Part(tuple(shard_format.Shard(**note[part]) for note in notes if note.get(part))) for part in names
+    }

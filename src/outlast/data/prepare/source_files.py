@@ -1,0 +1,214 @@
+"""Divides the files of a source into parts and units of work: pure functions of names and sizes.
+
+A process does one unit at a time: several small files, or a range of a large file. The units, and the resulting bytes, do not
+depend on the number of processes. The size of a unit limits the memory of a process.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from outlast.base.errors import OutlastError
+from outlast.data import dataset_directory
+
+TRAIN, VAL = "train", "val"
+PARTS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "eval": VAL, "dev": VAL}
+"""Part by the name of a directory or file. `test` is left out, because nobody should optimize for the test set."""
+UNIT = 2 << 20
+"""Size in bytes of the text in a unit. Arbitrary: small enough that no core idles long at the end."""
+T = TypeVar("T")
+
+
+class BadSource(OutlastError):
+    """Error for a source that cannot be prepared. The message names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """File of the source."""
+
+    name: str
+    """Path relative to the source, with slashes."""
+    size: int
+    changed: int = 0
+    """Time of the last change, in ns. A killed run is continued only if the files are unchanged."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Text in a file, or in the bytes `low` to `high` of a file."""
+
+    file: str
+    size: int
+    """Size of the whole file in bytes."""
+    low: int
+    high: int
+    part: str
+    """TRAIN or VAL; empty if the part is decided per record."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Range of a document, from about byte `begin` to about byte `end`. The reader moves both ends to places to cut a text."""
+
+    document: Document
+    begin: int
+    end: int
+
+    @property
+    def bytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Pieces that one process handles at a time."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.bytes for piece in self.pieces)
+
+
+def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
+    """Return the files of a source that match any of the patterns, sorted by name. A source may be a single file.
+
+    Hidden files and the target directory `to` are left out. A pattern, such as `*.py` or `src/*.md`, matches the name or the path
+    below the source. Raises BadSource.
+    """
+    if source.is_file():
+        about = source.stat()
+        return [File(source.name, about.st_size, about.st_mtime_ns)]
+    if not source.is_dir():
+        raise BadSource(f"{source} does not exist; name a file or a directory")
+    if (source / dataset_directory.COMING).exists() and not (source / dataset_directory.MARKER).exists():
+        raise BadSource(f"{source} is not complete: `outlast data get` has not finished there; run it again")
+    try:
+        target = to.stat() if to.exists() else None
+        matches = sorted(_below(source, "", [source.stat()], target), key=lambda file: file.name.encode(errors="surrogateescape"))
+    except OSError as error:
+        raise BadSource(f"cannot read {error.filename}: {error.strerror}; correct that, or name another source") from error
+    if patterns:
+        matches = [file for file in matches if any(_matches(file.name, pattern) for pattern in patterns)]
+    if not matches:
+        raise BadSource(
+            f"{source} has no files{f' that match {chr(44).join(patterns)}' if patterns else ''}; name another source"
+        )
+    return matches
+
+
+def unreadable(path: Path, error: OSError) -> OutlastError:
+    """Return the error for an I/O failure. It does not count as damage (--skip-damaged): another machine may read the file."""
+    return OutlastError(f"cannot read {path}: {error.strerror or error}; correct that, and run the same again")
+
+
+def root(source: Path) -> Path:
+    """Return the directory that file names are relative to."""
+    return source.parent if source.is_file() else source
+
+
+def _below(directory: Path, prefix: str, above: list[os.stat_result], target: os.stat_result | None) -> Iterator[File]:
+    """Yield the files below a directory. `above`: the directory and its parents."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            name = f"{prefix}{entry.name}"
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():  # follows links: large datasets are often assembled from links
+                about = entry.stat()
+                if any(os.path.samestat(about, each) for each in above):
+                    raise BadSource(f"{entry.path} links to a directory that it is in; remove it, or name another source")
+                if target is None or not os.path.samestat(about, target):
+                    yield from _below(Path(entry.path), f"{name}/", [*above, about], target)
+            elif entry.is_file():
+                about = entry.stat()
+                yield File(name, about.st_size, about.st_mtime_ns)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    pattern = pattern.removeprefix("**/")
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.rpartition("/")[2], pattern)
+
+
+def described(files: Sequence[File]) -> dict[str, Any]:
+    """Describe a source for the manifest. Sources with the same `listing`, a digest of names and sizes, count as equal."""
+    lines = (f"{file.name}\0{file.size}\n".encode(errors="surrogateescape") for file in files)
+    listing = hashlib.sha256(b"".join(lines)).hexdigest()
+    return {"files": len(files), "bytes": sum(file.size for file in files), "listing": listing}
+
+
+def named_part(name: str) -> str:
+    """Return the part that the first segment of a path names, as in `val/cat/1.png` or `val.jsonl`; otherwise ""."""
+    return PARTS.get(PurePosixPath(name).parts[0].partition(".")[0].lower(), "")
+
+
+def named(files: Iterable[File]) -> bool:
+    """Return whether the file names divide the files into train and val."""
+    return {TRAIN, VAL} <= {named_part(file.name) for file in files}
+
+
+def hash_fraction(key: str | bytes) -> float:
+    """Hash a name or a content to a number from 0 to 1, which is the same on every machine and for every set of files."""
+    data = key.encode(errors="surrogateescape") if isinstance(key, str) else key
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / (1 << 64)
+
+
+def parts(files: Sequence[File], share: float) -> dict[str, str]:
+    """Return the part of each file, by name.
+
+    If the file names do not divide the files (`named`), a file is in val if `hash_fraction` of its name is below `share`. With at
+    least two files, each part gets one.
+    """
+    if named(files):
+        return {file.name: named_part(file.name) or TRAIN for file in files}
+    lots = {file.name: hash_fraction(file.name) for file in files}
+    limit = share
+    if share > 0 and len(lots) > 1:
+        ordered = sorted(lots.values())
+        limit = min(max(share, ordered[0] + (ordered[1] - ordered[0]) / 2), ordered[-1])
+    return {name: VAL if lot < limit else TRAIN for name, lot in lots.items()}
+
+
+def units(documents: Sequence[Document], size: int = UNIT) -> list[Unit]:
+    """Divide documents into units of about `size` bytes, in order.
+
+    Small documents share a unit, a document larger than `size` bytes is divided into several units, and empty documents are left
+    out.
+    """
+    made: list[tuple[Piece, ...]] = []
+    small: list[Piece] = []
+    room = size
+    for each in documents:
+        pieces = [Piece(each, begin, min(begin + size, each.high)) for begin in range(each.low, each.high, size)]
+        if small and (len(pieces) > 1 or each.high - each.low > room):
+            made.append(tuple(small))
+            small, room = [], size
+        if len(pieces) == 1:
+            small += pieces
+            room -= pieces[0].bytes
+        else:
+            made += [(piece,) for piece in pieces]
+    if small:
+        made.append(tuple(small))
+    return [Unit(number, pieces) for number, pieces in enumerate(made)]
+
+
+def grouped(items: Sequence[T], sizes: Sequence[int], limit: int) -> list[list[T]]:
+    """Group items in order, with at most `limit` bytes per group; a larger item forms a separate group."""
+    groups: list[list[T]] = []
+    room = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not groups or size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(item)
+        room -= size
+    return groups

@@ -1,0 +1,382 @@
+"""Units of work, which an engine does. The note of a unit is written last, so a killed run continues with the missing units.
+
+Engines are processes of this machine (`Processes`) or Spark (`spark`).
+
+`.prepare/` below the target contains the lock, the plan's digest, a note per finished unit, and intermediate files of units. This
+directory is removed after the manifest is written. The processes are not forked from this process, because tokenizers and PyAV
+have threads. They end with this process, even after SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from outlast.base import file_locks, files, machine_memory
+from outlast.base.errors import AlreadyRunning, OutlastError, Stopped
+from outlast.data import dataset_directory, shard_format
+from outlast.data.prepare import source_files as plan
+
+PRIVATE = ".prepare"
+_OUTPUTS = r"(train|val)(-\d+)?\.(bin|safetensors)|tokenizer\.json|meta\.pkl"
+"""Names of files that an unfinished run leaves beside PRIVATE."""
+_PARTIAL = re.compile(rf"\.({_OUTPUTS}|{re.escape(shard_format.MANIFEST)}|encode-\d+\.\w+|\w+-\d+\.json|plan)(\.\w+)?\.partial")
+"""Names of unfinished files beside and in PRIVATE, see `files.beside`."""
+_PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
+_PROCESS = 64 << 20
+"""Memory in bytes of a process without its samples: measured, with a tokenizer or decoders imported, plus a read buffer."""
+Note = dict[str, Any]
+
+
+class Work(Protocol):
+    """Unit of work."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+
+_U = TypeVar("_U", bound=Work)
+
+
+@dataclass(frozen=True)
+class Task(Generic[_U]):
+    """Function that does a unit of a stage: it calls `do`, then writes the unit's note. Pickled for the processes of an engine.
+
+    Two processes may do the same unit at once: they write the same bytes to temporary files, and rename the complete files.
+    """
+
+    do: Callable[[_U], Note]
+    stage: str
+    private: Path
+    plan: str
+    """Digest of the plan. A task of an outdated plan writes nothing."""
+
+    def __call__(self, unit: _U) -> Note:
+        """Do a unit unless it has a note, and return the note. Raises the exceptions of `do`."""
+        if (existing := self.note(unit)) is not None:
+            return existing
+        self.check()
+        token = _attempt.set(self)
+        try:
+            made = self.do(unit)
+        finally:
+            _attempt.reset(token)
+        self.check()
+        files.replace(self._path(unit), json.dumps(made), durable=False)
+        return made
+
+    def notes(self, units: Sequence[_U]) -> dict[int, Note]:
+        """Return the notes of the finished units, by number. A listing of the directory saves requests to a network disk."""
+        names = set(os.listdir(self.private))
+        notes = ((unit.number, self.note(unit)) for unit in units if self._path(unit).name in names)
+        return {number: note for number, note in notes if note is not None}
+
+    def note(self, unit: _U) -> Note | None:
+        """Return the note of a unit, or None if the unit is not done."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return dict(json.loads(self._path(unit).read_bytes()))
+        return None
+
+    def _path(self, unit: _U) -> Path:
+        return self.private / f"{self.stage}-{unit.number:06d}.json"
+
+    def check(self) -> None:
+        """Raise OutlastError if a run with another plan has begun."""
+        noted = self.private / "plan"
+        if not noted.exists() or noted.read_text() != self.plan:
+            raise OutlastError(f"another `outlast data prepare` has begun to write to {self.private.parent}; this one ends")
+
+
+_attempt: ContextVar[Task[Any] | None] = ContextVar("attempt", default=None)
+
+
+def check_attempt() -> None:
+    """Raise OutlastError if this unit belongs to an outdated plan. Call this function after opening a file from `files.beside`.
+
+    A new run first removes the old plan, then unfinished files. So an outdated unit fails either here or at the rename, because
+    its file has been removed. It never replaces a new file.
+    """
+    if attempt := _attempt.get():
+        attempt.check()
+
+
+class Engine(Protocol):
+    """Executor of the units of a stage: processes, or Spark."""
+
+    def done(
+        self, task: Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
+    ) -> Mapping[int, Note]:
+        """Do the units, and return their notes by number.
+
+        Calls `check`, which may raise Stopped, a few times per second. Calls `finished` with the number of bytes done since the
+        last call. Raises the exceptions of the task, and OutlastError if a process is killed.
+        """
+
+
+@dataclass(frozen=True)
+class Request:
+    """Source, target and processes of a run. The settings of each kind of dataset are separate."""
+
+    source: Path
+    to: Path
+    processes: int = 1
+    """Number of processes on this machine; 0 means as many as cores and memory allow (`fitting`)."""
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None
+    """Function of the stage, the number of bytes done, and the total number of bytes."""
+    uploaded: shard_format.Manifest | None = None
+    """Dataset that already exists in the store to which `to` will be uploaded."""
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Event that stops the run; the next run continues."""
+    unit: int = plan.UNIT
+    """Size in bytes of the text in a unit; tests make it small."""
+    engine: Engine | None = None
+    """Engine that does the units; None means `processes` of this machine."""
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use, limited by the quota of its cgroup."""
+    count = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        count = min(count, max(1, round(int(quota) / int(period))))
+    return count
+
+
+def fitting(request: Request, each: int) -> Request:
+    """Set the number of processes, if it is 0: one per core, or fewer if memory is short for `each` bytes of samples per process.
+
+    The resulting dataset does not depend on the number.
+    """
+    if request.processes:
+        return request
+    machine = machine_memory.Machine()
+    room = machine.headroom // (_PROCESS + each) if machine.machine() else cores()
+    return dataclasses.replace(request, processes=max(1, min(cores(), room)))
+
+
+def existing(request: Request, kind: str, settings: Mapping[str, Any], source: Mapping[str, Any]) -> shard_format.Manifest | None:
+    """Return the manifest of the existing dataset, or None if the target has no dataset yet.
+
+    Raises OutlastError if the target contains other files, or if source or settings have changed.
+    """
+    to = request.to
+    if request.uploaded or (to / shard_format.MANIFEST).exists():
+        made = request.uploaded or shard_format.read(to)
+        if (made.kind, dict(made.settings)) != (kind, dict(settings)) or made.source.get("listing") != source.get("listing"):
+            raise OutlastError(f"{made.place} holds another dataset, or one made with other settings; write to a new place")
+        shutil.rmtree(to / PRIVATE, ignore_errors=True)
+        return made
+    if to.exists() and not to.is_dir():
+        raise OutlastError(f"{to} is a file; write to a new directory")
+    if to.is_dir() and not (to / PRIVATE).exists() and any(path.name not in dataset_directory.EMPTY for path in to.iterdir()):
+        raise OutlastError(f"{to} holds other files; write to a new or an empty directory")
+    return None
+
+
+class Place:
+    """Target directory during a run. `opened` creates it."""
+
+    def __init__(self, request: Request, private: Path, digest: str) -> None:
+        self.request = request
+        self.private = private
+        self._digest = digest
+
+    def results(self, stage: str, do: Callable[[_U], Note], units: Sequence[_U]) -> list[Note]:
+        """Return the results of `do` for the units, in order. Units that an earlier run has finished are not done again.
+
+        `do` is pickled, so it must be a module's function, or a `functools.partial` of a module's function. Its files must be
+        complete when it returns, and may be written twice, even at the same time. Raises the exceptions of `do`, Stopped, and
+        OutlastError if a process is killed.
+        """
+        task = Task(do, stage, self.private, self._digest)
+        notes = task.notes(units)
+        missing = [unit for unit in units if unit.number not in notes]
+        total = sum(unit.bytes for unit in units)
+        done = total - sum(unit.bytes for unit in missing)
+
+        def finished(count: int) -> None:
+            nonlocal done
+            done += count
+            self.request.progress(stage, done, total)
+
+        finished(0)
+        if missing:
+            engine = self.request.engine or Processes(self.request.processes)
+            notes |= engine.done(task, missing, self.check, finished)
+        return [notes[unit.number] for unit in units]
+
+    def check(self) -> None:
+        """Raise Stopped if the run was stopped."""
+        if self.request.stop.is_set():
+            raise Stopped("preparing was stopped; the same command goes on from here")
+
+    def in_subprocess(self, do: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a call in a separate process, which has `request.processes` threads."""
+        with pool(1, threads=self.request.processes) as executor:
+            future = executor.submit(do, *args)
+            while not future.done():
+                self.check()
+                wait([future], timeout=0.2)
+            return _result(future)
+
+    def finish(self, manifest: shard_format.Manifest) -> shard_format.Manifest:
+        """Write the manifest, which makes the dataset complete, and remove the notes. Raises plan.BadSource for an empty part."""
+        for name, part in manifest.parts.items():
+            if not (part.tokens if manifest.kind == "text" else part.samples):
+                raise plan.BadSource(
+                    f"{name} would be empty: {_EMPTY.get(name, '')}nothing of {self.request.source} falls into it"
+                )
+        shard_format.write(self.request.to, manifest)
+        _remove_partial(self.request.to)
+        shutil.rmtree(self.private, ignore_errors=True)  # a lost executor may still write there; the next run removes the rest
+        return shard_format.read(self.request.to)
+
+
+_EMPTY = {plan.VAL: "give more data or a larger --val, or --val 0 for none; ", plan.TRAIN: "give more data or a smaller --val; "}
+
+
+class Processes:
+    """Engine of processes of this machine, with at most two units per process in flight."""
+
+    def __init__(self, processes: int) -> None:
+        self._processes = processes
+
+    def done(
+        self, task: Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
+    ) -> Mapping[int, Note]:
+        notes: dict[int, Note] = {}
+        for unit, note in self._each(task, units, check):
+            notes[unit.number] = note
+            finished(unit.bytes)
+        return notes
+
+    def _each(self, task: Task[_U], units: Sequence[_U], check: Callable[[], None]) -> Iterator[tuple[_U, Note]]:
+        """Yield units and their notes in the order of completion."""
+        if self._processes <= 1 or len(units) <= 1:
+            for unit in units:
+                check()
+                yield unit, task(unit)
+            return
+        with pool(min(self._processes, len(units))) as executor:
+            in_flight: dict[Future[Note], _U] = {}
+            rest = iter(units)
+            while True:
+                check()
+                for unit in itertools.islice(rest, 2 * self._processes - len(in_flight)):
+                    in_flight[executor.submit(task, unit)] = unit
+                if not in_flight:
+                    return
+                ended, _ = wait(in_flight, timeout=0.2, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    unit = in_flight.pop(future)
+                    yield unit, _result(future)
+
+
+def _result(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        raise OutlastError(
+            "a process that prepared data was killed, probably for lack of memory; run the same command with fewer --processes"
+        ) from error
+
+
+@contextlib.contextmanager
+def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool of processes, which are forked from a server that has imported the heavy modules and has no threads."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", *_PRELOADED])
+    executor = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(threads,))
+    try:
+        yield executor
+    except BaseException:
+        executor.shutdown(wait=False, cancel_futures=True)
+        for process in list((executor._processes or {}).values()):  # their results are not needed
+            process.terminate()
+        raise
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin(threads: int) -> None:
+    """Initialize a process of a pool: ignore Ctrl-C, which the parent handles, set the threads, and exit with the parent."""
+    import multiprocessing
+    import signal
+    from multiprocessing.connection import wait as wait_for
+
+    os.environ.update(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true" if threads > 1 else "false")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent
+
+    def end() -> None:
+        wait_for([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+@contextlib.contextmanager
+def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> Iterator[Place]:
+    """Lock the target. Results of an earlier run are kept if settings and source are unchanged, and otherwise removed.
+
+    Raises AlreadyRunning, and OutlastError if the target cannot be written or its disk is full.
+    """
+    private = request.to / PRIVATE
+    try:
+        private.mkdir(parents=True, exist_ok=True)
+        with file_locks.attempted(private / "lock") as locked:
+            if not locked:
+                raise AlreadyRunning(
+                    f"another `outlast data prepare` writes to {request.to}; wait for it, or choose another directory"
+                )
+            if (request.to / shard_format.MANIFEST).exists():
+                raise AlreadyRunning(f"another `outlast data prepare` has just written {request.to}; run the same command again")
+            yield Place(request, private, _cleaned(request, settings, sources))
+    except OSError as problem:
+        raise dataset_directory.unwritable(problem, request.to, "the dataset") from problem
+
+
+def _cleaned(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> str:
+    """Remove the results of a run with other settings or another source. Returns the digest of settings and source."""
+    private = request.to / PRIVATE
+    names = [[file.name, file.size, file.changed] for file in sources]
+    about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)
+    digest = hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()
+    noted = private / "plan"
+    outdated = not noted.exists() or noted.read_text() != digest
+    if outdated:
+        noted.unlink(missing_ok=True)  # first: see `check_attempt`
+    for directory in (request.to, private):
+        _remove_partial(directory)
+    if outdated:
+        stale = [path for path in request.to.iterdir() if re.fullmatch(_OUTPUTS, path.name)]
+        for path in [*stale, *(path for path in private.iterdir() if path.name != "lock")]:
+            path.unlink(missing_ok=True)
+        files.replace(noted, digest, durable=True)
+    return digest
+
+
+def _remove_partial(directory: Path) -> None:
+    for path in directory.iterdir():
+        if _PARTIAL.fullmatch(path.name):
+            path.unlink(missing_ok=True)

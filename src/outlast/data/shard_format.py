@@ -1,0 +1,600 @@
+"""Prepared datasets: shard files and the manifest that names them, in a directory or below a store's prefix.
+
+`outlast data prepare` writes prepared datasets (`Manifest.text`, `Writer`, `write_columns`), training reads them (`read` or
+`parse`, then `tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last, so a place without
+a manifest is unfinished. The exception is a plain directory of nanoGPT (`train.bin`, `val.bin`, optionally `meta.pkl`), which
+needs no manifest. This module does not import torch.
+
+Text shards are raw little-endian token ids, nanoGPT's format. All other shards are safetensors files of columns. A column of
+fixed shape has the samples as its first dimension. A ragged column is flat, with its offsets in `NAME.offsets` (int64,
+samples + 1).
+Formats: https://github.com/karpathy/nanoGPT (data/*/prepare.py), https://huggingface.co/docs/safetensors (Format).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import itertools
+import json
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outlast.base import files
+from outlast.base.errors import OutlastError
+from outlast.data import dataset_directory as place
+from outlast.job import contract
+
+VERSION = 1
+MANIFEST = place.MANIFEST
+TOKENIZER = "tokenizer.json"
+META = "meta.pkl"
+KINDS = ("text", "images", "jsonl", "video")
+OFFSETS = ".offsets"
+"""Suffix of the name of a ragged column's offsets."""
+UINT16 = 1 << 16
+"""Maximum size of a vocabulary whose tokens fit uint16."""
+CHUNK = 8 << 20
+"""Number of bytes per read; a multiple of every item size."""
+HEADER = 100_000_000
+"""Maximum size in bytes of the header of a safetensors file, as in the reference implementation."""
+
+
+class BadDataset(OutlastError):
+    """Error for a place without a complete, readable dataset. Its exit code means that a restart cannot help."""
+
+    exit_code = contract.Exit.MISCONFIGURED
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """File of samples."""
+
+    file: str
+    """Name within the dataset."""
+    samples: int
+    """Number of samples; for text, number of documents that begin in the shard."""
+    bytes: int
+    sha256: str
+    """Hexadecimal digest; empty in a directory without a manifest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Part of a dataset, `train` or `val`: its shards, in order."""
+
+    shards: tuple[Shard, ...]
+    tokens: int | None = None
+    """Number of tokens of a text; None for other datasets."""
+
+    @property
+    def samples(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Content of `manifest.json`."""
+
+    kind: str
+    """Kind of the dataset, one of KINDS."""
+    parts: Mapping[str, Part]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of `prepare`."""
+    source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Description of the source: numbers of files and bytes, classes, damaged samples."""
+    dtype: str = ""
+    """Type of the tokens of a text, uint16 or uint32; empty for other datasets."""
+    vocab_size: int | None = None
+    """Size of the tokenizer's vocabulary; None if unknown."""
+    tokenizer: str = ""
+    """Name of the tokenizer's file; empty without a tokenizer."""
+    place: str = dataclasses.field(default="the dataset", compare=False)
+    """Directory or URL of the dataset, for messages."""
+
+    def part(self, name: str) -> Part:
+        """Return the part with this name. Raises BadDataset if the part is missing or empty."""
+        if name not in self.parts:
+            raise BadDataset(f"{self.place} has no part {name}, it has {_listed(sorted(self.parts))}; prepare it again with one")
+        part = self.parts[name]
+        if not (part.tokens if self.kind == "text" else part.samples):
+            what = "token" if self.kind == "text" else "sample"
+            raise BadDataset(f"{self.place} has no {what} in {name}; prepare it again with more data or another --val")
+        return part
+
+    @property
+    def text(self) -> str:
+        """Manifest as JSON, with the same bytes for the same dataset."""
+        parts = {}
+        for name, part in self.parts.items():
+            tokens = {} if part.tokens is None else {"tokens": part.tokens}
+            parts[name] = {"samples": part.samples, **tokens, "shards": [dataclasses.asdict(shard) for shard in part.shards]}
+        about: dict[str, Any] = {"version": VERSION, "kind": self.kind, "settings": self.settings, "source": self.source}
+        if self.kind == "text":
+            about["dtype"] = self.dtype
+        if self.vocab_size is not None:
+            about["vocab_size"] = self.vocab_size
+        if self.tokenizer:
+            about["tokenizer"] = self.tokenizer
+        text = json.dumps({**about, "parts": parts}, indent=1, ensure_ascii=False) + "\n"
+        return text.encode(errors="backslashreplace").decode()  # as JSON escapes file names that are not UTF-8
+
+
+def dtype(vocab_size: int) -> str:
+    """Return the smallest type for the tokens of a vocabulary, uint16 or uint32."""
+    return "uint16" if vocab_size <= UINT16 else "uint32"
+
+
+# ---- reading
+
+
+def read(directory: Path | str) -> Manifest:
+    """Return the manifest of a dataset in a directory, or derive a manifest for nanoGPT's plain directory.
+
+    Calls `stat` for every shard, but does not read them. Raises BadDataset, also for a missing shard or one of the wrong size.
+    """
+    directory = Path(directory)
+    try:
+        text = (directory / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return _plain(directory)
+    except OSError as error:
+        raise BadDataset(f"cannot read {directory / MANIFEST}: {error.strerror or error}") from error
+    manifest = parse(text, str(directory))
+    local = Local(directory)
+    for part in manifest.parts.values():
+        for shard in part.shards:
+            if problem := _size_problem(local, shard):
+                raise BadDataset(f"{directory}: {problem}; get or prepare the dataset again")
+    return manifest
+
+
+def parse(text: bytes | str, place: str) -> Manifest:
+    """Parse `text`, the content of `manifest.json` of the dataset at `place`. Raises BadDataset."""
+    name = f"{place}/{MANIFEST}"
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise BadDataset(f"{name} is not JSON ({error}); get or prepare the dataset again") from error
+    version: Any = content.get("version") if isinstance(content, dict) else None
+    if not isinstance(version, int) or version < 1:
+        raise BadDataset(f"{name} is not the manifest of a dataset: it has no version; write to another directory")
+    if version > VERSION:
+        raise BadDataset(f"{name} has version {version}, and this Outlast reads up to {VERSION}; upgrade Outlast")
+    try:
+        manifest = Manifest(
+            kind=_typed(content, "kind", str),
+            parts={name: _part(part) for name, part in _typed(content, "parts", dict).items()},
+            settings=_typed(content, "settings", dict),
+            source=_typed(content, "source", dict),
+            dtype=_typed(content, "dtype", str, ""),
+            vocab_size=_typed(content, "vocab_size", int, None),
+            tokenizer=_typed(content, "tokenizer", str, ""),
+            place=place,
+        )
+        _consistent(manifest)
+    except _Invalid as wrong:
+        raise BadDataset(f"{name} is damaged: {wrong}; get or prepare the dataset again") from wrong
+    return manifest
+
+
+class _Invalid(Exception):
+    """Error for a field of a manifest or a header with an unexpected type or value."""
+
+
+def _typed(content: Any, key: str, kind: type, *default: Any) -> Any:
+    value: Any = content.get(key, *default) if isinstance(content, dict) else None
+    if default and value == default[0]:
+        return value
+    if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+        raise _Invalid(f"{key} is {json.dumps(value)[:60]}, not {_TYPES[kind]}")
+    return value
+
+
+_TYPES = {str: "a text", int: "a whole number", dict: "an object", list: "a list"}
+
+
+def _part(content: Any) -> Part:
+    shards = []
+    for each in _typed(content, "shards", list):
+        shard = Shard(
+            _typed(each, "file", str), _typed(each, "samples", int), _typed(each, "bytes", int), _typed(each, "sha256", str)
+        )
+        if not re.fullmatch(r"[\w.-]+", shard.file) or shard.file.startswith("."):
+            raise _Invalid(f"{shard.file[:60]!r} is not the name of a shard")
+        shards.append(shard)
+    part = Part(tuple(shards), _typed(content, "tokens", int, None))
+    if (samples := _typed(content, "samples", int)) != part.samples:
+        raise _Invalid(f"its shards have {part.samples} samples, and it says {samples}")
+    return part
+
+
+def _consistent(manifest: Manifest) -> None:
+    if manifest.kind not in KINDS:
+        raise _Invalid(f"kind is {manifest.kind[:60]!r}, not {_listed(KINDS, 'or')}")
+    if manifest.kind != "text":
+        return
+    if manifest.dtype not in ("uint16", "uint32"):
+        raise _Invalid(f"dtype is {manifest.dtype[:60]!r}, not uint16 or uint32")
+    check_dtype(manifest.vocab_size, manifest.dtype, manifest.place)
+    for part in manifest.parts.values():
+        for shard in part.shards:
+            token_count(shard.bytes, manifest.dtype, f"{manifest.place}/{shard.file}")
+        tokens = sum(shard.bytes for shard in part.shards) // np.dtype(manifest.dtype).itemsize
+        if tokens != part.tokens:
+            raise _Invalid(f"its shards have {tokens} tokens, and it says {part.tokens}")
+
+
+def check_dtype(vocab_size: int | None, dtype: str, place: str) -> None:
+    """Raise BadDataset if the type is too small for the tokens of a vocabulary."""
+    if vocab_size is not None and dtype == "uint16" and vocab_size > UINT16:
+        raise BadDataset(
+            f"{place} has a vocabulary of {vocab_size} tokens in uint16, whose largest token is {UINT16 - 1}: larger ones "
+            f"would have wrapped around; prepare it again as uint32"
+        )
+
+
+def token_count(size: int, dtype: str, file: str) -> int:
+    """Return the number of tokens in a file of `size` bytes. Raises BadDataset if it is not a whole number."""
+    tokens, rest = divmod(size, np.dtype(dtype).itemsize)
+    if rest:
+        raise BadDataset(f"{file} has {size} bytes, which is no whole number of {dtype} tokens; it is cut off or of another type")
+    return tokens
+
+
+def _plain(directory: Path) -> Manifest:
+    """Derive the manifest of nanoGPT's directory: uint16 tokens in `train.bin` and `val.bin`, vocabulary in `meta.pkl` if any."""
+    bins = {part: directory / f"{part}.bin" for part in ("train", "val")}
+    if not bins["train"].is_file():
+        unfinished = (
+            f"it has neither {MANIFEST}, which is written last, nor train.bin" if directory.is_dir() else "it does not exist"
+        )
+        raise BadDataset(
+            f"{directory} is not a prepared dataset: {unfinished}; "
+            f"run: outlast data prepare text SOURCE --to {directory} (or images, jsonl, video)"
+        )
+    parts = {}
+    for part, path in bins.items():
+        if path.is_file():
+            size = path.stat().st_size
+            parts[part] = Part((Shard(path.name, 1, size, ""),), token_count(size, "uint16", str(path)))
+    about = vocabulary(directory / META) if (directory / META).exists() else None
+    vocab_size = about.vocab_size if about else None
+    check_dtype(vocab_size, "uint16", str(directory))
+    tokenizer = TOKENIZER if (directory / TOKENIZER).exists() else META if about and about.itos else ""
+    return Manifest("text", parts, dtype="uint16", vocab_size=vocab_size, tokenizer=tokenizer, place=str(directory))
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """Content of nanoGPT's `meta.pkl`."""
+
+    vocab_size: int
+    stoi: Mapping[str, int]
+    """Token ids by text; empty if the file has none."""
+    itos: Mapping[int, str]
+    """Texts by token id; empty if the file has none."""
+
+
+def vocabulary(path: Path) -> Vocabulary:
+    """Read `meta.pkl`, but only dicts, lists, texts and numbers, so no code in the file runs. Raises BadDataset."""
+    with path.open("rb") as file:
+        try:
+            content = _Plain(file).load()
+        except OSError:
+            raise
+        except Exception as error:  # the unpickler raises anything on bytes that are no pickle
+            raise BadDataset(f"{path} is damaged or not nanoGPT's vocabulary ({error}); prepare the dataset again") from error
+    size = content.get("vocab_size") if isinstance(content, dict) else None
+    stoi, itos = (content.get(key, {}) if isinstance(content, dict) else {} for key in ("stoi", "itos"))
+    if type(size) is not int or size < 1 or not isinstance(stoi, dict) or not isinstance(itos, dict):
+        raise BadDataset(f"{path} is not nanoGPT's vocabulary: it has no vocab_size; prepare the dataset again")
+    wrong = next((token for token in (*stoi.values(), *itos) if type(token) is not int or not 0 <= token < size), None)
+    if wrong is not None:
+        raise BadDataset(f"{path} has the token {wrong!r}, and its vocabulary has {size}; prepare the dataset again")
+    return Vocabulary(size, stoi, itos)
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it would run {module}.{name} when it is opened")
+
+
+def tokens(path: Path, dtype: str) -> NDArray[Any]:
+    """Map the tokens of a text shard, (n,), into memory, read-only. Raises BadDataset."""
+    kind = np.dtype(dtype).newbyteorder("<")
+    n = token_count(_size(path), dtype, str(path))
+    return np.memmap(path, kind, "r", shape=(n,)) if n else np.empty(0, kind)
+
+
+def first_unknown(ids: NDArray[Any], vocab_size: int) -> tuple[int, int] | None:
+    """Return position and value of the first token outside the vocabulary, or None."""
+    for start in range(0, len(ids), CHUNK):
+        some = np.asarray(ids[start : start + CHUNK])
+        if some.size and int(some.max()) >= vocab_size:
+            at = int(np.argmax(some >= vocab_size))
+            return start + at, int(some[at])
+    return None
+
+
+def columns(path: Path) -> dict[str, NDArray[Any]]:
+    """Map the columns of a safetensors shard into memory, read-only. Raises BadDataset."""
+    size = _size(path)
+    try:
+        with path.open("rb") as file:
+            header, start = _header(file, size)
+    except _Invalid as wrong:
+        raise BadDataset(f"{path} is not a whole safetensors file: {wrong}; get or prepare the dataset again") from wrong
+    whole_file = np.memmap(path, np.uint8, "r")
+    return {
+        name: whole_file[start + begin : start + end].view(kind).reshape(shape)
+        for name, (kind, shape, begin, end) in header.items()
+    }
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError as error:
+        raise BadDataset(f"{path} does not exist; get or prepare the dataset again") from error
+
+
+def samples(shard: Mapping[str, NDArray[Any]]) -> int:
+    """Return the number of samples in the columns of a shard."""
+    return min(
+        (len(column) - name.endswith(OFFSETS) for name, column in shard.items() if f"{name}{OFFSETS}" not in shard), default=0
+    )
+
+
+def sample(shard: Mapping[str, NDArray[Any]], i: int) -> dict[str, NDArray[Any]]:
+    """Return views of sample i of a shard's columns. The view of a ragged column has the sample's own length."""
+    one = {}
+    for name, column in shard.items():
+        if (offsets := shard.get(f"{name}{OFFSETS}")) is not None:
+            one[name] = column[int(offsets[i]) : int(offsets[i + 1])]
+        elif not name.endswith(OFFSETS):
+            one[name] = column[i]
+    return one
+
+
+_DTYPES = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
+    "F16": "<f2", "F32": "<f4", "F64": "<f8",
+}  # fmt: skip
+"""numpy's notation for the types of safetensors, by their names in that format."""
+
+_Header = dict[str, tuple[np.dtype[Any], tuple[int, ...], int, int]]
+
+
+def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
+    """Return type, shape, begin and end of every column, and the offset of the first column. Raises _Invalid."""
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(HEADER, size - 8):
+        raise _Invalid(f"its header would have {length} bytes of its {size}")
+    try:
+        content = json.loads(file.read(length))
+        header = {}
+        for name, each in content.items():
+            if name == "__metadata__":
+                continue
+            kind, shape, (begin, end) = np.dtype(_DTYPES[each["dtype"]]), tuple(map(int, each["shape"])), each["data_offsets"]
+            if min((*shape, begin), default=0) < 0 or end - begin != kind.itemsize * int(np.prod(shape, dtype=object)):
+                raise _Invalid(f"column {name} has {end - begin} bytes, and its shape {shape} needs another number")
+            header[name] = (kind, shape, begin, end)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _Invalid(f"its header is damaged ({type(error).__name__})") from error
+    if 8 + length + max((end for *_, end in header.values()), default=0) != size:
+        raise _Invalid(f"it has {size} bytes, and its columns need another number")
+    return header, 8 + length
+
+
+# ---- writing
+
+
+class Writer:
+    """Writer of the shards of one part of a text, in order. A shard gets its final name when it is complete.
+
+    With `limit` (in bytes) the shards are `PART-00000.bin`, `PART-00001.bin` and so on. Otherwise there is a single file,
+    `PART.bin`. The concatenated bytes are the same.
+    """
+
+    def __init__(self, directory: Path, part: str, itemsize: int, limit: int | None = None) -> None:
+        if limit is not None and limit < itemsize:
+            raise OutlastError(f"a shard of {limit} bytes holds no token; give a larger --shard-size")
+        self._directory, self._part, self._itemsize = directory, part, itemsize
+        self._limit = limit and limit // itemsize * itemsize
+        self._shards: list[Shard] = []
+        self._file: BinaryIO | None = None
+        self._written = self._samples = 0
+        self._hash = hashlib.sha256()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file:  # after an error: the next run writes the unfinished shard again
+            self._file.close()
+
+    def write(self, data: bytes | memoryview[int], samples: int = 0) -> None:
+        """Append tokens; `samples` is the number of documents that begin in them."""
+        rest: memoryview[int] = memoryview(data)
+        while True:
+            if self._file is None:
+                self._file = self._temporary.open("wb")
+            room = len(rest) if self._limit is None else min(len(rest), self._limit - self._written)
+            piece, rest = bytes(rest[:room]), rest[room:]
+            self._file.write(piece)
+            self._hash.update(piece)
+            self._written, self._samples, samples = self._written + room, self._samples + samples, 0
+            if not rest:
+                return
+            self._finish()
+
+    def close(self) -> Part:
+        """Finish the last shard and return the part."""
+        if self._file or not self._shards:
+            self.write(b"")
+            self._finish()
+        return Part(tuple(self._shards), sum(shard.bytes for shard in self._shards) // self._itemsize)
+
+    @property
+    def _name(self) -> str:
+        return f"{self._part}.bin" if self._limit is None else f"{self._part}-{len(self._shards):05d}.bin"
+
+    @property
+    def _temporary(self) -> Path:
+        return self._directory / f".{self._name}.partial"
+
+    def _finish(self) -> None:
+        assert self._file
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._temporary.replace(self._directory / self._name)
+        self._shards.append(Shard(self._name, self._samples, self._written, self._hash.hexdigest()))
+        self._file, self._written, self._samples, self._hash = None, 0, 0, hashlib.sha256()
+
+
+def ragged(rows: Sequence[NDArray[Any]], dtype: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Concatenate rows of any length into a flat column and its offsets (int64, rows + 1)."""
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return np.concatenate([np.empty(0, dtype), *rows]).astype(dtype), offsets
+
+
+def write_columns(path: Path, table: Mapping[str, NDArray[Any]], check: Callable[[], None] = lambda: None) -> Shard:
+    """Write columns as a safetensors file, deterministically. Calls `check` before the complete file is renamed to `path`."""
+    names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
+    ordered = sorted(table.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # so that each begins aligned
+    about, end = {}, 0
+    for name, column in ordered:
+        begin, end = end, end + column.nbytes
+        about[name] = {"dtype": names[column.dtype], "shape": list(column.shape), "data_offsets": [begin, end]}
+    header = json.dumps(about, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    digest, size = hashlib.sha256(), 0
+    temporary = files.beside(path)
+    with temporary.open("wb") as file:
+        check()
+        head: list[bytes | memoryview[int]] = [len(header).to_bytes(8, "little"), header]
+        for piece in itertools.chain(head, (_bytes(column) for _, column in ordered)):
+            size += file.write(piece)
+            digest.update(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return Shard(path.name, samples(table), size, digest.hexdigest())
+
+
+def _bytes(column: NDArray[Any]) -> memoryview[int]:
+    flat = np.ascontiguousarray(column, column.dtype.newbyteorder("<")).reshape(-1)
+    return flat.view(np.uint8).data
+
+
+def write_vocabulary(path: Path, size: int, texts: Mapping[int, str]) -> None:
+    """Write nanoGPT's `meta.pkl`."""
+    stoi = {text: token for token, text in reversed(list(texts.items()))}  # if two tokens have the same text, the first wins
+    files.replace(path, pickle.dumps({"vocab_size": size, "itos": dict(texts), "stoi": stoi}, protocol=4), durable=True)
+
+
+def write(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest, which makes the dataset complete. Call it last."""
+    files.sync(directory)
+    files.replace(directory / MANIFEST, manifest.text, durable=True)
+
+
+# ---- verifying
+
+
+class Files(Protocol):
+    """Files of a dataset in a directory (`Local`) or a store (`cli.data.prepare`)."""
+
+    def size(self, name: str) -> int | None:
+        """Return the size of a file in bytes, or None if it is missing."""
+
+    def chunks(self, name: str) -> Iterable[bytes]:
+        """Yield the content of a file in pieces of CHUNK bytes; the last piece may be shorter."""
+
+
+class Local:
+    """Files in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def size(self, name: str) -> int | None:
+        path = self._directory / name
+        return path.stat().st_size if path.is_file() else None
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        with (self._directory / name).open("rb") as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+
+
+def verify(manifest: Manifest, place: Files) -> list[str]:
+    """Read every shard. Returns a message per wrong size, sha256 or number of samples, and per token outside the vocabulary."""
+    problems = []
+    for name, part in manifest.parts.items():
+        problems += [problem for shard in part.shards if (problem := _problem(manifest, shard, place))]
+        if not (part.tokens if manifest.kind == "text" else part.samples):
+            problems.append(f"{name} is empty")
+    if manifest.tokenizer and place.size(manifest.tokenizer) is None:
+        problems.append(f"{manifest.tokenizer} is missing")
+    return problems
+
+
+def _size_problem(place: Files, shard: Shard) -> str:
+    size = place.size(shard.file)
+    if size is None:
+        return f"{shard.file} is missing"
+    return f"{shard.file} has {size} bytes, not {shard.bytes}" if size != shard.bytes else ""
+
+
+def _problem(manifest: Manifest, shard: Shard, place: Files) -> str:
+    if problem := _size_problem(place, shard):
+        return problem
+    digest, at, first, unknown = hashlib.sha256(), 0, b"", ""
+    text = manifest.kind == "text"
+    kind = np.dtype(manifest.dtype).newbyteorder("<") if text else np.dtype(np.uint8)
+    for chunk in place.chunks(shard.file):
+        digest.update(chunk)
+        if (
+            text
+            and manifest.vocab_size
+            and not unknown
+            and (stray := first_unknown(np.frombuffer(chunk, kind), manifest.vocab_size))
+        ):
+            position = at // kind.itemsize + stray[0]
+            unknown = (
+                f"{shard.file} has the token {stray[1]} at position {position}, and the vocabulary has {manifest.vocab_size}"
+            )
+        if not text and at < 8 + HEADER and (at == 0 or at < 8 + int.from_bytes(first[:8], "little")):
+            first += chunk
+        at += len(chunk)
+    if shard.sha256 and digest.hexdigest() != shard.sha256:
+        return f"{shard.file} is damaged: its sha256 is {digest.hexdigest()[:12]}..., not {shard.sha256[:12]}..."
+    return unknown or ("" if text else _count_problem(shard, first))
+
+
+def _count_problem(shard: Shard, first: bytes) -> str:
+    """Return a message if the header in `first`, the first bytes of a file, disagrees with the number of samples, else ""."""
+    try:
+        header, _ = _header(io.BytesIO(first), shard.bytes)
+    except _Invalid as wrong:
+        return f"{shard.file} is not a safetensors file: {wrong}"
+    empty = {name: np.broadcast_to(np.empty((), kind), shape) for name, (kind, shape, *_) in header.items()}
+    count = samples(empty)
+    return f"{shard.file} has {count} samples, not {shard.samples}" if count != shard.samples else ""
+
+
+def _listed(words: Sequence[str], conjunction: str = "and") -> str:
+    return f"{', '.join(words[:-1])} {conjunction} {words[-1]}" if len(words) > 1 else words[0] if words else "none"

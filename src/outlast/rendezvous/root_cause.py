@@ -1,0 +1,159 @@
+"""Rules for failures: find the root cause among a world's failures, and judge when and whether the job continues. Pure.
+
+When one worker dies, the other workers fail as well. Their errors only echo its death, but may arrive first. So the coordinator
+collects the failures of one generation briefly, then judges the root cause once, by the budget of `rendezvous.restart_budget`.
+The launcher, worker 0, an elected coordinator and the operator all use these rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from outlast.job import contract
+from outlast.job.failure import Failure
+from outlast.rendezvous import restart_budget
+from outlast.rendezvous.transports.sockets import is_count, is_number
+from outlast.rendezvous.world import Call, Cause, until
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _truth(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _number_or_none(value: object) -> bool:
+    return value is None or is_count(value)
+
+
+_FITS: dict[str, Callable[[object], bool]] = {
+    "code": is_count, "rank": _number_or_none, "step": _number_or_none, "time": is_number, "hung": _truth, "left": _truth,
+    **dict.fromkeys(("reason", "cause", "traceback", "log_tail", "early"), _text),
+}  # fmt: skip
+"""Checks for the fields that a `Failure` takes from `sockets.Report.failure`."""
+
+
+class Pending(NamedTuple):
+    """A failure that is not judged yet."""
+
+    echo: bool
+    """True if the failure only echoes another one."""
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Debounce:
+    """Debounce times for the failures of one generation, in seconds from the first failure."""
+
+    cause: float = 0.5
+    """Delay of calls while all failures are echoes, since a call would stop the cause before it can report."""
+    settle: float = 1.0
+    """Time after which failures are judged even if no world can form yet."""
+    answer: float = 5.0
+    """The same while all failures are echoes and their possible cause has not answered."""
+
+
+COORDINATOR = Debounce()
+OPERATOR = Debounce(cause=1.5, answer=math.inf)
+"""Times for the operator: kubelets report how a container ended within about a second, and eventually for every pod."""
+PLAIN_PODS = Debounce(cause=5.0)
+"""Times for pods without an agent: the kubelet of the cause may report seconds after that of an echo."""
+
+
+def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
+    """Return the failure in a member's report (`sockets.Report.failure`) for the processes of `start` (generation, attempt). An
+    invalid failure still counts, or it would cause endless restarts."""
+    of: dict[str, Any] = {"worker": worker, "generation": start[0], "attempt": start[1]}
+    fields, echo = {key: report[key] for key in _FITS if key in report}, bool(report.get("echo"))
+    if {"code", "reason"} <= fields.keys() and all(_FITS[key](value) for key, value in fields.items()):
+        fields["cause"] = contract.FailureCause(fields.get("cause", ""))
+        return Pending(echo, Failure(**fields, **of))
+    reason = f"worker {worker} failed, and its report cannot be read: its agent is of another version"
+    return Pending(echo, Failure(**of, code=contract.Exit.FAILED, reason=reason, time=now))
+
+
+def cause(pending: Iterable[Pending]) -> Pending:
+    """Return the root cause of these failures: deaths before errors, errors before echoes, earlier before later. If all are
+    echoes, a rank that exited early has broken the collective of the others."""
+    others = sorted(pending, key=lambda each: (each.echo, not contract.killed(each.failure.code), each.failure.time))
+    left = next((each.failure for each in others if each.echo and each.failure.left), None)
+    first = next((each for each in others if each.failure is not left), others[0])
+    if left is None or not first.echo or first.failure is left:
+        return first
+    reason = left_early(left.reason, first.failure.rank, first.failure.step)
+    return Pending(False, dataclasses.replace(left, reason=reason, step=first.failure.step))
+
+
+def left_early(who: str, other: int | None, step: int | None) -> str:
+    """Return the reason for ranks that exited while other ranks trained."""
+    trained = f"{'others' if other is None else f'rank {other}'} trained{f' (step {step})' if step else ''}"
+    remedy = "all ranks must do as many steps; pods without a common disk find different checkpoint files"
+    return f"{who} exited with 0, as if done, while {trained}: {remedy}"
+
+
+def only_echoes(pending: Collection[Pending]) -> bool:
+    """Return whether all failures are echoes, so that their cause is still unreported; False without failures."""
+    return bool(pending) and all(each.echo for each in pending)
+
+
+def is_part_of_call(echo: bool, called: Call | None, counted: tuple[int, int], generation: int) -> bool:
+    """Return whether a failure only echoes the failure behind the pending call.
+
+    Its start may be later than the last counted start: some members had begun another attempt, which breaks without the rest. Any
+    other failure counts by itself, such as a crash during a call to grow.
+    """
+    return echo and called is not None and called.cause is Cause.FAILED and counted[0] == generation
+
+
+def held_until(pending: Collection[Pending], since: float, now: float, debounce: Debounce) -> float | None:
+    """Return the deadline for the report of a root cause, up to which calls are delayed; None if no delay is needed."""
+    return until(since, debounce.cause, now) if only_echoes(pending) else None
+
+
+def settled_at(
+    pending: Collection[Pending], since: float, now: float, debounce: Debounce, *, unanswered: bool = False
+) -> float | None:
+    """Return the time at which to judge failures, the first of which arrived at `since`; None for now. `unanswered`: a member
+    that may be the cause still reports that it trains."""
+    return until(since, debounce.answer if unanswered and only_echoes(pending) else debounce.settle, now)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The restarts of a run so far, and the policy that limits them."""
+
+    history: restart_budget.History
+    policy: restart_budget.Policy
+    committed: int
+    """The newest committed step."""
+
+
+def judge(
+    failure: Failure,
+    raised: int | None,
+    budget: Budget,
+    now: float,
+    *,
+    pending: Sequence[Pending] = (),
+    members: Iterable[int] = (),
+) -> tuple[Failure, restart_budget.Restart | restart_budget.Stop]:
+    """Return the failure, marked as counted or not, and the verdict on the job.
+
+    `raised` is the step that raised the failure, None if unknown. `pending` are all failures in the world of `members`.
+    """
+    everywhere = raised_everywhere(failure, pending, members)
+    at_step = dataclasses.replace(failure, step=raised)
+    verdict = restart_budget.judge(budget.history, at_step, budget.committed, now, budget.policy, everywhere=everywhere)
+    return dataclasses.replace(failure, counted=verdict.counted), verdict
+
+
+def raised_everywhere(failure: Failure, pending: Iterable[Pending], members: Iterable[int]) -> bool:
+    """Return whether all members have raised the same error before their first step, so a restart would raise it again."""
+    same = {each.failure.worker for each in pending if not each.echo and each.failure.early == failure.early}
+    return bool(failure.early) and same >= set(members)

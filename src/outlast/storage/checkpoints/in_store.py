@@ -1,0 +1,377 @@
+"""A run's checkpoints in a store: committing, fetching, verifying and pruning them.
+
+The job's place in the store contains
+
+    checkpoints/latest                                the register: the owner and the committed checkpoints (`register`)
+    checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`parts`)
+    checkpoints/step-00001200/READING-<id>            lease of a reader of that step
+
+Invariants for any order of writers, any killed process and any lost response: every checkpoint in the register is complete and
+comes from one writer. The newest step never goes back. A generation commits nothing after its successor has begun. The last two
+checkpoints and all checkpoints that are being read stay. Docs: docs/decisions/0007-commits-in-a-store.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+from outlast.base import units
+from outlast.base.errors import Denied, OutlastError, StoreError, Superseded
+from outlast.job import contract
+from outlast.storage.checkpoints import on_disk, register, register_rules
+from outlast.storage.checkpoints.commit_to_store import Damaged, DamagedHere, Parts, Progress
+from outlast.storage.checkpoints.register_rules import Latest, Place
+from outlast.storage.checkpoints.retention import Metric, Retention
+from outlast.storage.store import Entry, Store
+
+__all__ = ["Checkpoint", "Checkpoints", "Damaged", "Outcome"]
+
+_READING = "READING-"
+_AT_ONCE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint in a store."""
+
+    place: Place
+    commit: on_disk.Commit | None = None
+    """The content of COMMIT; None if it cannot be read."""
+    problem: str = ""
+    """The reason why COMMIT cannot be read; empty if it can."""
+
+    @property
+    def step(self) -> int:
+        return self.place.step
+
+    @property
+    def generation(self) -> int:
+        return self.place.generation
+
+    @property
+    def metric(self) -> Metric | None:
+        return self.commit.metric if self.commit else self.place.metric
+
+    @property
+    def bytes(self) -> int:
+        """Total size of the checkpoint's files; 0 if unknown."""
+        return self.commit.size if self.commit else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The outcome of a push."""
+
+    kind: Literal["committed", "there", "expired", "waiting", "damaged"]
+    """Committed, already in the store, too old to be retained, waiting for another machine's files, or damaged on this disk."""
+    reason: str
+    missing: tuple[str, ...] = ()
+
+    @property
+    def done(self) -> bool:
+        """True if no later push is needed."""
+        return self.kind in ("committed", "there", "expired")
+
+
+class Checkpoints:
+    """The checkpoints of `run` below the job's place `store`. The constructor sends no request."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self.store, self.run = store, run
+        self._generation: int | None = None
+        self._metrics: dict[Place, Metric | None] = {}
+        """Metrics from the COMMITs read so far; a COMMIT never changes."""
+
+    @functools.cached_property
+    def _register(self) -> register.Register:
+        return register.open_(self.store, self.run)
+
+    def _parts(self, place: Place) -> Parts:
+        return Parts(self.store, self.run, place)
+
+    def acquire(self, generation: int) -> Latest:
+        """Fence off earlier generations: only `generation` may commit now. Returns the register.
+
+        Call this before a push, and before choosing a checkpoint to resume from, so that no checkpoint is committed after the
+        choice. Raises StoreError, and Superseded if a later generation has begun or another run owns the place.
+        """
+        latest = self._register.acquire(generation)
+        self._generation = generation
+        return latest
+
+    def list_(self) -> list[Checkpoint]:
+        """Return the committed checkpoints, lowest step first, including those with an unreadable COMMIT."""
+        latest = register.read(self.store, self.run)
+        if latest is None:
+            return []
+        with ThreadPoolExecutor(_AT_ONCE, "outlast-list") as pool:
+            checkpoints = list(pool.map(self._read, latest.places))
+        # An obsolete checkpoint without a COMMIT is being removed.
+        return [c for c in checkpoints if c.commit or not register_rules.obsolete(latest, c.place)]
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest committed checkpoint with a readable COMMIT, or None."""
+        latest = register.read(self.store, self.run)
+        checkpoints = (self._read(place) for place in reversed(latest.places if latest else ()))
+        return next((checkpoint for checkpoint in checkpoints if not checkpoint.problem), None)
+
+    def _read(self, place: Place) -> Checkpoint:
+        try:
+            commit = self._parts(place).read_commit()
+            self._metrics[place] = commit.metric
+            return Checkpoint(place, commit)
+        except Damaged as problem:
+            return Checkpoint(place, problem=str(problem))
+
+    # Pushing
+
+    def push(
+        self,
+        local: on_disk.Checkpoint,
+        *,
+        journals: Path,
+        progress: Progress = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> Outcome:
+        """Commit a local checkpoint in the store. Call `acquire` first.
+
+        Files already in the store are not sent again. If a checkpoint is spread over machines, each machine pushes its files, and
+        the last one commits. `journals` is a directory for journals of unfinished uploads. Raises Superseded, Stopped, OSError
+        and StoreError; a later call resumes the push.
+        """
+        if self._generation is None:
+            raise ValueError("acquire() comes before push()")
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(on_disk.reading(local.path))
+                commit = on_disk.read(local.path)
+            except FileNotFoundError:
+                return Outcome("expired", f"{local.path.name} has been removed here meanwhile")
+            except ValueError as error:
+                return Outcome("damaged", f"{local.path.name} is damaged here: {contract.COMMIT} cannot be read: {error}")
+            if commit.run != self.run:
+                raise OutlastError(f"{local.path} is of run {commit.run or '(unnamed)'}, not of run {self.run}")
+            place = Place.of(commit)
+            self._metrics[place] = commit.metric
+            latest, instead = self._fenced(), None
+            if latest and (reason := register_rules.refused(latest, place)):
+                return Outcome("expired", reason)
+            # Verify another writer's checkpoint of that step: the run may have skipped it as damaged and saved the step again.
+            if latest and (existing := latest.at(place.step)):
+                if self._parts(existing).problem(deep=existing != place) is None:
+                    return _present(place)
+                instead = existing
+            try:
+                missing = self._parts(place).send(local.path, commit, journals=journals, progress=progress, stop=stop)
+            except DamagedHere as problem:
+                return Outcome("damaged", str(problem))
+            if missing:
+                more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+                return Outcome("waiting", f"{local.path.name} waits for {missing[0]}{more}, which another machine has", missing)
+            self._fenced()  # not required, but a zombie then leaves fewer objects behind
+            self._parts(place).commit(commit)
+            latest = self._register.add(place, self._generation, instead)
+        if latest.at(place.step) == place:
+            return Outcome("committed", f"step {place.step} is in the store")
+        reason = register_rules.refused(latest, place)
+        return Outcome("expired", reason) if reason else _present(place)
+
+    def _fenced(self) -> Latest | None:
+        """Read the register. Raises Superseded if this generation may no longer commit."""
+        latest = register.read(self.store, self.run)
+        if reason := register_rules.superseded(latest, self.run, self._generation or 0):
+            raise Superseded(reason)
+        return latest
+
+    def next_(self, waiting: Sequence[on_disk.Checkpoint], retention: Retention) -> on_disk.Checkpoint:
+        """Return the local checkpoint to push next; see `register_rules.pressing`."""
+        latest = self._fenced() if retention.best and len(waiting) > 1 else None
+        return register_rules.pressing(self._measured(latest) if latest else Latest(self.run, 0), waiting, retention)
+
+    def _measured(self, latest: Latest) -> Latest:
+        """Return a copy of `latest`, with metrics from COMMIT where the register lacks them."""
+        for place in latest.places:
+            if not place.metric and place not in self._metrics:
+                self._read(place)
+        places = (dataclasses.replace(p, metric=p.metric or self._metrics.get(p)) for p in latest.places)
+        return dataclasses.replace(latest, places=tuple(places))
+
+    def forget(self, journals: Path) -> None:
+        """Abort abandoned uploads once no checkpoint is left to push. `journals` must hold journals of checkpoints only."""
+        for journal in sorted(journals.glob("*.upload")):
+            self.store.forget(journal)
+
+    # Reading
+
+    def verify(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        deep: bool = False,
+        progress: Progress = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> str | None:
+        """Verify the sizes of a checkpoint's files in the store and, with `deep`, their checksums, for which all files are read.
+
+        Returns a sentence about the first problem, or None.
+        """
+        return self._parts(checkpoint.place).problem(deep=deep, progress=progress, stop=stop)
+
+    def fetch(
+        self,
+        checkpoint: Checkpoint,
+        directory: Path,
+        *,
+        progress: Progress = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> on_disk.Checkpoint:
+        """Fetch a checkpoint to the local `directory`, verified and durable.
+
+        A valid local checkpoint of the step from the same generation or a later one is returned instead. Raises Damaged if the
+        checkpoint in the store differs from its COMMIT or has been removed. After Stopped, OSError or StoreError, the fetched
+        files stay, and the next call fetches only the others.
+        """
+        parts = self._parts(checkpoint.place)
+        if here := _valid_here(directory, checkpoint, self.run):
+            return here
+        with on_disk.fetching(directory, checkpoint.step) as path:
+            if here := _valid_here(directory, checkpoint, self.run):  # another process has fetched it while we waited
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+                return here
+            with self.reading(checkpoint.place):
+                try:
+                    commit = parts.read_commit()
+                    parts.receive(path, commit, progress=progress, stop=stop)
+                except Damaged as problem:
+                    raise Damaged(f"{parts.url}: {problem}") from problem
+            return on_disk.place(path, commit)
+
+    def restore(
+        self,
+        directory: Path,
+        *,
+        say: Callable[[str], None],
+        above: int = 0,
+        progress: Progress = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> on_disk.Checkpoint | None:
+        """Fetch the newest valid checkpoint of a step higher than `above`, if any.
+
+        `say` is called with a line for each fetched or skipped checkpoint. Raises the errors of `fetch`, except Damaged.
+        """
+        skipped: set[Place] = set()
+        # List again each time, since another machine may have committed a checkpoint.
+        while newer := [c for c in self.list_() if c.step > above and c.place not in skipped]:
+            newest = newer[-1]
+            try:
+                if newest.problem:
+                    raise Damaged(f"{self._parts(newest.place).url}: {newest.problem}")
+                say(f"fetching the checkpoint of step {newest.step} ({units.human_bytes(newest.bytes)}) from {self.store.url}")
+                return self.fetch(newest, directory, progress=progress, stop=stop)
+            except Damaged as problem:
+                say(f"the checkpoint of step {newest.step} is skipped: {problem}")
+                skipped.add(newest.place)
+        return None
+
+    @contextlib.contextmanager
+    def reading(self, place: Place) -> Iterator[None]:
+        """Hold a lease on a checkpoint, which protects it from removal. Raises Damaged if the removal has begun.
+
+        A remover drops the checkpoint from the register before it lists the leases; a reader writes its lease before it reads the
+        register. So at least one of the two sees the other.
+        """
+        key = f"{contract.CHECKPOINTS}/{contract.checkpoint_name(place.step)}/{_READING}{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            self.store.put(key, b"")
+        except Denied:  # read-only access: rely on the checksums
+            yield
+            return
+        done = threading.Event()
+
+        def renew() -> None:
+            while not done.wait(register_rules.RENEW_S):
+                with contextlib.suppress(StoreError):
+                    self.store.put(key, b"")
+
+        thread = threading.Thread(target=renew, name="outlast-reading", daemon=True)
+        thread.start()
+        try:
+            latest = register.read(self.store, self.run)
+            if latest is None or latest.at(place.step) != place:
+                raise Damaged(f"{self._parts(place).url} is no longer kept")
+            yield
+        finally:
+            done.set()
+            thread.join()
+            with contextlib.suppress(StoreError):
+                self.store.delete([key])
+
+    # Removing
+
+    def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
+        """Remove expired checkpoints that are not being read, and leftovers of dead writers.
+
+        Returns the removed checkpoints. With `dry_run`, nothing is removed. Raises StoreError.
+        """
+        latest = register.read(self.store, self.run)
+        if latest is None:
+            return []
+        if retention.best:
+            latest = self._measured(latest)
+        expired = [place for place in retention.expired(latest.places) if not self._being_read(self._below(place.step))]
+        if not dry_run:
+            if expired:
+                latest = self._register.drop(expired) or latest
+            self._sweep(latest)
+        return expired
+
+    def _sweep(self, latest: Latest) -> None:
+        """Delete the files of checkpoints that are not in the register and can never be added again."""
+        for name in self.store.names(contract.CHECKPOINTS):
+            step = on_disk.step_of(name)
+            if step is None or latest.at(step) or len(latest.places) < 2 or step > latest.places[-2].step:
+                continue
+            entries = self._below(step)
+            if self._being_read(entries):
+                continue
+            dead: dict[Place, list[str]] = {}
+            for entry in entries:
+                place = Place.parse(entry.key.removeprefix(f"{contract.CHECKPOINTS}/"), self.run)
+                if place and register_rules.obsolete(latest, place):
+                    dead.setdefault(place, []).append(entry.key)
+            for place, keys in dead.items():
+                self._parts(place).delete(keys)
+            self.store.delete([entry.key for entry in entries if _READING in entry.key])
+
+    def _below(self, step: int) -> list[Entry]:
+        return list(self.store.entries(f"{contract.CHECKPOINTS}/{contract.checkpoint_name(step)}"))
+
+    def _being_read(self, entries: Iterable[Entry]) -> bool:
+        """Return whether one of these objects is a valid lease by the store's clock."""
+        renewed = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
+        if not renewed:
+            return False
+        clock = f"{contract.CHECKPOINTS}/clock"
+        self.store.put(clock, b"")
+        return register_rules.being_read(renewed, self.store.head(clock).modified)
+
+
+def _present(place: Place) -> Outcome:
+    return Outcome("there", f"step {place.step} is in the store")
+
+
+def _valid_here(directory: Path, stored: Checkpoint, run: str) -> on_disk.Checkpoint | None:
+    """Return a valid local checkpoint of the same step from the same generation or a later one, or None."""
+    own = (c for c in on_disk.list_(directory) if c.run == run and not c.problem)
+    same = (c for c in own if c.step == stored.step and c.generation >= stored.generation)
+    return next((c for c in same if on_disk.verify(c.path) is None), None)

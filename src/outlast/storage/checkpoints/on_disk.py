@@ -1,0 +1,441 @@
+"""Checkpoints on disk: listing, verifying, committing and removing them.
+
+The training library writes them, the command line lists them, and agents copy them to a store and back
+(`outlast.storage.checkpoints.in_store`). This module does not depend on torch. `checkpoints/` holds
+
+    step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
+    step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
+    step-00001300.fetching/     being fetched from a store or another disk, and locked; or left behind
+    step-00001300.replaced-0/   damaged or from an earlier generation, and saved again since; removed with the checkpoints before
+                                it, but kept if it is another run's
+    FENCE                       the {run, generation} that may commit, and whether the disk is rank 0's (`first`); read and
+                                written while `.lock` is held
+
+Invariants, whenever a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were durable
+before COMMIT was written, and the directory got its name after that. A replaced generation cannot commit, because its successor
+moved the fence. Readers hold a shared lock on COMMIT (`reading`), and removal needs an exclusive lock. A crc32 protects against
+bit rot and truncation, not against malice (11 GB/s on one core; sha256 2 GB/s).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from outlast.base import crc32, file_locks, files
+from outlast.base.errors import Superseded
+from outlast.job import contract
+from outlast.storage.checkpoints.retention import Metric, Retention
+
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"step-\d{8,}\.(?:saving-g(\d+)|expired|fetching|(replaced)-\d+)")
+_FENCE = "FENCE"
+_LOCK = ".lock"
+_BLOCK = 8 << 20
+"""Bytes hashed at a time; crc32 releases the GIL for buffers of this size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint on this disk."""
+
+    step: int
+    """Number of optimizer steps done when the checkpoint was saved."""
+    path: Path
+    """Directory of the checkpoint."""
+    run: str = ""
+    """The run that wrote the checkpoint; empty if Outlast did not start the run."""
+    generation: int = 0
+    """The generation that saved the checkpoint; see `Session.generation`."""
+    world_size: int = 0
+    """Number of ranks that saved the checkpoint."""
+    time: float = 0.0
+    """Time of the commit, seconds since the epoch."""
+    bytes: int = 0
+    """Total size of the checkpoint's files."""
+    problem: str = ""
+    """The reason why COMMIT cannot be read; empty if it can."""
+    metric: Metric | None = None
+    """The metric of the model, if the script gave one."""
+
+
+def list_(directory: Path) -> list[Checkpoint]:
+    """Return the committed checkpoints in `directory`, lowest step first, including those with an unreadable COMMIT."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    checkpoints = []
+    for name in names:
+        step, path = step_of(name), directory / name
+        if step is not None and (path / contract.COMMIT).exists():
+            try:
+                checkpoints.append(dataclasses.replace(_committed(path, read(path)), step=step))
+            except (OSError, ValueError) as error:
+                checkpoints.append(Checkpoint(step, path, problem=f"{contract.COMMIT} cannot be read: {error}"))
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+
+
+def step_of(name: str) -> int | None:
+    """Return the step in a checkpoint directory's name, or None for other names."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _committed(path: Path, commit: Commit) -> Checkpoint:
+    fields = commit.run, commit.generation, commit.world_size, commit.time, commit.size
+    return Checkpoint(commit.step, path, *fields, metric=commit.metric)
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """The content of a COMMIT: the step, its writer, and the size and checksum of every file."""
+
+    run: str
+    step: int
+    generation: int
+    world_size: int
+    time: float
+    files: Mapping[str, Mapping[str, int]]
+    """`{name: {size, crc32}}`, sizes in bytes."""
+    metric: Metric | None = None
+    """None if unknown; COMMITs of early versions lack it."""
+
+    @property
+    def size(self) -> int:
+        return sum(file["size"] for file in self.files.values())
+
+    @classmethod
+    def parse(cls, text: bytes) -> Commit:
+        """Parse a COMMIT. Raises ValueError with the reason, also for a file name that leads out of the directory."""
+        document = json.loads(text.decode())
+        if not isinstance(document, dict):
+            raise ValueError("not a mapping")
+        if missing := [name for name in _REQUIRED if name not in document]:
+            raise ValueError(f"it does not say {missing[0]}")
+        files = document["files"]
+        if not isinstance(files, dict) or not all(map(_is_file, files.values())):
+            raise ValueError("its files have no size and crc32")
+        for name in files:
+            if not name or "\0" in name or name.startswith("/") or ".." in name.split("/") or name == contract.COMMIT:
+                raise ValueError(f"{name!r} is no name for a file of a checkpoint")
+        numbers = [document[name] for name in ("step", "generation", "world_size", "time")]
+        if not isinstance(document["run"], str) or not all(isinstance(number, int | float) for number in numbers):
+            raise ValueError("run, step, generation, world_size or time is not of its kind")
+        return cls(**{name: document[name] for name in _REQUIRED}, metric=Metric.of(document.get("metric")))
+
+    def text(self) -> str:
+        """Return the text of the file COMMIT, which `parse` reads back."""
+        document = {name: getattr(self, name) for name in _REQUIRED} | {"files": dict(self.files)}
+        return json.dumps(document | ({"metric": self.metric.plain()} if self.metric else {}))
+
+
+_REQUIRED = ("run", "step", "generation", "world_size", "time", "files")
+
+
+def _is_file(file: object) -> bool:
+    return isinstance(file, dict) and all(isinstance(file.get(key), int) and file[key] >= 0 for key in ("size", "crc32"))
+
+
+def read(path: Path) -> Commit:
+    """Read the COMMIT of the checkpoint at `path`. Raises OSError, and ValueError if COMMIT is damaged."""
+    return Commit.parse((path / contract.COMMIT).read_bytes())
+
+
+def latest(checkpoints: Iterable[Checkpoint], run: str) -> Checkpoint | None:
+    """Return the newest checkpoint of `run` with a readable COMMIT, or None. `run` is "" for scripts run without Outlast."""
+    readable = (checkpoint for checkpoint in checkpoints if checkpoint.run == run and not checkpoint.problem)
+    return max(readable, key=lambda checkpoint: checkpoint.step, default=None)
+
+
+def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Checkpoint]:
+    """Return the checkpoints to remove. Checkpoints with an unreadable COMMIT do not count, and stay."""
+    return retention.expired(checkpoint for checkpoint in checkpoints if not checkpoint.problem)
+
+
+def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Verify every `parts`-th file of the checkpoint at `path` from number `part` on.
+
+    Returns a sentence about the first damaged file, or None.
+    """
+    try:
+        files = sorted(read(path).files.items())
+    except (OSError, ValueError) as error:
+        return f"{contract.COMMIT} cannot be read: {error}"
+    for name, expected in files[part::parts]:
+        try:
+            if problem := verify_file(path, name, expected):
+                return problem
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+    return None
+
+
+def verify_file(path: Path, name: str, expected: Mapping[str, int], *, deep: bool = True) -> str | None:
+    """Verify a file's size and, with `deep`, its checksum. Returns a sentence if the file is damaged, otherwise None."""
+    if problem := wrong_size(name, (path / name).stat().st_size, expected):
+        return problem
+    return wrong_crc(name, checksum(path / name), expected) if deep else None
+
+
+def wrong_size(name: str, size: int, expected: Mapping[str, int]) -> str | None:
+    """Return a sentence if a file has the wrong size, otherwise None."""
+    return None if size == expected["size"] else f"{name} has {size} bytes instead of {expected['size']}"
+
+
+def wrong_crc(name: str, crc: int, expected: Mapping[str, int]) -> str | None:
+    """Return a sentence if a file has the wrong checksum, otherwise None."""
+    return None if crc == expected["crc32"] else f"{name} has crc32 {crc} instead of {expected['crc32']}"
+
+
+def checksum(path: Path) -> int:
+    crc = 0
+    buffer = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = crc32.update(buffer[:count], crc)
+    return crc
+
+
+def saving(directory: Path, step: int, generation: int) -> Path:
+    """Return the directory in which `generation` writes the checkpoint of `step` before the commit."""
+    return directory / f"{contract.checkpoint_name(step)}.saving-g{generation}"
+
+
+def abandon(directory: Path, generation: int) -> None:
+    """Remove the unfinished checkpoints of dead attempts of `generation` and of earlier generations: they may fill the disk.
+
+    If a writer died after moving a checkpoint aside and before replacing it, the newest valid one moved aside is put back. Call
+    this before the present attempt saves, and after `acquire`, so that no earlier attempt commits the files that are removed.
+    """
+    with file_locks.attempted(directory / _LOCK, wait=True):
+        aside = [path for path in directory.glob("*.replaced-*") if _LEFTOVER.fullmatch(path.name)]
+        lost = [path for path in aside if not path.with_suffix("").exists()]
+        for path in sorted(lost, key=lambda path: (verify(path) is None, int(path.name.rpartition("-")[2])), reverse=True):
+            if not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
+        for path in directory.glob("*.saving-g*"):
+            match = _LEFTOVER.fullmatch(path.name)
+            if match and int(match[1]) <= generation:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Protect the checkpoint at `path` from removal by a shared lock, which ends with this process.
+
+    Raises FileNotFoundError if the removal has begun.
+    """
+    fd = os.open(path / contract.COMMIT, os.O_RDONLY)
+    try:
+        if not file_locks.acquire(fd, share=True) or not _is(fd, path / contract.COMMIT):
+            raise FileNotFoundError(errno.ENOENT, "it is being removed", str(path))
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is(fd: int, path: Path) -> bool:
+    """Return whether `path` still names the file that is open as `fd`."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Lock the file or directory at `path` against `reading` and `fetching`. Yields False if it is in use."""
+    fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        yield file_locks.acquire(fd)
+    finally:
+        os.close(fd)
+
+
+def generation(directory: Path, run: str) -> int:
+    """Return the generation of `run` that may commit in `directory`; 0 before the first, or if another run owns `directory`."""
+    holder, last, _ = _fence(directory)
+    return last if holder == run else 0
+
+
+def owner(directory: Path) -> str:
+    """Return the run that may commit in `directory`, or an empty string before the first."""
+    return _fence(directory)[0]
+
+
+def first(directory: Path, run: str) -> bool:
+    """Return whether `directory` is rank 0's in the generation of `run` that owns it, as far as is known.
+
+    If workers have separate disks, the checkpoints in rank 0's directory count.
+    """
+    holder, _, first = _fence(directory)
+    return first or holder != run
+
+
+def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
+    """Move the fence to `generation` of `run`, by default the next one: earlier generations can no longer commit.
+
+    `first` tells whether the directory is rank 0's; None keeps the old value. Another run's fence is taken over, since the last
+    run to open a directory owns it. A fence that is up to date is not written, so another attempt of a generation needs no disk
+    space. Raises Superseded if a later generation of the run has moved the fence, and OSError if the fence cannot be written.
+    """
+    holder, last, was = _fence(directory)
+    if (holder, last) == (run, generation) and first in (None, was):
+        return last
+    directory.mkdir(parents=True, exist_ok=True)
+    with file_locks.attempted(directory / _LOCK, wait=True):
+        holder, last, was = _fence(directory)
+        if holder != run:
+            last, was = 0, True
+        if generation is None:
+            generation = last + 1
+        if generation < last:
+            raise Superseded(
+                f"generation {generation} of this run has been replaced by generation {last}; this process must stop"
+            )
+        fence = {"run": run, "generation": generation, "first": was if first is None else first}
+        files.replace(directory / _FENCE, json.dumps(fence), durable=True)
+    return generation
+
+
+def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
+    """Make the files in `written` the checkpoint `checkpoint.path`, which exists durably once the call returns.
+
+    `content` maps file names to `{size, crc32}`; the files must be durable. An existing valid checkpoint of the step from the
+    same generation or a later one wins: the new checkpoint is dropped, and the existing one is returned. Any other checkpoint of
+    the step is moved aside. Raises Superseded if a later generation owns the directory.
+    """
+    directory = checkpoint.path.parent
+    stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
+    stamped = Commit(*stamp, content, checkpoint.metric)
+    files.replace(written / contract.COMMIT, stamped.text(), durable=True)
+    with file_locks.attempted(directory / _LOCK, wait=True):
+        run, generation, _ = _fence(directory)
+        if (run, generation) != (checkpoint.run, checkpoint.generation):
+            raise Superseded(
+                f"generation {checkpoint.generation} may not commit step {checkpoint.step}: "
+                f"generation {generation} of run {run or '(unnamed)'} owns {directory}"
+            )
+        existing = _put(written, checkpoint)
+    return existing or dataclasses.replace(checkpoint, bytes=stamped.size)
+
+
+def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Checkpoint | None:
+    """Rename the directory of the written files, including COMMIT, to the checkpoint's name.
+
+    Unless `instead` is set, an existing valid checkpoint of the step from the same generation or a later one wins: the directory
+    is then dropped, and that checkpoint is returned.
+    """
+    directory = checkpoint.path.parent
+    if checkpoint.path.exists():
+        existing = next((c for c in list_(directory) if (c.run, c.step) == (checkpoint.run, checkpoint.step)), None)
+        if existing and not instead and existing.generation >= checkpoint.generation and verify(existing.path) is None:
+            shutil.rmtree(written)
+            return existing
+        aside = (checkpoint.path.with_name(f"{checkpoint.path.name}.replaced-{i}") for i in range(1 << 30))
+        checkpoint.path.rename(next(path for path in aside if not path.exists()))
+    written.rename(checkpoint.path)
+    files.sync(directory)
+    return None
+
+
+@contextlib.contextmanager
+def fetching(directory: Path, step: int) -> Iterator[Path]:
+    """Yield a locked directory in which to assemble the checkpoint of `step` before `place`; other processes wait.
+
+    The directory may hold files from a process that was killed.
+    """
+    path = directory / f"{contract.checkpoint_name(step)}.fetching"
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:  # another process has just placed it
+            continue
+        try:
+            file_locks.acquire(fd, wait=True)
+            if _is(fd, path):
+                yield path
+                return
+        finally:
+            os.close(fd)
+
+
+def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
+    """Make the files in `fetched`, which are durable and match `commit`, the checkpoint of `commit.step`.
+
+    An existing valid checkpoint of the same generation or a later one stays and is returned, unless `instead` is set. Any other
+    checkpoint of the step is moved aside. No fence is needed, since a store or another disk of the world has committed the files.
+    """
+    directory = fetched.parent
+    new = _committed(directory / contract.checkpoint_name(commit.step), commit)
+    files.replace(fetched / contract.COMMIT, commit.text(), durable=True)
+    with file_locks.attempted(directory / _LOCK, wait=True):
+        return _put(fetched, new, instead=instead) or new
+
+
+def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Checkpoint]:
+    """Delete the expired checkpoints of a run after the commit of `newest`, and return them.
+
+    Also deletes replaced checkpoints that are older than the retained newest ones, and unfinished checkpoints of dead
+    generations. Checkpoints of higher steps stay and do not count: the run has skipped them, so they are damaged. A checkpoint
+    that is being read stays until the next call.
+    """
+    own = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
+    deleted = [checkpoint for checkpoint in expired(own, retention) if remove(checkpoint)]
+    recent = Retention(retention.keep).expired(c for c in own if not c.problem)  # a best one may be much older
+    oldest = min((c.step for c in own if c not in deleted and c not in recent), default=newest.step)
+    for name in os.listdir(directory):
+        match = _LEFTOVER.fullmatch(name)
+        if match and (match[1] is None or int(match[1]) < newest.generation):
+            path = directory / name
+            if match[2] and (int(match[0][5:].partition(".")[0]) >= oldest or _belongs_to_another(path, newest.run)):
+                continue
+            read_by = path / contract.COMMIT if match[2] and (path / contract.COMMIT).exists() else path
+            with contextlib.suppress(FileNotFoundError), _alone(read_by) as alone:
+                if alone:
+                    shutil.rmtree(path)
+    return deleted
+
+
+def _belongs_to_another(path: Path, run: str) -> bool:
+    try:
+        return read(path).run != run
+    except (OSError, ValueError):
+        return False
+
+
+def remove(checkpoint: Checkpoint) -> bool:
+    """Delete a checkpoint atomically unless it is being read. Returns whether it was deleted."""
+    aside = checkpoint.path.with_name(f"{checkpoint.path.name}.expired")
+    try:
+        with _alone(checkpoint.path / contract.COMMIT) as alone:
+            if not alone:
+                return False
+            if aside.exists():  # left by a sweep that was killed
+                shutil.rmtree(aside)
+            checkpoint.path.rename(aside)
+        shutil.rmtree(aside)
+    except FileNotFoundError:  # a zombie sweeps at the same time
+        pass
+    return True
+
+
+def _fence(directory: Path) -> tuple[str, int, bool]:
+    """Return the run and generation that may commit, and whether the directory is rank 0's.
+
+    Returns ("", 0, True) if the fence is missing or damaged: no process may then commit until the next generation begins.
+    """
+    try:
+        fence = json.loads((directory / _FENCE).read_text())
+        return fence["run"], int(fence["generation"]), fence.get("first", True)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return "", 0, True

@@ -1,0 +1,185 @@
+"""The heartbeat of a run in a store: `alive.json`, written every BEAT_S while the run trains.
+
+`run.json` names the owner of a place, and stays when the owner dies. So a worker of another machine, namespace or cluster reads
+the heartbeat first: a run with a recent heartbeat is not taken over unless the user requests it. Workers and machines with the
+same `where` are one owner and never wait for each other. Times are by the store's clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+from outlast.base import units
+from outlast.base.errors import AlreadyRunning, Missing, StoreError, Superseded
+from outlast.storage.runs import owner as record
+from outlast.storage.store import Store
+
+ALIVE = "alive.json"
+BEAT_S = 30.0
+DEAD_S = 120.0
+"""Seconds that a heartbeat is valid; without another heartbeat, the owner then counts as dead."""
+LEFT_S = BEAT_S + 5.0
+_LOOK_S = 5.0
+"""Seconds between two polls for an owner's next heartbeat."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+    """A heartbeat."""
+
+    run: str
+    where: str
+    """Location of the training, for people; the same for all workers of an owner."""
+    left: bool = False
+    """True in the last heartbeat of an owner that has stopped training."""
+    leaving: bool = False
+    """True if the sending worker has left. Another worker of the owner that still trains sends a heartbeat within BEAT_S."""
+    etag: str = dataclasses.field(default="", compare=False)
+    modified: float = dataclasses.field(default=0.0, compare=False)
+
+
+def last(place: Store) -> Beat | None:
+    """Return the latest heartbeat, or None if it is missing or damaged."""
+    try:
+        text, entry = place.read(ALIVE)
+        document = json.loads(text)
+        flags = bool(document.get("left")), bool(document.get("leaving"))
+        return Beat(str(document["run"]), str(document["where"]), *flags, entry.etag, entry.modified)
+    except (Missing, ValueError, KeyError, TypeError):
+        return None
+
+
+def beat(place: Store, run: str, where: str, *, left: bool = False, leaving: bool = False) -> None:
+    """Send a heartbeat."""
+    nonce = secrets.token_hex(4)  # so that each heartbeat has its own etag
+    document = {"run": run, "where": where, "left": left, "leaving": leaving, "word": nonce}
+    place.put(ALIVE, json.dumps(document).encode() + b"\n")
+
+
+def held(place: Store, run: str, where: str) -> tuple[Beat, float] | None:
+    """Return the valid heartbeat of another owner of the run, and its age in seconds, or None."""
+    beat = last(place)
+    if beat is None or beat.left or beat.run != run or beat.where == where:
+        return None
+    key = f".outlast-probe-{secrets.token_hex(8)}"
+    place.put(key, b"")
+    try:
+        ago = max(0.0, place.head(key).modified - beat.modified)
+    finally:
+        with contextlib.suppress(StoreError):  # an empty probe does no harm
+            place.delete([key])
+    return (beat, ago) if ago < (LEFT_S if beat.leaving else DEAD_S) else None
+
+
+def wait(
+    place: Store,
+    run: str,
+    where: str,
+    *,
+    advice: str,
+    say: Callable[[str], None],
+    pause: Callable[[float], object] = time.sleep,
+) -> None:
+    """Wait until the heartbeat of any other owner of the run has expired.
+
+    Raises AlreadyRunning if the owner sends another heartbeat.
+    """
+    current = held(place, run, where)
+    if current is None:
+        return
+    first, ago = current
+    say(f"{first.where} trained run {run} until {units.human_seconds(ago)} ago; waiting to see whether it lives")
+    while current is not None:
+        beat, ago = current
+        if beat.etag != first.etag and not beat.leaving:
+            age = f"last heartbeat {units.human_seconds(ago)} ago"
+            raise AlreadyRunning(f"run {run} in {place.url} is trained by {beat.where} ({age}); {advice}")
+        pause(_LOOK_S)
+        current = held(place, run, where)
+
+
+def release(place: Store) -> str:
+    """Release the run of a place from its owner for the next owner. Returns the previous owner's location.
+
+    The previous owner's processes detect that they are superseded, and stop.
+    """
+    run, newest = record.read(place), last(place)
+    if run is None or run.ended:
+        return ""
+    record.acquire(place, run.run, f"released-{secrets.token_hex(4)}")
+    beat(place, run.run, newest.where if newest else "", left=True)
+    return newest.where if newest else "an owner without a heartbeat"
+
+
+class Heartbeats:
+    """A thread that sends heartbeats of a run.
+
+    `index` is the worker's number: workers other than 0 send a heartbeat only if no other worker has sent a recent one. `lost` is
+    called once another owner has taken over; the heartbeats then stop.
+    """
+
+    def __init__(
+        self, open_: Callable[[], Store], run: str, owner: str, where: str, index: int = 0, lost: Callable[[str], None] = print
+    ) -> None:
+        self._open, self._run, self._owner, self._where = open_, run, owner, where
+        self._index, self._lost = index, lost
+        self._stop = threading.Event()
+        self._etag = ""
+        self._doubted = False
+        """True if another owner has sent a heartbeat since our last one."""
+        self.silent = False
+        """True once another owner has taken over."""
+        self._thread = threading.Thread(target=self._live, name="outlast-heart", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, left: bool = False) -> None:
+        """Stop the heartbeats. With `left`, a last heartbeat records that training has stopped here."""
+        self._stop.set()
+        self._thread.join(_LOOK_S)
+        if left and not self._thread.is_alive() and not self.silent:
+            beat(self._open(), self._run, self._where, left=True)
+
+    def leave(self) -> None:
+        """Stop this worker's heartbeats. Worker 0 announces that it leaves, since other workers of this owner may go on."""
+        self.stop()
+        if self._index == 0 and not self._thread.is_alive() and not self.silent:
+            with contextlib.suppress(StoreError):  # the next owner then waits longer
+                beat(self._open(), self._run, self._where, leaving=True)
+
+    def _live(self) -> None:
+        first = self._index == 0
+        while not self._stop.is_set():
+            try:
+                self.once(self._open(), first=first)
+                first = False
+            except StoreError:  # the uploader reports an unreachable store, and the next heartbeat may succeed
+                pass
+            except Superseded as reason:
+                self.silent = True
+                self._lost(str(reason))
+                return
+            except Exception as problem:  # without heartbeats another owner would take the run over
+                print(f"outlast | the heartbeat of run {self._run} could not be sent: {problem!r}", flush=True)
+            self._stop.wait(BEAT_S)
+
+    def once(self, place: Store, *, first: bool) -> None:
+        """Send a heartbeat if it is this worker's turn. Raises Superseded if another owner has taken over."""
+        record.check(place, self._run, self._owner)
+        newest = last(place)
+        foreign = newest is not None and newest.run == self._run and newest.where != self._where and not newest.left
+        if newest is not None and foreign and not first and newest.etag != self._etag and self._etag:
+            if self._doubted:
+                raise Superseded(f"run {self._run} in {place.url} is trained by {newest.where} now")
+            self._doubted = True  # it may be a late heartbeat of an owner that was frozen
+        elif not foreign:
+            self._doubted = False
+        if self._index == 0 or newest is None or newest.left or newest.leaving or newest.etag == self._etag:
+            beat(place, self._run, self._where)
+            newest = last(place)
+        self._etag = newest.etag if newest else ""

@@ -1,0 +1,188 @@
+"""The data port of an agent: other agents send replicas here, and ranks of other workers read parts.
+
+Anybody on the network can reach the port, so the first line of a connection must prove knowledge of the run's key, and bad input
+costs a peer no more than its connection. Beyond the maximum number of connections the oldest unauthenticated one is closed;
+authenticated peers wait for their turn.
+
+    {"put": part, "tail": bytes, "complete": at}    -> {"soon": true} while memory is allocated, {"go": true}; then the peer
+                                                       sends tail and blocks; -> {"held": true}
+    {"open": part}                                  -> {"part": part, "tail": bytes} and the tail
+    {"items": [[place, bytes], ...]}                -> the bytes, from the open part
+    on any problem                                  -> {"problem": sentence}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from outlast.base import crc32
+from outlast.base.errors import OutlastError
+from outlast.job.contract import Env
+from outlast.storage.snapshots import agent_messages, part_format
+from outlast.storage.snapshots.part_format import Damaged, Part
+from outlast.storage.snapshots.rooms import Room, Rooms
+
+VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""Environment variables that name the network interfaces of the ranks."""
+
+
+def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
+    """The address to advertise, and whether to listen on all addresses; on a single machine only 127.0.0.1."""
+    if Env.ADDRESS not in environ:
+        return "127.0.0.1", False
+    named = [name for variable in VARIABLES for name in prefixes(environ.get(variable, ""))]
+    return (_address(named) if named else "") or environ[Env.ADDRESS].strip("[]"), True
+
+
+def prefixes(interfaces: str) -> list[str]:
+    """The interface names in a value such as `eth0,ib` or `=eth0`; none for an exclusion (`^docker`)."""
+    return [] if interfaces.startswith("^") else [name for name in interfaces.removeprefix("=").split(",") if name]
+
+
+def _address(prefixes: list[str]) -> str:
+    """The first address of an interface with one of these prefixes; empty if there is none."""
+    import psutil
+
+    for prefix in prefixes:
+        for name, addresses in sorted(psutil.net_if_addrs().items()):
+            for each in sorted(addresses, key=lambda each: each.family):
+                if name.startswith(prefix) and each.family in (socket.AF_INET, socket.AF_INET6) and "%" not in each.address:
+                    return str(each.address)
+    return ""
+
+
+_STRANGERS = 256
+"""Maximum number of unauthenticated connections; if another arrives, the oldest is closed."""
+_READERS, _REPLICAS = 512, 128
+"""Maximum number of authenticated peers served at a time: of readers, and of senders of replicas, so that neither starve the
+other."""
+_MOST = 768
+"""Maximum number of connections; more wait in the listener's queue. A process may usually have 1,024 files open."""
+_BACKLOG = 1024
+_PROVE_S = 5.0
+
+
+class Port:
+    def __init__(self, rooms: Rooms, key: bytes, environ: Mapping[str, str]) -> None:
+        self._rooms, self._key, self._environ = rooms, key, environ
+        self._changed = threading.Condition()
+        self._strangers: dict[socket.socket, None] = {}
+        """Unauthenticated connections, oldest first."""
+        self._all = 0
+        self._readers, self._replicas = threading.Semaphore(_READERS), threading.Semaphore(_REPLICAS)
+        self._listener: socket.socket | None = None
+        self.address = ""
+        """host:port once the port listens; empty without a key."""
+
+    def start(self) -> None:
+        """Listen. Raises OSError."""
+        if not self._key:
+            return
+        host, everywhere = advertised(self._environ)
+        six = everywhere and socket.has_dualstack_ipv6()
+        bind = ("" if everywhere else host, 0)
+        family = socket.AF_INET6 if six or ":" in bind[0] else socket.AF_INET
+        self._listener = socket.create_server(bind, family=family, dualstack_ipv6=six, backlog=_BACKLOG)
+        self.address = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, name="outlast-snapshots-port", daemon=True).start()
+
+    def close(self) -> None:
+        agent_messages.close(self._listener)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        for sock in agent_messages.accepted(self._listener):
+            with self._changed:
+                if self._strangers and (len(self._strangers) >= _STRANGERS or self._all >= _MOST):
+                    first = next(iter(self._strangers))
+                    del self._strangers[first]
+                    with contextlib.suppress(OSError):  # it has hung up itself
+                        first.shutdown(socket.SHUT_RDWR)
+                self._changed.wait_for(lambda: self._all < _MOST)
+                self._strangers[sock] = None
+                self._all += 1
+            threading.Thread(target=self._serve, args=(sock,), name="outlast-snapshots-peer", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        opened: list[Room] = []
+        try:
+            connection = agent_messages.Connection(agent_messages.patient(agent_messages.between_machines(sock), _PROVE_S))
+            connection.greet(self._key, "decider")
+            request = connection.receive()
+            with self._changed:
+                self._strangers.pop(sock, None)
+            agent_messages.patient(sock)
+            with self._replicas if "put" in request else self._readers:
+                while True:
+                    self._answer(connection, request, opened)
+                    request = connection.receive()
+        except (OSError, ValueError, RecursionError):
+            pass  # it has gone, or is no member
+        finally:
+            for room in opened:
+                self._rooms.release(room)
+            with self._changed:  # before closing: afterwards its descriptor's number may be another socket's
+                self._strangers.pop(sock, None)
+                self._all -= 1
+                self._changed.notify_all()
+            sock.close()
+
+    def _answer(self, connection: agent_messages.Connection, request: dict[str, Any], opened: list[Room]) -> None:
+        try:
+            match request:
+                case {"put": part, "tail": int(tail), "complete": [int(generation), int(step)]}:
+                    self._receive(connection, Part.of(part), tail, (generation, step))
+                case {"open": part}:
+                    room = self._rooms.open(Part.of(part))
+                    opened.append(room)
+                    assert room.part is not None
+                    connection.send({"part": room.part.json(), "tail": room.tail})
+                    connection.write_from(room.file.fd, part_format.PAGE + room.part.bytes, room.tail)
+                case {"items": list(blocks)} if opened:
+                    for block in blocks:
+                        self._send(connection, opened[-1], block)
+                case _:
+                    raise ValueError(f"{request!r:.80} is no request")
+        except OutlastError as problem:
+            connection.send({"problem": str(problem)})
+
+    def _send(self, connection: agent_messages.Connection, room: Room, block: object) -> None:
+        assert room.part is not None
+        match block:
+            case [int(place), int(nbytes)] if 0 <= place <= place + nbytes <= room.part.bytes:
+                connection.write_from(room.file.fd, part_format.PAGE + place, nbytes)
+            case _:
+                raise ValueError(f"{room.part} has no block {block!r:.80}")
+
+    def _receive(self, connection: agent_messages.Connection, part: Part, length: int, complete: tuple[int, int]) -> None:
+        """Receive a replica. The header is written once everything has arrived with the right checksums."""
+        self._rooms.admit(part.run, part.at, complete, part.session, own=False)
+        if length > part_format.LONGEST_TAIL:
+            raise Damaged(f"the index of {part} has {length} bytes")
+        room = self._rooms.take(part.bytes, part.at, replica=True, alive=lambda: connection.send({"soon": True}))
+        held = False
+        try:
+            connection.send({"go": True})
+            tail = bytearray(length)
+            connection.read_into(memoryview(tail))
+            index, crcs = part_format.read_tail(part, bytes(tail))
+            wrong = ""
+            for item, expected in zip(index, crcs, strict=True):
+                for (place, nbytes), crc in zip(item.blocks(), expected, strict=True):
+                    block = room.file.data[place : place + nbytes]
+                    connection.read_into(block)
+                    if crc32.update(block) != crc:
+                        wrong = f"{item.key:.80} of {part} has arrived with a wrong checksum"
+            if wrong:
+                raise Damaged(wrong)
+            self._rooms.hold(room, dataclasses.replace(part, replica=True), index, bytes(tail))
+            held = True
+            connection.send({"held": True})
+        finally:
+            if not held:
+                self._rooms.release(room)

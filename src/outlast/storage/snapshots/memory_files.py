@@ -1,0 +1,80 @@
+"""The machine's memory for snapshots, and files in memory whose pages are touched before use.
+
+Whatever the `budget`, a tenth of the memory stays free: a worker that is OOM-killed is worse than one without snapshots.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+
+from outlast.base import machine_memory
+from outlast.storage.snapshots import budget, part_format
+
+
+class Machine(machine_memory.Machine):
+    """The machine's memory, as the kernel reports it."""
+
+    def budget(self, requested: budget.Requested, workers: int) -> budget.Budget:
+        """Memory for the snapshots of one of `workers` workers on this machine."""
+        machine = self.machine()
+        total, free = machine.get("MemTotal", 0), machine.get("MemAvailable", 0)
+        shared = total // workers, max(0, total // workers - free // workers)
+        limit, used = min([*self.groups(), shared])
+        return budget.budget(requested, limit, used, free // workers)
+
+
+_PIECE = 4 << 30
+"""Bytes allocated at a time, which takes about a second."""
+
+
+class File:
+    """A file in memory for one part: a header page and `size` bytes of data, with all pages touched; a tail may be written after
+    them.
+
+    Calls `alive` between pieces. Raises OSError if there is not enough memory, and any exception that `alive` raises.
+    """
+
+    def __init__(self, size: int, alive: Callable[[], None] = lambda: None) -> None:
+        self.size = size
+        self.fd = os.memfd_create("outlast-snapshot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            end = part_format.PAGE + size
+            os.posix_fallocate(self.fd, 0, min(_PIECE, end))
+            for at in range(_PIECE, end, _PIECE):
+                alive()
+                os.posix_fallocate(self.fd, at, min(_PIECE, end - at))
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # so nobody who maps it ever gets SIGBUS
+            self._whole = memoryview(mmap.mmap(self.fd, end))
+            self.data = self._whole[part_format.PAGE :]
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    @property
+    def torn(self) -> bool:
+        """Whether a rank has begun to overwrite the part."""
+        return not self._whole[0]
+
+    def clear(self) -> None:
+        os.pwrite(self.fd, bytes(part_format.PAGE), 0)
+
+    def finish(self, part: part_format.Part, tail: bytes) -> None:
+        """Write the tail, then the header, which makes the file a part."""
+        _write(self.fd, tail, part_format.PAGE + part.bytes)
+        _write(self.fd, part_format.header(part, len(tail)), 0)
+
+    def close(self) -> None:
+        """Free the memory once nobody maps it; a thread that has just finished may still hold a slice of `data`."""
+        self.data.release()
+        self._whole.release()
+        os.close(self.fd)
+
+
+def _write(fd: int, data: bytes, at: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(fd, rest, at)
+        rest, at = rest[written:], at + written

@@ -1,0 +1,131 @@
+"""The snapshot that a world resumes from: the newest whose parts can all be reached. Pure.
+
+Each worker reports the parts in its memory, its own and replicas of other workers' parts (`Held`). A snapshot counts if it has
+the unique part of every rank of its world, and the shared parts of all ranks of one worker. The snapshot must belong to this run,
+and to this generation or an earlier one. Parts of two snapshots are never combined, whatever their steps: the result would be a
+state that training never had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from outlast.storage.snapshots.part_format import Part
+
+At = tuple[int, int]
+"""(generation, step), by which snapshots and checkpoints are ordered."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A part in the memory of a worker."""
+
+    part: Part
+    address: str
+    """Address of the worker's agent."""
+
+
+Holders = tuple[Held, ...]
+"""All copies of one part."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A snapshot whose parts can all be reached."""
+
+    at: At
+    unique: tuple[Holders, ...]
+    """Holders of the unique parts, by rank in the world that made the snapshot."""
+    shared: tuple[tuple[Holders, ...], ...]
+    """Complete sets of shared parts, each by local rank. Any set is enough; workers that shard the state alike hold the same
+    set."""
+
+    @property
+    def parts(self) -> list[Part]:
+        return [holders[0].part for holders in (*self.unique, *self.shared[0])]
+
+    def __str__(self) -> str:
+        return f"the snapshot of step {self.at[1]} (generation {self.at[0]})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Election:
+    """The snapshots to resume from, and why newer ones were rejected."""
+
+    candidates: tuple[Candidate, ...]
+    """Newest first."""
+    reasons: tuple[str, ...]
+    """A sentence for each rejected snapshot that is newer than the newest candidate."""
+
+
+def newest(held: Iterable[Held], run: str, generation: int) -> Election:
+    """The snapshots of `run` that a world of `generation` may resume from."""
+    groups: dict[tuple[At, str, int], list[Held]] = {}
+    foreign: set[str] = set()
+    for each in held:
+        part = each.part
+        if part.run != run:
+            foreign.add(f"run {part.run} is another run than {run}: its snapshot of step {part.step} does not count")
+        elif part.generation > generation:
+            foreign.add(f"generation {part.generation} is not over: its snapshot of step {part.step} is not for {generation}")
+        else:
+            groups.setdefault((part.at, part.session, part.world), []).append(each)
+    candidates: list[Candidate] = []
+    reasons = sorted(foreign)
+    for (at, _, world), group in sorted(groups.items(), key=lambda group: group[0], reverse=True):
+        candidate = _candidate(at, world, group)
+        if isinstance(candidate, Candidate):
+            candidates.append(candidate)
+        elif not candidates:
+            reasons.append(candidate)
+    return Election(tuple(candidates), tuple(reasons))
+
+
+def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
+    """The snapshot that these parts form, or the reason why they do not form one."""
+    name = f"the snapshot of step {at[1]} (generation {at[0]})"
+    by_rank: dict[int, list[Held]] = {}
+    by_worker: dict[int, dict[int, list[Held]]] = {}
+    for each in held:
+        part = each.part
+        if part.kind == "unique":
+            by_rank.setdefault(part.rank, []).append(each)
+        else:
+            by_worker.setdefault(part.worker, {}).setdefault(part.local_rank, []).append(each)
+    unique: list[Holders] = []
+    for rank in range(world):
+        if rank not in by_rank:
+            return f"{name} lacks what rank {rank} of {world} alone had"
+        same = _same(by_rank[rank])
+        if not same:
+            return f"{name} is there in two versions of what rank {rank} alone had"
+        unique.append(same)
+    whole: dict[tuple[str, ...], list[list[Held]]] = {}
+    for _, by_local_rank in sorted(by_worker.items()):
+        if complete := _whole(by_local_rank):
+            merged = whole.setdefault(tuple(holders[0].part.digest for holders in complete), [[] for _ in complete])
+            for holders, more in zip(merged, complete, strict=True):
+                holders += more
+    shared = tuple(tuple(tuple(holders) for holders in merged) for merged in whole.values())
+    return Candidate(at, tuple(unique), shared) if shared else f"{name} lacks a whole set of what all ranks had"
+
+
+def _whole(by_local_rank: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
+    """A worker's shared parts by local rank; empty if one is missing."""
+    ranks = next(iter(by_local_rank.values()))[0].part.local_ranks
+    shared = tuple(_same(by_local_rank.get(local, ())) for local in range(ranks)) if len(by_local_rank) >= ranks else ()
+    return shared if all(shared) else ()
+
+
+def _same(held: Sequence[Held]) -> Holders:
+    """The holders of the right copy. If copies differ, the copy of the worker that wrote the part is right; without that worker,
+    none counts."""
+    originals = {each.part.digest for each in held if not each.part.replica}
+    digests = originals or {each.part.digest for each in held}
+    if len(digests) != 1:
+        return ()
+    [digest] = digests
+    return tuple(
+        sorted((each for each in held if each.part.digest == digest), key=lambda each: (each.part.replica, each.address))
+    )

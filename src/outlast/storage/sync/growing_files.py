@@ -1,0 +1,270 @@
+"""Files in a store that only grow: logs, the ledger, metrics. A push adds the new bytes as an object that is never replaced.
+
+    logs/worker-0.log                                              the file
+    logs/worker-0.parts/00000000-0-8c736521.log                    its objects, one per push: number, offset, crc32
+    logs/worker-0.parts/00000001-5242880-11cdfc7b.log
+
+When a file was truncated (`metrics.jsonl`, if a run resumes from an earlier step), the next part begins before the end of the
+last one: writing all parts in order produces the file (`as_file`). Logs and ledgers are never truncated, so the store keeps bytes
+that a machine has lost (`pieces`).
+
+The parts are the only state: a sender continues after the last part that matches the file. `agent.upload` sends, `ownership` and
+`stored` fetch, the command line reads. Docs: docs/decisions/0019-growing-files.md.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from outlast.base import crc32
+from outlast.base.errors import Denied, NoBucket, Stopped, StoreError, Unreachable
+from outlast.job import contract
+from outlast.storage.store import Store
+from outlast.storage.sync import tree
+
+T = TypeVar("T")
+
+PART = 8 << 20
+"""Maximum size of a part in bytes: it takes one request, and fits into memory."""
+_AT_ONCE = 8
+_PIECE = 1 << 20
+"""Bytes of a part read at a time by `pieces`."""
+AHEAD = 32
+_HELD = 64 << 20
+_HELD_READ = 8 << 20
+"""Number of concurrent requests for parts (most are small), and bytes read ahead by a fetch and by a stream (there may be many
+streams)."""
+_REMEMBERED = 16
+"""Number of parts per file that the sender remembers; if none of them matches the file, it lists all parts."""
+_NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
+
+
+class Part(NamedTuple):
+    """An object with the bytes of a file from `start` to `end`."""
+
+    key: str
+    number: int
+    start: int
+    size: int
+    crc32: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+
+def grows(path: str) -> bool:
+    """Whether a path below a job's output is a growing file."""
+    directory, _, name = path.rpartition("/")
+    return path == contract.METRICS or (directory, os.path.splitext(name)[1]) in (
+        (contract.LOGS, ".log"),
+        (contract.LEDGER, ".jsonl"),
+    )
+
+
+def place(path: str) -> str:
+    """The directory of a file's parts."""
+    return f"{os.path.splitext(path)[0]}.parts"
+
+
+def is_part(key: str) -> bool:
+    directory, _, name = key.rpartition("/")
+    stem, ext = os.path.splitext(name)
+    return directory.endswith(".parts") and _NAME.fullmatch(stem) is not None and grows(directory.removesuffix(".parts") + ext)
+
+
+def files(store: Store) -> list[str]:
+    """The growing files that have parts in a store."""
+    paths = set()
+    for directory, ext in (("", os.path.splitext(contract.METRICS)[1]), (contract.LOGS, ".log"), (contract.LEDGER, ".jsonl")):
+        for name in store.names(directory):
+            path = f"{directory}/" * bool(directory) + name.removesuffix(".parts") + ext
+            if name.endswith(".parts") and grows(path):
+                paths.add(path)
+    return sorted(paths)
+
+
+def parts(store: Store, path: str) -> list[Part]:
+    """The parts of a file, in the order in which they were written."""
+    parts = []
+    for entry in store.entries(place(path)):
+        stem, ext = os.path.splitext(entry.key.rpartition("/")[2])
+        if (name := _NAME.fullmatch(stem)) and ext == os.path.splitext(path)[1]:
+            parts.append(Part(entry.key, int(name[1]), int(name[2]), entry.size, int(name[3], 16)))
+    return sorted(parts, key=lambda part: part[1:])
+
+
+def as_file(parts: Sequence[Part]) -> list[tuple[Part, int]]:
+    """The parts that make up the file, each with the offset from which later parts replace it.
+
+    If two parts have the same number, one is from a sender that had been superseded; the part that later parts continue counts.
+    """
+    made, limit = [], None
+    for _, group in itertools.groupby(reversed(parts), lambda part: part.number):
+        same = list(group)
+        part = next((each for each in same if each.end == limit), same[0])
+        end = part.end if limit is None else min(part.end, limit)
+        if part.start < end:
+            made.append((part, end))
+        limit = part.start if limit is None else min(limit, part.start)
+    return made[::-1]
+
+
+class Sender:
+    """Sends new bytes of the files below `root`. Use only one sender per directory at a time."""
+
+    def __init__(self, store: Store, root: Path) -> None:
+        self._store, self._root = store, root
+        self._parts: dict[str, list[Part]] = {}
+        self._tried: dict[str, Part] = {}
+        """Parts whose arrival is uncertain. They are sent again unchanged, and so stored once."""
+        self.failed: list[tuple[str, str]] = []
+        """Files that the last push could not read or send, with the reason."""
+
+    def forget(self, path: str) -> None:
+        self._parts.pop(path, None)
+
+    def push(self, paths: Iterable[str], stop: threading.Event) -> int:
+        """Send the new bytes of these files; returns the number of bytes. Raises Stopped, and errors that concern all files, such
+        as Unreachable."""
+        self.failed = []
+        with ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
+            return sum(pool.map(lambda path: self._try(path, stop), paths))
+
+    def _try(self, path: str, stop: threading.Event) -> int:
+        if wrong := self._store.impossible(f"{place(path)}/{0:08d}-{0}-{0:08x}{os.path.splitext(path)[1]}"):
+            printable = path.encode(errors="backslashreplace").decode()
+            self.failed.append((printable, f"it cannot be the name of an object: {wrong}; rename it"))
+            return 0
+        try:
+            return self._push(path, stop)
+        except FileNotFoundError:
+            return 0
+        except (Stopped, NoBucket, Denied, Unreachable):  # the others would fail, too
+            raise
+        except StoreError as error:
+            self.forget(path)
+            self.failed.append((path, str(error)))
+            return 0
+        except OSError as error:
+            self.failed.append((path, f"it cannot be read: {error.strerror}"))
+            return 0
+
+    def _push(self, path: str, stop: threading.Event) -> int:
+        if path not in self._parts:
+            self._parts[path] = parts(self._store, path)[-_REMEMBERED:]
+        recent, sent = self._parts[path], 0
+        with (self._root / path).open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            at = self._behind(file.fileno(), size, path)
+            while at < size:
+                if stop.is_set():
+                    raise Stopped(f"pushing {path} was stopped")
+                part, data = self._next(path, file.fileno(), at, min(PART, size - at))
+                if not data:
+                    break
+                self._tried[path] = part
+                self._store.put(part.key, data)
+                del self._tried[path]
+                recent.append(part)
+                del recent[:-_REMEMBERED]
+                at, sent = part.end, sent + part.size
+        return sent
+
+    def _next(self, path: str, file: int, start: int, size: int) -> tuple[Part, bytes]:
+        number = max((part.number for part in self._parts[path]), default=-1) + 1
+        if tried := self._tried.get(path):
+            data = os.pread(file, tried.size, tried.start)
+            if tried.number == number and tried.start == start and crc32.update(data) == tried.crc32:
+                return tried, data
+            number = max(number, tried.number + 1)
+        data = os.pread(file, size, start)
+        crc = crc32.update(data)
+        key = f"{place(path)}/{number:08d}-{start}-{crc:08x}{os.path.splitext(path)[1]}"
+        return Part(key, number, start, len(data), crc), data
+
+    def _behind(self, file: int, size: int, path: str) -> int:
+        """The offset after which the store lacks bytes of the file: the end of the last part that matches the file."""
+        recent = self._parts[path]
+        at = self._matching(file, size, recent)
+        if at is None and len(recent) == _REMEMBERED:
+            at = self._matching(file, size, parts(self._store, path))
+        return at or 0
+
+    def _matching(self, file: int, size: int, parts: Sequence[Part]) -> int | None:
+        for part, end in reversed(as_file(parts)):
+            if end == part.end <= size:
+                data = os.pread(file, part.size, part.start)
+                if len(data) == part.size and crc32.update(data) == part.crc32:
+                    return part.end
+        return None
+
+
+def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None) -> bool:
+    """Fetch a file to `to` in one piece unless `to` exists; returns whether it exists now."""
+    made = as_file(parts(store, path))
+    if to.exists() or not made:
+        return to.exists()
+    with tree.AtomicFile(str(to)) as partial, ThreadPoolExecutor(AHEAD, "outlast-growing") as pool:
+
+        def write(part: Part, start: int, end: int) -> None:
+            if stop is not None and stop.is_set():
+                raise Stopped(f"fetching {path} was stopped")
+            tree.write(partial.fd, store.range(part.key, start - part.start, end - part.start), start)
+
+        pieces = ((part, at, min(end, at + PART)) for part, end in made for at in range(part.start, end, PART))
+        for _ in _ahead(pool, ((end - at, write, (part, at, end)) for part, at, end in pieces), _HELD):
+            pass
+        partial.finish_unless_there()
+    return True
+
+
+def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]:
+    """Stream the bytes of a file: the present state of metrics, and everything ever pushed of logs and ledgers. Threads of
+    `thread_pool` read ahead."""
+    every = parts(store, path)
+    made = as_file(every) if path == contract.METRICS else [(part, part.end) for part in every]
+    ranges = ((part, at, min(end - part.start, at + _PIECE)) for part, end in made for at in range(0, end - part.start, _PIECE))
+    jobs = ((end - start, store.range, (part.key, start, end)) for part, start, end in ranges)
+    yield from map(bytes, _ahead(pool, jobs, _HELD_READ))
+
+
+def since(store: Store, path: str, start: int) -> bytes:
+    """The present bytes of a file from offset `start` on; empty beyond its end."""
+    later = [(part, max(start, part.start), end) for part, end in as_file(parts(store, path)) if end > start]
+    return b"".join(bytes(store.range(part.key, at - part.start, end - part.start)) for part, at, end in later)
+
+
+def _ahead(pool: ThreadPoolExecutor, jobs: Iterable[tuple[int, Callable[..., T], tuple[Any, ...]]], most: int) -> Iterator[T]:
+    """The results of jobs (bytes, function, arguments) in order, with at most `most` bytes in flight or waiting to be used."""
+    pending: collections.deque[tuple[int, Future[T]]] = collections.deque()
+    held = 0
+    for size, do, arguments in jobs:
+        while pending and (held + size > most or len(pending) >= AHEAD):
+            first_size, first = pending.popleft()
+            held -= first_size
+            yield first.result()
+        pending.append((size, pool.submit(do, *arguments)))
+        held += size
+    while pending:
+        yield pending.popleft()[1].result()
+
+
+def tail(store: Store, path: str, count: int) -> list[bytes]:
+    """The last `count` lines of a log; reads no more parts than needed."""
+    text = b""
+    for part in reversed(parts(store, path)):
+        for end in range(part.size, 0, -PART):
+            text = bytes(store.range(part.key, max(0, end - PART), end)) + text
+            lines = text.splitlines()
+            if len(lines) > count:
+                return lines[len(lines) - count :]
+    return text.splitlines()[-count:] if count else []

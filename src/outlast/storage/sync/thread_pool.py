@@ -1,0 +1,153 @@
+"""A thread pool for many small jobs in bounded memory: requests to a store, files to read.
+
+It starts small and doubles while throughput grows: loopback needs 8 threads, a distant store 100. The caller receives every
+outcome in its own thread, so it needs no locks. Called by `transfer` and `push_and_pull`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from outlast.base.errors import Stopped
+
+T = TypeVar("T")
+
+MEMORY = 64 << 20
+"""Maximum bytes of file contents in memory at a time."""
+FEW, MANY = 8, 128
+"""Initial and maximum number of threads."""
+_WINDOW_S = 0.5
+"""How long throughput is measured before threads are added."""
+_LEAVE_S = 3.0
+"""How long jobs in progress may go on after a stop."""
+
+
+class Job(NamedTuple, Generic[T]):
+    """A function to call, its cost in bytes of memory, and a key for the caller."""
+
+    key: Any
+    cost: int
+    do: Callable[[], T]
+
+
+class Outcome(NamedTuple, Generic[T]):
+    """The result or the error of a job."""
+
+    key: Any
+    result: T | None
+    error: BaseException | None
+
+
+def work(
+    jobs: Iterable[Job[T]],
+    enough: threading.Event,
+    *,
+    stop: threading.Event | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> Generator[Outcome[T], None, None]:
+    """Run jobs in threads and yield their outcomes as they end. Uses at most MEMORY bytes, or the cost of one larger job.
+
+    `tick` is called at least ten times a second. When `stop` is set or the generator is closed, `enough` is set, which jobs
+    should check, and queued jobs are dropped. After `stop`, the outcomes of running jobs are yielded and then Stopped is raised.
+    """
+    source, out, cost = iter(jobs), 0, 0
+    waiting = next(source, None)
+    if waiting is None:
+        return
+    threads = _Threads()
+    begun, moved, previous = time.monotonic(), 0.0, 0.0
+    deadline: float | None = None
+    try:
+        while True:
+            while deadline is None and out < 2 * threads.width:
+                waiting = waiting or next(source, None)
+                if waiting is None or (out and cost + waiting.cost > MEMORY):
+                    break
+                out, cost = out + 1, cost + waiting.cost
+                threads.todo.put(waiting)
+                waiting = None
+            if not out:
+                break
+            tick()
+            if stop is not None and stop.is_set() and deadline is None:
+                deadline = time.monotonic() + _LEAVE_S
+                enough.set()
+                dropped = threads.drop()
+                out, cost = out - len(dropped), cost - sum(job.cost for job in dropped)
+            if deadline is not None and (not out or time.monotonic() > deadline):
+                break
+            try:
+                job, result, error = threads.done.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            out, cost = out - 1, cost - job.cost
+            if not isinstance(error, Stopped):
+                yield Outcome(job.key, result, error)
+            moved += 1 + job.cost / (1 << 20)
+            if (lasted := time.monotonic() - begun) > _WINDOW_S:
+                width, previous = widened(threads.width, previous, moved / lasted)
+                threads.grow(width)
+                begun, moved = time.monotonic(), 0.0
+        if deadline is not None:
+            raise Stopped("stopped; the same again goes on from here")
+    finally:
+        enough.set()
+        threads.leave(time.monotonic() + _LEAVE_S if deadline is None else deadline)
+
+
+def widened(width: int, previous: float, now: float) -> tuple[int, float]:
+    """The next number of threads, given the throughput `now` of `width` threads; and the throughput to compare it with.
+
+    The number doubles if throughput is at least a quarter higher than `previous`, which is 0 at first.
+    """
+    if now < 1.25 * previous or width >= MANY:
+        return width, float("inf")
+    return min(2 * width, MANY), now
+
+
+class _Threads:
+    """Threads that run jobs from `todo` and put their outcomes into `done`; started as needed."""
+
+    def __init__(self) -> None:
+        self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[Any, Any, BaseException | None]] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self.grow(FEW)
+
+    @property
+    def width(self) -> int:
+        return len(self._threads)
+
+    def grow(self, width: int) -> None:
+        while len(self._threads) < width:
+            # Daemon threads, so that a stalled connection does not keep the process alive.
+            thread = threading.Thread(target=self._work, name="transfer", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self) -> None:
+        while (job := self.todo.get()) is not None:
+            try:
+                self.done.put((job, job.do(), None))
+            except BaseException as error:
+                self.done.put((job, None, error))
+
+    def drop(self) -> list[Any]:
+        dropped = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                dropped.append(self.todo.get_nowait())
+        return dropped
+
+    def leave(self, deadline: float) -> None:
+        """Stop all threads after their current job, and wait for them until `deadline` (monotonic)."""
+        self.drop()
+        for _ in self._threads:
+            self.todo.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,313 @@
+"""Copies the state of a step boundary directly into the agent's memory, at every k-th step of training.
+
+A rank divides its state into two parts (`Layout`). The part `shared` has replicated tensors, sharded over the worker's ranks. The
+part `unique` has the state of this rank alone: its shards, its random numbers, and on rank 0 buffers and pickled objects. Tensors
+are cut into chunks as by torch.distributed.checkpoint, keyed by their offsets in the whole tensor, so a snapshot fits a world of
+any size.
+
+Calling `state_dict` of modules and optimizers costs more than copying a small state. So the layout is reused as long as all
+tensors are the same (by identity and address), and only objects are pickled again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
+
+from outlast.storage.snapshots import part_format
+from outlast.storage.snapshots.client import Room
+from outlast.storage.snapshots.part_format import Item, Kind
+from outlast.training import device
+from outlast.training.state import checkpoint, memory_copies
+from outlast.training.state.checkpoint import Collected, State
+from outlast.training.state.stateful_loader import Stateful
+
+EXTRA = ".session"
+"""Key of rank 0's additional data; no name in a state begins with a dot."""
+_ROOM = 1 << 16
+"""Minimum granularity of room sizes in bytes: pickled objects vary in size, and rooms are reused."""
+_ROOMS = 6
+"""Maximum number of rooms that stay mapped and pinned, for both kinds together. Snapshots alternate between two of each kind."""
+
+Signature = tuple[object, ...]
+
+
+@dataclasses.dataclass
+class Content:
+    """A part without a room: chunks of tensors in a fixed order, followed by bytes."""
+
+    kind: Kind
+    chunks: list[tuple[str, torch.Tensor, torch.Size, torch.Size]]
+    """Key, local tensor, size of the whole tensor, and the offsets of the local tensor in it."""
+    index: list[Item] = dataclasses.field(default_factory=list)
+    """One item per chunk."""
+    end: int = 0
+    """Total bytes of the chunks."""
+
+    def lay_out(self) -> None:
+        places, self.end = part_format.laid_out(tensor.nbytes for _, tensor, _, _ in self.chunks)
+        self.index = [
+            Item(
+                key,
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(size),
+                tuple(offsets),
+                tuple(tensor.shape),
+                place,
+                tensor.nbytes,
+            )
+            for (key, tensor, size, offsets), place in zip(self.chunks, places, strict=True)
+        ]
+
+
+class Layout:
+    """The parts of a state on one rank."""
+
+    def __init__(self, state: State, collected: Collected, rank: int, local: tuple[int, int]) -> None:
+        """`local` is the local rank and the number of ranks of this worker."""
+        whole = {key: value for key, value in collected.everybody.items() if not isinstance(value, DTensor)}
+        assigned = checkpoint.assigned_keys(whole, *local)
+        shards = {key: value for key, value in collected.everybody.items() if key not in whole}
+        firsts = {key: value for key, value in collected.rank0.items() if isinstance(value, torch.Tensor)} if rank == 0 else {}
+        shared = Content("shared", chunks({key: whole[key] for key in sorted(assigned)}))
+        unique = Content("unique", chunks({**shards, **firsts}))
+        self.contents = shared, unique
+        for content in self.contents:
+            content.lay_out()
+        self.signature = _signature(state)
+        self.groups = {key: _groups(thing, collected.rank0[f"{key}/rest"]) for key, thing in _optimizers(state)}
+        pointers = set(self.signature)
+        tensors = [tensor for content in self.contents for _, tensor, _, _ in content.chunks]
+        self.reusable = (
+            all(tensor.data_ptr() in pointers for tensor in tensors)
+            and all(self.groups.values())
+            and not any(f"{name}/rest" in collected.rank0 for name, thing in state.items() if isinstance(thing, torch.nn.Module))
+        )
+        """True if the layout is valid as long as the signature is: no tensor was created just for the state dict."""
+
+
+def chunks(flat: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Size, torch.Size]]:
+    """Return this rank's chunks of tensors as torch.distributed.checkpoint would write them.
+
+    A chunk is (key, local tensor, size of the whole tensor, offsets of the local tensor in it).
+    """
+    items: Sequence[WriteItem] = create_default_local_save_plan(dict(flat), True).items
+    chunks = []
+    for item in items:
+        data = item.tensor_data
+        assert data is not None
+        key = item.index.fqn
+        local = _local(flat[key])
+        if local.nbytes or not isinstance(flat[key], DTensor):  # a shard is empty if the world has more ranks than rows
+            chunks.append((key, local, data.size, data.chunk.offsets))
+    return chunks
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.to_local().data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _optimizers(state: State) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    return ((name, thing) for name, thing in state.items() if isinstance(thing, torch.optim.Optimizer))
+
+
+def _signature(state: State) -> Signature:
+    """Return a value that stays equal as long as a layout of the state is valid.
+
+    It changes with the identity, address or shape of a tensor in a module or optimizer, and with the parameters of an optimizer's
+    groups.
+    """
+    signature: list[object] = []
+    for thing in state.values():
+        tensors: list[Any] = []
+        if isinstance(thing, torch.nn.Module):
+            tensors = [*thing.parameters(), *thing.buffers()]
+        elif isinstance(thing, torch.optim.Optimizer):
+            for group in thing.param_groups:
+                signature.append("group")
+                for parameter in group["params"]:
+                    signature.append(id(parameter))
+                    tensors += thing.state[parameter].values() if parameter in thing.state else ()
+        for tensor in tensors:
+            is_tensor = isinstance(tensor, torch.Tensor)
+            signature += (id(tensor), _address(tensor), tensor.shape, tensor.stride()) if is_tensor else ("no tensor",)
+    return tuple(signature)
+
+
+def _groups(optimizer: torch.optim.Optimizer, rest: bytes) -> list[list[str]] | None:
+    """Return the parameter names of each group, or None if more is needed to write the optimizer's `rest` again."""
+    state = checkpoint.unpickled(rest, "optimizer")
+    if state["others"] or [set(group) for group in state["groups"]] != [set(group) for group in optimizer.param_groups]:
+        return None
+    return [group["params"] for group in state["groups"]]
+
+
+def _rest(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> dict[str, Any]:
+    """Return an optimizer's state without tensors, as `checkpoint.collected` does."""
+    groups = [{**group, "params": params} for group, params in zip(optimizer.param_groups, names, strict=True)]
+    return {"kind": type(optimizer).__name__, "groups": groups, "others": {}}
+
+
+class Capture:
+    """The copies of one rank's state, and the rooms that they are made into."""
+
+    def __init__(self, state: State, rank: int, local: tuple[int, int], accelerator: device.Device | None = None) -> None:
+        """`accelerator` defaults to this machine's."""
+        self._state, self._rank, self._local = state, rank, local
+        self._accelerator = accelerator or device.find()
+        self._layout: Layout | None = None
+        self._views: dict[tuple[Kind, int], list[torch.Tensor]] = {}
+        """The tensors in a room, one per chunk, by kind and room."""
+        self._rooms: dict[int, tuple[torch.Tensor, bool]] = {}
+        """The memory of each room, and whether it is pinned; the least recently used room first."""
+        self._stream = self._accelerator.copy_stream()
+        if (stream := self._stream) is not None:
+            for _, optimizer in _optimizers(state):
+                optimizer.register_step_pre_hook(lambda *_: stream.before_changes())
+
+    @property
+    def in_background(self) -> bool:
+        """True if copies continue after `copy` has returned."""
+        return self._stream is not None
+
+    def prepare(self, extra: bytes) -> list[tuple[Content, dict[str, bytes]]]:
+        """Return the parts of the present state, each with its pickled objects. Nothing is copied yet."""
+        layout, objects = self._layout, None
+        if layout is None or not layout.reusable or layout.signature != _signature(self._state):
+            collected = checkpoint.collected(self._state, self._rank)
+            layout = self._layout = Layout(self._state, collected, self._rank, self._local)
+            self._views.clear()
+            objects = {key: value for key, value in collected.own.items() if isinstance(value, bytes)}
+            if self._rank == 0:
+                objects |= {key: value for key, value in collected.rank0.items() if isinstance(value, bytes)}
+        if objects is None:
+            objects = self._objects(layout)
+        if self._rank == 0:
+            objects[EXTRA] = extra
+        shared, unique = layout.contents
+        return [(shared, {}), (unique, objects)]
+
+    def _objects(self, layout: Layout) -> dict[str, bytes]:
+        """Return everything but tensors, as `checkpoint.collected` does, without the checks that have already passed."""
+        quickly = checkpoint.quickly_pickled
+        objects = {f"rng/{self._rank}": quickly(checkpoint.generators())}
+        for name, thing in self._state.items():
+            if isinstance(thing, Stateful):
+                objects[f"{name}/{self._rank}"] = quickly(thing.loader_state())
+            if isinstance(thing, torch.optim.Optimizer):
+                rest: dict[str, Any] | None = _rest(thing, layout.groups[name] or [])
+                name = f"{name}/rest"
+            else:  # every rank calls `state_dict`, since it may be a collective
+                rest = None if isinstance(thing, torch.nn.Module) else thing.state_dict()
+            if rest is not None and self._rank == 0:
+                objects[name] = quickly(rest)
+        return objects
+
+    def copy(self, rooms: Sequence[tuple[Content, Room]]) -> Callable[[], None]:
+        """Copy tensors into their rooms. Returns a function that waits for the copies; on the CPU they are already done.
+
+        On an accelerator, tensors that only optimizers change are copied in parallel with the next step, until its optimizer
+        step. The next forward pass may change other tensors, so their copies are queued before it. Tensors on other devices are
+        copied when the call returns.
+        """
+        self._make_room([room for _, room in rooms])
+        pairs = [
+            pair
+            for content, room in rooms
+            for pair in zip(self._into(content, room), (tensor for _, tensor, _, _ in content.chunks), strict=True)
+        ]
+        stream, accelerator = self._stream, self._accelerator
+        accelerator.mark_step()
+        if stream is None:
+            memory_copies.copy(pairs)
+            accelerator.synchronize()
+            return lambda: None
+        changed = _changed(self._state)
+        memory_copies.copy([pair for pair in pairs if not stream.covers(pair[1])], background=False)
+        covered = [pair for pair in pairs if stream.covers(pair[1])]
+        stream.queue([pair for pair in covered if pair[1].data_ptr() not in changed])
+        with stream.copying():
+            stream.queue([pair for pair in covered if pair[1].data_ptr() in changed])
+
+        def wait() -> None:
+            stream.wait()
+            pairs.clear()  # the references kept the memory of the copied tensors
+
+        return wait
+
+    def _make_room(self, rooms: Sequence[Room]) -> None:
+        """Pin the memory of rooms, and release the least recently used ones."""
+        for room in rooms:
+            entry = self._rooms.pop(room.id, None)
+            if entry is None:
+                memory = torch.frombuffer(room.whole, dtype=torch.uint8)
+                entry = memory, self._accelerator.register(memory)
+            self._rooms[room.id] = entry
+        self._release(list(self._rooms)[:-_ROOMS])  # otherwise rooms that the agent has dropped would stay mapped
+
+    def _release(self, rooms: Sequence[int]) -> None:
+        for key in [key for key in self._views if key[1] in rooms]:
+            del self._views[key]
+        for id in rooms:
+            memory, pinned = self._rooms.pop(id)
+            if pinned:
+                self._accelerator.unregister(memory)
+
+    def close(self) -> None:
+        """Wait for copies in progress, and release all memory."""
+        if self._stream is not None:
+            self._stream.wait()
+        self._release(list(self._rooms))
+
+    def _into(self, content: Content, room: Room) -> list[torch.Tensor]:
+        """Return the tensors in the room, one per chunk."""
+        views = self._views.pop((content.kind, room.id), None)
+        if views is None:
+            memory = self._rooms[room.id][0][part_format.PAGE :]
+            views = [
+                memory[item.place : item.place + item.nbytes].view(tensor.dtype).view(tensor.shape)
+                for item, (_, tensor, _, _) in zip(content.index, content.chunks, strict=True)
+            ]
+        self._views[content.kind, room.id] = views
+        return views
+
+
+def _changed(state: State) -> set[int]:
+    """Return the addresses of the tensors that the optimizers of a state change."""
+    return {
+        _address(tensor)
+        for _, optimizer in _optimizers(state)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for tensor in (parameter, *optimizer.state.get(parameter, {}).values())
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def size(content: Content, objects: Mapping[str, bytes]) -> int:
+    """Return the size in bytes of the room for a part, with a reserve."""
+    _, more = part_format.laid_out(map(len, objects.values()))
+    unit = max(_ROOM, 1 << more.bit_length() >> 4)  # a finer unit would need many new rooms for objects that grow steadily
+    return -(-(content.end + more + 1) // unit) * unit
+
+
+def write_objects(content: Content, objects: Mapping[str, bytes], room: Room) -> tuple[list[Item], int]:
+    """Write the objects of a part into its room, after the tensors. Returns the index and the size in bytes of the part."""
+    places, end = part_format.laid_out(map(len, objects.values()))
+    index = list(content.index)
+    for (key, data), place in zip(objects.items(), places, strict=True):
+        at = content.end + place
+        room.view[at : at + len(data)] = data
+        index.append(Item(key, "bytes", (), (), (), at, len(data)))
+    return index, content.end + end

@@ -1,0 +1,364 @@
+"""Takes snapshots: at every k-th step boundary each rank copies its state into memory that its agent owns.
+
+The boundary is `run.due(step)`. The ranks agree to take a snapshot in the all-reduce that `run.interrupted()` needs anyway. Rank
+0 votes on whether it is time, and every rank on whether its part of the last snapshot is held and replicated and whether it has
+memory for the next. So the next snapshot begins only when the last one is complete, and the last one is kept until the next is
+complete. Training never waits for an agent: a thread requests memory, and boundaries without memory are skipped. If a rank has a
+problem, all ranks give their memory back, except the complete snapshot, and try again later. A snapshot is not a commit: it is
+lost with its workers.
+
+k is the smallest interval at which snapshots take at most a hundredth of the steps' time. This includes the copying, and the
+delay of steps while the agents compute checksums and send replicas.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import logging
+import math
+import os
+import secrets
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outlast.base.errors import OutlastError
+from outlast.job.contract import Env
+from outlast.job.ledger import Ledger
+from outlast.storage.snapshots import replicas
+from outlast.storage.snapshots.client import Client
+from outlast.storage.snapshots.part_format import Part
+from outlast.training.state import snapshot_capture
+from outlast.training.state.snapshot_capture import Capture, Content
+
+log = logging.getLogger("outlast")
+
+SHARE = 0.01
+"""Maximum share of the steps' time that snapshots may take."""
+_STEPS, _SNAPSHOTS = 31, 15
+"""Number of recent steps and of recent snapshots whose medians are used."""
+_LESS = 0.75
+"""Maximum ratio of a shorter interval to the current one at which the interval is shortened: smaller changes are noise."""
+_LEARN = 3
+"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before delays of steps count."""
+_EVENT_S = 10.0
+_FEW = 256
+"""Maximum number of items that the training thread publishes: with more, a frozen agent could block the thread."""
+_PAUSE_S = 600.0
+"""Seconds of pause after the first problem; each further problem doubles the pause."""
+
+
+def interval(cost_s: float, step_s: float) -> int:
+    """Return the number of steps between snapshots, given the cost of a snapshot and the duration of a step without one."""
+    return max(1, math.ceil(cost_s / (SHARE * step_s) - 1e-9)) if step_s > 0 else 1
+
+
+def steady(measured: int, current: int) -> int:
+    """Return the `measured` interval, or the `current` one if the measured one is shorter by no more than noise."""
+    return current if _LESS * current < measured <= current else measured
+
+
+def significant_delay(delays: Sequence[float], steps: Sequence[float]) -> float:
+    """Return the significant part of the delay that a snapshot causes to steps, in seconds.
+
+    This is the part beyond two standard errors of the medians. `delays` has, for each snapshot, the excess time of the steps
+    until it was complete, and `steps` the seconds of steps without snapshots. The variation of steps exceeds the cost of a small
+    snapshot: if half of it count, k would be ten times too large.
+    """
+    if len(delays) < _LEARN or len(steps) < _LEARN:
+        return 0.0
+    middle = statistics.median(steps)
+    # The standard error of one value's median, for a normal distribution.
+    spread = 1.25 * 1.48 * statistics.median(abs(step - middle) for step in steps)
+    return max(0.0, statistics.median(delays) - 2 * spread * math.sqrt(1 / len(delays) + 1 / len(steps)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The identity of this rank's parts, and the holders of their replicas."""
+
+    run: str
+    generation: int
+    world: int
+    rank: int
+    worker: int
+    local_rank: int
+    local_ranks: int
+    session: str = ""
+    """A nonce shared by all ranks, new for each start of their processes."""
+    to: tuple[str, ...] = ()
+    """Addresses of the agents that hold replicas."""
+
+
+def open_(
+    client: Client | None, place: Place, gather: Callable[[Any], list[Any]], ledger: Ledger, report: Callable[..., None]
+) -> Snapshots:
+    """Return the snapshots of this rank. All ranks agree on the holders of replicas. A collective."""
+    own = replicas.Place(client.address, *client.where) if client else replicas.Place("")
+    every = gather((own, place.worker, secrets.token_hex(8)))
+    workers = {worker: where for where, worker, _ in every}
+    to = replicas.holders(list(workers.values()), int(os.environ.get(Env.REPLICAS, "1")))
+    place = dataclasses.replace(place, session=every[0][2], to=to[list(workers).index(place.worker)])
+    return Snapshots(client, place, ledger, report)
+
+
+class Snapshots:
+    """The snapshots of one rank. No rank takes snapshots if one rank has no `client`."""
+
+    def __init__(self, client: Client | None, place: Place, ledger: Ledger, report: Callable[..., None]) -> None:
+        self._client, self._place, self._ledger, self._report = client, place, ledger, report
+        self._clock = time.monotonic
+        self._enabled = self._able = client is not None
+        self._pause_s, self._retry_at = _PAUSE_S, 0.0
+        """Seconds of pause after the next problem, and the time of the next attempt."""
+        self._problem = ""
+        self._sizes: list[int] = []
+        """Sizes in bytes of the last snapshot's parts; empty until the first is prepared."""
+        self._agent_thread: threading.Thread | None = None
+        """The thread that requests memory from the agent or gives it back."""
+        self._pending = self._missed = False
+        """Two flags: the last snapshot is not known to be complete, and our part of it had no memory."""
+        self._capture: Capture | None = None
+        self._extra: Callable[[], dict[str, Any]] = dict
+        self._step = self._taken = 0
+        """The steps of the last boundary and of the last snapshot; 0 before the first."""
+        self._complete = 0, 0
+        self._last: float | None = None
+        self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        self._all_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        self._delays_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
+        """Seconds by which each snapshot has delayed the steps until it was complete."""
+        self._copies_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
+        self._cost_s = 0.0
+        """Last measured cost of a snapshot on this rank, in seconds."""
+        self._delay_s: float | None = None
+        """Seconds by which the incomplete snapshot has delayed steps so far; None without an incomplete snapshot."""
+        self._ended = True
+        self._steps_since = 0
+        self._every, self._logged, self._logged_at = 1 + _LEARN, 0, float("-inf")
+        self._agreed = self._working = self._chosen = False
+        self._copied_s = 0.0
+        self._copying: threading.Thread | None = None
+        self._bytes = 0
+        self._unreplicated = False
+
+    @property
+    def newest(self) -> int:
+        """The step of the newest snapshot that was taken or resumed from; 0 before the first."""
+        return max(self._taken, self._complete[1])
+
+    def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]]) -> None:
+        """Take snapshots of `state` from now on. Rank 0 adds `extra`.
+
+        `complete` is (generation, step) of the snapshot that the run resumed from; (0, 0) without one.
+        """
+        local = self._place.local_rank, self._place.local_ranks
+        if self._capture is not None:  # a new session, so that agents refuse parts of the old state
+            self._capture.close()
+            self._place = dataclasses.replace(self._place, session=f"{self._place.session}+")
+        self._capture = Capture(state, self._place.rank, local) if self._client else None
+        self._complete, self._extra, self._last = complete, extra, None
+        self._enabled = self._able = self._client is not None and bool(state)
+        self._give_back()
+
+    def votes(self) -> tuple[float, ...]:
+        """Return this rank's votes at a boundary; `count` gets their sums over all ranks."""
+        first = self._place.rank == 0
+        if not self._enabled:
+            return float(first and self._able and self._clock() >= self._retry_at), 0.0, float(not self._able), 0.0, 0.0, 0.0
+        due = first and self._capture is not None and (not self._taken or self._steps_since + 1 >= self._every)
+        if self._working:
+            self._working = not self._replicated()
+        unready = not self._ready()
+        return tuple(map(float, (due, self._working, bool(self._problem), unready, self._missed, self._cost_s)))
+
+    def count(self, sums: Sequence[float]) -> None:
+        """Act on the sums of all ranks' votes."""
+        due, working, problems, unready, missed, cost = sums
+        self._agreed = self._enabled and due > 0 and not any((working, problems, unready, missed))
+        if problems and self._enabled:
+            self._stop()
+        elif due and not problems and not self._enabled:
+            self._enabled, self._problem = True, ""
+        if self._pending and not working:
+            self._pending, self._ended = False, True
+            if missed:  # all ranks try again
+                self._missed, self._steps_since = False, self._every
+                return
+            self._complete, self._pause_s = (self._place.generation, self._taken), _PAUSE_S
+            self._choose(cost / self._place.world)
+            self._report(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
+
+    def _stop(self) -> None:
+        if self._problem:
+            log.warning("outlast: no snapshots are taken for %.0f minutes: %s", self._pause_s / 60, self._problem)
+            self._report(warning=self._problem)
+        self._report(every=0)
+        self._enabled, self._problem = False, ""
+        self._retry_at, self._pause_s = self._clock() + self._pause_s, 2 * self._pause_s
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Give all memory back to the agent, which keeps the complete snapshot."""
+        client, complete = self._client, self._complete
+        if self._capture is not None and client is not None and self._sizes:
+            self._capture.close()
+            self._run(lambda: client.give_back(complete))
+        self._sizes, self._pending, self._working, self._missed = [], False, False, False
+
+    def _ready(self) -> bool:
+        """Return whether the next snapshot has memory, assuming that the current one is complete. Requests missing memory."""
+        client, sizes, generation = self._client, self._sizes, self._place.generation
+        if client is None or not sizes or (self._agent_thread is not None and self._agent_thread.is_alive()):
+            return False
+        complete = (generation, self._taken) if self._pending else self._complete
+        if not (ready := client.spare(sizes, complete)) and not self._pending:
+            at = generation, self._step + 1
+            self._run(lambda: client.reserve(sizes, at, complete, self._place.session))
+        return ready
+
+    def _run(self, task: Callable[[], None]) -> None:
+        """Run a function that waits for the agent in a thread."""
+
+        def run() -> None:
+            try:
+                task()
+            except OutlastError as problem:
+                self._problem = str(problem)
+
+        self._agent_thread = threading.Thread(target=run, name="outlast-snapshot-rooms", daemon=True)
+        self._agent_thread.start()
+
+    def boundary(self, step: int) -> None:
+        """Take a snapshot after `step` if all ranks have agreed to do so.
+
+        While `_sizes` is empty, only determine the sizes and request memory.
+        """
+        now = time.monotonic()
+        if self._last is not None:
+            self._measure(now - self._last)
+        self._steps_since += 1
+        self._step = step
+        if self._enabled and self._capture is not None and (self._agreed or not self._sizes) and step > self._taken:
+            try:
+                self._take(step, self._capture)
+            except OutlastError as problem:
+                self._problem = str(problem)
+            except Exception as error:  # training must go on, even with a state that a snapshot cannot hold
+                self._problem = f"the state of step {step} cannot be copied: {error!r}"
+            self._copied_s += time.monotonic() - now
+        self._agreed = False
+        self._last = time.monotonic()
+
+    def _measure(self, step_s: float) -> None:
+        self._all_s.append(step_s)
+        if self._delay_s is None:
+            self._steps_s.append(step_s)
+            return
+        if self._steps_s:  # an evaluation counts as at most two steps
+            typical_s = self._step_s()
+            self._delay_s += min(step_s, 2 * typical_s) - typical_s
+        if self._ended:
+            self._delays_s.append(self._delay_s)
+            self._delay_s = None
+            copied_s = statistics.median(self._copies_s) if self._copies_s else 0.0
+            self._cost_s = copied_s + significant_delay(self._delays_s, self._steps_s)
+
+    def _step_s(self) -> float:
+        """Return the seconds of a step without snapshots. Steps with snapshots give an upper bound."""
+        return min(statistics.median(self._steps_s), statistics.median(self._all_s))
+
+    def spent_s(self) -> float:
+        """Return the seconds spent on copying since the last call."""
+        spent, self._copied_s = self._copied_s, 0.0
+        return spent
+
+    def _take(self, step: int, capturing: Capture) -> None:
+        assert self._client is not None
+        place, at = self._place, (self._place.generation, step)
+        begun = time.monotonic()
+        extra = json.dumps(self._extra()).encode() if place.rank == 0 else b""
+        contents = capturing.prepare(extra)
+        first, self._sizes = not self._sizes, [snapshot_capture.size(content, objects) for content, objects in contents]
+        if first:
+            self._ready()
+            return
+        self._taken, self._steps_since, self._delay_s, self._ended, self._pending = step, 0, 0.0, False, True
+        if not self._client.spare(self._sizes, self._complete):  # the state has grown
+            self._missed = True
+            return
+        rooms = self._client.rooms(self._sizes, at, self._complete)
+        copied = capturing.copy([(content, room) for (content, _), room in zip(contents, rooms, strict=True)])
+        parts = []
+        for (content, objects), room in zip(contents, rooms, strict=True):
+            index, size = snapshot_capture.write_objects(content, objects, room)
+            parts.append((room, self._part(content, step, size), index))
+        self._bytes, self._working = sum(part.bytes for _, part, _ in parts), True
+
+        def publish() -> None:
+            assert self._client is not None
+            try:
+                copied()
+                for room, part, index in parts:
+                    to = place.to if part.kind == "unique" else ()
+                    self._client.publish(room, part, index, to=to, complete=self._complete)
+            except Exception as error:  # in a thread it would be lost
+                self._problem = f"the state of step {step} cannot be copied: {error!r}"
+
+        if capturing.in_background or sum(len(index) for _, _, index in parts) > _FEW:
+            self._copying = threading.Thread(target=publish, name="outlast-snapshot", daemon=True)
+            self._copying.start()
+        else:
+            publish()
+        self._copies_s.append(time.monotonic() - begun)
+
+    def _part(self, content: Content, step: int, size: int) -> Part:
+        place = self._place
+        who = place.world, place.rank, place.worker, place.local_rank, place.local_ranks
+        return Part(place.run, place.generation, step, *who, content.kind, bytes=size, session=place.session)
+
+    def _replicated(self) -> bool:
+        """Return whether the agent holds this rank's parts of the last snapshot and has replicated them as far as possible."""
+        assert self._client is not None
+        if self._copying is not None and self._copying.is_alive():
+            return False
+        if self._problem:
+            return True
+        states = self._client.poll()
+        for kind in ("shared", "unique"):
+            state = states.get((kind, self._taken), "")
+            word, _, why = state.partition("; ")
+            if word not in ("", "held", "replicated"):
+                self._problem = state
+                return True
+            if why:
+                if not self._unreplicated:
+                    log.warning("outlast: %s; if this worker is lost, training goes on from an older state", why)
+                self._unreplicated = True
+            elif not word or (word == "held" and kind == "unique" and self._place.to):
+                return False
+        return True
+
+    def _choose(self, cost_s: float) -> None:
+        """Choose k on rank 0 from the ranks' mean cost of a snapshot."""
+        if self._place.rank > 0 or len(self._steps_s) < _LEARN:
+            return
+        step_s = self._step_s()
+        measured = interval(cost_s, step_s)
+        self._every = steady(measured, self._every) if self._chosen else measured
+        self._chosen = True
+        now = time.monotonic()
+        if self._every != self._logged and now - self._logged_at >= _EVENT_S:
+            self._logged, self._logged_at = self._every, now
+            copied_s = round(statistics.median(self._copies_s), 6)
+            reason = (
+                f"a snapshot takes {1e3 * cost_s:.1f} ms, {1e3 * copied_s:.1f} ms of it to copy, and a step {1e3 * step_s:.1f} ms"
+            )
+            self._ledger.write(
+                "snapshots", generation=self._place.generation, every=self._every, step=self._taken, copied_s=copied_s,
+                bytes=self._bytes, replicas=len(self._place.to), reason=reason,
+            )  # fmt: skip

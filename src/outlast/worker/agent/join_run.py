@@ -1,0 +1,179 @@
+"""The decision which run a worker's pod belongs to, recorded in `run.json` in the job's output.
+
+All pods of a job share a name: the digest of their job file, or the name of a submission. That name is recorded as the owner of a
+run, and is the id of a new run. Every pod decides on its own, and all make the same decision:
+
+    no record, or another owner's run that has succeeded            begin a run
+    a run that has not succeeded                                    continue it: a changed file is still the same training
+    the same, and another namespace or cluster trains it now        end with an error
+    the same, and we were submitted with --fresh                    begin a run; files of the old run move to `previous/`
+    a run that has not ended, and a later file has taken it from us end as a zombie
+    our run, and it has ended                                       end in the same way
+
+If the output is lost with a pod, so is the record. A new worker then queries the workers that stay up after the end
+(`query_end`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from outlast.base import file_locks
+from outlast.base.errors import Superseded
+from outlast.job import contract
+from outlast.storage import checkpoints, runs, store
+from outlast.storage.checkpoints import in_store, register
+from outlast.storage.runs import heartbeat
+from outlast.storage.runs.output import OWN
+from outlast.storage.sync import growing_files
+
+_ADVICE = (
+    "end it there, or give this job another name or output. "
+    "To take the run from it, delete this job and submit it with --take-over; --fresh begins another run"
+)
+_AUTHORITIES = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
+_ANSWER_S = 3.0
+_MOST_QUERIED = 8
+"""Maximum number of workers to query; a single answer is enough."""
+_CODES = {"Succeeded": contract.Exit.DONE, "Failed": contract.Exit.GIVEN_UP, "Cancelled": contract.Exit.GIVEN_UP}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a run. A worker that starts later ends in the same way."""
+
+    run: str
+    reason: str
+    code: int
+
+    def dumps(self) -> str:
+        """Return the answer to a query by `query_end`."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def query_end(others: Sequence[str], run: str) -> Ended | None:
+    """Query the workers at these `host:port`, which stay up after the end, for the end of the run; returns None without an
+    answer."""
+
+    def query(address: str) -> Ended | None:
+        try:
+            with urllib.request.urlopen(f"http://{address}/end", timeout=_ANSWER_S) as answer:
+                end = Ended(**json.load(answer))
+        except (OSError, ValueError, TypeError):  # it has ended, still trains, or runs another version
+            return None
+        return end if end.run == run else None
+
+    with ThreadPoolExecutor(_MOST_QUERIED) as pool:
+        return next(filter(None, pool.map(query, others[:_MOST_QUERIED])), None)
+
+
+def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
+    """Return `host:port` of the probes of all other workers. Their host names derive from pod 0 at `endpoint`
+    (`c10d://NAME-0.SERVICE...`), or from `me`, this pod's full name: `NAME-2.SERVICE...` is worker 2."""
+    at_0 = endpoint.startswith("c10d://")
+    host = (urllib.parse.urlsplit(endpoint).hostname or "") if at_0 else me
+    name, _, domain = host.partition(".")
+    stem, _, number = name.rpartition("-")
+    if number != str(0 if at_0 else index) or not domain:
+        return []
+    return [f"{stem}-{n}.{domain}:{contract.Pod.PROBE_PORT}" for n in range(workers) if n != index]
+
+
+def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
+    """Return the identity of the place that trains this pod's job, see `runs.heartbeat`. All pods of the job share it.
+
+    A job of an operator is identified by its run, any other job by the cluster's certificate authorities, if readable. After a
+    change of the authorities, old and new pods count as two owners.
+    """
+    name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
+    if contract.Env.MEMBER in environ:
+        return f"{name} ({environ[contract.Env.RUN]})"
+    with contextlib.suppress(OSError):
+        return f"{name} of cluster {hashlib.sha256(authorities.read_bytes()).hexdigest()[:8]}"
+    return name
+
+
+def take(
+    where: store.Store, new: runs.Run, *, home: str = "", fresh: bool = False, say: Callable[[str], None] = lambda _: None
+) -> str | Ended:
+    """Continue the run in this place, or begin `new`. Returns the id of the run. Waits while another `home` may be training it.
+    Raises AlreadyRunning if another `home` trains it, Superseded if a later owner has taken it from us, and StoreError."""
+    current = runs.read(where)
+    if current and current.ended and current.owner == new.owner:
+        reason = f"run {current.run} has ended before ({current.state}: {current.reason}); nothing is left to do"
+        return Ended(current.run, reason, _CODES[current.state])
+    if current and not current.ended and new.owner in current.before:
+        raise Superseded(
+            f"run {current.run} in {where.url} belongs to a later version of this job; delete this version, or the later one, "
+            "and submit this version again"
+        )
+    if current and not current.ended and not fresh and home:
+        heartbeat.wait(where, current.run, home, advice=_ADVICE, say=say)
+    if current is None or current.succeeded or (fresh and current.owner != new.owner):
+        current = runs.claim(where, new, replace=fresh)
+    if current.aside:
+        runs.archive(where, current.run)
+    if current.ended or current.owner != new.owner:
+        runs.acquire(where, current.run, new.owner)
+    return current.run
+
+
+def set_aside(output: Path, run: str, say: Callable[[str], None] = lambda _: None) -> None:
+    """Move another run's files in this directory to `previous/`, as in the store. They may be on a volume that outlives pods and
+    that workers share."""
+    directory = output / contract.CHECKPOINTS
+    if checkpoints.owner(directory) in ("", run):
+        return
+    with file_locks.exclusive(output / OWN / "room", waiting=lambda: None, stop=threading.Event()):
+        if (other := checkpoints.owner(directory)) in ("", run):
+            return
+        aside = output / runs.PREVIOUS / other
+        aside.mkdir(parents=True, exist_ok=True)
+        entries = [entry for entry in output.iterdir() if entry.name not in (OWN, runs.PREVIOUS, contract.CHECKPOINTS)]
+        for entry in [*entries, directory]:  # checkpoints last, since they record the owner
+            try:
+                entry.rename(next(to for n in range(1 << 30) if not (to := aside / f"{entry.name}{'+' * n}").exists()))
+            except OSError as problem:
+                say(f"{entry} of run {other} cannot be moved to {aside}: {problem.strerror}")
+
+
+def generation(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
+    """Acquire a new generation of the run, after which earlier generations may no longer commit."""
+    new = newest_generation(where, output, run, stored=stored) + 1
+    if stored:
+        in_store.Checkpoints(where, run).acquire(new)
+    return checkpoints.acquire(output / contract.CHECKPOINTS, run, new)
+
+
+def newest_generation(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
+    """Return the newest generation of the run in the output, 0 for none. It may still commit."""
+    here = checkpoints.generation(output / contract.CHECKPOINTS, run)
+    latest = register.read(where, run) if stored else None
+    return max(here, latest.generation if latest else 0)
+
+
+def record(job: str, run: str, owner: str) -> runs.Run:
+    """Create the record of a run that starts now."""
+    return runs.Run(run, job, time.time(), state="Running", owner=owner)
+
+
+def fetch_own(where: store.Store, output: Path, worker: int) -> None:
+    """Fetch this worker's earlier log and ledgers if its disk lacks them, and the metrics, which any worker may continue."""
+    ledgers = [f"{contract.LEDGER}/{name}-{worker}.jsonl" for name in ("agent", "decider", "elastic")]
+    names = [f"{contract.LOGS}/{contract.worker_log(worker)}", *ledgers]
+    if worker == 0:
+        names.append(f"{contract.LEDGER}/decider.jsonl")
+    for name in [*names, contract.METRICS]:
+        if not (output / name).exists():
+            growing_files.fetch(where, name, output / name)

@@ -1,0 +1,307 @@
+"""The worker's elastic agent: torchrun's agent class, kept alive from one world to the next.
+
+torchrun ends when its processes fail for good, and its next start imports torch again. Here the same agent class runs in a loop:
+it reports how each world ended (which process failed first, and why) and waits for the next world. Forked from
+`launch.warm_process` at the request of the worker's agent. It exits with a code of `contract.Exit`, or with the code that the
+coordinator has published.
+
+    elastic PROCESSES GRACE_S RESTARTS COMMAND [ARG ...]        COMMAND as for `launch.training_process`
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from outlast.base import backoff, machine_memory
+from outlast.base.clock import Seen
+from outlast.job import contract, sealed_lines
+from outlast.job.contract import FailureCause
+from outlast.job.ledger import Ledger
+from outlast.job.workerfiles import log_pipe, progress_file
+from outlast.rendezvous import restart_budget, transport
+from outlast.rendezvous.attempts import Past
+from outlast.rendezvous.handler import Handler, member
+from outlast.rendezvous.repairs import Repairs
+from outlast.rendezvous.root_cause import left_early
+from outlast.rendezvous.world import World
+from outlast.worker.launch import rank0_files, shim
+from outlast.worker.launch.training_process import is_secondary
+
+MONITOR_INTERVAL_S = 0.05
+EXIT_TIMEOUT_S = 5.0
+"""Longest time between the error record of a process and the end of that process."""
+MAX_BACKOFF_S = 30.0
+"""Longest delay before a script that exits as if interrupted, although nobody interrupted it, is restarted."""
+EARLY_S = 30.0
+"""How long a script that does not report its steps counts as before its first step; arbitrary."""
+_SCRIPT_ERRORS = (
+    *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
+    *("TypeError", "NameError", "UnboundLocalError", "AttributeError", "SystemExit"),
+)
+"""Errors of a script that is wrong, does not fit the installed packages, or rejects its arguments."""
+_MEMORY = ("OutOfMemoryError", "MemoryError")
+"""Out-of-memory errors of torch, for any accelerator, and of Python."""
+_LOADER = "killed by signal: Killed"
+"""torch's message when the kernel has killed a data loader process."""
+_STEPS = ("first step", "train")
+"""Phases in which a hang is blamed on the step. In the other phases (opening, restoring, saving) a process waits for a store or a
+disk. A plain script that reports no steps counts as being at step 0 if it was silent for longer than it was active."""
+
+
+def main(argv: list[str], *, ready_fd: int | None = None) -> None:
+    """Train in one world after another until the run has ended. `ready_fd` is a pipe that is closed once ranks can be forked.
+    Raises SystemExit."""
+    import torch.distributed.elastic.rendezvous as rendezvous
+
+    processes, grace_s, limit, command = int(argv[0]), argv[1], int(argv[2]), argv[3:]
+    os.environ |= {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", contract.Env.PARENT: str(os.getpid())}  # no round through the store
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we log failures ourselves, in one line
+    state = Path(os.environ[contract.Env.STATE])
+    lost = json.loads(os.environ.pop(contract.Env.LOST, "{}"))
+    run_id, id = os.environ[contract.Env.RUN], int(os.environ[contract.Env.WORKER])
+    client = transport.client(os.environ[contract.Env.RENDEZVOUS], transport.Member(run_id, id, state, processes))
+    host = os.environ.get(contract.Env.ADDRESS, "127.0.0.1")
+    log = Path(os.environ[contract.Env.OUTPUT]) / contract.LOGS / contract.worker_log(id)
+    if ready_fd is not None and transport.others_may_wait(os.environ):
+        os.read(ready_fd, 1)
+    early, kills, seen = 0, restart_budget.Kills(), Seen(time.monotonic)
+    with member(client, run_id=run_id, state=state, host=host, processes=processes, leave_s=float(grace_s)) as handler:
+        handler.key = sealed_lines.key(os.environ)
+        handler.repaired = lambda past: _repaired(past, first=handler.rank == 0)
+
+        def joining() -> None:
+            _forget(state, processes)
+            handler.repairs = handler.repairs or Repairs(id, limit)  # none from earlier worlds
+
+        handler.joining = joining
+        handler.dies = lambda: any(
+            seen.age(rank, record["time"]) < EXIT_TIMEOUT_S for rank, record in _causes(state, processes).items()
+        )
+        if lost:
+            _replace(handler, client, **lost)
+        while True:
+            begun, logged = time.monotonic(), log_pipe.size(log)
+            try:
+                failures = _train(handler, state, host, processes, float(grace_s), [str(state / shim.SOCKET), grace_s, *command])
+            except rendezvous.RendezvousClosedError:
+                closed = handler.closed
+                if closed and closed.code in (contract.Exit.GIVEN_UP, contract.Exit.INTERRUPTED):
+                    print(f"outlast | {closed.reason}", file=sys.stderr, flush=True)
+                code = closed.code if closed else _left(handler)
+                sys.exit(contract.Exit.FAILED if code == os.EX_SOFTWARE else code)  # EX_SOFTWARE is for our own bugs
+            if not failures:
+                handler.done()
+            elif not any(_is_cause(failure) for failure in failures) and any(_was_interrupted(failure) for failure in failures):
+                if handler.leaving():
+                    sys.exit(_left(handler))
+                if not handler.called():  # do not restart a script that always exits with 75 in a tight loop
+                    early = early + 1 if time.monotonic() - begun < MAX_BACKOFF_S else 0
+                    handler.pause_s = backoff.exponential(early - 1, 0.5, MAX_BACKOFF_S) if early else 0.0
+            else:
+                first = _first(failures, state, processes)
+                line = f"{contract.ECHO if first['echo'] else 'outlast | '}{first['reason']}"
+                print(line, file=sys.stderr, flush=True)
+                prefix = shim.PREFIX.format(first["rank"]) if processes > 1 else ""
+                if {failure["early"] for failure in failures if _is_cause(failure)} != {first["early"]}:
+                    first["early"] = ""
+                outside = contract.killed(first["code"]) or first["cause"] is FailureCause.DISK_FULL
+                kills = kills.after(outside, first["step"], time.monotonic() - begun)
+                handler.pause_s = kills.pause_s  # applies to the next start, so that this failure is reported at once
+                handler.failed({**first, "log_tail": log_pipe.tail(log, line, since=logged, prefix=prefix)})
+
+
+def _left(handler: Handler) -> int:
+    """Leave once the other workers can resume from the state that was saved here. Returns the exit code. The agent kills this
+    process if that takes too long."""
+    handler.left(reached=False)
+    if handler.rank == 0:
+        rank0_files.leave(os.environ, handler.generation, over=lambda: handler.closed is not None)
+    handler.left(reached=True)
+    return contract.Exit.INTERRUPTED
+
+
+def _replace(handler: Handler, client: transport.Client, generation: int, attempt: int, failure: dict[str, Any]) -> None:
+    """Take the place of an elastic agent that was killed, and report that its training processes have ended with it."""
+    handler.world, handler.attempt = World(generation, (client.id,), "", ""), attempt
+    client.amend(generation=generation, attempt=attempt, again=True)
+    handler.failed(failure)
+
+
+def _train(
+    handler: Handler, state: Path, host: str, processes: int, grace_s: float, shim_args: list[str]
+) -> list[dict[str, Any]]:
+    """Join a world and run the training processes until they end. Returns their failures; the list is empty on success."""
+    from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+    class Agent(LocalElasticAgent):
+        def _rendezvous(self, worker_group: WorkerGroup) -> None:
+            super()._rendezvous(worker_group)
+            if (worker_group.group_world_size or 0) > 1:
+                first = worker_group.group_rank == 0
+                rank0_files.share(
+                    worker_group.store, first=first, called=lambda: handler.num_nodes_waiting() > 0, environ=os.environ
+                )
+
+        def _exit_barrier(self) -> None:
+            """No barrier is needed: workers that are done wait at the rendezvous, which notices the death of another worker."""
+
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
+            """Training that saves on SIGTERM has the job's grace period rather than torch's 30 s; `launch.shim` kills other
+            processes."""
+            if self._pcontext:
+                self._pcontext.close(death_sig, math.ceil(grace_s) + 5)
+            super()._shutdown(death_sig)
+
+    class NoFiles(LogsSpecs):
+        """Creates no log files: ranks inherit our output, and `launch.training_process` records errors, so a full disk cannot
+        prevent a start."""
+
+        root_log_dir = ""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            console = dict.fromkeys(envs, "")
+            return LogsDest(console, console, error_files=console)
+
+    spec = WorkerSpec(
+        role="outlast",
+        local_world_size=processes,
+        rdzv_handler=handler,
+        entrypoint=sys.executable,
+        args=("-I", "-S", shim.__file__, *shim_args),
+        max_restarts=0,
+        monitor_interval=MONITOR_INTERVAL_S,
+        local_addr=host,
+    )
+    kills = machine_memory.Machine().oom_kills()
+    result = Agent(spec, NoFiles()).run()
+    oom = machine_memory.Machine().oom_kills() > kills
+    # The process that failed first may be the last to end: it made others fail, and then torch's agent stopped all of them.
+    ended = {process.local_rank for process in result.failures.values()}
+    causes = _causes(state, processes) if ended else {}
+    stopped = {
+        record["rank"]: SimpleNamespace(local_rank=local_rank, exitcode=record["code"])
+        for local_rank, record in causes.items()
+        if local_rank not in ended
+    }
+    return [_failure(state, handler, rank, process, oom=oom) for rank, process in {**result.failures, **stopped}.items()]
+
+
+def _forget(state: Path, processes: int) -> None:
+    """Remove the error records and verdicts of the previous world."""
+    for name in (contract.ERROR, contract.VERDICT):
+        for local_rank in range(processes):
+            (state / name.format(local_rank=local_rank)).unlink(missing_ok=True)
+
+
+def _repaired(past: Past, *, first: bool) -> None:
+    """Log that the members restart the processes of this world; the worker of rank 0 also records the restart in the ledger."""
+    reason = str(past.failure.get("reason", ""))
+    print(f"outlast | attempt {past.attempt} of generation {past.generation}: {reason}", file=sys.stderr, flush=True)
+    if first:
+        book = Ledger(Path(os.environ[contract.Env.OUTPUT]) / contract.LEDGER, f"elastic-{os.environ[contract.Env.WORKER]}")
+        event = {"generation": past.generation, "attempt": past.attempt, "worker": past.worker, "reason": reason}
+        book.write("attempt", **event, rank=past.failure.get("rank"))
+        book.close()
+
+
+def _causes(state: Path, processes: int) -> dict[int, dict[str, Any]]:
+    """Error records of the current world's training processes by local rank, without secondary failures."""
+    records = {each: _read(state / contract.ERROR.format(local_rank=each)) for each in range(processes)}
+    return {each: record for each, record in records.items() if "code" in record and not is_secondary(record)}
+
+
+def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[str, Any]:
+    """Return the failure that led to the others. If all are secondary, a rank of this worker that exited with code 0 may be the
+    cause."""
+    first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
+    records = (_read(state / contract.ERROR.format(local_rank=each)) for each in range(processes))
+    rank = next((record["rank"] for record in records if record.get("left")), None)
+    if rank is None or not first["echo"]:
+        return first
+    reason = left_early(f"rank {rank} on worker {os.environ[contract.Env.WORKER]}", first["rank"], first["step"])
+    return {**first, "rank": rank, "reason": reason, "echo": False, "left": True, "traceback": ""}
+
+
+def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: bool = False) -> dict[str, Any]:
+    """Return the failure of one training process, as the rendezvous reports it. `oom`: whether the kernel's OOM killer has killed
+    a process of this worker meanwhile."""
+    record = _read(state / contract.ERROR.format(local_rank=process.local_rank))
+    verdict = _read(state / contract.VERDICT.format(local_rank=process.local_rank))
+    # The error record wins: threads of torch may end the process with SIGABRT while it exits.
+    code = record.get("code") or contract.exit_code(process.exitcode)
+    worker = os.environ[contract.Env.WORKER]
+    what = verdict.get("reason") or record.get("message") or _how(process.exitcode)
+    if oom := oom and (what == _how(-signal.SIGKILL) or _LOADER in what):
+        what = "was killed: out of memory; raise resources.memory, or lower the batch"
+    # Messages of OutlastError are whole sentences; records of `shim.record_death` have no code.
+    sentence = "code" in record and not record.get("traceback") and not verdict and record["type"] != "SystemExit"
+    reached = progress_file.read(state, process.local_rank)
+    if reached and (reached.generation, reached.attempt) != (handler.generation, handler.attempt):
+        reached = None
+    reported = 0
+    if reached and reached.phase == "started":  # a plain script, which reports steps at most
+        reported, reached = reached.step, None
+    echo = is_secondary(record)
+    young = verdict.get("early") or (echo and record.get("age_s", math.inf) < EARLY_S)
+    plain = reached is None and bool(reported or young)
+    stopped_by_us = process.exitcode == -signal.SIGTERM and "code" not in record  # with a code it was exiting by itself
+    return {
+        "rank": rank,
+        "code": code,
+        "reason": f"rank {rank} on worker {worker}{':' if sentence else ''} {what}",
+        "cause": FailureCause.HANG if verdict else FailureCause.OUT_OF_MEMORY if oom else _cause(record),
+        "traceback": record.get("traceback", ""),
+        "time": record.get("time", time.time()),
+        "echo": not verdict and (stopped_by_us or echo),
+        "hung": bool(verdict.get("stuck")) and (plain if reached is None else reached.phase in _STEPS),
+        "early": record["type"] if _early(record, reached) else "",
+        "step": reached.step if reached else reported if plain else None,
+        "committed": reached.committed if reached else None,
+    }
+
+
+def _cause(record: dict[str, Any]) -> FailureCause:
+    """Return the cause of a failure: whether a script ran out of memory or disk space. A driver's error is a RuntimeError, which
+    only CUDA's text distinguishes."""
+    kind, message = record.get("type"), record.get("message", "")
+    if kind == "OSError" and any(f"[Errno {number}]" in message for number in (errno.ENOSPC, errno.EDQUOT)):
+        return FailureCause.DISK_FULL
+    starved = kind in _MEMORY or (kind == "RuntimeError" and "error: out of memory" in message)
+    return FailureCause.OUT_OF_MEMORY if starved else FailureCause.UNKNOWN
+
+
+def _early(record: dict[str, Any], reached: progress_file.Progress | None) -> bool:
+    """Return whether the script itself, not the machine, failed before its first step, as far as we know."""
+    began = record.get("age_s", math.inf) < EARLY_S if reached is None else reached.phase in ("open", "restore", "first step")
+    return began and record.get("type") in _SCRIPT_ERRORS
+
+
+def _was_interrupted(failure: dict[str, Any]) -> bool:
+    return bool(failure["code"] == contract.Exit.INTERRUPTED)
+
+
+def _is_cause(failure: dict[str, Any]) -> bool:
+    return not failure["echo"] and not _was_interrupted(failure)
+
+
+def _how(exitcode: int) -> str:
+    return f"was killed by {contract.signal_name(-exitcode)}" if exitcode < 0 else f"exited with code {exitcode}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}

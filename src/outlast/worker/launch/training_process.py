@@ -1,0 +1,171 @@
+"""A training process: runs the user's script or module as `__main__`, and records the error that ends it.
+
+    python -m outlast rank SCRIPT.py [ARG ...]
+    python -m outlast rank -m MODULE [ARG ...]
+
+The environment is the one that torchrun sets. We add only a first progress record, so that the agent knows the process, a thread
+that detects deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback, so that `outlast
+status` can show the first error of the first failing rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import runpy
+import sys
+import textwrap
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from outlast.base import files
+from outlast.base.errors import NoRoom, NotRestored, NotSaved, OutlastError, Superseded, causes
+from outlast.job import accelerators, contract
+from outlast.job.workerfiles import progress_file
+from outlast.worker.hangs import deadlocks
+
+_began = time.monotonic()
+_COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
+_SECONDARY = re.compile(
+    r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|"
+    r"no route to host|unreachable|" + "|".join(accelerators.LIBRARIES),
+    re.IGNORECASE,
+)
+"""Errors of collectives after another process has died: such an error is a secondary failure, not the cause."""
+_USAGE = 2
+"""The exit code with which argparse and most commands reject wrong arguments."""
+
+
+def main(argv: list[str]) -> None:
+    """Run `argv` as Python would. Returns at the end of the script, or raises SystemExit."""
+    global _began
+    _began = time.monotonic()  # the process that forked this one may have imported this module long ago
+    state = os.environ.get(contract.Env.STATE)
+    if state:
+        _enter(Path(state))
+    watch = deadlocks.watch()
+    watch.record = lambda sentence: _record(state, OutlastError(sentence), "", contract.Exit.MISCONFIGURED)
+    watch.start()
+    try:
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            if "" not in sys.path:
+                sys.path.insert(0, os.getcwd())
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(argv)
+            sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+            runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as error:
+        if error.code == _USAGE:
+            _record(state, SystemExit(f"exited with code {_USAGE}"), "", _USAGE)
+        raise
+    except OutlastError as error:
+        codes = {Superseded: contract.Exit.INTERRUPTED, **dict.fromkeys((NoRoom, NotRestored, NotSaved), contract.Exit.FAILED)}
+        code = codes.get(type(error), contract.Exit.MISCONFIGURED)
+        _record(state, error, "", code)
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(code)
+    except Exception as error:
+        if hint := _hint(error):
+            error.add_note(hint)
+        text = "".join(traceback.format_exception(error.with_traceback(_below_runpy(error))))
+        if is_secondary(_record(state, error, text, contract.Exit.FAILED)):
+            log = f"{contract.LOGS}/{contract.worker_log(int(os.environ.get(contract.Env.WORKER, '0')))}"
+            text = f"a collective broke here because another rank has ended; its error is in {log}\n{text}"
+            watch.broken, text = True, textwrap.indent(text, contract.ECHO, lambda _: True)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        sys.exit(contract.Exit.FAILED)
+
+
+def _enter(state: Path) -> None:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    generation = int(os.environ.get(contract.Env.GENERATION, "0"))
+    with contextlib.suppress(OSError):
+        (state / contract.ERROR.format(local_rank=local_rank)).unlink()
+    writer = progress_file.Writer(state, local_rank)
+    writer.write(progress_file.Progress(generation=generation, rank=int(os.environ.get("RANK", "0")), phase="started"))
+    writer.close()
+    directory = Path(os.environ.get(contract.Env.OUTPUT, "")) / contract.WORK
+    if os.environ.get("RANK") == "0" and Path.cwd() == directory.resolve():  # rank 0's files are the results: `prepare.workdir`
+        with contextlib.suppress(OSError):  # a full disk: its files are uploaded later
+            files.replace(directory / contract.WORKED, str(generation))
+
+
+def _below_runpy(error: BaseException) -> TracebackType | None:
+    """Return the traceback from the user's first frame on; None if the script could not be read or compiled."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
+
+
+def _hint(error: BaseException) -> str:
+    """Return the remedy for a file that is missing only because the job runs in a copy of its code; empty if the file is missing
+    for another reason."""
+    code, file = os.environ.get(contract.Env.CODE), os.environ.get(contract.Env.JOB_FILE)
+    names = [cause.filename for cause in causes(error) if isinstance(cause, FileNotFoundError)]
+    if not names or not isinstance(names[0], str) or not code or not file:
+        return ""
+    from outlast.job import spec
+
+    try:
+        origin = spec.local(spec.pinned(spec.load(file).spec.code or "")[0])
+    except OutlastError:
+        return ""
+    return missing_hint(names[0], Path(code), origin)
+
+
+def missing_hint(name: str, code: Path, origin: Path | None) -> str:
+    """Return the hint for a missing file. `code` is the copy; `origin` is the directory that was copied, if it is on this
+    machine."""
+    if os.path.isabs(name) and not name.startswith(f"{code.parent if origin else code}/"):
+        return ""
+    below = os.path.relpath(name, code) if os.path.isabs(name) else os.path.normpath(name)
+    out = below.split(os.sep)[0] == os.pardir
+    original = None if origin in (None, code) else Path(os.path.normpath(origin / below))
+    if os.path.exists(code / below) or (original is not None and not os.path.exists(original)):  # Path.exists raises EACCES
+        return ""
+    if out:
+        what = f"{name} is outside of the code, of which the job runs in a copy ({code})"
+        where = f" (--set 'data=[{{from: {original.parent}}}]')" if original else ""
+        return f"outlast: {what}; name it under data{where} and read it in $OUTLAST_DATA, or use an absolute path"
+    if original is None:
+        return ""
+    remedy = f"bring it back with !{below} in .outlastignore, or name it under data"
+    return f"outlast: {original} is not in the copy of the code that the job runs in; {remedy}"
+
+
+def is_secondary(record: dict[str, Any]) -> bool:
+    """Return whether an error record comes from a collective that broke because another rank ended."""
+    if record.get("type") not in _COLLECTIVE:
+        return False
+    # The message of a failed save names only the ranks; the reason is in its traceback.
+    text = record["traceback"] if record["type"] == "CheckpointException" else record["message"]
+    return _SECONDARY.search(text) is not None
+
+
+def _record(state: str | None, error: BaseException, text: str, code: int) -> dict[str, Any]:
+    first = (str(error).strip().splitlines() or [""])[0][:500]
+    record = {
+        "rank": int(os.environ.get("RANK", "0")),
+        "generation": int(os.environ.get(contract.Env.GENERATION, "0")),
+        "type": type(error).__name__,
+        "message": f"raised {type(error).__name__}: {first}" if text else first,
+        "traceback": "\n".join(text.rstrip().splitlines()[-30:])[-8000:],
+        "time": time.time(),
+        "age_s": round(time.monotonic() - _began, 3),
+        "code": code,
+    }
+    try:
+        if state:
+            files.replace(Path(state) / contract.ERROR.format(local_rank=os.environ.get("LOCAL_RANK", "0")), json.dumps(record))
+    except OSError as problem:
+        print(f"cannot record the error in {state}: {problem}", file=sys.stderr)
+    return record

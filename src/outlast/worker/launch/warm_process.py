@@ -1,0 +1,394 @@
+"""The warm process: imports torch once, then forks training processes that start in milliseconds.
+
+Importing torch would take 1-3 s of a core for each restart of each rank. So each worker has one process that has imported torch
+and holds nothing else: no threads, no CUDA context, no process group. On request it forks a child, which takes over the caller's
+streams, environment and directory and becomes a training process (`launch.training_process`) or the worker's elastic agent
+(`launch.elastic_agent`).
+
+    python -m outlast warm SOCKET PARENT
+
+Protocol, per connection: a request (`shim.request`), then lines from the caller, each a signal number for the child; one JSON
+line back when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with `why` if the fork
+failed. A caller that hangs up kills its child. Ranks die with their elastic agent, and no rank starts without an elastic agent;
+children die with the warm process, and the warm process dies with its agent. The agent of another worker is not a child
+(`launch.sibling`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import gc
+import importlib
+import io
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from outlast import __main__ as roles
+from outlast.base import unix_sockets
+from outlast.job import contract
+from outlast.rendezvous import transport
+from outlast.worker.launch import os_calls, preloaded_imports, shim, sibling
+
+END_S = 60
+"""Longest wait until the ranks that were killed with their elastic agent have ended; freeing a large memory takes seconds.
+Arbitrary."""
+
+
+@dataclasses.dataclass
+class Request:
+    """A request for a fork: an elastic agent, a training process, or the agent of another worker."""
+
+    kind: str
+    argv: list[str]
+    env: Mapping[str, str]
+    cwd: str
+    fds: list[int]
+    imports_fd: int | None = None
+    """The descriptor to which a rank reports its imports, see `preloaded_imports.report`."""
+    ready_fd: int | None = None
+    """A pipe for an elastic agent that is closed once ranks can be forked; None if they can be forked already."""
+
+
+@dataclasses.dataclass
+class _Child:
+    pid: int
+    connection: socket.socket
+    kind: str
+    end: dict[str, float] | None = None
+    """The answer for the child's caller, once the child has ended."""
+
+
+def _receive(connection: socket.socket) -> Request:
+    connection.settimeout(5)  # a caller that is stopped half-way must not block the others
+    head, fds, _flags, _address = socket.recv_fds(connection, 4, 3)
+    length = int.from_bytes(head, "big")
+    data = b""
+    try:
+        while len(data) < length:
+            chunk = connection.recv(min(1 << 16, length - len(data)))
+            if not chunk:
+                raise ConnectionError("the caller hung up")
+            data += chunk
+        fields = json.loads(data)
+    except (OSError, ValueError):
+        _close(*fds)
+        raise
+    connection.settimeout(None)
+    return Request(fields["kind"], fields["argv"], fields["env"], fields["cwd"], list(fds))
+
+
+class Server:
+    """Forks on request until this process is killed."""
+
+    def __init__(self, listener: socket.socket, environ: Mapping[str, str]) -> None:
+        """`environ` is the environment that /proc shows for this process."""
+        self._listener, self._environ = listener, environ
+        self._wake_r, self._wake_w = os.pipe()
+        os.set_blocking(self._wake_r, False)
+        os.set_blocking(self._wake_w, False)
+        signal.signal(signal.SIGCHLD, lambda _n, _f: None)
+        signal.signal(signal.SIGALRM, _give_up)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_r, selectors.EVENT_READ)
+        self._children: dict[int, _Child] = {}
+        """Children by the descriptor of their caller's connection."""
+        self._preloader = preloaded_imports.Preloader(self._selector, self._detach)
+        self._ready_pipe: tuple[int, int] | None = None
+        """A pipe that is closed once the `modules` of `run` are imported."""
+
+    def run(self, modules: Sequence[str]) -> Request:
+        """Serve requests. Returns only in a forked child, with the request for it. `modules` are the modules that ranks need."""
+        self._ready_pipe = os.pipe() if modules else None
+        for module in modules:
+            # Our first child, the elastic agent, joins the rendezvous meanwhile. Ranks, which need these modules anyway, start
+            # later.
+            if request := self._turn(0.0, accept=not self._children):
+                return request
+            preload([module])
+        for fd in self._ready_pipe or ():
+            os.close(fd)
+        self._ready_pipe = None
+        while True:
+            if request := self._turn(0.0 if self._preloader.modules else None):
+                return request
+            if self._preloader.modules:
+                self._preloader.import_next()
+
+    def _turn(self, timeout_s: float | None, *, accept: bool = True) -> Request | None:
+        """Handle all pending events, including new callers if `accept`. Returns a request only in the process forked for it."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                if accept and (request := self._accept()):
+                    return request
+            elif key.fd == self._wake_r:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_r, 4096)
+                self._reap()
+            elif (child := self._children.get(key.fd)) is not None:
+                if child.end is None:
+                    _signal(child)
+                self._reap()
+            else:
+                with contextlib.suppress(OSError):  # the descriptor limit
+                    self._preloader.read(key.fd)
+        return None
+
+    def _accept(self) -> Request | None:
+        """Fork for a caller. Returns the caller's request in the child, None in this process."""
+        try:
+            connection, _address = self._listener.accept()
+        except OSError:  # the descriptor limit: the caller waits
+            time.sleep(shim.AGAIN_S)
+            return None
+        try:
+            request = _receive(connection)
+        except (OSError, ValueError):  # a caller that was killed half-way
+            connection.close()
+            return None
+        if request.kind == sibling.KIND:
+            return self._fork_sibling(request, connection)
+        elastic = [str(child.pid) for child in self._children.values() if child.kind == "elastic" and not child.end]
+        if request.kind == "rank" and request.env.get(contract.Env.PARENT) not in elastic:  # nobody would own it
+            _close(*request.fds)
+            connection.close()
+            return None
+        parent = os.getpid()
+        try:
+            if request.kind == "rank" and request.env.get("LOCAL_RANK", "0") == "0":
+                request.imports_fd = self._preloader.pipe(request.env)
+            gc.freeze()
+            pid = os.fork()
+        except OSError as problem:  # the process limit, or no memory
+            with connection, contextlib.suppress(OSError):
+                end = {"status": -signal.SIGKILL, "time": time.time(), "why": f"could not be started: {problem.strerror}"}
+                connection.sendall(json.dumps(end).encode() + b"\n")
+            _close(*request.fds, request.imports_fd)
+            return None
+        if pid == 0:
+            connection.close()
+            if request.kind == "elastic" and self._ready_pipe:
+                request.ready_fd = os.dup(self._ready_pipe[0])
+            self._detach(parent)
+            return request
+        _close(*request.fds, request.imports_fd)
+        self._children[connection.fileno()] = _Child(pid, connection, request.kind)
+        self._selector.register(connection.fileno(), selectors.EVENT_READ)
+        return None
+
+    def _fork_sibling(self, request: Request, connection: socket.socket) -> Request | None:
+        """Fork the agent of another worker, unless that worker's environment does not fit. Returns the request in the forked
+        process."""
+        changed, pid = sibling.differing(self._environ, request.env), -1
+        if changed is not None:
+            gc.freeze()
+            with contextlib.suppress(OSError):  # the process limit
+                pid = os.fork()
+        if changed is not None and pid == 0:
+            self._close()
+            if not sibling.orphan(connection, changed):
+                os._exit(0)
+            enter(request)
+            return request
+        _close(*request.fds)
+        connection.close()
+        return None
+
+    def _detach(self, parent: int) -> None:
+        """Detach this fork from the warm process, and have it die with its `parent`."""
+        self._close()
+        os_calls.die_with(parent)
+
+    def _close(self) -> None:
+        """Close all descriptors; called in a fork."""
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        self._selector.close()
+        for sock in (self._listener, *(child.connection for child in self._children.values())):
+            sock.close()
+        self._preloader.close()
+        for fd in (self._wake_r, self._wake_w, *(self._ready_pipe or ())):
+            os.close(fd)
+
+    def _reap(self) -> None:
+        """Report ended children to their callers. The end of an elastic agent is reported only after the end of its ranks, which
+        are killed with it."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                for child in self._children.values():
+                    if child.pid == ended[0]:
+                        child.end = {"status": os.waitstatus_to_exitcode(ended[1]), "time": time.time()}
+        orphaned = any(child.end and child.kind == "elastic" for child in self._children.values())
+        for fd, child in sorted(self._children.items(), key=lambda each: each[1].kind == "elastic"):
+            if child.end and (child.kind == "rank" or len(self._children) == 1):
+                with contextlib.suppress(OSError):
+                    child.connection.sendall(json.dumps(child.end).encode() + b"\n")
+                self._selector.unregister(fd)
+                self._children.pop(fd).connection.close()
+            elif orphaned and not child.end:
+                os.kill(child.pid, signal.SIGKILL)
+        waits = any(child.end and child.kind == "elastic" for child in self._children.values())
+        if waits != bool(signal.getitimer(signal.ITIMER_REAL)[0]):
+            signal.alarm(END_S if waits else 0)
+
+
+def _give_up(_number: int, _frame: object) -> NoReturn:
+    """End the warm process, so that its agent starts another: killed ranks run no more code, even if the kernel cannot end
+    them."""
+    print(f"outlast | processes that were killed {END_S} s ago have not ended: a disk or a driver holds them", flush=True)
+    os._exit(1)
+
+
+def _close(*fds: int | None) -> None:
+    for fd in fds:
+        if fd is not None:
+            os.close(fd)
+
+
+def _signal(child: _Child) -> None:
+    """Forward the signals that a caller sends to its child. The child is killed if the caller hangs up."""
+    try:
+        lines = child.connection.recv(4096)
+    except OSError:
+        lines = b""
+    for number in [int(line) for line in lines.split()] or [int(signal.SIGKILL)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, number)
+            os.kill(child.pid, signal.SIGCONT)  # a stopped process would sleep through the signal
+
+
+def enter(request: Request) -> None:
+    """Adopt the streams, the directory and the environment of a request."""
+    for target, fd in enumerate(request.fds):
+        os.dup2(fd, target)
+    for fd in request.fds:
+        if fd > 2:
+            os.close(fd)
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ.update(request.env)
+
+
+def become(request: Request) -> None:
+    """Run a request in this fork. Returns when the request is done, or raises SystemExit."""
+    os.setsid()
+    enter(request)
+    os_calls.be_traced()  # py-spy, a sibling, may read the stacks of a hung process
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()  # otherwise all forks would draw the same numbers
+    sys.argv = [request.kind, *request.argv]
+    os_calls.entitle(title(request))
+    if request.kind == "elastic":
+        from outlast.worker.launch import elastic_agent as elastic
+
+        try:
+            elastic.main(request.argv, ready_fd=request.ready_fd)
+        except Exception:  # a bug in Outlast, no failure of the run
+            traceback.print_exc()
+            sys.exit(os.EX_SOFTWARE)
+    else:
+        from outlast.worker.launch import training_process
+
+        if request.imports_fd is not None:
+            preloaded_imports.report(request.imports_fd, set(sys.modules))
+        training_process.main(request.argv)
+
+
+def title(request: Request) -> str:
+    if request.kind == "elastic":
+        return f"elastic agent {request.env.get(contract.Env.WORKER, '')}"
+    script = request.argv[1] if request.argv[0] == "-m" else os.path.basename(request.argv[0])
+    return f"rank {request.env.get('RANK', '0')} {script}"
+
+
+def leave(code: int) -> NoReturn:
+    """End an interrupted training process as Python does, but without finalizing the interpreter: there, running threads of torch
+    may end the process with SIGABRT, which looks like a failure. multiprocessing ends its forks in the same way."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase) and not each.closed:
+            with contextlib.suppress(OSError, ValueError):  # its reader is gone
+                each.flush()
+    os._exit(code)
+
+
+MEETING = (
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "outlast.rendezvous.handler",
+    "outlast.worker.launch.elastic_agent",
+)
+"""Modules that the elastic agent imports."""
+TRAINING = (
+    *("torch.nn.parallel", "outlast.worker.launch.training_process", "torch.distributed.checkpoint"),
+    "torch._dynamo",  # torch's first optimizer or DDP imports it: 0.5 s
+    "outlast.training.session",
+)
+"""Modules that nearly every training process imports."""
+PRELOADED = (*MEETING, *TRAINING)
+
+
+def preload(modules: Sequence[str] = PRELOADED) -> None:
+    """Import the modules that forks of this process need."""
+    for module in modules:
+        with contextlib.suppress(ImportError) if module == "torch._dynamo" else contextlib.nullcontext():
+            importlib.import_module(module)
+    transport.preload(os.environ.get(contract.Env.RENDEZVOUS, ""))
+
+
+def begin(child: sibling.Forked) -> NoReturn:
+    """Become the agent of a worker whose warm process is this child."""
+    sibling.warm = child
+    try:
+        roles.main([sibling.KIND])
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def main(argv: list[str]) -> None:
+    """Import the modules, listen for requests, and fork.
+
+    Without the garbage collector, imports take a quarter less time, and forks do not copy shared pages by writing to them.
+    Imports produce hardly any garbage.
+    """
+    os_calls.die_with(int(argv[1]))
+    gc.disable()
+    environ = dict(os.environ)
+    listener = unix_sockets.listening(Path(argv[0]))
+    preload(MEETING)
+    os_calls.entitle("warm process")
+    request = Server(listener, environ).run(TRAINING)
+    while request.kind == sibling.KIND:
+        agent, pid = os.getpid(), os.fork()
+        if pid:
+            gc.enable()
+            begin(sibling.Forked(pid))
+        os_calls.die_with(agent)
+        os_calls.entitle("warm process")
+        listener = unix_sockets.listening(Path(request.env[contract.Env.STATE]) / shim.SOCKET)
+        request = Server(listener, request.env).run(())
+    gc.enable()
+    try:
+        become(request)
+    except SystemExit as end:
+        if request.kind == "rank" and end.code == contract.Exit.INTERRUPTED:
+            leave(contract.Exit.INTERRUPTED)
+        raise

@@ -1,0 +1,155 @@
+"""The directory and size limit of this machine's cache, and the eviction of its entries.
+
+    <cache>/shards/<sha256>             a complete, verified shard, on which its readers hold a shared lock
+    <cache>/coming/<sha256>.<bytes>/    the directory into which a shard is fetched; locked by the fetching process
+
+The least recently used entries are evicted first. Only shards that no process reads, and versions of data and models
+(`data_cache`) that no worker uses and no run has pinned, are evicted. OUTLAST_CACHE_SIZE limits the total size of shards and
+versions; Python environments do not count. Call `make` before writing, or `claimed` for a shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from outlast.base import file_locks, units
+from outlast.base.errors import OutlastError
+from outlast.job.contract import Env
+
+log = logging.getLogger("outlast")
+
+_STILL_S = 60.0
+"""Time without a write after which another process fetches the same shard as well; longer than the retries of a store."""
+_SHARE = 0.5
+"""Share of the disk that the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
+_SPARE = 0.05
+"""Share of the disk that the cache leaves free in this case; arbitrary."""
+_LEAST_SPARE = 1 << 20
+"""Number of bytes that the cache always leaves free: files take whole blocks."""
+
+
+@dataclass(frozen=True)
+class Thing:
+    """An entry of the cache that can be evicted."""
+
+    path: Path
+    size: int
+    used: float
+    """Time of the last use, seconds since the epoch."""
+    remove: Callable[[], bool]
+    """Removes the entry unless it is in use; returns whether the entry was removed."""
+
+
+def cache(environ: Mapping[str, str]) -> Path:
+    """Return the cache directory of this machine."""
+    if given := environ.get(Env.CACHE):
+        return Path(given).expanduser()
+    home = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "outlast"
+
+
+def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
+    """Maximum size of the cache in bytes, given that `used` bytes are in use now: OUTLAST_CACHE_SIZE, or else half of the disk;
+    less if the disk is fuller. Raises OutlastError."""
+    disk = shutil.disk_usage(cache)
+    if text := environ.get(Env.CACHE_SIZE):
+        try:
+            most, spare = units.memory(text.removesuffix("B")), _LEAST_SPARE
+        except ValueError as error:
+            raise OutlastError(f"OUTLAST_CACHE_SIZE is {text}; it must be a size, e.g. 200GiB") from error
+    else:
+        most, spare = int(disk.total * _SHARE), int(disk.total * _SPARE)
+    return max(0, min(most, used + disk.free - spare))
+
+
+Things = Callable[[Path], Sequence[Thing]]
+"""Lists all entries of a cache, except those that are being fetched."""
+
+
+def make(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
+    """Evict entries until `needed` more bytes fit below the limit. Returns the number of bytes that are still missing."""
+    with file_locks.attempted(cache / ".room", wait=True):
+        return _evict(cache, needed, things, environ)
+
+
+@contextlib.contextmanager
+def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mapping[str, str]) -> Iterator[tuple[Path | None, int]]:
+    """Make room for a shard, and keep other processes from fetching it meanwhile. Yields the path to write it to, and the number
+    of bytes that are still missing. The path is None if another process is fetching the shard or has just done so; a process that
+    has not written for `_STILL_S` does not count."""
+    with contextlib.ExitStack() as claim:
+        with file_locks.attempted(cache / ".room", wait=True):  # so that nobody removes the directory before it is locked
+            home = cache / "coming" / f"{sha256}.{size}"
+            home.mkdir(parents=True, exist_ok=True)
+            acquired = claim.enter_context(file_locks.attempted(home)) or _still(home)
+            acquired = acquired and not any(thing.path.name == sha256 and thing.size == size for thing in shards(cache))
+            missing = _evict(cache, 0, things, environ) if acquired else 0
+        # A unique name: a leftover thread of an earlier attempt may still write.
+        path = home / uuid.uuid4().hex
+        try:
+            yield path if acquired else None, missing
+        finally:
+            path.unlink(missing_ok=True)  # a partial or damaged file: the next attempt would add another one
+
+
+def _still(home: Path) -> bool:
+    """Return whether the process that fetches a shard has stopped writing, e.g. because of SIGSTOP."""
+    newest = home.stat().st_mtime
+    for path in home.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, path.stat().st_mtime)
+    if still := time.time() - newest > _STILL_S:
+        log.warning("outlast: the process that fetches %s has not written for %.0f s: it is fetched again", home.name, _STILL_S)
+    return still
+
+
+def _evict(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
+    needed += _coming(cache)  # first: shards that arrive meanwhile count twice rather than not at all
+    entries = things(cache)
+    total = sum(thing.size for thing in entries)
+    missing = total + needed - limit(cache, environ, total)
+    for thing in sorted(entries, key=lambda thing: thing.used):
+        if missing <= 0:
+            break
+        if thing.remove():
+            missing -= thing.size
+    return max(0, missing)
+
+
+def _coming(cache: Path) -> int:
+    """Total size in bytes of the shards that are being fetched. Removes the leftovers of killed processes."""
+    size = 0
+    for home in cache.glob("coming/*"):
+        if not (match := re.fullmatch(r"[0-9a-f]+\.(\d+)", home.name)):
+            continue
+        if file_locks.free(home):
+            shutil.rmtree(home, ignore_errors=True)
+        else:
+            size += int(match[1])
+    return size
+
+
+def shards(cache: Path) -> Iterator[Thing]:
+    for path in cache.glob("shards/*"):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            yield Thing(path, status.st_size, status.st_atime, functools.partial(_remove, path))
+
+
+def _remove(path: Path) -> bool:
+    """Remove a shard unless a process reads it. Returns whether it was removed."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        if not file_locks.acquire(file.fileno()):
+            return False
+        os.unlink(path)
+    return True

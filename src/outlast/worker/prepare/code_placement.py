@@ -1,0 +1,238 @@
+"""Puts a job's code into the directory that it runs in: from a directory, an archive, or a store.
+
+    copy(directory, entries, into, ...)              at submission, for code on this machine
+    place("s3://bucket/code.tar.gz", into, ...)      by the first worker of a machine, also on behalf of the others
+
+The directory belongs to the run: the job may write there. Newer code replaces the run's files, except those that the job has
+written to since; files that are not code stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import filecmp
+import functools
+import json
+import os
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.base import file_locks, files, units
+from outlast.base.errors import OutlastError, StoreError
+from outlast.job import spec
+from outlast.job.shipping import archives
+from outlast.storage import store
+from outlast.storage.sync import push_and_pull
+from outlast.worker.prepare import fetch_from_store, workdir
+from outlast.worker.prepare.fetch_from_store import Say
+
+if TYPE_CHECKING:
+    from outlast.job.shipping import code_files
+
+_INCOMING = ".outlast-code"
+"""Directory below the run's directory that holds code while it is fetched."""
+
+
+# From a directory
+
+
+def copy(code: Path, entries: Sequence[code_files.Entry], into: Path, submitted: float) -> list[str]:
+    """Copy the code in a directory (`shipping.tree.listed`) to the run's; returns the files that were missing or different.
+
+    `submitted` is when the run began. Files that the job has written since then are retained: such a file differs from the copy
+    that was made or, if nothing is known about the copy, is newer.
+    """
+    replaced = []
+    try:
+        into.mkdir(exist_ok=True)
+        copied = workdir.listed(into)
+        workdir.note_code(into, {entry.name: workdir.fingerprint(code / entry.name) for entry in entries})
+        for directory in sorted({parent for entry in entries for parent in Path(entry.name).parents} - {Path()}):
+            _replace(code / directory, into / directory, submitted, _copy)
+        for entry in entries:
+            new, old = code / entry.name, into / entry.name
+            differs = not _same(new, old)
+            untouched = old.is_file() and copied.get(entry.name) == workdir.fingerprint(old)
+            put = functools.partial(_link, entry.target) if entry.kind == "link" else _copy
+            if _replace(new, old, float("inf") if untouched else submitted, put) and differs:
+                replaced.append(entry.name)
+    except OSError as problem:
+        raise OutlastError(f"code: cannot copy {code} to {into}: {problem}; correct that, or use --fresh") from problem
+    return replaced
+
+
+def _same(new: Path, old: Path) -> bool:
+    if new.is_symlink() or old.is_symlink():
+        return new.is_symlink() and old.is_symlink() and new.readlink() == old.readlink()
+    return old.is_file() and filecmp.cmp(new, old, shallow=False)
+
+
+def _link(target: str, _: Path, old: Path) -> None:
+    partial = _partial(old)
+    partial.symlink_to(target)
+    partial.replace(old)
+
+
+def _copy(new: Path, old: Path) -> None:
+    partial = _partial(old)
+    shutil.copy2(new, partial, follow_symlinks=False)
+    partial.replace(old)
+
+
+def _partial(old: Path) -> Path:
+    partial = old.with_name(f".{old.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    return partial
+
+
+def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path], object]) -> bool:
+    """Replace `old`, a file in the run's directory, by `new` from the code. Returns whether it was replaced. Never writes through
+    a link."""
+    mode = new.lstat().st_mode
+    if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
+        raise IsADirectoryError(f"{old} is a directory, {new} is not")
+    if stat.S_ISDIR(mode):
+        if old.is_symlink() or old.is_file():
+            old.unlink()
+        old.mkdir(stat.S_IMODE(mode) | stat.S_IRWXU, exist_ok=True)
+    elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # sockets and pipes are not code
+        both_files = stat.S_ISREG(mode) and old.is_file() and not old.is_symlink()
+        if both_files and old.stat().st_mtime >= max(submitted, new.stat().st_mtime):
+            return False  # written by the job: a copy has the mtime of its original, which is older than the run
+        put(new, old)
+        return True
+    return False
+
+
+# From an archive or a store
+
+
+@dataclasses.dataclass(frozen=True)
+class _Note:
+    """A note of the version of the code in the run's directory."""
+
+    code: str
+    """The job file's `code`."""
+    version: str
+    """Changes whenever the code does; empty during the first fetch."""
+    time: float
+    """When the code was fetched."""
+    current: bool
+    """True if the code was fetched for the newest submission; if not, the source is checked for changes."""
+
+    @classmethod
+    def read(cls, path: Path) -> _Note | None:
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        files.replace(path, json.dumps(dataclasses.asdict(self)), durable=True)
+
+
+def submitted_again(shared: Path) -> None:
+    """Have the next worker check whether the code has changed. Otherwise, a run uses the code that it began with."""
+    path = shared / "code.json"
+    if note := _Note.read(path):
+        dataclasses.replace(note, current=False).write(path)
+
+
+def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: threading.Event) -> None:
+    """Fetch code from an archive or a store to the directory that the job runs in, unless the code there is current.
+
+    `shared` is the run's directory for notes. `runs`, a script's path or a module's top-level package, locates the code in an
+    archive: if an archive holds a single directory that contains it, that directory is the code. Raises OutlastError and OSError.
+    """
+    path, incoming = shared / "code.json", into / _INCOMING
+    with file_locks.exclusive(
+        shared / "code.lock", waiting=lambda: say("waiting for another worker that fetches code"), stop=stop
+    ):
+        note = _Note.read(path)
+        if note and note.version and (note.code, note.current) == (code, True):
+            return
+        try:
+            version, fetch_code = _look(code)
+        except StoreError as problem:
+            if note and note.version and note.code == code and problem.retry:
+                say(f"cannot see whether code ({code}) has changed: {problem}; going on with what is here")
+                return
+            raise
+        if not (note and (note.code, note.version) == (code, version)):
+            into.mkdir(parents=True, exist_ok=True)
+            if note is None:
+                _Note(code, "", time.time(), current=False).write(path)
+            elif not note.version:  # the first fetch did not finish: nothing has run here yet
+                workdir.forget_code(into)
+            shutil.rmtree(incoming, ignore_errors=True)
+            incoming.mkdir()
+            tree, version = fetch_code(incoming, runs, say, stop)
+            _merge(tree, into, note.time if note and note.version else float("inf"))
+            shutil.rmtree(incoming)
+        _Note(code, version, time.time(), current=True).write(path)
+
+
+_Fetch = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
+"""Takes an empty directory, `runs`, `say` and `stop`; returns the path of the code in that directory, and its version."""
+
+
+def _look(code: str) -> tuple[str, _Fetch]:
+    """Return the current version of code in an archive or a store, and the function that fetches it."""
+    where, checksum = spec.pinned(code)
+    if path := spec.local(where):
+        here, version = path, archives.checksum(path)
+        return version, lambda directory, runs, say, stop: (_unpack(here, f"code ({here})", checksum, directory, runs), version)
+    if not spec.archive(where):
+        listing = fetch_from_store.look(where, "code")
+        return listing.version, lambda directory, runs, say, stop: _fetch(listing, directory, say, stop)
+    above, _, key = store.normalised(where).rpartition("/")
+    place = store.open_(above)
+    try:
+        entry = place.head(key)
+    except store.Missing as error:
+        raise OutlastError(f"code ({where}) does not exist; correct the URL") from error
+
+    def fetch_archive(directory: Path, runs: str, say: Say, stop: threading.Event) -> tuple[Path, str]:
+        archive = directory / key.rpartition("/")[2]
+        push_and_pull.receive(place, [(key, entry.size, archive)], stop=stop)
+        return _unpack(archive, f"code ({where})", checksum, directory, runs), f"{entry.size} {entry.etag}"
+
+    return f"{entry.size} {entry.etag}", fetch_archive
+
+
+def _fetch(listing: fetch_from_store.Listing, directory: Path, say: Say, stop: threading.Event) -> tuple[Path, str]:
+
+    def into(listing: fetch_from_store.Listing) -> Path:
+        if listing.size > archives.MAX_BYTES or len(listing.entries) > archives.MAX_ENTRIES:
+            size = f"{len(listing.entries):,} files, {units.human_bytes(listing.size)}"
+            raise OutlastError(f"{listing.name} holds {size}, which is too much for code; keep data elsewhere")
+        return directory / listing.version
+
+    listing = fetch_from_store.consistent(listing, into, say=say, stop=stop)
+    tree = into(listing)
+    for entry in listing.entries:  # the job's own files are recognised by their newer mtime
+        os.utime(tree / entry.key, (entry.modified, min(entry.modified, time.time())))
+    return tree, listing.version
+
+
+def _unpack(archive: Path, name: str, checksum: str, directory: Path, runs: str) -> Path:
+    """Verify and unpack an archive. Returns the directory of the code."""
+    if checksum:
+        archives.check_checksum(archive, name, checksum)
+    tree = directory / "tree"
+    tree.mkdir()
+    archives.extract(archive, tree, name=name)
+    return archives.root(tree, runs)
+
+
+def _merge(tree: Path, into: Path, since: float) -> None:
+    paths = [Path(directory, name) for directory, names, others in os.walk(tree) for name in (*names, *others)]
+    listed = {str(path.relative_to(tree)): workdir.fingerprint(path) for path in paths if path.is_symlink() or path.is_file()}
+    workdir.note_code(into, listed)
+    for new in paths:
+        _replace(new, into / new.relative_to(tree), since, os.replace)

@@ -1,0 +1,235 @@
+"""The cache of compiled code: one directory per job, shared by all jobs with the same output through the store.
+
+    cache = Cache.of(environ)           # <output>/.compiled; with a store, also a directory in this machine's cache
+    cache.fetch(stop)                   # before training
+    environ |= cache.variables(environ)
+    cache.push(stop, before=...)        # beside training, by the upload process
+
+Compilers name an entry after everything that it depends on, so equal names mean equal contents. So nothing is ever overwritten or
+deleted, on either side, any number of jobs may use the cache, and a kill costs at most a repetition. An entry may have several
+files, of which the compiler writes a marker last: the newest file of each directory is sent, and fetched, after all others. Files
+that have changed recently, and libraries that a killed linker has left incomplete, are not sent. Decision 0031.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import posixpath
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.base import file_locks, units
+from outlast.base.errors import OutlastError, Stopped, StoreError
+from outlast.job.contract import Env
+from outlast.job.spec import substitution
+from outlast.worker.prepare import data_cache
+from outlast.worker.prepare.installers import Shell
+
+if TYPE_CHECKING:
+    from outlast.storage.store import Store
+    from outlast.worker.prepare.fetch_from_store import Say
+
+NAME = ".compiled"
+"""Name of the cache's directory below an output, beside the directories of its jobs."""
+VARIABLES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",  # torch.compile
+    "TRITON_CACHE_DIR": "triton",
+    "TORCH_NEURONX_NEFF_CACHE_DIR": "neff",  # TorchNeuron
+    "NEURON_COMPILE_CACHE_URL": "neuron",  # neuronx-cc, on XLA
+}
+"""Directories of compilers, by the environment variable that sets each."""
+SETTLED_S = 30.0
+"""A file that has not changed for this long counts as complete. Arbitrary."""
+KILLED_S = 2.0
+"""How long a file must not have changed once training or the warm-up has ended: a file that a killed compiler was writing has
+changed more recently. Arbitrary."""
+_SHARE = 0.5
+"""Share of the free disk that the cache may fill: the rest is for data and checkpoints. Arbitrary."""
+_PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
+"""Outlast's variables that the warm-up inherits."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The directory of compiled code, and its place in a store if the output is in a store."""
+
+    directory: Path
+    place: Store | None = None
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Cache:
+        """Return the cache of the job whose agent has this environment. Raises OutlastError if the cache is not writable."""
+        if not environ.get(Env.STORE):
+            return cls(Path(environ[Env.OUTPUT]).absolute().parent / NAME)
+        from outlast.storage import store
+
+        url = f"{environ[Env.STORE].rstrip('/').rpartition('/')[0]}/{NAME}"
+        digest = hashlib.sha256(url.encode()).hexdigest()[:16]
+        return cls(data_cache.writable(environ) / "compiled" / digest, store.open_(url))
+
+    def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that make compilers use the cache, except those that are set already."""
+        return {name: str(self.directory / below) for name, below in VARIABLES.items() if name not in environ}
+
+    def fetch(self, stop: threading.Event) -> int:
+        """Fetch the files that are missing here. Returns their number. Raises StoreError, Stopped and OSError."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self.place is None:
+            return 0
+        from outlast.storage.sync import index, transfer
+
+        entries = {entry.key: entry for entry in self.place.entries() if not index.unsafe(entry.key)}
+        missing = {key: entry for key, entry in entries.items() if not (self.directory / key).exists()}
+        size, free = sum(entry.size for entry in missing.values()), shutil.disk_usage(self.directory).free
+        if size > free * _SHARE:
+            room = f"of {units.human_bytes(free)} that are free in {self.directory}"
+            raise StoreError(
+                f"{self.place.url} has {units.human_bytes(size)} for us, more than half {room}; remove what is there"
+            )
+        for wave in waves({key: entry.modified for key, entry in missing.items()}):
+            downloads = [(key, missing[key].size, self.directory / key) for key in wave]
+            for _, _, path in downloads:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            transfer.receive(self.place, downloads, stop=stop)
+        return len(missing)
+
+    def push(self, stop: threading.Event, *, before: float = math.inf) -> int:
+        """Send the files that the store lacks and whose last change is before the time `before`, seconds since the epoch. Returns
+        the number of files. Raises StoreError, Stopped and OSError."""
+        if self.place is None or not self.directory.is_dir():
+            return 0
+        from outlast.storage.sync import transfer
+
+        with file_locks.exclusive(self.directory / ".push.lock", waiting=lambda: None, stop=stop):
+            files = {key: at for key, at in self._files() if at <= before}
+            stored = {entry.key for entry in self.place.entries()} if files else set()
+            missing = {key: at for key, at in files.items() if key not in stored}
+            for wave in waves(missing):
+                journals = self.directory / ".journals"
+                transfer.send(self.place, [(self.directory / key, key) for key in wave], journals=journals, stop=stop)
+        return len(missing)
+
+    def mend(self) -> None:
+        """Remove the incomplete libraries that killed linkers have left: torch would load them."""
+        for path in self.directory.rglob("*.so"):
+            with contextlib.suppress(FileNotFoundError):
+                if not _linked(path) and path.stat().st_mtime <= time.time() - KILLED_S:
+                    path.unlink()
+
+    def _files(self) -> Iterator[tuple[str, float]]:
+        """Keys and mtimes of complete files, without the compilers' locks and temporary files."""
+        for above, directories, names in os.walk(self.directory):
+            directories[:] = [name for name in directories if not name.startswith((".", "tmp.")) and name != "locks"]
+            for name in names:
+                path = Path(above, name)
+                if not (name.startswith(".") or name.endswith((".lock", ".tmp")) or path.is_symlink()):
+                    with contextlib.suppress(FileNotFoundError):  # a compiler renamed or removed it
+                        if _linked(path):
+                            yield path.relative_to(self.directory).as_posix(), path.stat().st_mtime
+
+
+def _linked(path: Path) -> bool:
+    """Return whether a file, if it is a library, is complete: GNU's linker, which inductor runs, writes the first bytes last."""
+    if path.suffix != ".so":
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"\x7fELF"
+
+
+def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
+    """Split keys into two waves: the newest file of each directory is in the second, all others are in the first."""
+    newest = {posixpath.dirname(key): key for key in sorted(times, key=lambda key: (times[key], key))}
+    last = set(newest.values())
+    return [key for key in times if key not in last], sorted(last)
+
+
+def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event) -> None:
+    """Fetch the cache, add its variables to `environ`, and run the command `warm_up` if it has not run in this run.
+
+    If the store fails, training starts without the cache. `$(NAME)` in the command is replaced. Raises OutlastError if the
+    command fails or the directory cannot be written, and Stopped soon after `stop` is set.
+    """
+    try:
+        cache.directory.mkdir(parents=True, exist_ok=True)
+        cache.mend()
+        if not os.access(cache.directory, os.W_OK | os.X_OK):
+            raise PermissionError(None, "Permission denied")
+    except OSError as problem:  # compilers would fail there
+        raise OutlastError(
+            f"compile.cache: {cache.directory} cannot be written to: {problem.strerror}; name another output, or leave it out"
+        ) from problem
+    try:
+        count = cache.fetch(stop)
+    except Stopped:
+        raise
+    except (StoreError, OSError) as problem:
+        say(f"what was compiled before is not fetched, and may be compiled again: {problem}")
+    else:
+        if count:
+            say(f"fetched {count} files that were compiled before")
+    environ.update(cache.variables(environ))
+    if warm_up:
+        _run_once(cache, warm_up, environ, python, say, stop)
+
+
+def _run_once(
+    cache: Cache, command: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event
+) -> None:
+    """Run the warm-up unless its marker exists. The workers of a machine wait for the first one to run it."""
+    digest = hashlib.sha256(json.dumps([environ[Env.RUN], *command]).encode()).hexdigest()[:16]
+    marker = cache.directory / "warm-up" / digest
+    waiting = partial(say, "waits for another worker of this machine, which runs compile.warmUp")
+    with file_locks.exclusive(cache.directory / ".warm-up.lock", waiting=waiting, stop=stop) as lock:
+        if marker.exists():
+            return
+        _run(command, environ, python, lock, say, stop)
+        ended = time.time()
+        if cache.place and stop.wait(KILLED_S):  # other jobs may be compiling to the same directory
+            raise Stopped("we were told to leave after compile.warmUp")
+        try:
+            cache.push(stop, before=ended)
+            marker.parent.mkdir(exist_ok=True)
+            marker.touch()
+            if cache.place:
+                cache.place.put(marker.relative_to(cache.directory).as_posix(), b"")
+        except Stopped:
+            raise
+        except (StoreError, OSError) as problem:
+            say(f"what compile.warmUp compiled is not in the store yet: {problem}")
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str], python: str, lock: int, say: Say, stop: threading.Event) -> None:
+    """Run the command in the code's directory, with a temporary output."""
+    state = Path(environ[Env.STATE])
+    output = state / "warm-up"
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    own = {name: value for name, value in environ.items() if not name.startswith("OUTLAST_") or name in _PASSED}
+    path = f"{Path(python).parent}{os.pathsep}{environ.get('PATH', os.defpath)}"
+    argv = [substitution.replaced(arg, {**environ, Env.OUTPUT: str(output)}) for arg in command]
+    shell = Shell(
+        {**own, Env.OUTPUT: str(output), "PATH": path}, lock, say, stop, state / "warm-up.log", Path(environ[Env.CODE]),
+        "correct compile.warmUp, or leave it out: then training compiles",
+    )  # fmt: skip
+    program = shutil.which(argv[0], path=path)
+    if program is None:
+        raise OutlastError(
+            f"compile.warmUp: there is no {command[0]} on PATH; install it, or leave it out: then training compiles"
+        )
+    began = time.monotonic()
+    say(f"compile.warmUp: {' '.join(command)}")  # without replacements: values of variables may be secrets
+    try:
+        shell.run([program, *argv[1:]], "compile.warmUp")
+    finally:
+        shutil.rmtree(output, ignore_errors=True)
+    say(f"compile.warmUp took {time.monotonic() - began:.0f} s")

@@ -1,0 +1,311 @@
+"""Cache of data and models from stores, shared by all workers and jobs of this machine.
+
+    <cache>/data/<name>-<digest of the URL>/     one place of a store, or one file on a web server (`Web`)
+        lock                                     held during a fetch
+        <version>/tree/                          the files at one point in time; files that versions share are hard links
+        <version>/listing.json                   their names, sizes and etags; written last: marks a version complete
+        <version>/listing.partial                the same during a fetch, which resumes after a kill
+        <version>/lock                           held, shared, by the workers that use this version now
+        <version>/runs/                          paths of the pins of the runs that use this version
+
+A version is named by the hash of the store's listing, so it never changes. A run records the version that it began with (its
+*pin*) in its own directory: a restarted worker gets the same data even if the store has changed. A version is removed once a
+newer one has been fetched, no worker uses it, and no pin names it, or when something else needs the space (`cache_eviction`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from outlast.base import file_locks, files, units
+from outlast.base.errors import OutlastError
+from outlast.job import spec
+from outlast.storage import store
+from outlast.worker.prepare import cache_eviction, fetch_from_store
+from outlast.worker.prepare.fetch_from_store import Listing, Say
+
+_ELSEWHERE = "correct its permissions, or let OUTLAST_CACHE name another directory"
+_LISTING, _PARTIAL = "listing.json", "listing.partial"
+
+
+class _Row(NamedTuple):
+    key: str
+    size: int
+    etag: str
+    mtime_ns: int
+    """Time of the last change of the file on this machine; 0 during the fetch."""
+
+
+def writable(environ: Mapping[str, str]) -> Path:
+    """Return the cache directory, created if missing. Raises OutlastError if it is not writable."""
+    directory = cache_eviction.cache(environ)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise OutlastError(f"the cache {directory} cannot be made: {problem.strerror}; {_ELSEWHERE}") from problem
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise OutlastError(f"the cache {directory} cannot be written to; {_ELSEWHERE}")
+    return directory
+
+
+@dataclass
+class Version:
+    """A version of a place in a store, protected from removal until it is closed."""
+
+    tree: Path
+    """The files, which all jobs of this machine share and may only read."""
+    version: str
+    _lock: int
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def has_pin(url: str, pins: Path) -> bool:
+    """Return whether a run has pinned a version of a place."""
+    return bool(_pinned(_pin(url, pins)))
+
+
+def _pin(url: str, pins: Path) -> Path:
+    same = url if spec.web(url) else store.normalised(url)
+    return pins / f"{hashlib.sha256(same.encode()).hexdigest()[:16]}.json"
+
+
+class Source:
+    """The cache of one place of a store. `pins` is a directory of the run, shared by the run's workers on this machine."""
+
+    def __init__(self, cache: Path, url: str, *, field: str, pins: Path, say: Say, stop: threading.Event | None = None) -> None:
+        self._url, self._field, self._pin = url, field, _pin(url, pins)
+        name = re.sub(r"[^A-Za-z0-9.-]+", "-", url.rstrip("/").rpartition("/")[2])[:40]
+        self._cache = cache
+        self._home = cache / "data" / f"{name}-{self._pin.stem}"
+        self._say, self._stop = say, stop or threading.Event()
+
+    def acquire(self) -> Version:
+        """Return the version that this run uses, fetched if missing, and protected from removal until it is closed.
+
+        Raises OutlastError if the store fails, or no longer has the version that the run began with, and OSError.
+        """
+        if version := self._lock_version(_pinned(self._pin)):  # needs no store
+            return version
+        name = f"{self._field} ({self._url})"
+        with file_locks.exclusive(
+            self._home / "lock", waiting=lambda: self._say(f"waiting for another worker that fetches {name}"), stop=self._stop
+        ):
+            pinned = _pinned(self._pin)
+            if version := self._lock_version(pinned):
+                return version
+            fetched = self._fetch(pinned)
+            self._pin.parent.mkdir(parents=True, exist_ok=True)
+            files.replace(self._pin, json.dumps({"url": self._url, "version": fetched}), durable=True)
+            version = self._lock_version(fetched)
+            assert version is not None
+            self._sweep()
+            return version
+
+    def _fetch(self, pinned: str) -> str:
+        """Fetch the store's current version, unless another version is pinned. Returns the name of the version."""
+        listing = fetch_from_store.look(self._url, self._field)
+        if pinned in ("", listing.version):
+            listing = fetch_from_store.consistent(listing, self._begin, say=self._say, stop=self._stop)
+        if pinned not in ("", listing.version):
+            raise OutlastError(
+                f"{self._field} ({self._url}) is no longer what this run began with, and this machine has no copy of that; "
+                "put the old files back, or start from the beginning with --fresh"
+            )
+        self._finish(listing)
+        return listing.version
+
+    def _lock_version(self, version: str) -> Version | None:
+        """Lock a complete version and register our pin in the version's `runs/`; None if the version is missing."""
+        directory = self._home / version
+        if not version or not (directory / _LISTING).is_file():
+            return None
+        with contextlib.suppress(FileNotFoundError):  # it is being removed
+            lock = file_locks.shared(directory / "lock")
+            if lock is not None and (directory / _LISTING).is_file():
+                with contextlib.suppress(PermissionError):  # it belongs to another user
+                    os.utime(lock)
+                note = directory / "runs" / hashlib.sha256(str(self._pin).encode()).hexdigest()[:16]
+                if not note.is_file():
+                    note.parent.mkdir(exist_ok=True)
+                    files.replace(note, str(self._pin))
+                return Version(directory / "tree", version, lock)
+            if lock is not None:
+                os.close(lock)
+        return None
+
+    def _begin(self, listing: Listing) -> Path:
+        """Make the directory for a version, with hard links to the files that it shares with other versions."""
+        directory = self._home / listing.version
+        tree = directory / "tree"
+        tree.mkdir(parents=True, exist_ok=True)
+        paths = {(entry.key, entry.size, entry.etag): tree / entry.key for entry in listing.entries}
+        whole = directory / _LISTING
+        if whole.is_file():  # another run's; files may have been changed or removed since
+            for path in _changed(tree, whole):
+                path.unlink(missing_ok=True)
+            if all(path.exists() for path in paths.values()):
+                return tree
+            whole.unlink()
+        files.replace(directory / _PARTIAL, _text(listing.url, [_Row(e.key, e.size, e.etag, 0) for e in listing.entries]))
+        missing = {key for key, path in paths.items() if not path.exists()}
+        for other in sorted(self._home.glob("*/listing.*")):
+            if not missing or other.parent == directory:
+                continue
+            available = {(row.key, row.size, row.etag) for row in _read(other)}
+            bad = set(_changed(other.parent / "tree", other)) if other.name == _LISTING else set()
+            for key in missing & available:
+                source = other.parent / "tree" / key[0]
+                if source in bad or not source.is_file() or source.stat().st_size != key[1]:
+                    continue
+                paths[key].parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(OSError):  # too many links to one file, or a file system without them
+                    os.link(source, paths[key])
+                    missing.discard(key)
+        self._make_room(sum(size for _, size, _ in missing))
+        return tree
+
+    def _make_room(self, needed: int) -> None:
+        """Evict unused entries, the oldest first, to keep the cache below its limit."""
+        if missing := cache_eviction.make(self._cache, needed, things, os.environ):
+            more = f"{units.human_bytes(missing)} more than OUTLAST_CACHE_SIZE"
+            name = f"{self._field} ({self._url})"
+            self._say(f"{name} makes the cache {self._cache} larger than it should be: {more} are in use")
+
+    def _finish(self, listing: Listing) -> None:
+        directory = self._home / listing.version
+        if (directory / _LISTING).is_file():
+            return
+        tree = directory / "tree"
+        expected = {str(tree / entry.key): entry for entry in listing.entries}
+        rows = []
+        for parent, _, names in os.walk(tree):
+            for name in names:
+                path = os.path.join(parent, name)
+                if (entry := expected.get(path)) is None:  # left by a killed fetch
+                    os.unlink(path)
+                    continue
+                if os.lstat(path).st_mode & 0o222:  # not shared with another version
+                    os.chmod(path, 0o444)
+                    os.utime(path, (entry.modified, entry.modified))
+                rows.append(_Row(entry.key, entry.size, entry.etag, os.lstat(path).st_mtime_ns))
+        files.flush(directory)
+        files.replace(directory / _LISTING, _text(listing.url, rows), durable=True)
+        (directory / _PARTIAL).unlink(missing_ok=True)
+
+    def _sweep(self) -> None:
+        """Remove versions that are neither locked nor pinned by a run, and the leftovers of abandoned fetches."""
+        pinned = _pinned(self._pin)
+        for directory in self._home.iterdir():
+            if directory.is_dir() and directory.name != pinned:
+                _remove_locked(directory)
+
+
+def things(cache: Path) -> list[cache_eviction.Thing]:
+    """Return all evictable entries of the cache: shards, and complete and partial versions."""
+    entries = list(cache_eviction.shards(cache))
+    for directory in cache.glob("data/*/*/"):
+        with contextlib.suppress(OSError):
+            listing = directory / _LISTING if (directory / _LISTING).is_file() else directory / _PARTIAL
+            size = _size(listing, listing.stat().st_mtime_ns) if listing.exists() else 0
+            lock = directory / "lock"  # missing if the version has never been complete
+            used = (lock if lock.exists() else directory).stat().st_mtime
+            entries.append(cache_eviction.Thing(directory, size, used, partial(_remove, directory)))
+    return entries
+
+
+@functools.lru_cache
+def _size(listing: Path, _mtime_ns: int) -> int:
+    """Size of a version in bytes. The result is cached, since listings are long and hardly ever change."""
+    return sum(row.size for row in _read(listing))
+
+
+def _remove(directory: Path) -> bool:
+    """Remove a version unless it is in use. Returns whether it was removed."""
+    with file_locks.attempted(directory.parent / "lock") as acquired:  # otherwise a fetch is running there
+        return acquired and _remove_locked(directory)
+
+
+def _remove_locked(directory: Path) -> bool:
+    """Remove a version unless a worker uses it or a run has pinned it. Returns whether it was removed. The caller must hold the
+    lock of the version's place."""
+    with file_locks.attempted(directory / "lock") as acquired:  # held to the end: nobody begins to use it meanwhile
+        notes = (directory / "runs").glob("*")
+        if not acquired or any(_pinned(Path(_read_text(note))) == directory.name for note in notes):
+            return False
+        for marker in (_LISTING, _PARTIAL):
+            (directory / marker).unlink(missing_ok=True)  # first: a version without a listing does not exist
+        shutil.rmtree(directory, ignore_errors=True)
+        return True
+
+
+class Web(Source):
+    """The cache of one file on a web server, unpacked if it is an archive. Its checksum names its only version."""
+
+    def _fetch(self, pinned: str) -> str:
+        from outlast.data import named_datasets, obtain
+
+        dataset = named_datasets.of_url(self._url)
+        directory = self._home / dataset.remotes[0].sha256[:32]
+        tree, progress = directory / "tree", fetch_from_store.Pace(f"{self._field} ({dataset.name})", say=self._say)
+        obtain.get(dataset, tree, obtain.How(self._say, progress=progress.reached, stop=self._stop))
+        rows = []
+        for parent, _, names in os.walk(tree):
+            for name in names:
+                path = os.path.join(parent, name)
+                if not os.path.islink(path):
+                    os.chmod(path, 0o444)
+                status = os.lstat(path)
+                rows.append(_Row(os.path.relpath(path, tree), status.st_size, "", status.st_mtime_ns))
+        files.replace(directory / _LISTING, _text(self._url, rows), durable=True)
+        self._make_room(0)  # its size is known only now
+        return directory.name
+
+
+def _pinned(pin: Path) -> str:
+    try:
+        return str(json.loads(pin.read_text())["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _text(url: str, rows: list[_Row]) -> str:
+    return json.dumps({"url": url, "files": sorted(rows)})
+
+
+def _read(path: Path) -> list[_Row]:
+    try:
+        return [_Row(*row) for row in json.loads(path.read_text())["files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _changed(tree: Path, listing: Path) -> list[Path]:
+    """Return the files of a complete version that have changed since they were fetched."""
+    changed = []
+    for row in _read(listing):
+        with contextlib.suppress(OSError):
+            status = os.lstat(tree / row.key)
+            if (status.st_size, status.st_mtime_ns) != (row.size, row.mtime_ns):
+                changed.append(tree / row.key)
+    return changed

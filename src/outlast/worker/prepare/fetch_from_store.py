@@ -1,0 +1,200 @@
+"""Fetches a tree of files from a store, all of one version.
+
+    listing = look(url, "data[0].from")         the objects in the store now
+    missing(listing, tree, ...)                 fetches the objects that are missing on this machine
+    consistent(listing, into, ...)              the same, repeated if the store changes meanwhile
+
+`data_cache` uses this module for data and models, and `code_placement` uses it for code. Files get their final names once they
+are complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from outlast.base import units
+from outlast.base.errors import Changed, Missing, OutlastError, StoreError
+from outlast.data import dataset_directory
+from outlast.storage import store
+from outlast.storage.store import Entry, Store
+from outlast.storage.sync import push_and_pull, thread_pool
+
+PROGRESS_S = 5.0
+_ATTEMPTS = 5
+"""Maximum number of attempts at a place that changes while it is fetched."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The contents of a place in a store: all objects below a prefix, or one object."""
+
+    url: str
+    field: str
+    """The job file's field that has this URL, such as `data[0].from`."""
+    place: Store
+    """The keys of the entries are relative to this place."""
+    entries: tuple[Entry, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the place in messages."""
+        return f"{self.field} ({self.url})"
+
+    @cached_property
+    def version(self) -> str:
+        """A digest that changes when the files or their contents do."""
+        rows = sorted([entry.key, entry.size, entry.etag] for entry in self.entries)
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+
+    @property
+    def size(self) -> int:
+        return sum(entry.size for entry in self.entries)
+
+
+def look(url: str, field: str) -> Listing:
+    """List the place at `url`, which the job file names in `field`. Raises StoreError, and OutlastError if the place is empty or
+    incomplete, or if its names cannot form a directory tree."""
+    place, name = store.open_(url), f"{field} ({url})"
+    # Consoles create a directory as an object with the name of the prefix.
+    entries = tuple(_files(place, [entry for entry in place.entries() if entry.key and entry.key != push_and_pull.MANIFEST]))
+    if not entries and "/" in place.url.partition("://")[2]:
+        above, _, key = place.url.rpartition("/")
+        place = store.open_(above)
+        try:
+            entries = (place.head(key),)
+        except Missing:
+            entries = ()
+    if not entries:
+        raise OutlastError(f"{name} holds nothing; put something there, or correct the URL")
+    keys = {entry.key for entry in entries}
+    if dataset_directory.COMING in keys and not keys & {dataset_directory.MARKER, dataset_directory.MANIFEST}:
+        raise OutlastError(
+            f"{name} is not complete: outlast data get or prepare has not finished there; wait for it, or run it again"
+        )
+    for key in keys:
+        parts = key.split("/")
+        if both := next((above for i in range(1, len(parts)) if (above := "/".join(parts[:i])) in keys), None):
+            raise OutlastError(f"{name} holds both {both} and {key}, which no directory can; rename one of them")
+    return Listing(url, field, place, entries)
+
+
+def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
+    """Return the entries without directory markers: consoles create empty objects `directory/`, which are listed without the
+    slash."""
+    empty = (thread_pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
+    absent = set()
+    with contextlib.closing(thread_pool.work(empty, threading.Event())) as outcomes:
+        for entry, _, error in outcomes:
+            if isinstance(error, Missing):
+                absent.add(entry)
+            elif error:
+                raise error
+    return (entry for entry in entries if entry not in absent)
+
+
+def missing(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> None:
+    """Fetch the files of a listing that are missing in `tree` or have a different size there. Raises StoreError and OSError."""
+    entries = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
+    if not entries:
+        return
+    for directory in {tree, *((tree / entry.key).parent for entry in entries)}:
+        directory.mkdir(parents=True, exist_ok=True)
+    needed, free = sum(entry.size for entry in entries), shutil.disk_usage(tree).free
+    if needed > free:
+        sizes = f"needs {units.human_bytes(needed)}, the disk of {tree} has {units.human_bytes(free)} left"
+        raise OutlastError(f"{listing.name} {sizes}; make room there, or let OUTLAST_CACHE name a directory of a larger disk")
+    meter = Meter(listing.name, needed, len(entries), say=say)
+    push_and_pull.receive(
+        listing.place, [(entry.key, entry.size, tree / entry.key) for entry in entries], progress=meter.advance, stop=stop
+    )
+    meter.end()
+
+
+def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
+    """Fetch a listing to the directory that `into` returns for it. Returns the listing that was fetched.
+
+    If files change meanwhile, the place is listed and fetched again, so that all files belong to one version.
+    """
+    problem: StoreError | None
+    for attempt in range(_ATTEMPTS):
+        tree, problem = into(listing), None
+        if all(_size(tree / entry.key) == entry.size for entry in listing.entries):
+            if not attempt:
+                say(f"{listing.name} is here already")
+            return listing
+        try:
+            missing(listing, tree, say=say, stop=stop)
+        except (Missing, Changed) as error:
+            problem = error
+        now = look(listing.url, listing.field)
+        if now.version == listing.version:
+            if problem:
+                raise problem
+            return listing
+        say(f"{listing.name} has changed while it was fetched; looking again")
+        listing = now
+    raise StoreError(f"{listing.name} changes faster than it can be fetched; copy it to a place of its own", retry=True)
+
+
+class Pace:
+    """Reports the progress of a download every few seconds, given the number of bytes received."""
+
+    def __init__(self, name: str, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._say, self._clock = name, say, clock
+        self._reported = clock()
+
+    def reached(self, done: int, total: int) -> None:
+        """Report that `done` bytes of `total` have been received; `total` is 0 if it is unknown. Called often, from several
+        threads."""
+        if (now := self._clock()) - self._reported >= PROGRESS_S:
+            self._reported = now
+            of = f" of {units.human_bytes(total)}" if total else ""
+            self._say(f"fetching {self._name}: {units.human_bytes(done)}{of}")
+
+
+class Meter:
+    """Reports progress, rate and remaining time of a fetch every few seconds."""
+
+    def __init__(self, name: str, total: int, files: int, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._total, self._say, self._clock = name, total, say, clock
+        self._done = 0
+        self._begun = self._reported = clock()
+        self._lock = threading.Lock()
+        say(f"fetching {name}: {files:,} file{'s' if files != 1 else ''}, {units.human_bytes(total)}")
+
+    def advance(self, count: int) -> None:
+        """Count bytes that have arrived; called from many threads."""
+        with self._lock:
+            self._done += count
+            now = self._clock()
+            if now - self._reported < PROGRESS_S:
+                return
+            self._reported = now
+            rate = self._done / (now - self._begun)
+            done, total = units.human_bytes(self._done), units.human_bytes(self._total)
+            left = units.human_seconds(max(0, self._total - self._done) / rate) if rate else "?"
+        self._say(f"fetching {self._name}: {done} of {total}, {units.human_bytes(rate)}/s, {left} left")
+
+    def end(self) -> None:
+        seconds = self._clock() - self._begun
+        rate = units.human_bytes(self._total / max(seconds, 1e-3))
+        self._say(f"fetched {self._name}: {units.human_bytes(self._total)} in {units.human_seconds(seconds)} ({rate}/s)")
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return -1

@@ -1,0 +1,169 @@
+"""The follower's interface for other processes: rank 0's session starts one, reads its problems and waits for its end.
+
+Starting a follower costs a fork; after that a file is read every few seconds. The follower ends with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.worker.tracking.tracker_interface import Status, settings
+
+log = logging.getLogger("outlast")
+
+FLUSH_S = 10.0
+"""How long the end of a run waits for trackers."""
+LEAVE_S = 2.0
+"""How long it waits if the run goes on elsewhere, where another follower sends the rest."""
+LOOK_S = 5.0
+IMPORTS_S = 20.0
+"""Added to FLUSH_S for the imports of a follower that has just been started on a busy machine; arbitrary."""
+PROBLEM, ENDED, LOCK = "problem", "ended", "lock"
+"""Files in `.tracking/`: the current problem, the reported end of the run, and the lock of the follower."""
+
+
+class Follower:
+    def __init__(self, output: Path, process: subprocess.Popen[bytes]) -> None:
+        self._directory, self._process = output / contract.TRACKING, process
+        self._looked, self._problem = time.monotonic(), ""
+
+    def news(self) -> str | None:
+        """Return the trackers' problem if it has changed, "" when they work again. None in most calls, which cost nothing."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return None
+        self._looked = now
+        last, self._problem = self._problem, problem(self._directory)
+        if self._process.poll() is not None and not self._problem:
+            self._problem = f"metrics are no longer forwarded: the follower ended with exit code {self._process.returncode}"
+        return self._problem if self._problem != last else None
+
+    def finish(self, status: Status | None, *, goes_on: bool = False) -> str:
+        """Tell the follower to send the remaining metrics, and wait for a bounded time. Returns a sentence about metrics that
+        have not arrived, or an empty string."""
+        within = LEAVE_S if goes_on else FLUSH_S
+        at_most = LEAVE_S + 1.0 if goes_on else FLUSH_S + IMPORTS_S
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died
+            self._process.stdin.write(json.dumps({"status": status, "within": within}).encode() + b"\n")
+            self._process.stdin.close()
+        return _wait(self._process, self._directory, at_most)
+
+
+def _wait(process: subprocess.Popen[bytes], directory: Path, at_most_s: float) -> str:
+    try:
+        code = process.wait(at_most_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return "metrics may not have arrived at the trackers: there was no time; they are in metrics.jsonl"
+    return problem(directory) or (f"the follower of the metrics ended with exit code {code}" if code else "")
+
+
+class Trackers:
+    """The trackers of a session. If the environment asks for any, a follower is started once rank 0 has something to track."""
+
+    def __init__(self, output: Path, rank: int) -> None:
+        self._output, self._done = output, rank > 0
+        self._follower: Follower | None = None
+        self.problem = ""
+
+    def follow(self) -> None:
+        """Start the follower. Called once `metrics.jsonl` contains only this run's steps."""
+        if self._done:
+            return
+        self._done = True
+        try:
+            self._follower = start(self._output)
+        except OSError as error:  # too many processes
+            self.problem = f"metrics are not forwarded: {error.strerror}"
+            log.warning("outlast: %s", self.problem)
+
+    def news(self) -> dict[str, str]:
+        """Return a new warning for the progress record; empty in most calls, which cost nothing."""
+        self.follow()
+        if self._follower is None or (problem := self._follower.news()) is None:
+            return {}
+        self.problem = problem
+        return {"warning": problem}
+
+    def end(self, error: BaseException | None, *, leaving: bool) -> dict[str, str]:
+        """Wait for a bounded time until the follower has sent the remaining metrics. If the run has ended and some have not
+        arrived, returns a warning about them (`{"warning": ...}`), else an empty dict."""
+        if self._follower is None:
+            return {}
+        status, goes_on = outcome(error, leaving=leaving, restarted=Env.JOB in os.environ)
+        warning = self._follower.finish(status, goes_on=goes_on)
+        return {"warning": warning} if warning and not goes_on else {}
+
+
+def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> tuple[Status | None, bool]:
+    """Return the status of a run for its trackers, and whether it continues. `error` is the exception that ended its session, if
+    any.
+
+    `restarted`: whether Outlast, rather than this process, decides if a failed run has ended.
+    """
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return (None, True) if leaving else (Status.FINISHED, False)
+    if leaving or restarted:
+        return None, True
+    return (Status.KILLED if isinstance(error, KeyboardInterrupt) else Status.FAILED), False
+
+
+def problem(directory: Path) -> str:
+    """Return the problem that the follower currently reports; empty if there is none."""
+    try:
+        return (directory / PROBLEM).read_text()
+    except OSError:
+        return ""
+
+
+def start(output: Path, environ: Mapping[str, str] | None = None) -> Follower | None:
+    """Start the follower of the run in `output` if this process's environment asks for trackers; otherwise returns None. Raises
+    OSError."""
+    environ = os.environ if environ is None else environ
+    if not settings(environ):
+        return None
+    process = _process(output, environ, stdin=subprocess.PIPE)
+    return Follower(output, process)
+
+
+def _process(output: Path, environ: Mapping[str, str], *words: str, stdin: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "outlast", "follower", str(output), *words]
+    return subprocess.Popen(command, stdin=stdin, stdout=2, env=dict(environ), start_new_session=True)
+
+
+_STATUS = {"Failed": Status.FAILED, "Cancelled": Status.KILLED}
+"""Trackers' status by the job's final state (`status.State`). Success is missing, since the session itself has reported it."""
+
+
+def end(output: Path, environ: Mapping[str, str], state: str) -> str:
+    """Report the job's final state to the trackers, after its training processes are gone. Returns a sentence if that fails,
+    otherwise an empty string.
+
+    Does nothing if the job continues, if no follower has run, or if the last follower has reported the same state. Waits for a
+    bounded time.
+    """
+    directory, status = output / contract.TRACKING, _STATUS.get(state)
+    if status is None or not settings(environ) or not directory.is_dir():
+        return ""
+    try:
+        if (directory / ENDED).read_text() == status:
+            return ""
+    except OSError:
+        pass
+    try:
+        process = _process(output, environ, "--end", status, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        return f"the trackers do not know that the run has ended: {error.strerror}"
+    return _wait(process, directory, FLUSH_S + IMPORTS_S)

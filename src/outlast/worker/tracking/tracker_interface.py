@@ -1,0 +1,131 @@
+"""The interface of a tracker, the settings that choose a run's trackers, and the run as they see it.
+
+The job file's `tracking` (`contract.Env`) takes precedence. Without it, MLFLOW_TRACKING_URI turns MLflow on, and WANDB_API_KEY or
+WANDB_MODE Weights & Biases, under plain python and torchrun, too.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.worker.tracking.missing_points import Point, Position
+
+
+class Status(enum.StrEnum):
+    """The final status of a run, by MLflow's names."""
+
+    FINISHED = "FINISHED"
+    FAILED = "FAILED"
+    KILLED = "KILLED"
+
+
+@dataclass(frozen=True)
+class Run:
+    id: str
+    """The run's identity, which is unique and stays the same across kills and resizes."""
+    name: str
+    """The job's name, or the output directory's name if there is no job."""
+    job: str
+    """The job's name; empty under plain python and torchrun."""
+    output: Path
+    place: str
+    """Directory or URL of the output, for links."""
+
+    @classmethod
+    def of(cls, output: Path, id: str, environ: Mapping[str, str]) -> Run:
+        """Return the run of a process with this environment."""
+        job = environ.get(Env.JOB, "")
+        place = environ.get(Env.STORE) or str(output.absolute())
+        return cls(id, job or output.absolute().name, job, output, place.rstrip("/"))
+
+    def checkpoints(self) -> dict[str, str]:
+        """Return the places of the committed checkpoints, by name."""
+        try:
+            commits = sorted((self.output / contract.CHECKPOINTS).glob(f"step-*/{contract.COMMIT}"))
+        except OSError:
+            return {}
+        return {path.parent.name: f"{self.place}/{contract.CHECKPOINTS}/{path.parent.name}" for path in commits}
+
+
+class Sink(Protocol):
+    """A tracker. Any method may raise any exception: then the sink is opened again, and unsent values are sent again.
+
+    OutlastError means that a retry cannot help.
+    """
+
+    title: str
+    """The name in messages: `MLflow (http://mlflow:5000)`."""
+    pause_s: float
+
+    def open(self) -> Position:
+        """Find or create the run in the tracker. Returns the last step of each name that the tracker has."""
+
+    def rename(self, name: str) -> str:
+        """Return the name under which the tracker stores a value."""
+
+    def send(self, points: Sequence[Point]) -> None:
+        """Add values. They have arrived in the tracker when this call returns."""
+
+    def parameters(self, values: Mapping[str, Any]) -> None:
+        """Show the settings of the run in the tracker."""
+
+    def checkpoints(self, places: Mapping[str, str]) -> None:
+        """Show the locations of the checkpoints, by name, without copying the checkpoints."""
+
+    def end(self, status: Status | None) -> None:
+        """Show the run's final status. None: the run goes on, or its end is unknown."""
+
+
+def text(value: Any) -> str:
+    """Return a setting as text: strings unchanged, everything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the parameters in a file; empty if it is missing or damaged."""
+    try:
+        parameters = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return parameters if isinstance(parameters, dict) else {}
+
+
+NONE = "none"
+"""Value of `tracking.mlflow` that turns MLflow off, even if MLFLOW_TRACKING_URI is set."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The trackers of a run that the user has requested, and their settings."""
+
+    tensorboard: bool = False
+    mlflow: str = ""
+    """URI of a server or database, or an absolute path; empty: no MLflow."""
+    experiment: str = ""
+    """The experiment's name; empty: the job's name."""
+    wandb: bool = False
+    project: str = ""
+    """The project of Weights & Biases; empty: the job's name."""
+
+    def __bool__(self) -> bool:
+        return bool(self.tensorboard or self.mlflow or self.wandb)
+
+
+def settings(environ: Mapping[str, str]) -> Settings:
+    uri = environ.get(Env.MLFLOW) or environ.get("MLFLOW_TRACKING_URI", "")
+    mode = environ.get("WANDB_MODE", "").lower()
+    off = mode == "disabled" or environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes")
+    return Settings(
+        tensorboard=environ.get(Env.TENSORBOARD) == "1",
+        mlflow="" if uri.lower() == NONE else uri,
+        experiment=environ.get(Env.EXPERIMENT) or environ.get("MLFLOW_EXPERIMENT_NAME", ""),
+        wandb=bool(mode or environ.get("WANDB_API_KEY")) and not off,
+        project=environ.get(Env.EXPERIMENT) or environ.get("WANDB_PROJECT", ""),
+    )
