@@ -37,7 +37,7 @@ def test_the_recipe_of_an_example_knows_its_arguments(file: Path) -> None:
     job = spec.load(file).spec
     if job.module:
         recipe = importlib.import_module(job.module)
-        settings.parse(recipe.Settings, job.args, None, getattr(recipe, "THEIRS", {}))
+        settings.parse(recipe.Settings, job.args, None, getattr(recipe, "ALIASES", {}))
 
 
 def python(script: str, *args: str, cwd: Path) -> str:

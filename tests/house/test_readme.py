@@ -82,7 +82,7 @@ def test_a_recipe_takes_the_flags_that_a_page_gives_it(module: str, flags: str, 
     config.write_text("{}")
     words = [str(config) if word == "conf.yaml" else word for word in shlex.split(flags, comments=True)]
     recipe = importlib.import_module(module)
-    assert settings.parse(recipe.Settings, words, "", getattr(recipe, "THEIRS", {}))
+    assert settings.parse(recipe.Settings, words, "", getattr(recipe, "ALIASES", {}))
 
 
 RECIPES = re.findall(r"^### .*`outlast\.recipes\.(\w+)`\n(.*?)(?=^##|\Z)", COMING_FROM.read_text(), flags=re.M | re.S)
@@ -92,7 +92,7 @@ RECIPES = re.findall(r"^### .*`outlast\.recipes\.(\w+)`\n(.*?)(?=^##|\Z)", COMIN
 def test_a_recipe_has_the_flags_that_replace_those_of_a_script(recipe: str, table: str) -> None:
     module = importlib.import_module(f"outlast.recipes.{recipe}")
     fields = [field.name for field in dataclasses.fields(module.Settings)]
-    known = {"config", *fields, *(f"no_{name}" for name in fields), *module.THEIRS}
+    known = {"config", *fields, *(f"no_{name}" for name in fields), *module.ALIASES}
     ours = [re.split(r"(?<!\\)\|", row)[2] for row in table.splitlines() if row.startswith("| ")]
     spans = [span for cell in ours for span in re.findall(r"`([^`]*)`", cell) if not span.startswith(("outlast ", "compile:"))]
     named = {flag.replace("-", "_") for span in spans for flag in re.findall(r"(?<![\w-])--([a-z][\w-]+)", span)}

@@ -140,7 +140,7 @@ def test_first_filters_decorrelate_pixels() -> None:
 
 
 def parsed(flags: str) -> Settings:
-    return settings.parse(Settings, flags.split(), "", cifar10.THEIRS, {"workshop": cifar10.WORKSHOP})
+    return settings.parse(Settings, flags.split(), "", cifar10.ALIASES, {"workshop": cifar10.WORKSHOP})
 
 
 ARRAYS = np.zeros((100, 3, 32, 32), np.uint8), np.zeros(100, np.int64)

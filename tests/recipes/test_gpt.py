@@ -296,7 +296,7 @@ def test_every_key_of_a_configuration_of_nanogpt_with_experts_is_known(tmp_path:
         "backend": "nccl", "device": "cuda", "dtype": "bfloat16", "compile": False,
     }  # fmt: skip
     (tmp_path / "conf.yaml").write_text(yaml.safe_dump(keys))
-    s = settings.parse(gpt.Settings, ["--config", str(tmp_path / "conf.yaml"), "--output_dir=here"], "", gpt.THEIRS)
+    s = settings.parse(gpt.Settings, ["--config", str(tmp_path / "conf.yaml"), "--output_dir=here"], "", gpt.ALIASES)
     assert (s.output_dir, s.evaluate, s.n_embd, s.gradient_accumulation_steps) == ("here", False, 125, 40)
     config = gpt.shape(s, 65)
     assert (config.routed, config.hidden) == (4, 500)

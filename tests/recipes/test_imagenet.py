@@ -208,10 +208,10 @@ def test_the_mean_of_weights_moves_by_its_decay() -> None:
 
 def test_the_flags_of_older_scripts_are_understood() -> None:
     argv = "--input_path /data/tiny/train --epochs 10 --num_data_workers 2 --model_arch resnet101 --c10d_backend gloo"
-    s = settings.parse(Settings, argv.split(), None, imagenet.THEIRS)
+    s = settings.parse(Settings, argv.split(), None, imagenet.ALIASES)
     assert (s.data, s.epochs, s.workers, s.arch) == ("/data/tiny/train", 10, 2, "resnet101")
     argv = "-a resnet50 -j 3 --epochs 9 -b 64 --lr 0.2 --momentum 0.8 --wd 1e-3 -p 5 --dist-backend nccl --checkpoint-file c DIR"
-    s = settings.parse(Settings, argv.split(), None, imagenet.THEIRS)
+    s = settings.parse(Settings, argv.split(), None, imagenet.ALIASES)
     assert (s.arch, s.workers, s.epochs, s.batch_size, s.lr, s.momentum) == ("resnet50", 3, 9, 64, 0.2, 0.8)
     assert (s.weight_decay, s.print_freq, s.data) == (1e-3, 5, "DIR")
 

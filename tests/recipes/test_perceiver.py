@@ -400,7 +400,7 @@ def test_the_speed_is_the_mean_of_ten_lines_without_the_first() -> None:
 def test_the_variables_of_a_manifest_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MAX_STEPS": "100", "BATCH_SIZE": "2", "NPROC_PER_NODE": "32"}.items():
         monkeypatch.setenv(name, value)
-    parsed = functools.partial(settings.parse, perceiver.Settings, about=None, theirs=perceiver.THEIRS)
+    parsed = functools.partial(settings.parse, perceiver.Settings, about=None, aliases=perceiver.ALIASES)
     s = perceiver.from_variables(parsed([]))
     assert (s.max_steps, s.samples) == (100, 64)
     flags = "--max_steps=5 --batch_size=4 --num_workers 2 --logdir L --expected_average_throughput 8 --drop_last --do_eval"

@@ -47,8 +47,8 @@ def test_recipes_have_the_same_flags_for_the_same_things(name: str) -> None:
     recipe = importlib.import_module(f"outlast.recipes.{name}")
     known = {field.name for field in dataclasses.fields(recipe.Settings)}
     assert {"data", "output_dir", "checkpoint", "evaluate", "seed", "dtype"} <= known
-    assert not known & recipe.THEIRS.keys(), "what is theirs has no other meaning here"
-    assert all(ours in known or ours == "config" or " " in ours for ours in recipe.THEIRS.values())
+    assert not known & recipe.ALIASES.keys(), "what is theirs has no other meaning here"
+    assert all(ours in known or ours == "config" or " " in ours for ours in recipe.ALIASES.values())
 
 
 def test_an_output_that_a_job_does_not_write_to_is_said_to_be_ignored(

@@ -34,11 +34,11 @@ class Some:
     setting: Literal["modern", "old"] = flag("modern", "which defaults")
 
 
-THEIRS = {"b": "log_every", "eval_only": "evaluate", "config_file": "config", "backend": "a run finds it", "drop_last": "never"}
+ALIASES = {"b": "log_every", "eval_only": "evaluate", "config_file": "config", "backend": "a run finds it", "drop_last": "never"}
 
 
 def parsed(*argv: str) -> Some:
-    return settings.parse(Some, argv, "about", THEIRS, {"old": {"lr": 0.5, "compile": False}})
+    return settings.parse(Some, argv, "about", ALIASES, {"old": {"lr": 0.5, "compile": False}})
 
 
 def refusal(*argv: str) -> str:

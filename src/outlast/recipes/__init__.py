@@ -1,1 +1,1 @@
-"""Recipes: whole training programs, one readable file each, to run as they are or to copy and change."""
+"""Complete training programs, one readable file each, to run unchanged or to copy and change."""

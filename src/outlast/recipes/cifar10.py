@@ -41,57 +41,58 @@ from outlast.training import Session, Stream, device
 from outlast.training.samples.stream import Batch
 from outlast.training.state import checkpoint
 
-THEIRS = {
+ALIASES = {
     "learning_rate": "lr",
     "print_freq": "log_every",
     "workers": "the images are in memory, and no process loads them",
     "checkpoint_file": "checkpoints are in the output, and a run resumes by itself",
 }
-"""Flags of the workshop's script that have another name here; all other flags have the same name."""
+"""Flags of the workshop's script that have another name in this recipe; all other flags have the same name."""
 WORKSHOP = {
     "lr": 0.001, "schedule": "constant", "nesterov": False, "weight_decay": 1e-4,
     "smoothing": 0.0, "flip": False, "shift": 0, "cutout": 0, "whiten": False, "ema": 0.0, "dtype": "float32",
 }  # fmt: skip
-"""`--setting workshop`: the defaults of the EKS workshop's script, so that its page can be followed."""
+"""Values of `--setting workshop`, the defaults of the EKS workshop's script."""
 
 
 @dataclass(frozen=True)
 class Settings:
     data: str = flag("", "directory of the batch files, or the one above; default $OUTLAST_DATA", group="data", first=True)
-    output_dir: str = flag("", "where to write; a job's output has precedence")
-    model_file: str = flag("", "write the final weights to this file, too; with --evaluate: measure the weights in it")
-    seed: int = flag(0, "seed of the first weights, the order of images and their augmentation")
+    output_dir: str = flag("", "output directory; a job's output has precedence")
+    model_file: str = flag("", "also write the final weights to this file; with --evaluate, evaluate its weights")
+    seed: int = flag(0, "seed of the initial weights, the order of images and their augmentation")
 
-    setting: Literal["modern", "workshop"] = flag("modern", "the values of all flags below that are not given", group="training")
+    setting: Literal["modern", "workshop"] = flag("modern", "default values of all flags below", group="training")
     epochs: int = flag(10, "passes over the training images", least=1)
-    batch: int | None = flag(None, "images a step over all ranks, whatever their number (modern: 128)", least=1)
-    batch_size: int | None = flag(None, "images a step of each rank that begins the run (workshop: 128)", least=1)
-    microbatch: int = flag(16, "images that BatchNorm sees at once in any world; at most batch / microbatch ranks", least=1)
-    lr: float = flag(0.05, "highest learning rate (workshop: 0.001)", least=0)
+    batch: int | None = flag(None, "images per step over all ranks (modern: 128)", least=1)
+    batch_size: int | None = flag(None, "images per step and rank at the start of the run (workshop: 128)", least=1)
+    microbatch: int = flag(16, "images per BatchNorm group in any world; at most batch / microbatch ranks", least=1)
+    lr: float = flag(0.05, "maximum learning rate (workshop: 0.001)", least=0)
     schedule: Literal["triangle", "constant"] = flag(
-        "triangle", "up in a fifth of the steps, then down to 0 (workshop: constant)"
+        "triangle", "triangle: rises for a fifth of the steps, then falls to 0 (workshop: constant)"
     )
-    momentum: float = flag(0.9, "share of the last step's direction that is kept", least=0)
-    nesterov: bool = flag(True, "the gradient where momentum will have led to (workshop: off)")
-    weight_decay: float = flag(5e-4, "pull of every weight towards 0 (workshop: 0.0001)", least=0)
-    smoothing: float = flag(0.1, "share of the label that is spread over all classes (workshop: 0)", least=0, most=1)
-    flip: bool = flag(True, "mirror half of the images; --no-flip for digits and texts (workshop: off)")
-    shift: int = flag(4, "pixels that images move by at most, each way (workshop: 0)", least=0, most=31)
+    momentum: float = flag(0.9, "momentum of SGD", least=0)
+    nesterov: bool = flag(True, "Nesterov momentum (workshop: off)")
+    weight_decay: float = flag(5e-4, "weight decay (workshop: 0.0001)", least=0)
+    smoothing: float = flag(0.1, "label smoothing (workshop: 0)", least=0, most=1)
+    flip: bool = flag(True, "mirror half of the images; use --no-flip for digits and text (workshop: off)")
+    shift: int = flag(4, "maximum shift of an image in pixels (workshop: 0)", least=0, most=31)
     cutout: int = flag(8, "side of the square painted over each image, in pixels (workshop: 0)", least=0, most=32)
-    whiten: bool = flag(True, "the first layer begins with filters that decorrelate pixels (workshop: off)")
-    ema: float = flag(0.98, "final weights: a mean over about 1 / (1 - ema) steps; 0: the last (workshop)", least=0, most=1)
-    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "auto: bfloat16 where that is fast (workshop: float32)")
-    log_every: int = flag(5, "steps between two lines of the log", least=1)
+    whiten: bool = flag(True, "initialize the first layer with filters that decorrelate pixels (workshop: off)")
+    ema: float = flag(0.98, "final weights: mean over about 1 / (1 - ema) steps; 0: last step (workshop)", least=0, most=1)
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "auto: bfloat16 where it is fast (workshop: float32)")
+    log_every: int = flag(5, "steps between two log lines", least=1)
 
-    evaluate: bool = flag(False, "measure model.pt, or else the newest checkpoint", group="instead of training")
-    checkpoint: str = flag("", "the checkpoint to measure: best, or a step")
+    evaluate: bool = flag(False, "evaluate model.pt, or the newest checkpoint without it", group="instead of training")
+    checkpoint: str = flag("", "checkpoint to evaluate: best, or a step")
 
 
 # The network
 
 
 def network(group: int = 16) -> nn.Sequential:
-    """Pixels (b, 3, 32, 32) in 0 ... 1 to logits (b, 10). BatchNorm sees `group` images at once in training."""
+    """Return the network, from pixels (b, 3, 32, 32) in 0 ... 1 to logits (b, 10). BatchNorm normalizes `group` images at a
+    time."""
 
     def block(i: int, m: int, o: int) -> list[nn.Module]:  # (b, i, h, w) -> (b, o, h/2, w/2)
         first, second = nn.Conv2d(i, m, 3, padding=1), nn.Conv2d(m, o, 3, padding=1)
@@ -111,8 +112,7 @@ def network(group: int = 16) -> nn.Sequential:
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm that normalizes `group` images at a time: a rank may compute all of its images at once, and any world computes
-    the same result.
+    """BatchNorm that normalizes `group` images at a time, so that its result does not depend on the number of images per rank.
 
     In training the layer does not change its running statistics: `statistics` updates them with the values of all ranks.
     """
@@ -158,7 +158,8 @@ def statistics(model: nn.Module, share: float) -> None:
 
 @torch.no_grad()
 def whiten(first: nn.Conv2d, x: Tensor) -> None:
-    """Initialize filters to decorrelate pixels: principal components, scaled to variance 1, of patches of images `x` (bytes).
+    """Initialize filters to decorrelate pixels, with the principal components of patches of images `x` (bytes), scaled to
+    variance 1.
 
     Half of the filters are the main components and the other half their negatives, as a ReLU follows. These filters are trained
     like all other weights.
@@ -177,7 +178,7 @@ def whiten(first: nn.Conv2d, x: Tensor) -> None:
 
 
 class Training(loop.Recipe):
-    """A training run, whose methods `loop.train` calls."""
+    """Training run, whose methods `loop.train` calls."""
 
     unmeasured = None  # the logged loss is the metric
 
@@ -246,8 +247,8 @@ class Training(loop.Recipe):
 
 
 class Images(Stream):
-    """The order of images. If the batch size is given per rank, the number of ranks that begin the run determines the global
-    batch for the whole run."""
+    """Order of images. With a batch size per rank, the number of ranks at the start of the run determines the global batch
+    size."""
 
     def __init__(self, arrays: tuple[NDArray[np.uint8], NDArray[np.int64]], s: Settings, ranks: int) -> None:
         if s.batch and s.batch_size:
@@ -265,8 +266,10 @@ class Images(Stream):
 
 
 def local_part(batch: Batch, where: torch.device) -> tuple[Tensor, Tensor, float]:
-    """This rank's images (b, 3, 32, 32) as bytes, their labels (b,), and the rank's share: the shares of all ranks sum to the
-    number of ranks."""
+    """Return this rank's images (b, 3, 32, 32) as bytes, their labels (b,), and the rank's share.
+
+    The shares of all ranks sum to the number of ranks.
+    """
     x, y = (torch.cat([data[i] for data, _ in batch.pieces]).to(where, non_blocking=True) for i in range(2))
     return x, y, sum(share for _, share in batch.pieces)
 
@@ -298,18 +301,18 @@ def rate(s: Settings, step: int, steps: int) -> float:
 
 
 def sgd(model: nn.Module, s: Settings) -> torch.optim.SGD:
-    """The optimizer, stochastic gradient descent."""
+    """Return the optimizer, stochastic gradient descent."""
     nesterov, fused = bool(s.nesterov and s.momentum), next(model.parameters()).device.type != "xla"
     return torch.optim.SGD(model.parameters(), s.lr, s.momentum, weight_decay=s.weight_decay, nesterov=nesterov, fused=fused)
 
 
 AVERAGE = "average"
-"""Key of a weight's running average in the optimizer's state, which is saved and restored with the momentum."""
+"""Key of a weight's running average in the optimizer's state."""
 
 
 @torch.no_grad()
 def average(optimizer: torch.optim.Optimizer, ema: float, step: int) -> None:
-    """Add the weights after a step to their running averages, which cover fewer steps at the beginning."""
+    """Update the running averages of the weights after a step. The averages cover fewer steps at the beginning."""
     if not ema:
         return
     weights_ = [p for group in optimizer.param_groups for p in group["params"]]
@@ -319,7 +322,7 @@ def average(optimizer: torch.optim.Optimizer, ema: float, step: int) -> None:
 
 @torch.no_grad()
 def averaged(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> nn.Sequential:
-    """A copy of the model with the averages of its weights, if the optimizer has any."""
+    """Return a copy of the model with the running averages of its weights, if the optimizer has any."""
     averages = [optimizer.state[p].get(AVERAGE, p) for p in model.parameters()]
     model = copy.deepcopy(model)
     for p, value in zip(model.parameters(), averages, strict=True):
@@ -332,7 +335,7 @@ def averaged(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> nn.Seque
 
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
-    """Accuracy on the held-out images, overall and per class."""
+    """Print and write the accuracy on the test images, overall and per class."""
     print(f"reading {directory(s)}")
     images = cifar.test(directory(s))
     where = device.computing()
@@ -356,20 +359,20 @@ def evaluate(s: Settings) -> None:
 
 
 def percent(right: NDArray[np.bool_]) -> float | None:
-    """Accuracy in percent, to one decimal; None without images."""
+    """Return the accuracy in percent, to one decimal; None without images."""
     return round(100 * float(right.mean()), 1) if len(right) else None
 
 
 def short(names: Sequence[str]) -> list[str]:
-    """Names of classes, with CIFAR-10's two long names shortened as in most tables."""
+    """Return the names of the classes, with CIFAR-10's two long names shortened as in most tables."""
     return [{"airplane": "plane", "automobile": "car"}.get(name, name) for name in names]
 
 
 def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential, str]:
-    """A trained network, with the weights in `file`, in the checkpoint `name` of `output`, or else in the model.pt or the newest
-    checkpoint of `output`.
+    """Return a trained network and the name of its weights.
 
-    Also returns the name of these weights. Raises OutlastError if there are none, or if they belong to another model.
+    The weights are from `file`, or the checkpoint `name` of `output`. By default they are from the model.pt in `output`, or from
+    its newest checkpoint. Raises OutlastError for missing weights, and for weights of another model.
     """
     if file and name:
         raise OutlastError(f"--model-file {file} and --checkpoint {name} are two models; leave one of them out")
@@ -391,7 +394,7 @@ def load(model: nn.Module, path: Path) -> None:
 
 
 def directory(s: Settings) -> Path:
-    """The directory of the images. Raises OutlastError."""
+    """Return the directory of the images. Raises OutlastError."""
     named = s.data or os.environ.get(contract.Env.DATA)
     if not named:
         raise OutlastError(f"no data: give --data DIR or set {contract.Env.DATA}; outlast data get digits --to DIR makes some")
@@ -399,7 +402,7 @@ def directory(s: Settings) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    s = settings.parse(Settings, argv, __doc__, THEIRS, {"workshop": WORKSHOP})
+    s = settings.parse(Settings, argv, __doc__, ALIASES, {"workshop": WORKSHOP})
     results.into(s.output_dir)
     if s.evaluate:
         evaluate(s)

@@ -30,14 +30,16 @@ from outlast.recipes.shared import results
 from outlast.training import device
 
 CLASSES = ["plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-"""CIFAR-10's classes, in the order of their labels."""
+"""Names of CIFAR-10's classes, in the order of their labels."""
 BATCH = 100
 """Number of images per forward pass; arbitrary."""
 
 
 def listed(names: Sequence[str]) -> Iterator[Path]:
-    """Paths of images, including those in all folders below. Raises OutlastError for a folder without images and for a missing
-    path."""
+    """Yield the paths of images, including all images below a directory.
+
+    Raises OutlastError for a directory without images and for a missing path.
+    """
     for path in map(Path, names):
         if path.is_dir():
             below = sorted(each for each in path.rglob("*") if each.name.lower().endswith(images.SUFFIXES) and each.is_file())
@@ -51,7 +53,7 @@ def listed(names: Sequence[str]) -> Iterator[Path]:
 
 
 def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Images as bytes (3, 32, 32). Adds a message to `problems` for each unreadable image."""
+    """Yield images as bytes (3, 32, 32). Appends a message to `problems` for each unreadable image."""
     square = images.Settings(size=32)
     for path in paths:
         try:
@@ -65,7 +67,7 @@ def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, tor
 
 
 def classes(weights: Path, given: Sequence[str] | None) -> list[str]:
-    """Names of the classes: `given`, or the names in the data that the run was trained on, or CIFAR-10's."""
+    """Return the names of the classes: `given`, the names in the run's training data, or CIFAR-10's."""
     if given:
         if len(given) != len(CLASSES):
             raise OutlastError(
@@ -82,7 +84,7 @@ def classes(weights: Path, given: Sequence[str] | None) -> list[str]:
 
 @torch.inference_mode()
 def probable(model: nn.Module, x: torch.Tensor, names: Sequence[str], top: int) -> list[list[tuple[str, float]]]:
-    """The most probable classes of each image, with probabilities. `x`: bytes (b, 3, 32, 32)."""
+    """Return the `top` most probable classes of each image, with their probabilities. `x`: bytes (b, 3, 32, 32)."""
     values, labels = model(cifar10.shown(x.to(device.computing()))).float().softmax(1).topk(top)  # (b, top) each
     return [
         [(names[label], value) for value, label in zip(*pair, strict=True)]

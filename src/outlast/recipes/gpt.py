@@ -1,4 +1,4 @@
-"""GPT-2 and mixtures of experts, in the style of nanoGPT: trains, measures and samples. Copy it and change it.
+"""GPT-2 and mixtures of experts, in the style of nanoGPT, with training, evaluation and sampling. Copy it and change it.
 
     outlast data get python-stdlib                                   # text; or any of yours
     outlast data prepare text data/python-stdlib --to data/python    # train.bin, val.bin, tokenizer.json; or nanoGPT's directory
@@ -40,7 +40,7 @@ from outlast.training import Session, Stream, device
 from outlast.training.samples.stream import Batch
 from outlast.training.state import weights
 
-THEIRS = {
+ALIASES = {
     "out_dir": "output_dir",
     "eval_only": "evaluate",
     "start": "prompt",
@@ -48,74 +48,79 @@ THEIRS = {
     "backend": "a run finds it: nccl on GPUs, gloo on CPUs",
     "device": "a run finds it: GPUs where there are any",
 }
-"""Keys of nanoGPT's trainers, both dense and with experts, that have another name here; all other keys have the same name."""
+"""Keys of nanoGPT's trainers, dense and with experts, that have another name in this recipe; all other keys have the same
+name."""
 
 
 @dataclass(frozen=True)
 class Settings:
     data: str = flag("", "directory or URL of prepared data; default $OUTLAST_DATA, then data/DATASET", group="data and output")
-    dataset: str = flag("", "name of a directory below data/, as nanoGPT has it")
-    output_dir: str = flag("", "where to write; a job's output has precedence")
-    init_from: str = flag("scratch", "first weights: scratch, nanoGPT's ckpt.pt, or a directory with GPT-2; a run always resumes")
-    seed: int = flag(1337, "seed of the first weights, the order of samples, and --sample")
+    dataset: str = flag("", "name of a directory below data/, as in nanoGPT")
+    output_dir: str = flag("", "output directory; a job's output has precedence")
+    init_from: str = flag(
+        "scratch", "initial weights: scratch, nanoGPT's ckpt.pt, or a directory with GPT-2; a run always resumes"
+    )
+    seed: int = flag(1337, "seed of the initial weights, the order of samples, and --sample")
 
-    size: Literal["tiny", "124M", "350M", "774M", "1.5B"] = flag("124M", "layers, heads and width at once", group="model")
+    size: Literal["tiny", "124M", "350M", "774M", "1.5B"] = flag("124M", "preset of layers, heads and width", group="model")
     n_layer: int | None = flag(None, "blocks; default by --size", least=1)
     n_head: int | None = flag(None, "heads of the attention; default by --size", least=1)
     n_embd: int | None = flag(None, "width of the residual stream; default by --size", least=1)
-    block_size: int = flag(1024, "tokens the model looks at, and tokens of a sample", least=1)
-    dropout: float = flag(0.0, "share of activations dropped in training", least=0, most=1)
-    bias: bool = flag(False, "biases in linear layers and norms, as GPT-2 has them")
+    block_size: int = flag(1024, "context length and sample length in tokens", least=1)
+    dropout: float = flag(0.0, "dropout probability in training", least=0, most=1)
+    bias: bool = flag(False, "biases in linear layers and norms, as in GPT-2")
 
     use_moe: bool = flag(False, "a mixture of experts in each block", group="mixture of experts")
-    num_experts: int = flag(6, "experts of a block, static ones included", least=1)
-    num_experts_per_tok: int = flag(2, "experts that a token chooses", least=1)
-    static_experts: int = flag(2, "experts that every token passes", least=0)
-    expert_hidden: int | None = flag(None, "hidden units of one expert; default 4 n_embd, as a dense block has", least=1)
+    num_experts: int = flag(6, "experts per block, including static experts", least=1)
+    num_experts_per_tok: int = flag(2, "routed experts per token", least=1)
+    static_experts: int = flag(2, "experts that process every token", least=0)
+    expert_hidden: int | None = flag(None, "hidden units of an expert; default 4 n_embd, as in a dense block", least=1)
     moe_loss: bool = flag(True, "add a loss that balances the use of experts")
     moe_loss_type: Literal["entropy_regularization", "variance_penalty", "diversity_regularization"] = flag(
-        "entropy_regularization", "how unevenness is measured"
+        "entropy_regularization", "measure of the imbalance"
     )
     moe_loss_coef: float = flag(0.01, "weight of that loss", least=0)
 
-    batch_size: int = flag(12, "samples of a micro-batch", least=1, group="training")
-    gradient_accumulation_steps: int = flag(40, "micro-batches of a step over all ranks, however many these are", least=1)
+    batch_size: int = flag(12, "samples per micro-batch", least=1, group="training")
+    gradient_accumulation_steps: int = flag(40, "micro-batches per step over all ranks", least=1)
     max_iters: int = flag(600000, "steps", least=1)
-    learning_rate: float = flag(6e-4, "highest learning rate", least=0)
-    warmup_iters: int = flag(2000, "steps in which it rises to that", least=0)
-    decay_lr: bool = flag(True, "lower it by a cosine afterwards")
-    lr_decay_iters: int | None = flag(None, "step at which it has reached min_lr; default max_iters", least=1)
-    min_lr: float = flag(6e-5, "lowest learning rate after that", least=0)
-    weight_decay: float = flag(0.1, "pull of matrices towards 0", least=0)
+    learning_rate: float = flag(6e-4, "maximum learning rate", least=0)
+    warmup_iters: int = flag(2000, "warm-up steps", least=0)
+    decay_lr: bool = flag(True, "cosine decay after the warm-up")
+    lr_decay_iters: int | None = flag(None, "step at which the learning rate reaches min_lr; default max_iters", least=1)
+    min_lr: float = flag(6e-5, "minimum learning rate", least=0)
+    weight_decay: float = flag(0.1, "weight decay of matrices", least=0)
     beta1: float = flag(0.9, "AdamW's decay rate of the mean gradient", least=0, most=0.9999999)
-    beta2: float = flag(0.95, "AdamW's decay rate of its square", least=0, most=0.9999999)
-    grad_clip: float = flag(1.0, "longest gradient; 0: any", least=0)
+    beta2: float = flag(0.95, "AdamW's decay rate of the squared gradient", least=0, most=0.9999999)
+    grad_clip: float = flag(1.0, "maximum norm of the gradient; 0: no limit", least=0)
 
     eval_interval: int = flag(2000, "steps between two evaluations, each with a checkpoint", least=1, group="evaluation and logs")
-    eval_iters: int = flag(200, "micro-batches of an evaluation over all ranks, always the same", least=1)
-    log_interval: int = flag(1, "steps between two lines of the log", least=1)
+    eval_iters: int = flag(200, "micro-batches per evaluation over all ranks, always the same", least=1)
+    log_interval: int = flag(1, "steps between two log lines", least=1)
     always_save_checkpoint: bool = flag(True, "save at every evaluation, not only when the validation loss is the best so far")
-    num_checkpoints: int = flag(2, "checkpoints of the lowest validation loss to keep; a job has its checkpoint.best", least=0)
+    num_checkpoints: int = flag(2, "best checkpoints to keep, by validation loss; a job uses its checkpoint.best", least=0)
     export_nanogpt: bool = flag(False, "write current_ckpt.pt at every evaluation and ckpt.pt at the best, with the optimizer")
 
     parallel: Literal["ddp", "fsdp"] = flag("ddp", "whole model on every rank, or sharded (FSDP2)", group="machine")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of matrix products; auto: bfloat16 on GPUs that have it")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag(
+        "auto", "type of matrix products; auto: bfloat16 on GPUs that support it"
+    )
     compile: bool = flag(False, "compile the model: a minute at the start, faster steps on GPUs")
-    deterministic: bool = flag(False, "only kernels that are exact again on GPUs, at some speed; CPUs always are")
+    deterministic: bool = flag(False, "use only deterministic kernels on GPUs, which is slower; CPUs are always deterministic")
 
-    evaluate: bool = flag(False, "measure the newest weights on all of the validation text", group="instead of training")
-    checkpoint: str = flag("", "the checkpoint to measure or sample: best, or a step")
-    sample: bool = flag(False, "print texts that the newest weights make")
-    prompt: str = flag("\n", "how the texts begin")
+    evaluate: bool = flag(False, "evaluate the newest weights on the whole validation text", group="instead of training")
+    checkpoint: str = flag("", "checkpoint to evaluate or sample: best, or a step")
+    sample: bool = flag(False, "print texts generated by the newest weights")
+    prompt: str = flag("\n", "beginning of the texts")
     num_samples: int = flag(10, "texts to print", least=1)
-    max_new_tokens: int = flag(500, "tokens of a text after the prompt", least=1)
-    temperature: float = flag(0.8, "below 1 less random, above 1 more; 0: always the likeliest", least=0)
-    top_k: int = flag(200, "choose among so many tokens; 0: among all", least=0)
+    max_new_tokens: int = flag(500, "tokens to generate per text", least=1)
+    temperature: float = flag(0.8, "below 1 less random, above 1 more random; 0: always the most likely token", least=0)
+    top_k: int = flag(200, "number of tokens to sample from; 0: all", least=0)
     final_samples: int = flag(0, "texts to print at the end of training", least=0)
 
 
 class Training(loop.Recipe):
-    """A training run, whose methods `loop.train` calls."""
+    """Training run, whose methods `loop.train` calls."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -207,7 +212,7 @@ class Training(loop.Recipe):
         return bool(step % self.s.eval_interval == 0 or step == self.s.max_iters)
 
     def measure(self, step: int) -> float | None:
-        """Mean losses on the fixed blocks of train and val. Also called before the first step."""
+        """Measure the mean losses on the fixed blocks of train and val. Also called before the first step."""
         train, val = (self.mean(self.blocks[name]) for name in ("train", "val"))
         self.log.line(f"step {step}: train loss {train:.4f}, val loss {val:.4f}")
         self.run.log(step, val_loss=val, train_eval_loss=train)
@@ -222,7 +227,7 @@ class Training(loop.Recipe):
 
     @torch.no_grad()
     def mean(self, blocks: Tensor) -> float:
-        """Mean loss over blocks (n, t + 1), each of which is computed once by one rank; all ranks make the same number of
+        """Return the mean loss over blocks (n, t + 1), each of which one rank computes. All ranks make the same number of
         calls."""
         self.model.eval()
         run, parts = self.run, blocks.split(self.s.batch_size)
@@ -264,7 +269,7 @@ class Training(loop.Recipe):
 
 
 def place(s: Settings) -> str:
-    """The path or URL of the data. Raises OutlastError."""
+    """Return the path or URL of the data. Raises OutlastError."""
     if named := s.data or os.environ.get(contract.Env.DATA) or (f"data/{s.dataset}" if s.dataset else ""):
         return named
     raise OutlastError(
@@ -273,7 +278,7 @@ def place(s: Settings) -> str:
 
 
 def shape(s: Settings, vocab_size: int) -> Config:
-    """The shape of the model that the settings describe."""
+    """Return the sizes of the model from the settings."""
     layers, heads, width = gpt_model.SIZES[s.size]
     c = Config(s.n_layer or layers, s.n_head or heads, s.n_embd or width, s.block_size, vocab_size, s.bias, s.dropout)
     names = ("num_experts", "num_experts_per_tok", "static_experts", "expert_hidden", "moe_loss_type")
@@ -282,7 +287,7 @@ def shape(s: Settings, vocab_size: int) -> Config:
 
 
 def first(s: Settings, corpus: Corpus) -> tuple[GPT, Record]:
-    """The model and the record before the first step."""
+    """Return the model and the record before the first step."""
     digest = corpus.tokenizer.digest if corpus.tokenizer else ""
     if s.init_from in ("scratch", "resume"):
         config = shape(s, corpus.vocab_size)
@@ -301,13 +306,16 @@ def first(s: Settings, corpus: Corpus) -> tuple[GPT, Record]:
 
 
 def dtype(s: Settings, where: torch.device, run: Session | None = None) -> torch.dtype:
-    """The type of matrix products. A collective with `run`."""
+    """Return the type of matrix products. A collective with `run`."""
     requested = "float32" if s.dtype == "auto" and where.type == "cpu" else s.dtype
     return device.dtype(requested, where, run.gather if run else None)
 
 
 def numbered(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state as nanoGPT's AdamW loads it: parameters are numbered, those with weight decay first. A collective."""
+    """Return the optimizer's state in the format of nanoGPT's AdamW. A collective.
+
+    Parameters are numbered, first the parameters with weight decay.
+    """
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=whole)
     if not state:
@@ -323,7 +331,7 @@ def numbered(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def newest(s: Settings) -> Pretrained:
-    """The weights to measure or sample: --init_from, or else the newest valid checkpoint, or else ckpt.pt."""
+    """Return the weights to measure or sample: --init_from, the newest valid checkpoint, or ckpt.pt, in this order."""
     output = results.output()
     if s.init_from not in ("scratch", "resume"):
         return gpt_data.pretrained(s.init_from)
@@ -337,7 +345,7 @@ def newest(s: Settings) -> Pretrained:
 
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
-    """Loss and perplexity on all blocks of the validation text."""
+    """Measure loss and perplexity on all blocks of the validation text."""
     where, pretrained = device.computing(), newest(s)
     corpus = Corpus(place(s), pretrained.config.block_size)
     gpt_data.same_tokenizer(pretrained.digest, corpus.tokenizer.digest if corpus.tokenizer else "", pretrained.name)
@@ -377,7 +385,7 @@ def show(s: Settings, model: GPT, tokenizer: gpt_data.Tokenizer | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    s = settings.parse(Settings, argv, __doc__, THEIRS)
+    s = settings.parse(Settings, argv, __doc__, ALIASES)
     results.into(s.output_dir, f"{s.num_checkpoints} min val_loss")
     if s.evaluate or s.sample:
         (evaluate if s.evaluate else sample)(s)

@@ -34,7 +34,7 @@ CHECKPOINT, CURRENT = "ckpt.pt", "current_ckpt.pt"
 
 
 class Corpus:
-    """A directory of data, or the URL of such a directory in a store. Raises OutlastError if the data cannot be trained on."""
+    """Prepared text in a directory or below the URL of a store. Raises OutlastError for unusable data."""
 
     def __init__(self, place: str, block: int) -> None:
         self.place = place
@@ -45,7 +45,7 @@ class Corpus:
         shard_format.check_dtype(self.vocab_size, manifest.dtype, place)
 
     def check(self, tokens: Tensor) -> None:
-        """Raise OutlastError for a token beyond the vocabulary. `tokens`: on the CPU."""
+        """Raise OutlastError for a token outside the vocabulary. `tokens`: on the CPU."""
         if (largest := int(tokens.max())) >= self.vocab_size:
             raise OutlastError(
                 f"{self.place} holds token {largest}, and its vocabulary has {self.vocab_size}, so it was made by another "
@@ -54,15 +54,14 @@ class Corpus:
 
 
 def spread(part: Shards, count: int) -> Tensor:
-    """At most `count` blocks, evenly spread over a part: (n, block + 1) int64. Always the same blocks."""
+    """Return at most `count` blocks, evenly spread over a part, (n, block + 1) int64. The blocks are always the same."""
     n = min(count, len(part))
     return cast(Tensor, part.take(np.arange(n) * len(part) // n))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Converts text to tokens and back. `outlast data prepare text` writes `tokenizer.json`; nanoGPT stores characters in
-    `meta.pkl`."""
+    """Tokenizer in a file: `tokenizer.json` of `outlast data prepare text`, or nanoGPT's characters in `meta.pkl`."""
 
     file: Path
     digest: str
@@ -72,7 +71,7 @@ class Tokenizer:
 
     @classmethod
     def read(cls, file: Path) -> Tokenizer:
-        """The tokenizer in a file. Raises OutlastError."""
+        """Read the tokenizer in a file. Raises OutlastError."""
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         if file.suffix == ".pkl":
             vocabulary = shard_format.vocabulary(file)
@@ -93,7 +92,7 @@ def _characters(ids: Mapping[str, int], file: Path) -> Callable[[str], list[int]
 
 
 def record(config: Config, digest: str = "") -> Record:
-    """The record of a run: its shape, tokenizer and best loss. A new record requires a measurement before the first step."""
+    """Return the record of a run: sizes, tokenizer and best loss. A new record requires a measurement before the first step."""
     about = {"config": dataclasses.asdict(config), "tokenizer": digest, "best": float("inf")}
     return Record({"tokenizer": "another tokenizer"}, owed=True, **about)
 
@@ -109,7 +108,7 @@ def same_tokenizer(of_model: str, of_data: str, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A trained model."""
+    """Trained model with its sizes."""
 
     name: str
     config: Config
@@ -118,17 +117,17 @@ class Pretrained:
     """Digest of the model's tokenizer; empty if unknown."""
 
     def model(self) -> gpt_model.GPT:
-        """The model, on the CPU."""
+        """Return the model, on the CPU."""
         made = gpt_model.GPT(self.config)
         made.load_state_dict(self.weights)
         return made
 
 
 def pretrained(named: str, block: int | None = None, dropout: float = 0.0) -> Pretrained:
-    """The model in a `ckpt.pt` that nanoGPT or this recipe wrote, or in a directory of Hugging Face's GPT-2. `block`: length to
-    which the model's context is cut.
+    """Read the model in a `ckpt.pt` of nanoGPT or this recipe, or in a directory of Hugging Face's GPT-2. Downloads nothing.
 
-    A path that does not exist is looked up below $OUTLAST_MODELS. Raises OutlastError. Downloads nothing.
+    `block`: length in tokens to which the model's context is cut. A path that does not exist is looked up below $OUTLAST_MODELS.
+    Raises OutlastError.
     """
     path = results.place(named)
     if path.is_dir() and (path / CHECKPOINT).exists():
@@ -191,19 +190,19 @@ def write_nanogpt(path: Path, tensors: Mapping[str, Tensor], record: Record, mor
 
 
 def trained(path: Path) -> Pretrained:
-    """The trained model in a run's checkpoint, with its sizes and the digest of its tokenizer."""
+    """Read the trained model in a run's checkpoint, with its sizes and the digest of its tokenizer."""
     record = Record.read(path)
     return Pretrained(path.name, Config(**record.config), checkpoint.read(path, "model"), record.tokenizer)
 
 
 def keep_tokenizer(tokenizer: Tokenizer | None, output: Path) -> None:
-    """Copy the tokenizer beside the model, so that `--sample` needs no data."""
+    """Copy the tokenizer to the output directory, so that `--sample` needs no data."""
     if tokenizer is not None:
         shutil.copyfile(tokenizer.file, partial := output / f".{tokenizer.file.name}.writing")
         partial.replace(output / tokenizer.file.name)
 
 
 def kept_tokenizer(output: Path) -> Tokenizer | None:
-    """The tokenizer beside a model, if there is one."""
+    """Return the tokenizer in an output directory, or None."""
     files = (output / name for name in (shard_format.TOKENIZER, shard_format.META))
     return next((Tokenizer.read(file) for file in files if file.exists()), None)

@@ -1,4 +1,4 @@
-"""The model of `outlast.recipes.gpt`: GPT-2's blocks, dense or with a mixture of experts, and nanoGPT's names for its weights.
+"""Model of `outlast.recipes.gpt`: GPT-2's blocks, dense or with a mixture of experts, and nanoGPT's names for its weights.
 
 Names of modules are GPT-2's (`wte`, `h.0.attn.c_attn`, ...), so that nanoGPT's weights differ only by a prefix. The mixture has
 no loop over tokens or experts: assignments are sorted by expert and multiplied group by group. No token is dropped, and an expert
@@ -33,7 +33,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a model. Raises OutlastError for an invalid one."""
+    """Sizes of a model. Raises OutlastError for invalid sizes."""
 
     n_layer: int = 12
     n_head: int = 12
@@ -42,15 +42,15 @@ class Config:
     """Length of the context in tokens."""
     vocab_size: int = 50304
     bias: bool = False
-    """Whether linear layers and norms have biases; experts never have any."""
+    """True for biases in linear layers and norms; experts never have biases."""
     dropout: float = 0.0
     num_experts: int = 0
-    """Number of experts in a block, including static experts; 0: a dense model."""
+    """Number of experts in a block, including static experts; 0 for a dense model."""
     num_experts_per_tok: int = 2
     static_experts: int = 0
     """Number of experts that every token passes through."""
     expert_hidden: int = 0
-    """Number of hidden units of an expert; 0: 4 n_embd, as in the MLP of a dense block."""
+    """Number of hidden units of an expert; 0 means 4 n_embd, as in the MLP of a dense block."""
     moe_loss_type: str = BALANCES[0]
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Config:
 
     @property
     def routed(self) -> int:
-        """Number of experts among which a token's router may choose."""
+        """Number of experts that the router chooses from."""
         return self.num_experts - self.static_experts
 
     @property
@@ -88,9 +88,9 @@ class Losses(NamedTuple):
     main: Tensor
     """Mean cross-entropy in nats, a scalar."""
     aux: Tensor
-    """How unevenly the experts are used (`balance`), averaged over blocks; 0 for a dense model."""
+    """Imbalance of the experts (`balance`), averaged over blocks; 0 for a dense model."""
     usage: Tensor
-    """Share of the assignments of each routed expert, (layers, experts), without gradient."""
+    """Fraction of the assignments of each routed expert, (layers, experts), without gradient."""
 
 
 class Attention(nn.Module):
@@ -111,7 +111,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two layers with GELU between."""
+    """Two linear layers with GELU between them."""
 
     def __init__(self, c: Config, hidden: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of equal shape, each applied to its own rows."""
+    """MLPs of equal shape, each applied to its rows."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -132,7 +132,8 @@ class Experts(nn.Module):
         self.c_proj = nn.Parameter(torch.empty(c.routed, c.hidden, c.n_embd))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """`x`: (m, c), first the `counts[0]` rows of expert 0, then the rows of expert 1, and so on."""
+        """Apply each expert to its rows. `x`: (m, c), first the `counts[0]` rows of expert 0, then the rows of expert 1, and
+        so on."""
         dtype = _kind(x)
         x, fc, proj = x.to(dtype), self.c_fc.to(dtype), self.c_proj.to(dtype)
         if _grouped(x, fc):
@@ -149,20 +150,20 @@ class Experts(nn.Module):
 
 
 def _kind(x: Tensor) -> torch.dtype:
-    """The type of matrix products, with or without autocast."""
+    """Return the type of matrix products, with or without autocast."""
     on = x.device.type
     return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else x.dtype
 
 
 def _grouped(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch can multiply groups of these matrices in one call: rows must be multiples of 16 bytes."""
+    """Return whether torch can multiply groups of these matrices in one call, which requires rows of a multiple of 16 bytes."""
     kinds = (torch.bfloat16,) if x.is_cuda or torch.compiler.is_compiling() else (torch.bfloat16, torch.float32)
     whole = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and x.device.type in ("cpu", "cuda") and x.dtype in kinds and whole
 
 
 class _Permuted(torch.autograd.Function):
-    """Permute rows. The backward pass permutes back instead of a scatter-add, so it is deterministic."""
+    """Permutation of rows, whose backward pass is a permutation instead of a scatter-add, so it is deterministic."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -176,8 +177,8 @@ class _Permuted(torch.autograd.Function):
 
 
 class MoE(nn.Module):
-    """A mixture of experts: every token passes through the static experts and the `num_experts_per_tok` experts that its router
-    scores highest."""
+    """Mixture of experts: each token passes through the static experts and the `num_experts_per_tok` experts with the highest
+    scores."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -187,7 +188,7 @@ class MoE(nn.Module):
         self.static = MLP(c, c.static_experts * c.hidden) if c.static_experts else None  # their sum is one wide MLP
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The output (b, t, c), the loss of `balance`, and the share of assignments of each expert (e,)."""
+        """Return the output (b, t, c), the loss of `balance`, and the fraction of assignments of each expert (e,)."""
         tokens = x.flatten(0, 1)  # (n, c)
         with torch.autocast(x.device.type, enabled=False):  # choices are made in full precision
             exact = torch.promote_types(x.dtype, torch.float32)
@@ -207,7 +208,7 @@ class MoE(nn.Module):
 
 
 def balance(probabilities: Tensor, counts: Tensor, kind: str) -> Tensor:
-    """How unevenly the experts are used: a scalar that is 0 if all are used equally.
+    """Return the imbalance of the experts, a scalar, which is 0 if all are used equally.
 
     `probabilities`: (n, e), the router's probabilities of all experts for each token; `counts`: (e,), number of assignments of
     each expert. The value is a function of u, the actual usage with one extra assignment for each expert, so that no usage is 0.
@@ -243,8 +244,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Maps tokens to the loss of their successors, or to the logits of the next token. Embedding and output layer share
-    weights."""
+    """Language model from tokens to the loss of the next tokens, or to their logits. Embedding and output layer share weights."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -261,8 +261,10 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * c.n_layer) if residual else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Losses | Tensor:
-        """`tokens`, `targets`: (b, t) int64. With targets, returns the losses; without, the logits (b, vocabulary) after the last
-        token."""
+        """Return the losses with targets; without targets, return the logits (b, vocabulary) after the last token.
+
+        `tokens`, `targets`: (b, t) int64.
+        """
         x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]  # (b, t, c)
         x = F.dropout(x, self.config.dropout if self.training else 0.0)
         aux, usage = [], []
@@ -280,8 +282,10 @@ class GPT(nn.Module):
         return Losses(main, torch.stack(aux).mean(), torch.stack(usage))
 
     def flops_per_token(self, length: int) -> float:
-        """FLOPs of a step per token at a context of `length` tokens: 6 per weight that the token uses, plus attention (PaLM,
-        appendix B)."""
+        """Return the FLOPs of a training step per token at a context of `length` tokens.
+
+        The result is 6 per weight that the token uses, plus attention (PaLM, appendix B).
+        """
         c = self.config
         used = sum(p.numel() for p in self.parameters()) - self.wpe.weight.numel()
         if c.num_experts:
@@ -290,7 +294,7 @@ class GPT(nn.Module):
 
 
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of the logits `x @ weight.T`, a scalar. `x`: (n, c), `weight`: (v, c), `targets`: (n,) int64.
+    """Return the mean cross-entropy of the logits `x @ weight.T`, a scalar. `x`: (n, c), `weight`: (v, c), `targets`: (n,) int64.
 
     If gradients are enabled, they are computed in the forward pass, a few rows of logits at a time, which stay in the cache. All
     logits (n, v) would be by far the largest tensor of a step, and would be written and read several times.
@@ -303,7 +307,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss, with the gradients for x and weight computed in the forward pass."""
+    """Cross-entropy whose forward pass also computes the gradients for x and weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -346,8 +350,10 @@ _LOGITS, _LOGITS_OF_A_CACHE = 1 << 28, 1 << 19
 
 @torch.inference_mode()
 def generate(model: GPT, tokens: Tensor, new: int, temperature: float, top_k: int, seed: int) -> Tensor:
-    """Append `new` tokens to `tokens` (b, t). Returns (b, t + new), which is determined by the seed. Temperature 0 takes the most
-    likely tokens."""
+    """Append `new` tokens to `tokens` (b, t), and return (b, t + new).
+
+    The seed determines the result. Temperature 0 selects the most likely tokens.
+    """
     model.eval()
     generator = torch.Generator(tokens.device).manual_seed(seed)
     for _ in range(new):
@@ -372,7 +378,8 @@ def exported(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Weights of nanoGPT or Hugging Face's GPT-2 under our names, with the position embeddings cut to `config.block_size`.
+    """Rename weights of nanoGPT or Hugging Face's GPT-2 to this module's names, and cut the position embeddings to
+    `config.block_size`.
 
     Raises OutlastError for weights of another model.
     """

@@ -1,4 +1,4 @@
-"""ResNet-18 to -152 on ImageNet, tiny-imagenet or any directory of images: trains and measures. Copy it and change it.
+"""ResNet-18 to -152 on ImageNet, tiny-imagenet or any directory of images, with training and evaluation. Copy it and change it.
 
     outlast data get tiny-imagenet-200                               # or any DIR with train/CLASS/ and val/CLASS/
     outlast run examples/imagenet.yaml                               # two workers on this machine, made-up images
@@ -40,7 +40,7 @@ from outlast.training import Session, Stream, device
 from outlast.training.samples.stream import Batch
 from outlast.training.state import checkpoint
 
-THEIRS = {
+ALIASES = {
     "input_path": "data",
     "model_arch": "arch",
     "a": "arch",
@@ -53,54 +53,55 @@ THEIRS = {
     "dist_backend": "a run finds it: nccl on GPUs, gloo on CPUs",
     "c10d_backend": "a run finds it: nccl on GPUs, gloo on CPUs",
 }
-"""Flags of torchelastic's main.py, in both of its versions, that have another name here; all other flags have the same name."""
+"""Flags of torchelastic's main.py, in both versions, that have another name in this recipe; all other flags have the same
+name."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    data: str = flag("", "directory of images, or of packed ones, or their URL; default $OUTLAST_DATA", first=True, group="data")
-    output_dir: str = flag("", "where to write; a job's output has precedence")
+    data: str = flag("", "directory of images or packed images, or their URL; default $OUTLAST_DATA", first=True, group="data")
+    output_dir: str = flag("", "output directory; a job's output has precedence")
     num_classes: int | None = flag(None, "outputs of the model; default: the classes of the data", least=1)
-    synthetic: bool = flag(False, "made images, on the device: reading costs nothing, and what is measured is the step")
-    synthetic_images: int = flag(12800, "images of an epoch of these", least=1)
-    pack: bool | None = flag(None, "decode all images once, to this machine's cache; default: if that is 16 GB or less")
-    workers: int = flag(4, "processes per rank that decode images which are not packed", least=0)
+    synthetic: bool = flag(False, "synthetic images on the device, to measure the step without reading")
+    synthetic_images: int = flag(12800, "synthetic images per epoch", least=1)
+    pack: bool | None = flag(None, "decode all images once, to this machine's cache; default: if they need 16 GB or less")
+    workers: int = flag(4, "processes per rank that decode unpacked images", least=0)
     skip_bad: bool = flag(False, "leave out images that cannot be decoded, and name them")
-    seed: int = flag(0, "seed of the first weights, the order of images and their augmentation")
+    seed: int = flag(0, "seed of the initial weights, the order of images and their augmentation")
 
     arch: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"] = flag("resnet18", "the model", group="model")
-    weights: str = flag("", "file of first weights: torchvision's, or a run's model.pt; a run always resumes by itself")
-    zero_gamma: bool = flag(True, "the last norm of every residual block begins with 0, so that the block begins as its shortcut")
+    weights: str = flag("", "initial weights: a file of torchvision, or a run's model.pt; a run always resumes by itself")
+    zero_gamma: bool = flag(True, "initialize the last norm of each residual block with 0, so that the block equals its shortcut")
 
-    image_size: int = flag(224, "pixels a side that the model sees", least=1, group="images")
-    stored_size: int | None = flag(None, "pixels a side until they are cropped; default 8/7 of that; 0: as they are", least=0)
-    min_crop: float = flag(0.08, "smallest share of an image's area that a training crop has", least=1e-4, most=1)
+    image_size: int = flag(224, "side of the model's input in pixels", least=1, group="images")
+    stored_size: int | None = flag(None, "side in pixels before cropping; default 8/7 of image_size; 0: unchanged", least=0)
+    min_crop: float = flag(0.08, "minimum area of a training crop, as a fraction of the image", least=1e-4, most=1)
     flip: bool = flag(True, "mirror every other training image")
-    val_crop: float = flag(0.875, "share of the shorter side that the crop of a validation image has", least=1e-4, most=1)
+    val_crop: float = flag(0.875, "side of a validation crop, as a fraction of the shorter side", least=1e-4, most=1)
 
     epochs: int = flag(90, "passes over the training images", least=1, group="training")
-    batch_size: int = flag(256, "images of a step over all ranks", least=2)
-    microbatch: int = flag(32, "images that BatchNorm sees at once in any world; at most batch_size / microbatch ranks", least=2)
-    lr: float = flag(0.1, "highest learning rate per 256 images of a step: it grows with batch_size", least=0)
-    schedule: Literal["cosine", "step"] = flag("cosine", "how it falls: to 0, or to a tenth at each of --milestones")
-    milestones: tuple[int, ...] = flag((30, 60, 80), "epochs at which it falls with --schedule=step", least=1)
-    warmup_epochs: float | None = flag(None, "epochs in which it rises; default 5, or a fifth of fewer than 25", least=0)
-    momentum: float = flag(0.9, "share of the last step's direction that is kept", least=0, most=0.9999999)
-    weight_decay: float = flag(1e-4, "pull of weights towards 0", least=0)
-    decay_norms: bool = flag(False, "norms and biases are pulled, too")
-    label_smoothing: float = flag(0.1, "share of a label that is spread over all classes", least=0, most=0.9999999)
-    ema_decay: float = flag(0.0, "measure and keep a running mean of the weights with this decay; 0: none", least=0, most=1)
+    batch_size: int = flag(256, "images per step over all ranks", least=2)
+    microbatch: int = flag(32, "images per BatchNorm group in any world; at most batch_size / microbatch ranks", least=2)
+    lr: float = flag(0.1, "maximum learning rate per 256 images of a step; proportional to batch_size", least=0)
+    schedule: Literal["cosine", "step"] = flag("cosine", "cosine to 0, or a tenth at each of --milestones")
+    milestones: tuple[int, ...] = flag((30, 60, 80), "epochs at which the learning rate falls with --schedule=step", least=1)
+    warmup_epochs: float | None = flag(None, "warm-up epochs; default 5, or a fifth of fewer than 25 epochs", least=0)
+    momentum: float = flag(0.9, "momentum of SGD", least=0, most=0.9999999)
+    weight_decay: float = flag(1e-4, "weight decay", least=0)
+    decay_norms: bool = flag(False, "apply weight decay to norms and biases, too")
+    label_smoothing: float = flag(0.1, "label smoothing", least=0, most=0.9999999)
+    ema_decay: float = flag(0.0, "evaluate and save a moving average of the weights with this decay; 0: off", least=0, most=1)
 
-    print_freq: int = flag(10, "steps between two lines of the log", least=1, group="logs")
-    num_checkpoints: int = flag(1, "checkpoints of the highest acc@1 to keep; a job has its checkpoint.best", least=0)
+    print_freq: int = flag(10, "steps between two log lines", least=1, group="logs")
+    num_checkpoints: int = flag(1, "best checkpoints to keep, by acc@1; a job uses its checkpoint.best", least=0)
 
-    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "auto: bfloat16 where that is faster", group="machine")
-    channels_last: bool = flag(True, "keep the channels of a pixel together in memory, which is faster almost everywhere")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "auto: bfloat16 where it is faster", group="machine")
+    channels_last: bool = flag(True, "channels-last memory format, which is faster on most devices")
     compile: bool = flag(False, "compile the model: a minute at the start, faster steps on GPUs")
-    deterministic: bool = flag(False, "only kernels that are exact again on GPUs, at some speed; CPUs always are")
+    deterministic: bool = flag(False, "use only deterministic kernels on GPUs, which is slower; CPUs are always deterministic")
 
-    evaluate: bool = flag(False, "measure the newest weights on all validation images", group="instead of training")
-    checkpoint: str = flag("", "the checkpoint to measure: best, or a step")
+    evaluate: bool = flag(False, "evaluate the newest weights on all validation images", group="instead of training")
+    checkpoint: str = flag("", "checkpoint to evaluate: best, or a step")
 
     @property
     def piece(self) -> int:
@@ -109,12 +110,12 @@ class Settings:
 
     @property
     def memory_format(self) -> torch.memory_format:
-        """The memory format of weights and images."""
+        """Memory format of weights and images."""
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
 
 class Training(loop.Recipe):
-    """A training run, whose methods `loop.train` calls."""
+    """Training run, whose methods `loop.train` calls."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -131,7 +132,7 @@ class Training(loop.Recipe):
             data.train, batch=s.batch_size, microbatch=s.piece, seed=s.seed, epochs=s.epochs, workers=workers(s, data.train)
         )
         self.ema = copy.deepcopy(self.model) if s.ema_decay else None
-        """Running average of the weights; None if it is off."""
+        """Running average of the weights; None without `ema_decay`."""
         self.statistics = Statistics(self.model)
         self.dtype = device.dtype(s.dtype, run.device, run.gather)
         self.used = {"dtype": str(self.dtype).removeprefix("torch.")}
@@ -180,8 +181,10 @@ class Training(loop.Recipe):
         where.mark_step()
 
     def report(self, step: int, batch: Batch) -> None:
-        """Log a step every `print_freq` iterations. `data_idx`: number of images of the epoch that came before the step, over all
-        ranks."""
+        """Log a step every `print_freq` iterations.
+
+        `data_idx`: number of earlier images of the epoch, over all ranks.
+        """
         s, log = self.s, self.log
         iteration = batch.start // s.batch_size
         log.done += batch.size
@@ -206,7 +209,7 @@ class Training(loop.Recipe):
         return batch.ends_epoch
 
     def measure(self, step: int) -> float:
-        """Accuracy on all validation images, over all ranks."""
+        """Measure the accuracy on all validation images, over all ranks."""
         run, record = self.run, self.record
         batches = validation(self.s, self.data).batches(run.rank, run.world_size)
         with run.alive():
@@ -221,9 +224,9 @@ class Training(loop.Recipe):
         return acc1
 
     def remember(self) -> None:
-        """Collect the names of images that any rank has left out."""
+        """Collect the names of images that any rank has skipped."""
         if self.s.skip_bad:
-            self.record.left_out = sorted({*self.record.left_out, *itertools.chain(*self.run.gather(self.data.met()))})
+            self.record.left_out = sorted({*self.record.left_out, *itertools.chain(*self.run.gather(self.data.bad_names()))})
 
     def finish(self, step: int) -> None:
         model, record = self.ema or self.model, self.record
@@ -234,7 +237,7 @@ class Training(loop.Recipe):
 
 
 def rate(s: Settings, step: int, per_epoch: int) -> float:
-    """The learning rate of a step: linear warm-up, then a cosine to 0, or a tenth at each milestone.
+    """Return the learning rate of a step: linear warm-up, then a cosine to 0, or a tenth at each milestone.
 
     The learning rate is proportional to the global batch size, not to the number of ranks.
     """
@@ -246,7 +249,7 @@ def rate(s: Settings, step: int, per_epoch: int) -> float:
 
 
 def position(batch: Any, stream: Stream) -> int:
-    """Number of earlier steps, as if all of them had had the current batch size."""
+    """Return the number of earlier steps, as if all of them had used the current batch size."""
     return int(batch.epoch * stream.steps_per_epoch + batch.start // stream.batch)
 
 
@@ -261,7 +264,7 @@ def average(ema: nn.Module, model: nn.Module, decay: float) -> None:
 
 
 def first(s: Settings, data: Images, log: Log) -> tuple[ResNet, Record]:
-    """The model and the record before the first step."""
+    """Return the model and the record before the first step."""
     needed = len(data.classes)
     classes = needed if s.num_classes is None else s.num_classes
     if classes < needed:
@@ -283,7 +286,7 @@ def placed(s: Settings, model: nn.Module, where: torch.device) -> None:
 
 
 def workers(s: Settings, part: Any) -> int:
-    """Number of processes that read a part of the data."""
+    """Return the number of processes that read a part of the data."""
     return s.workers if isinstance(part, pixels.Folder) else 0
 
 
@@ -291,7 +294,7 @@ def workers(s: Settings, part: Any) -> int:
 
 
 def values(sums: Tensor) -> dict[str, float]:
-    """Mean loss, acc@1 and, with at least five classes, acc@5 in percent. `sums`: as `measured` returns them."""
+    """Return the mean loss, acc@1 and, with at least five classes, acc@5 in percent. `sums`: the result of `measured`."""
     (loss, top5), (images, right) = sums[:2].tolist(), sums[2:].view(2, -1)
     n = images.sum().item()
     means = {"val_loss": loss / n, "acc1": 100 * right.sum().item() / n}
@@ -299,21 +302,21 @@ def values(sums: Tensor) -> dict[str, float]:
 
 
 def shown(means: Mapping[str, float]) -> str:
-    """A measurement as text."""
+    """Return a measurement as text."""
     return f"Acc@1 {means['acc1']:.3f}" + (f" Acc@5 {means['acc5']:.3f}" if "acc5" in means else "")
 
 
 def validation(s: Settings, data: Images) -> Stream:
-    """All validation images in order, each of them once over all ranks."""
+    """Return a stream of all validation images in order, each of which one rank computes."""
     return Stream(data.val, batch=s.batch_size, microbatch=s.piece, shuffle=False, workers=workers(s, data.val))
 
 
 @torch.no_grad()
 def measured(dtype: torch.dtype, data: Images, model: ResNet, batches: Iterable[Any], where: torch.device) -> Tensor:
-    """Sums over this rank's validation images: the loss and the top-5 hits, then by class the number of images and the top-1
+    """Return sums over this rank's validation images: loss and top-5 hits, then per class the number of images and the top-1
     hits.
 
-    The result is (2 + 2 classes,) float64 on the CPU; the sums of all ranks may be added. The model is not changed.
+    The result is (2 + 2 classes,) float64 on the CPU; adding the results of all ranks gives the total. The model is not changed.
     """
     classes = len(data.classes)
     loss, top5 = torch.zeros((), dtype=torch.float64, device=where), torch.zeros((), dtype=torch.int64, device=where)
@@ -364,7 +367,7 @@ def evaluate(s: Settings) -> None:
 
 
 def newest(s: Settings, data: Images, output: Path) -> tuple[str, ResNet, Sequence[str]]:
-    """The weights to measure: --weights, or else --checkpoint, or else the newest valid checkpoint."""
+    """Return the weights to measure: --weights, --checkpoint, or the newest valid checkpoint, in this order."""
     if s.weights:
         model = ResNet(s.arch, s.num_classes or len(data.classes))
         if omitted := imagenet_model.load(model, Path(s.weights)):
@@ -378,7 +381,7 @@ def newest(s: Settings, data: Images, output: Path) -> tuple[str, ResNet, Sequen
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    s = settings.parse(Settings, argv, __doc__, THEIRS)
+    s = settings.parse(Settings, argv, __doc__, ALIASES)
     results.into(s.output_dir, f"{s.num_checkpoints} max acc1")
     if s.evaluate:
         evaluate(s)

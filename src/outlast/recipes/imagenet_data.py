@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from outlast.recipes.imagenet import Settings
 
 PACKED_AT_ONCE = 16 * 2**30
-"""Total size in bytes of decoded images up to which files are packed by default. Packing this much takes minutes; it is 20 times
-tiny-imagenet."""
+"""Maximum total size in bytes of decoded images that are packed by default. This is 20 times tiny-imagenet, and takes minutes."""
 
 
-def opened(s: Settings, run: Session | None = None) -> Pictures | Made:
-    """The data that the settings name. A collective with `run`. Raises OutlastError for unusable data."""
+def opened(s: Settings, run: Session | None = None) -> Pictures | Synthetic:
+    """Open the data that the settings name. A collective with `run`. Raises OutlastError for unusable data."""
     if s.synthetic:
-        return Made(s)
+        return Synthetic(s)
     place = directory(s)
     if run is None:
         return Pictures(s, place)
@@ -42,7 +41,7 @@ def opened(s: Settings, run: Session | None = None) -> Pictures | Made:
 
 
 def directory(s: Settings) -> str:
-    """The path or URL of the images. A directory `train` stands for its dataset, as in scripts without validation."""
+    """Return the path or URL of the images. A directory `train` stands for its dataset, as in scripts without validation."""
     named = s.data or os.environ.get(contract.Env.DATA, "")
     if not named:
         raise OutlastError(
@@ -58,7 +57,7 @@ def directory(s: Settings) -> str:
 
 
 class Pictures:
-    """Images in files or packed shards: both parts as datasets for a `Stream`, and the augmentation of micro-batches."""
+    """Images in files or packed shards, as datasets for a `Stream`, with the augmentation of micro-batches."""
 
     def __init__(self, s: Settings, place: str) -> None:
         self._s, self.place = s, place
@@ -76,7 +75,7 @@ class Pictures:
                 self.train, self.val = (pixels.packed(packed, part) for part in ("train", "val"))
         self.packed = isinstance(self.train, pixels.Packed)
         self.bad = int(self.train.bad) if self.packed else 0
-        """Number of images that packing left out because they cannot be decoded."""
+        """Number of undecodable images that packing skipped."""
         self.classes = list(self.train.classes) or [str(label) for label in range(s.num_classes or 0)]
         if not self.classes:
             raise OutlastError(f"{place} does not say which classes there are; give their number with --num-classes")
@@ -85,12 +84,13 @@ class Pictures:
         side = size or int(self.train[0].x.shape[0])
         return (len(self.train) + len(self.val)) * 3 * side * side
 
-    def met(self) -> list[str]:
-        """Names of the images that this rank has been unable to decode so far; none if the images are packed."""
+    def bad_names(self) -> list[str]:
+        """Return the names of the images that this rank could not decode so far; packed images give none."""
         return [] if self.packed else [*self.train.bad, *self.val.bad]
 
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Images (b, 3, s, s) and labels (b,) of a micro-batch, on its device. `epoch`: None for val, which is not augmented."""
+        """Return images (b, 3, s, s) and labels (b,) of a micro-batch, on its device. `epoch`: None for val, which is not
+        augmented."""
         s = self._s
         x, y, index, aspect = piece  # (b, h, w, 3) bytes, (b,), (b,), (b,)
         if epoch is None:
@@ -102,8 +102,7 @@ class Pictures:
         return pixels.normalised(x, dtype=dtype, memory_format=s.memory_format), y
 
     def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
-        """Raise OutlastError for a label beyond the classes. If the data name their classes, `pixels` has checked the labels
-        already."""
+        """Raise OutlastError for a label beyond the classes. `pixels` has already checked labels of data with class names."""
         for (_, y, _, _), _ in pieces if not self.train.classes else ():
             if (label := int(y.max())) >= len(self.classes):
                 raise OutlastError(
@@ -113,7 +112,7 @@ class Pictures:
 
 
 def stored(s: Settings, root: Path) -> int | None:
-    """Side in pixels to which images are resized before cropping; None keeps their size."""
+    """Return the side in pixels to which images are resized before cropping; None keeps their size."""
     if s.stored_size is not None:
         return s.stored_size or None
     if (images.inside(root) / "val" / "val_annotations.txt").exists():  # tiny-imagenet: all have 64 x 64
@@ -121,8 +120,8 @@ def stored(s: Settings, root: Path) -> int | None:
     return s.image_size * 8 // 7  # 256 for 224, as is common
 
 
-class Made:
-    """Synthetic images, generated once on the device, so that reading costs nothing and only the step is measured."""
+class Synthetic:
+    """Synthetic images, generated once on the device, so that a measurement covers only the step."""
 
     place = "synthetic"
     bad = 0
@@ -133,12 +132,12 @@ class Made:
         self.val = np.arange(max(1, s.synthetic_images // 20))
         self.classes = [str(label) for label in range(s.num_classes or 1000)]
 
-    def met(self) -> list[str]:
-        """An empty list: nothing is decoded."""
+    def bad_names(self) -> list[str]:
+        """Return an empty list, because no image is decoded."""
         return []
 
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Noise (b, 3, s, s), the same in each micro-batch, and labels that can be memorized."""
+        """Return noise (b, 3, s, s), the same in each micro-batch, and labels that can be memorized."""
         if not len(self._pool):
             draw = torch.Generator().manual_seed(self._s.seed)
             pool = torch.randn(self._s.piece, 3, self._s.image_size, self._s.image_size, generator=draw)
@@ -147,7 +146,7 @@ class Made:
         return self._pool[: len(piece)], labels
 
     def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
-        """Do nothing: the labels are always valid."""
+        """Do nothing, because the labels are always valid."""
 
 
-Images = Pictures | Made
+Images = Pictures | Synthetic

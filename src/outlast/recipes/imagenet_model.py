@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from outlast.recipes.shared import results
 
 WIDTH = 64
-"""Number of channels of the first stage, which doubles with every stage."""
+"""Number of channels of the first stage; each later stage doubles it."""
 LAYERS = {
     "resnet18": (2, 2, 2, 2),
     "resnet34": (3, 4, 6, 3),
@@ -24,7 +24,7 @@ LAYERS = {
     "resnet101": (3, 4, 23, 3),
     "resnet152": (3, 8, 36, 3),
 }
-"""Number of blocks in each of the four stages. From 50 layers on, the blocks are bottlenecks."""
+"""Number of blocks in each of the four stages. Networks with 50 or more layers have bottlenecks."""
 
 
 class BasicBlock(nn.Module):
@@ -71,21 +71,21 @@ class Bottleneck(nn.Module):
 
 
 def shortcut(i: int, o: int, stride: int) -> nn.Sequential | None:
-    """The projection of a block's input to the shape of its output; None if the shapes are equal."""
+    """Return the projection of a block's input to the shape of its output; None if the shapes are equal."""
     if stride == 1 and i == o:
         return None
     return nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o))
 
 
 def stage(block: type[BasicBlock] | type[Bottleneck], i: int, width: int, count: int, stride: int) -> nn.Sequential:
-    """A stage of blocks with the same resolution. The first block has the stride."""
+    """Return a stage of blocks with the same resolution. The first block has the stride."""
     return nn.Sequential(block(i, width, stride), *(block(width * block.expansion, width) for _ in range(count - 1)))
 
 
 class ResNet(nn.Module):
-    """Maps images (b, 3, h, w) to logits (b, classes).
+    """Network from images (b, 3, h, w) to logits (b, classes).
 
-    `zero_gamma`: whether every residual block is initialized to equal its shortcut (Goyal et al., 2017).
+    With `zero_gamma`, every residual block initially equals its shortcut (Goyal et al., 2017).
     """
 
     def __init__(self, arch: str, classes: int, *, zero_gamma: bool = False) -> None:
@@ -120,9 +120,9 @@ class ResNet(nn.Module):
 class Statistics:
     """BatchNorm's running statistics as a function of the global batch, in any world.
 
-    `nn.BatchNorm2d` updates the statistics in every forward pass from the current micro-batch, and DDP then keeps those of rank
-    0. Here all micro-batches of a step start from the same values, and their results are averaged: the statistics move once per
-    step, by the mean over the global batch. For a single micro-batch this equals torch's own update.
+    `nn.BatchNorm2d` updates the statistics in every forward pass from the current micro-batch, and DDP then keeps the values of
+    rank 0. Here all micro-batches of a step start from the same values, and their results are averaged. The statistics change
+    once per step, by the mean over the global batch. For a single micro-batch this equals torch's update.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -134,20 +134,22 @@ class Statistics:
         self._mean: list[Tensor] = []
 
     def begin(self) -> None:
-        """Call before the first micro-batch of a step."""
+        """Prepare for the micro-batches of a step. Call before the first."""
         self._start = [each.clone() for each in self._running]
         self._mean = [torch.zeros_like(each) for each in self._running]
         torch._foreach_add_(self._batches, 1)
         self._counts = [each.clone() for each in self._batches]
 
     def add(self, share: float) -> None:
-        """Call after each micro-batch, with the micro-batch's share of the global batch; the shares of all ranks add up to the
-        number of ranks."""
+        """Add the statistics of a micro-batch. Call after each micro-batch.
+
+        `share`: the micro-batch's share of the global batch. The shares of all ranks sum to the number of ranks.
+        """
         torch._foreach_add_(self._mean, self._running, alpha=share)
         torch._foreach_copy_(self._running, self._start)
 
     def end(self, ranks: int) -> None:
-        """Call after the last micro-batch, on all ranks. A collective."""
+        """Set the statistics to the mean over all ranks. Call after the last micro-batch. A collective."""
         if ranks > 1:
             flat = torch.cat(self._mean)
             dist.all_reduce(flat)
@@ -157,8 +159,7 @@ class Statistics:
 
 
 def load(model: ResNet, file: Path) -> str:
-    """Load published weights, from torchvision or from this recipe. Returns a description of omitted weights, empty if there are
-    none.
+    """Load published weights, from torchvision or from this recipe. Returns a description of omitted weights, or "".
 
     The last layer is omitted if the file has a different number of classes. Raises OutlastError for weights of another model.
     """

@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llm")
 BEST = "best.json"
-"""File that names the directory of the epoch with the lowest validation loss."""
-THEIRS = {"output": "output_dir"}
-"""Flags of train_framework.py that have another name here; all other flags have the same name."""
+"""Name of the file with the directory of the epoch with the lowest validation loss."""
+ALIASES = {"output": "output_dir"}
+"""Flags of train_framework.py that have another name in this recipe; all other flags have the same name."""
 
 
 @dataclass(frozen=True)
@@ -64,45 +64,47 @@ class Settings:
 
     data: str = flag("", "train.jsonl, its directory, or a prepared one; default $OUTLAST_DATA", group="data and output")
     val: str = flag("", "validation file, or none; default: val.jsonl beside the training file")
-    skip_bad: bool = flag(False, "leave out lines that are no records, count them and name the first")
-    output_dir: str = flag("", "where to write; a job's output has precedence")
+    skip_bad: bool = flag(False, "skip and count lines that are not records, and report the first")
+    output_dir: str = flag("", "output directory; a job's output has precedence")
     report_json: str = flag("", "file for world_size, tokens_total, elapsed_sec, tokens_per_sec")
     epoch_results: bool = flag(True, "write epoch-N/ after every epoch")
-    merge: bool = flag(False, "with --lora, write merged/ at the end: weights that need no peft")
+    merge: bool = flag(False, "with --lora, write merged weights, which need no peft, to merged/ at the end")
 
     epochs: int = flag(2, "passes over the training data", least=1, group="training")
-    max_steps: int | None = flag(None, "end after so many steps", least=1)
-    batch: int = flag(2, "samples of a micro-batch", least=1)
-    grad_accum: int = flag(8, "micro-batches of a step over all ranks, however many these are", least=1)
-    seq_len: int = flag(4096, "tokens of a sample; longer ones lose their end", least=2)
-    packing: bool = flag(True, "lay samples one after another instead of padding them; attention stays within each")
-    lr: float = flag(2e-4, "highest learning rate", least=0)
-    warmup: float = flag(0.05, "share of all steps in which it rises to that; then it falls to 0", least=0, most=1)
-    wd: float = flag(0.05, "AdamW's weight decay, of matrices", least=0)
-    grad_clip: float = flag(1.0, "longest gradient; 0: any", least=0)
-    seed: int = flag(42, "seed of LoRA's first weights, of dropout and of the order of samples")
+    max_steps: int | None = flag(None, "maximum number of steps", least=1)
+    batch: int = flag(2, "samples per micro-batch", least=1)
+    grad_accum: int = flag(8, "micro-batches per step over all ranks", least=1)
+    seq_len: int = flag(4096, "maximum tokens of a sample; longer samples are truncated", least=2)
+    packing: bool = flag(True, "pack samples into rows instead of padding them; attention stays within each sample")
+    lr: float = flag(2e-4, "maximum learning rate", least=0)
+    warmup: float = flag(0.05, "warm-up, as a fraction of all steps; then the learning rate falls to 0", least=0, most=1)
+    wd: float = flag(0.05, "AdamW's weight decay of matrices", least=0)
+    grad_clip: float = flag(1.0, "maximum norm of the gradient; 0: no limit", least=0)
+    seed: int = flag(42, "seed of LoRA's initial weights, of dropout and of the order of samples")
 
-    lora: bool = flag(False, "train small matrices beside the weights, which stay as they are", group="LoRA")
+    lora: bool = flag(False, "train small matrices beside the frozen weights", group="LoRA")
     lora_r: int = flag(16, "rank of these matrices", least=1)
-    lora_alpha: int = flag(16, "they count alpha / r", least=1)
-    lora_dropout: float = flag(0.05, "share of their inputs dropped in training", least=0, most=1)
-    target_modules: tuple[str, ...] = flag(("q_proj", "k_proj", "v_proj", "o_proj"), "the modules that get them")
+    lora_alpha: int = flag(16, "their scale is alpha / r", least=1)
+    lora_dropout: float = flag(0.05, "dropout probability of their inputs in training", least=0, most=1)
+    target_modules: tuple[str, ...] = flag(("q_proj", "k_proj", "v_proj", "o_proj"), "modules that get these matrices")
 
-    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "auto: bfloat16 where the device has it", group="machine")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "auto: bfloat16 where the device supports it", group="machine")
     bf16: bool = flag(False, "the same as --dtype bfloat16")
     parallel: Literal["ddp", "fsdp"] = flag("ddp", "whole model on every rank, or sharded by layer (FSDP2)")
-    gradient_checkpointing: bool = flag(False, "compute activations twice instead of keeping them: less memory, a third slower")
+    gradient_checkpointing: bool = flag(False, "recompute activations instead of keeping them: less memory, a third slower")
 
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = flag("INFO", "which lines to print", group="logs")
-    log_interval: int = flag(50, "steps between two lines [TRAIN]", least=1)
-    log_batches: Literal["all", "first-last", "none"] = flag("first-last", "which batches of an epoch get a line [COLLATE]")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = flag(
+        "INFO", "minimum level of printed lines", group="logs"
+    )
+    log_interval: int = flag(50, "steps between two [TRAIN] lines", least=1)
+    log_batches: Literal["all", "first-last", "none"] = flag("first-last", "batches of an epoch with a [COLLATE] line")
 
-    evaluate: bool = flag(False, "measure a checkpoint on the validation file", group="instead of training")
-    checkpoint: str = flag("", "the checkpoint to measure: best, or a step; default: the newest")
+    evaluate: bool = flag(False, "evaluate a checkpoint on the validation file", group="instead of training")
+    checkpoint: str = flag("", "checkpoint to evaluate: best, or a step; default: the newest")
 
 
 class Training(loop.Recipe):
-    """A training run, whose methods `loop.train` calls."""
+    """Training run, whose methods `loop.train` calls."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -128,7 +130,7 @@ class Training(loop.Recipe):
         return super().state() | {"model": self.trains}
 
     def parallel(self) -> nn.Module:
-        """Wrap the model to train on all ranks."""
+        """Wrap the model for training on all ranks."""
         s, tuned = self.s, self.tuned
         if s.parallel == "fsdp":
             return loop.parallel("fsdp", self.run, tuned, _llm_model().layers(tuned.base))
@@ -152,14 +154,14 @@ class Training(loop.Recipe):
             log.info(f"[CFG] all {step} steps are done; --epochs or --max-steps sets more")
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's batches. The ranks are passed explicitly: the state does not show that FSDP shards over all of them."""
+        """Return this rank's batches. The ranks are explicit, because FSDP shards over all of them."""
         return self.stream.batches(self.run.rank, self.run.world_size)
 
     def rate(self, step: int, batch: Batch | None = None) -> float:
         return rate(self.s, step, self.steps)
 
     def update(self, step: int, batch: Batch) -> None:
-        """Do one step: gradients of the mean loss over all learned tokens of the global batch, then AdamW."""
+        """Do one step: compute the gradients of the mean loss over all learned tokens of the global batch, then call AdamW."""
         s, world = self.s, self.run.world_size
         rows = self.parts.rows([data for data, _ in batch.pieces], s.batch * s.seq_len)
         real = bool(len(batch.indices))  # else the rows are another rank's, and count 0
@@ -204,8 +206,10 @@ class Training(loop.Recipe):
         return super().due(step, batch)
 
     def measure(self, step: int) -> float:
-        """Write the weights of a complete epoch and measure them; if training ends within an epoch, only measure. NaN without
-        validation data."""
+        """Write and measure the weights of a complete epoch; if training ends within an epoch, only measure them.
+
+        Returns NaN without validation data.
+        """
         s, record, elapsed = self.s, self.record, self.elapsed_s
         epoch = record.epoch + 1
         directory = f"epoch-{epoch}" if self.whole and s.epoch_results else ""
@@ -226,7 +230,7 @@ class Training(loop.Recipe):
         self.record.elapsed_s = self.elapsed_s
 
     def validate(self, step: int, directory: str, epoch: int) -> float:
-        """The validation loss, NaN without validation data. Also notes the best loss and its directory. A collective."""
+        """Return the validation loss, NaN without validation data, and record the best loss and its directory. A collective."""
         record = self.record
         if self.parts.val is None:
             return math.nan
@@ -242,7 +246,7 @@ class Training(loop.Recipe):
         return loss
 
     def mean(self, samples: Samples) -> float:
-        """Mean loss over the learned tokens of all samples, each of which is computed by one rank. A collective."""
+        """Return the mean loss over the learned tokens of all samples, each of which one rank computes. A collective."""
         run = self.run
         begin, end = share_of(len(samples), run.world_size, run.rank)
         rows = validation(self.parts, samples, range(begin, end), self.s)
@@ -304,7 +308,7 @@ def collated(step: int, batch: Batch, rows: Sequence[Row]) -> None:
 
 
 def rate(s: Settings, step: int, steps: int) -> float:
-    """The learning rate of a step: linear warm-up, then linear decay to 0 at the last of all `steps`."""
+    """Return the learning rate of a step: linear warm-up, then linear decay to 0 at the last of all `steps`."""
     warmup = math.ceil(s.warmup * steps)
     if step < warmup:
         return s.lr * (step + 1) / warmup
@@ -313,7 +317,7 @@ def rate(s: Settings, step: int, steps: int) -> float:
 
 @dataclass
 class Parts:
-    """The model, the tokenizer and the data."""
+    """Model, tokenizer and data."""
 
     tuned: Tuned
     tokenizer: Any
@@ -327,7 +331,8 @@ class Parts:
 
     @classmethod
     def load(cls, s: Settings, where: torch.device, run: Session | None) -> Parts:
-        """Load everything. One process of each machine tokenizes; its errors are raised on all ranks. A collective with `run`."""
+        """Load model, tokenizer and data. One process per machine tokenizes, and all ranks raise its errors. A collective with
+        `run`."""
         started = time.monotonic()
         llm_model = _llm_model()
         offline = s.local_files_only
@@ -363,26 +368,25 @@ class Parts:
         return cls(tuned, words, train, val, directory, record, low, s.packing and not obstacle)
 
     def training(self) -> nn.Module:
-        """The trainable parameters, for checkpoints."""
+        """Return the trainable parameters, for checkpoints."""
         return cast(nn.Module, _llm_model().training(self.tuned.model))
 
     def rows(self, pieces: Sequence[Sequence[llm_data.Sample]], size: int) -> list[Row]:
-        """The forward passes for some micro-batches; packed ones have at most `size` tokens."""
+        """Return the forward passes for some micro-batches; packed passes have at most `size` tokens."""
         if self.packing:
             return llm_data.packed([sample for piece in pieces for sample in piece], size)
         return [llm_data.padded(piece) for piece in pieces]
 
 
 def _llm_model() -> Any:
-    """The module `llm_model`. It imports transformers, which takes seconds, so it is imported only when needed: not for
-    --help."""
+    """Import and return the module `llm_model`. It imports transformers, which takes seconds, so --help does without it."""
     from outlast.recipes import llm_model
 
     return llm_model
 
 
 def data(s: Settings, tokenizer: Path, vocabulary: int, run: Session | None) -> tuple[Samples, Samples | None]:
-    """Samples for training and for validation. Raises OutlastError; for a bad line, on all ranks."""
+    """Return the samples for training and validation. Raises OutlastError, for an invalid line on all ranks."""
     named = s.data or os.environ.get(contract.Env.DATA, "")
     if not named:
         raise OutlastError(f"no data: give --data train.jsonl, or set {contract.Env.DATA}; --help shows what a line looks like")
@@ -416,20 +420,20 @@ def data(s: Settings, tokenizer: Path, vocabulary: int, run: Session | None) -> 
 
 
 def bfloat16(s: Settings, where: torch.device, run: Session | None) -> bool:
-    """Whether matrix products are computed in bfloat16. A collective with `run`."""
+    """Return whether matrix products are computed in bfloat16. A collective with `run`."""
     if s.bf16 and s.dtype == "float32":
         raise OutlastError("--bf16 and --dtype float32 contradict each other; leave out one of the two")
     return s.bf16 or device.dtype(s.dtype, where, run.gather if run else None) == torch.bfloat16
 
 
 def validation(parts: Parts, samples: Samples, numbers: range, s: Settings) -> list[Row]:
-    """The forward passes for some validation samples."""
+    """Return the forward passes for some validation samples."""
     pieces = [[samples[i] for i in numbers[at : at + s.batch]] for at in range(0, len(numbers), s.batch)]
     return parts.rows(pieces, s.batch * s.seq_len)
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinite if the result is too large for a float."""
+    """Return exp(loss), or infinity if it is too large for a float."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -459,7 +463,7 @@ def evaluate(s: Settings) -> None:
 
 
 def logged(s: Settings, rank: int) -> None:
-    """Print lines, from rank 0 only."""
+    """Configure the log to print lines from rank 0 only."""
     log.handlers = [logging.StreamHandler(sys.stdout)]
     log.handlers[0].setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     log.propagate = False
@@ -467,7 +471,7 @@ def logged(s: Settings, rank: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    s = settings.parse(Settings, argv, __doc__, THEIRS)
+    s = settings.parse(Settings, argv, __doc__, ALIASES)
     results.into(s.output_dir, "1 min val_loss")
     if s.evaluate:
         evaluate(s)

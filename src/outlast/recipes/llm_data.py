@@ -1,7 +1,7 @@
 """Data for `llm`: records tokenized once per machine, and micro-batches without padding.
 
-The code of `outlast data prepare jsonl` tokenizes `.jsonl` files completely into this machine's cache before training, so a bad
-line is found right away. A directory that was prepared by hand is read as it is.
+The code of `outlast data prepare jsonl` tokenizes `.jsonl` files into this machine's cache before training, so an invalid line is
+reported before the first step. A prepared directory is read directly.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from outlast.training import Shards
 from outlast.worker.prepare import cache_eviction
 
 NONE = "none"
-"""Value of `--val` that turns measuring off."""
+"""Value of `--val` that disables validation."""
 Sample = tuple[Tensor, Tensor]
 """Tokens and labels, int32 of shape (t,)."""
 
 
 class Source(NamedTuple):
-    """A `.jsonl` file, or a part of a prepared directory."""
+    """File with records, or part of a prepared directory."""
 
     path: Path
     part: str
 
 
 def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
-    """Sources for training and for validation, and a message if there is none for validation. Raises OutlastError.
+    """Return the sources for training and validation, and a message if validation has no source. Raises OutlastError.
 
-    `data`: a .jsonl file, a directory with train.jsonl, or a prepared directory. `val`: empty for the validation file beside the
-    data.
+    `data`: a .jsonl file, a directory with train.jsonl, or a prepared directory. `val`: a validation file; empty means the file
+    beside the data.
     """
     path = Path(data).expanduser()
     if "://" in data:
@@ -74,7 +74,8 @@ def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
 
 
 def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: Callable[[str], None]) -> Path:
-    """The directory that contains a source as tokens. With `make`, one process of the machine makes it unless it exists.
+    """Return the directory with the tokens of a source. With `make`, one process of the machine tokenizes the source unless it
+    exists.
 
     Raises OutlastError, with file, line and reason, for a line that is not a record; with `skip_bad`, such lines are reported
     instead.
@@ -102,7 +103,7 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: 
 
 
 class Samples(Dataset[Sample]):
-    """The samples of a source that have a token to learn, cut to `limit` tokens; a label of -100 is not learned.
+    """Samples of a source with at least one token to learn, cut to `limit` tokens. A label of -100 is not learned.
 
     The first token is never learned: nothing predicts it.
     """
@@ -131,7 +132,7 @@ class Samples(Dataset[Sample]):
         self.learned = np.concatenate(learned)
         self._indices = np.flatnonzero(self.learned)
         self.cut = int((every > limit).sum())
-        """Number of samples that were cut."""
+        """Number of truncated samples."""
         self.without = len(every) - len(self._indices)
         """Number of samples without a token to learn."""
         if not len(self._indices):
@@ -141,7 +142,7 @@ class Samples(Dataset[Sample]):
             )
         self.tokens = int(self.lengths[self._indices].sum())
         self.digest = hashlib.sha256(f"{self._shards.fingerprint} {limit}".encode()).hexdigest()[:16]
-        """Identifies the samples, including the limit."""
+        """Identifier of the samples and the limit."""
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -152,29 +153,29 @@ class Samples(Dataset[Sample]):
 
 
 def _learned(labels: NDArray[np.int32], offsets: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Number of learned tokens within the limit, for each sample."""
+    """Return the number of learned tokens within the limit, for each sample."""
     begin, end = offsets[:-1], np.minimum(offsets[1:], offsets[:-1] + limit)
     so_far = np.concatenate(([0], np.cumsum(labels != chat.NOT_LEARNED)))
     return np.where(end > begin, so_far[end] - so_far[np.minimum(begin + 1, end)], 0)
 
 
 class Row(NamedTuple):
-    """Input of one forward pass: samples are packed into one row, or each is in a separate row, padded at the end."""
+    """Input of one forward pass. Samples are packed into one row, or each sample has a separate row, padded at the end."""
 
     tokens: Tensor  # (b, t) int64
     positions: Tensor  # (b, t) int64, from 0 in every sample
     places: Tensor  # (n,) int64: positions, of b * t, that predict a learned token
     targets: Tensor  # (n,) int64: the tokens to predict there
     groups: tuple[tuple[Tensor, Tensor], ...]
-    """Groups for attention: samples of about the same length, as positions of their tokens (samples, longest) and indices of the
-    real tokens."""
+    """Groups of samples of about the same length, for attention: positions of their tokens (samples, longest), and indices of
+    the real tokens."""
     order: Tensor  # (t,) int64: the index of each token of a row among those of all groups
     real: int
-    """Number of tokens, not counting padding."""
+    """Number of tokens without padding."""
 
 
 def packed(samples: Sequence[Sample], size: int) -> list[Row]:
-    """Pack samples, in order, into rows of at most `size` tokens; a sample that is longer has a row of its own."""
+    """Pack samples, in order, into rows of at most `size` tokens; a longer sample has a separate row."""
     rows: list[list[Sample]] = []
     left = 0
     for sample in samples:
@@ -205,7 +206,7 @@ def _row(samples: Sequence[Sample]) -> Row:
 
 
 def _groups(lengths: Sequence[int], starts: NDArray[np.int64]) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
-    """Group samples by the power of two of their lengths, so that less than half is padding. Returns `Row.groups` and
+    """Group samples by the power of two of their lengths, which limits padding to less than half. Returns `Row.groups` and
     `Row.order`."""
     if len(lengths) == 1:
         return (), torch.arange(lengths[0])
@@ -222,8 +223,10 @@ def _groups(lengths: Sequence[int], starts: NDArray[np.int64]) -> tuple[tuple[tu
 
 
 def padded(samples: Sequence[Sample]) -> Row:
-    """One row per sample, padded to the longest sample. Padding comes last and is not learned, so causal attention needs no
-    mask."""
+    """Return one row per sample, padded to the longest sample.
+
+    Padding is at the end and not learned, so causal attention needs no mask.
+    """
     longest = max(len(tokens) for tokens, _ in samples)
     tokens = torch.zeros(len(samples), longest, dtype=torch.int64)
     labels = torch.full((len(samples), longest), chat.NOT_LEARNED, dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""The model of `llm`: a Hugging Face causal language model, with all weights trained or with LoRA, and its loss.
+"""Model of `llm`: a Hugging Face causal language model, with all weights trained or with LoRA, and its loss.
 
-No other module of the recipes imports transformers and peft. `load` explains what is wrong with a directory, `Tuned` computes the
-loss of a row of samples, `write` saves a directory for `AutoModelForCausalLM` or `PeftModel`.
+No other module of the recipes imports transformers and peft. `load` reads a model from a directory, `Tuned` computes the loss of
+a row of samples, and `write` saves a directory for `AutoModelForCausalLM` or `PeftModel`.
 """
 
 # mypy: allow-untyped-calls
@@ -40,7 +40,7 @@ with importing("fine-tuning", "llm"):
     from transformers.utils.import_utils import is_flash_attn_2_available
 
 PACKED = "outlast"
-"""Name of our attention in transformers."""
+"""Name under which transformers registers this module's attention."""
 _SAMPLED = 64
 """Number of values of each weight in the fingerprint of a base model; arbitrary."""
 
@@ -59,9 +59,9 @@ class Lora:
 
 
 def place(name: str, local: str, *, offline: bool, what: str = "model") -> str:
-    """The directory of a model, or its name on Hugging Face. Raises OutlastError.
+    """Return the directory of a model, or its name on Hugging Face. Raises OutlastError.
 
-    These places are tried in turn: `local`; `name` as a directory; `name`, or its last part, below $OUTLAST_MODELS.
+    The order of precedence: `local`; `name` as a directory; `name`, or its last part, below $OUTLAST_MODELS.
     """
     if local:
         if not Path(local).expanduser().is_dir():
@@ -78,7 +78,7 @@ def place(name: str, local: str, *, offline: bool, what: str = "model") -> str:
 
 
 def _cached(name: str, what: str) -> str:
-    """The directory of a model in Hugging Face's cache. Raises OutlastError."""
+    """Return the directory of a model in Hugging Face's cache. Raises OutlastError."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -91,7 +91,7 @@ def _cached(name: str, what: str) -> str:
 
 
 def downloaded(name: str) -> Path:
-    """The directory `name`, or the directory of a model that is downloaded from Hugging Face. Raises OutlastError."""
+    """Return the directory `name`, or download a model from Hugging Face and return its directory. Raises OutlastError."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -106,8 +106,10 @@ def downloaded(name: str) -> Path:
 
 
 def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device) -> Any:
-    """The model in a directory, on the CPU, with weights of type `dtype`. `where`: the device that it will run on. Raises
-    OutlastError."""
+    """Load the model in a directory to the CPU, with weights of type `dtype`. Raises OutlastError.
+
+    `where`: the device that will run the model.
+    """
     if not (directory / "config.json").is_file():
         raise OutlastError(f"{directory} has no config.json; name a directory of Hugging Face with --model-local-dir")
     _register()
@@ -130,8 +132,8 @@ def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device)
 
 
 def _attention(config: Any, dtype: torch.dtype, where: torch.device) -> str | None:
-    """The name of the attention implementation: flash attention if it is installed and usable, else ours; None lets transformers
-    choose."""
+    """Return the name of the attention implementation: flash attention if it is usable, else PACKED. For None, transformers
+    chooses."""
     if where.type == "cuda" and dtype is torch.bfloat16 and is_flash_attn_2_available():
         return "flash_attention_2"
     kind = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
@@ -142,7 +144,7 @@ def _attention(config: Any, dtype: torch.dtype, where: torch.device) -> str | No
 
 
 def needs_gpu(model: Any) -> bool:
-    """Whether the model cannot run on a CPU."""
+    """Return whether the model cannot run on a CPU."""
     return str(model.config._attn_implementation).startswith("flash")
 
 
@@ -163,7 +165,7 @@ def _quiet() -> Iterator[None]:
 
 def recompute(model: Any) -> None:
     """Recompute activations in the backward pass instead of keeping them. Raises OutlastError if the model does not support
-    that."""
+    this."""
     try:
         with _quiet():
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -172,7 +174,8 @@ def recompute(model: Any) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Identifies the weights of a base model by names, shapes and some values; float32 and bfloat16 give the same result."""
+    """Return a digest of a base model's weights, from names, shapes and some values. The types float32 and bfloat16 give the
+    same digest."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)
@@ -182,7 +185,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def adapted(model: Any, lora: Lora) -> Any:
-    """The model with LoRA beside its target modules and all other weights frozen. Raises OutlastError."""
+    """Add LoRA to the target modules of a model, and freeze all other weights. Raises OutlastError."""
     linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
     names = {name for name, _ in model.named_modules()}
     missing = [each for each in lora.targets if not any(name == each or name.endswith(f".{each}") for name in names)]
@@ -217,11 +220,10 @@ def _register() -> None:
 def _attended(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sample of a row, from (b, heads, t, d) to (b, t, heads, d); keys and values may have fewer
-    heads.
+    """Compute causal attention within each sample of a row, from (b, heads, t, d) to (b, t, heads, d).
 
-    Samples of about the same length are computed together, so the cost grows with the sum of the squared lengths, not with the
-    square of their sum.
+    Keys and values may have fewer heads. Samples of about the same length are computed together, so the cost grows with the sum
+    of the squared lengths, not with the square of their sum.
     """
     groups, order = options.pop("packing", None) or ((), None)
     window = options.pop("sliding_window", None)
@@ -252,10 +254,10 @@ def _attended(
 
 
 class Tuned(nn.Module):
-    """A causal language model that returns the loss of a row, summed over its learned tokens.
+    """Causal language model that returns the loss of a row, summed over its learned tokens.
 
-    Logits are computed only for these tokens, a few rows at a time. `whole`: whether the model computes all logits itself,
-    because its head is more than a matrix product.
+    Logits are computed only for these tokens, a few rows at a time. If the model's head is more than a matrix product, the model
+    computes all logits itself (`whole`).
     """
 
     def __init__(self, model: Any, *, low: bool) -> None:
@@ -263,11 +265,11 @@ class Tuned(nn.Module):
         self.model = model
         self.whole = False
         self.low = low
-        """Whether matrix products are computed in bfloat16, with float32 master weights."""
+        """True to compute matrix products in bfloat16, with float32 master weights."""
 
     @property
     def base(self) -> Any:
-        """The model below LoRA."""
+        """Model without LoRA's wrapper."""
         return self.model.get_base_model() if isinstance(self.model, peft.PeftModel) else self.model
 
     def forward(self, row: Row) -> Tensor:
@@ -285,12 +287,12 @@ class Tuned(nn.Module):
         return F.cross_entropy(head(learned).float(), row.targets, reduction="sum")
 
     def _hidden(self, row: Row) -> Tensor:
-        """Input of the head, (b * t, c)."""
+        """Return the input of the head, (b * t, c)."""
         hidden: Tensor = self.base.get_decoder()(row.tokens, position_ids=row.positions, use_cache=False, **_packing(row))[0]
         return hidden.flatten(0, 1)
 
     def _logits(self, row: Row) -> Tensor:
-        """All logits, (b * t, v), as the model itself computes them."""
+        """Return all logits, (b * t, v), computed by the model itself."""
         logits: Tensor = self.base(row.tokens, position_ids=row.positions, use_cache=False, **_packing(row)).logits
         return logits.flatten(0, 1)
 
@@ -298,7 +300,7 @@ class Tuned(nn.Module):
     def check(self) -> str:
         """Test the model on two short samples. Sets `whole`, and returns a message if the model cannot pack samples.
 
-        If our attention gives different results than the model's own, the model's own is restored.
+        If this module's attention gives different results than the model's attention, the latter is restored.
         """
         training = self.training
         self.eval()
@@ -314,7 +316,7 @@ class Tuned(nn.Module):
             fits = hidden.shape[-1] == head.weight.shape[-1]
             self.whole = not (fits and _alike(head(hidden), alone[len(samples[0][0]) :], 0.005))
             if self.base.config._attn_implementation == PACKED:
-                self._own_attention()
+                self.base.set_attn_implementation("sdpa" if self.base._supports_sdpa else "eager")
                 own = torch.cat([self._logits(row) for row in rows])
                 if _alike(alone, own, error):
                     self.base.set_attn_implementation(PACKED)
@@ -323,31 +325,28 @@ class Tuned(nn.Module):
         self.train(training)
         return "" if able else f"samples are not packed: {type(self.base).__name__} computes something else then"
 
-    def _own_attention(self) -> None:
-        self.base.set_attn_implementation("sdpa" if self.base._supports_sdpa else "eager")
-
 
 def _packing(row: Row) -> dict[str, Any]:
-    """Options of our attention for a row."""
+    """Return the options of this module's attention for a row."""
     return {"packing": (row.groups, row.order)} if row.groups else {}
 
 
 def _alike(one: Tensor, other: Tensor, error: float) -> bool:
-    """Whether logits (n, v) agree within a relative error in each row, apart from a constant per row."""
+    """Return whether logits (n, v) agree within a relative error in each row, apart from a constant per row."""
     a, b = (each.float() - each.float().mean(-1, keepdim=True) for each in (one, other))
     return bool(((a - b).norm(dim=-1) <= error * b.norm(dim=-1)).all())
 
 
 def moved(row: Row, to: torch.device) -> Row:
-    """A row on another device."""
+    """Copy a row to another device."""
     groups = tuple((where.to(to), real.to(to)) for where, real in row.groups)
     tensors = {name: getattr(row, name).to(to) for name in ("tokens", "positions", "places", "targets", "order")}
     return row._replace(groups=groups, **tensors)
 
 
 def training(model: nn.Module) -> nn.Module:
-    """The trainable parameters under their names, as a module for checkpoints. The frozen weights are in the model's
-    directory."""
+    """Return the trainable parameters under their names, as a module for checkpoints. The base model's directory has the
+    frozen weights."""
     root = nn.Module()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -365,7 +364,7 @@ def training(model: nn.Module) -> nn.Module:
 
 
 def whole(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The trainable parameters, gathered from shards to the CPU. Without `keep`, the result is empty. A collective."""
+    """Return the trainable parameters, gathered from shards to the CPU. Without `keep`, the result is empty. A collective."""
     gathered = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -417,14 +416,14 @@ def merge(base: Path, adapter: Path, directory: Path, tokenizer: Any) -> None:
 
 
 def stored(directory: Path) -> torch.dtype:
-    """The type of the weights in a directory according to its config.json, else float32."""
+    """Return the type of the weights in a directory according to its config.json, by default float32."""
     about = json.loads((directory / "config.json").read_text())
     dtype = getattr(torch, str(about.get("dtype") or about.get("torch_dtype") or "float32"), torch.float32)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
 
 
 def layers(model: Any) -> Sequence[nn.Module]:
-    """The decoder layers, which FSDP gathers one at a time."""
+    """Return the decoder layers, which FSDP gathers one at a time. Raises OutlastError."""
     layers: Any = getattr(model.get_decoder(), "layers", None) or getattr(model.get_decoder(), "h", None)
     if layers is None:
         raise OutlastError(f"{type(model).__name__} has no list of decoder layers; use --parallel ddp")

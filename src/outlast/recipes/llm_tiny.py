@@ -1,4 +1,4 @@
-"""Makes a tiny model and questions to fine-tune it on: everything that `llm` needs, without a download.
+"""Writes a tiny model and questions for fine-tuning it, which is all that `llm` needs, without a download.
 
     python -m outlast.recipes.llm_tiny data/llm
 
@@ -29,7 +29,7 @@ MODULES = (
     "argparse", "ast", "calendar", "configparser", "datetime", "difflib", "fractions", "inspect", "json", "logging", "os",
     "pathlib", "random", "shutil", "statistics", "string", "textwrap", "tokenize",
 )  # fmt: skip
-"""Modules that the questions are about; all of them are documented in sentences."""
+"""Modules that the questions are about; their documentation consists of sentences."""
 QUESTION = "What does {name}({arguments}) of {module} do?"
 
 
@@ -37,15 +37,15 @@ QUESTION = "What does {name}({arguments}) of {module} do?"
 class Settings:
     to: str = flag("data/llm", "directory to write", first=True)
     layers: int = flag(2, "decoder layers", least=1)
-    width: int = flag(128, "of the residual stream; heads are 32 wide", least=32)
+    width: int = flag(128, "width of the residual stream; heads are 32 wide", least=32)
     vocab_size: int = flag(1024, "tokens", least=300)
-    positions: int = flag(512, "longest sample, in tokens", least=16)
+    positions: int = flag(512, "maximum length of a sample in tokens", least=16)
     kind: str = flag("llama", "llama or qwen2")
-    seed: int = flag(0, "of the weights")
+    seed: int = flag(0, "seed of the weights")
 
 
 def questions() -> Iterator[dict[str, Any]]:
-    """Conversations about the standard library of this Python, always in the same order."""
+    """Yield conversations about the standard library of this Python, always in the same order."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for module in MODULES:
         path = library / f"{module}.py" if (library / f"{module}.py").exists() else library / module / "__init__.py"
@@ -62,7 +62,7 @@ def questions() -> Iterator[dict[str, Any]]:
 
 
 def model(kind: str, vocab_size: int, *, layers: int, width: int, positions: int, seed: int, **more: Any) -> Any:
-    """A model with random weights. Raises OutlastError if `kind` is neither llama nor qwen2."""
+    """Return a model with random weights. Raises OutlastError if `kind` is neither llama nor qwen2."""
     transformers = _library()
     kinds = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}
     if kind not in kinds:
@@ -85,7 +85,7 @@ def _library() -> Any:
 
 
 def trained_tokenizer(texts: Sequence[str], size: int, template: str | None = chat.TEMPLATE) -> Any:
-    """A byte-level BPE trained on the given texts, wrapped for transformers."""
+    """Train a byte-level BPE on the given texts, and wrap it for transformers."""
     made = tokenizer.library().Tokenizer.from_str(tokenizer.train(texts, size))
     wrapped = _library().PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token=tokenizer.SEPARATOR, pad_token=tokenizer.SEPARATOR

@@ -1,4 +1,4 @@
-"""Perceiver IO: video, sound and a label through 784 latents and back. Trains, measures and writes clips. Copy it and change it.
+"""Perceiver IO: encodes video, sound and a label as 784 latents, and decodes them. Copy it and change it.
 
     outlast run examples/perceiver.yaml                                  # two workers on this machine, on videos made here
     outlast evaluate perceiver                                           # reconstruction losses, PSNR and accuracy
@@ -42,7 +42,7 @@ from outlast.training import Session, Stream, device
 from outlast.training.samples.stream import Batch, share_of
 from outlast.training.state import checkpoint
 
-THEIRS = {
+ALIASES = {
     "dataset_dir": "data",
     "logdir": "output_dir",
     "batch_size": "batch",
@@ -52,74 +52,78 @@ THEIRS = {
     "config_file_path": "config",
     "drop_last": "a short last step counts as what it is, and nothing is dropped",
 }
-"""Flags of train_trn.py that have another name here; all other flags have the same name."""
+"""Flags of train_trn.py that have another name in this recipe; all other flags have the same name."""
 
 
 @dataclass(frozen=True)
 class Settings:
     data: str = flag("", "directory of videos, or of prepared shards, or their URL; default $OUTLAST_DATA", group="data")
     dataset: Literal["synthetic", "kinetics-small", "kinetics"] | None = flag(
-        None, "videos that are made here, those of --data, or 1,100 of them; default kinetics where there are data"
+        None, "synthetic videos, 1,100 videos of --data, or all of them; default: kinetics if data are given"
     )
     labels: str = flag("", "CSV with the classes of the videos (file,label, or a list of Kinetics); default: their directories")
-    val: float = flag(0.1, "share of the videos to measure on, where no directory is named val", least=0, most=0.9)
-    skip_bad: bool = flag(False, "leave out clips that cannot be read, and name and count them, instead of stopping")
-    output_dir: str = flag("", "where to write; a job's output has precedence")
-    init_from: str = flag("", "directory with a Perceiver of Hugging Face (config.json, weights) to begin with")
-    seed: int = flag(0, "seed of the first weights, of the order of clips and of their moments")
+    val: float = flag(0.1, "fraction of the videos in val, if no directory is named val", least=0, most=0.9)
+    skip_bad: bool = flag(False, "skip, report and count clips that cannot be read, instead of stopping")
+    output_dir: str = flag("", "output directory; a job's output has precedence")
+    init_from: str = flag("", "directory with initial weights, a Perceiver of Hugging Face (config.json, weights)")
+    seed: int = flag(0, "seed of the initial weights, of the order of clips and of their times")
 
-    size: Literal["tiny", "small", "base"] = flag("base", "all sizes below at once; base is the paper's", group="model")
-    frames: int | None = flag(None, "frames of a clip", least=1)
-    image_size: int | None = flag(None, "pixels of a frame's side", least=1)
-    num_labels: int | None = flag(None, "classes the model knows; default 700 for base, else those of the data", least=1)
-    num_latents: int | None = flag(None, "latents", least=1)
-    d_latents: int | None = flag(None, "their width", least=1)
-    num_blocks: int | None = flag(None, "times that all self-attentions are applied", least=1)
-    num_self_attends: int | None = flag(None, "self-attentions", least=0)
-    num_heads: int | None = flag(None, "heads of a self-attention", least=1)
-    num_cross_heads: int | None = flag(None, "heads of the attention to the inputs; its work grows with them", least=1)
-    widening: int | None = flag(None, "hidden units of an MLP, in widths", least=1)
+    size: Literal["tiny", "small", "base"] = flag("base", "preset of all sizes below; base is the paper's", group="model")
+    frames: int | None = flag(None, "frames per clip", least=1)
+    image_size: int | None = flag(None, "side of a frame in pixels", least=1)
+    num_labels: int | None = flag(None, "classes of the model; default 700 for base, else the number in the data", least=1)
+    num_latents: int | None = flag(None, "number of latents", least=1)
+    d_latents: int | None = flag(None, "width of the latents", least=1)
+    num_blocks: int | None = flag(None, "number of times that all self-attention layers are applied", least=1)
+    num_self_attends: int | None = flag(None, "number of self-attention layers", least=0)
+    num_heads: int | None = flag(None, "heads of a self-attention layer", least=1)
+    num_cross_heads: int | None = flag(None, "heads of the attention to the inputs; its cost grows with them", least=1)
+    widening: int | None = flag(None, "hidden units of an MLP, as a multiple of its width", least=1)
     d_output: int | None = flag(None, "width before the last layers", least=1)
-    patch: int | None = flag(None, "pixels of an input patch's side", least=1)
-    samples_per_patch: int | None = flag(None, "samples of sound of a patch", least=1)
-    image_bands: int | None = flag(None, "frequencies of a pixel's position, per dimension", least=1)
-    audio_bands: int | None = flag(None, "frequencies of a moment", least=1)
+    patch: int | None = flag(None, "side of an input patch in pixels", least=1)
+    samples_per_patch: int | None = flag(None, "sound samples per patch", least=1)
+    image_bands: int | None = flag(None, "frequencies of a pixel's position encoding, per dimension", least=1)
+    audio_bands: int | None = flag(None, "frequencies of a sound patch's position encoding", least=1)
     label_channels: int | None = flag(None, "width of the label's query", least=1)
-    dropout: float = flag(0.1, "share of attention weights dropped in training", least=0, most=0.9)
+    dropout: float = flag(0.1, "dropout probability of attention weights in training", least=0, most=0.9)
 
     batch: int | None = flag(
-        None, "clips a step over all ranks; default 8, or $BATCH_SIZE x $NPROC_PER_NODE", least=1, group="training"
+        None, "clips per step over all ranks; default 8, or $BATCH_SIZE x $NPROC_PER_NODE", least=1, group="training"
     )
-    microbatch: int | None = flag(None, "most clips that a rank computes at once; default: its whole share of a step", least=1)
+    microbatch: int | None = flag(
+        None, "maximum clips per rank and forward pass; default: the rank's whole share of a step", least=1
+    )
     epochs: int = flag(2, "passes over the training clips", least=1)
-    max_steps: int | None = flag(None, "stop after so many steps; default $MAX_STEPS, else after the epochs", least=1)
-    lr: float = flag(5e-5, "highest learning rate", least=0)
-    warmup_steps: int = flag(0, "steps in which it rises to that", least=0)
-    lr_schedule: Literal["constant", "cosine"] = flag("constant", "how it goes on: cosine falls to 0 at the last step")
-    weight_decay: float = flag(0.1, "pull of every weight towards 0", least=0)
-    grad_clip: float = flag(10.0, "longest gradient; 0: any", least=0)
-    image_points: int = flag(512, "pixels that are decoded in a step, the same for all clips", least=1)
-    audio_points: int = flag(512, "patches of sound that are decoded in a step", least=1)
+    max_steps: int | None = flag(None, "maximum number of steps; default $MAX_STEPS, else all epochs", least=1)
+    lr: float = flag(5e-5, "maximum learning rate", least=0)
+    warmup_steps: int = flag(0, "warm-up steps", least=0)
+    lr_schedule: Literal["constant", "cosine"] = flag(
+        "constant", "schedule after the warm-up; cosine falls to 0 at the last step"
+    )
+    weight_decay: float = flag(0.1, "weight decay", least=0)
+    grad_clip: float = flag(10.0, "maximum norm of the gradient; 0: no limit", least=0)
+    image_points: int = flag(512, "pixels to decode per step, the same for all clips", least=1)
+    audio_points: int = flag(512, "sound patches to decode per step", least=1)
     image_weight: float = flag(0.03, "weight of the pixels' L1 loss", least=0)
     audio_weight: float = flag(1.0, "weight of the sound's L1 loss", least=0)
     label_weight: float = flag(1e-4, "weight of the label's cross-entropy", least=0)
-    label_dropout: float = flag(1.0, "share of clips whose label is hidden from the encoder in training", least=0, most=1)
+    label_dropout: float = flag(1.0, "fraction of clips whose label is hidden from the encoder in training", least=0, most=1)
 
-    do_eval: bool = flag(True, "measure on the validation clips after every epoch", group="evaluation and logs")
-    eval_every: int | None = flag(None, "steps between two measurements instead", least=1)
-    test_batch_size: int = flag(8, "clips that a rank measures at once", least=1)
-    log_steps: int = flag(20, "steps between two lines of the log; only there the loss is waited for", least=1)
-    metrics_debug: bool = flag(False, "also log the length of the gradient and of the weights")
-    expected_throughput: float = flag(0.0, "clips a second: the run fails at its end below 0.95 of that; 0: any", least=0)
+    do_eval: bool = flag(True, "evaluate on the validation clips after every epoch", group="evaluation and logs")
+    eval_every: int | None = flag(None, "steps between two evaluations instead", least=1)
+    test_batch_size: int = flag(8, "clips per rank and forward pass of an evaluation", least=1)
+    log_steps: int = flag(20, "steps between two log lines; only these steps wait for the loss", least=1)
+    metrics_debug: bool = flag(False, "also log the norms of the gradient and of the weights")
+    expected_throughput: float = flag(0.0, "clips per second; below 0.95 of it the run fails at its end; 0: no check", least=0)
 
     dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "auto: bfloat16 where it is fast", group="machine")
     workers: int = flag(0, "processes that decode videos, per rank", least=0)
 
-    evaluate: bool = flag(False, "measure the newest weights on all validation clips", group="instead of training")
-    checkpoint: str = flag("", "the checkpoint to measure: best, or a step")
-    eval_points: int = flag(0, "pixels of a clip to measure; 0: all", least=0)
-    reconstruct: str = flag("", "with --evaluate: an .mp4 file to write, a clip and beside it what the model makes of it")
-    clip: int = flag(0, "which validation clip that is", least=0)
+    evaluate: bool = flag(False, "evaluate the newest weights on all validation clips", group="instead of training")
+    checkpoint: str = flag("", "checkpoint to evaluate: best, or a step")
+    eval_points: int = flag(0, "pixels per clip to evaluate; 0: all", least=0)
+    reconstruct: str = flag("", "with --evaluate, .mp4 file to write with a clip and its reconstruction side by side")
+    clip: int = flag(0, "index of this validation clip", least=0)
 
     @property
     def samples(self) -> int:
@@ -128,7 +132,7 @@ class Settings:
 
 
 class Training(loop.Recipe):
-    """A training run, whose methods `loop.train` calls."""
+    """Training run, whose methods `loop.train` calls."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -220,7 +224,7 @@ class Training(loop.Recipe):
 
     @torch.inference_mode()
     def measure(self, step: int) -> float:
-        """Losses on the validation clips, each of which is computed on one rank, at points that are always the same."""
+        """Measure the losses on the validation clips, each of which one rank computes. The points are always the same."""
         s, run, val = self.s, self.run, self.data.val
         assert val is not None
         points = queried(self.model.config, s, -1)
@@ -241,7 +245,7 @@ class Training(loop.Recipe):
         return means["loss"]
 
     def remember(self) -> None:
-        """Collect the names of the clips that any rank could not use as they are."""
+        """Collect the names of the clips with a problem on any rank."""
         self.remarks.add(self.run.gather(self.remarks.names))
         self.record.remarks = self.remarks.names
 
@@ -266,8 +270,10 @@ class Training(loop.Recipe):
 
 
 def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
-    """Weights of the clips in a batch, on the CPU: (b,), 0 for bad clips, else 1. Without skip_bad, a bad clip raises
-    OutlastError."""
+    """Return the weights of the clips in a batch, on the CPU: (b,), 0 for bad clips, else 1.
+
+    Without skip_bad, a bad clip raises OutlastError.
+    """
     dataset = d.train if part == "train" else d.val
     weight = torch.ones(len(data["label"]))
     if isinstance(dataset, Clips):
@@ -282,8 +288,10 @@ def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indi
 
 
 class Speed:
-    """Measures clips per second, as the mean over the last ten lines of the log. The first line after a start does not count, as
-    it includes compilation."""
+    """Moving average of the clips per second, over the last ten lines of the log.
+
+    The first line after a start does not count, because it includes compilation.
+    """
 
     def __init__(self) -> None:
         self._windows: collections.deque[float] = collections.deque(maxlen=10)
@@ -303,7 +311,7 @@ class Speed:
 
 
 def record(config: Config, digest: str) -> Record:
-    """The record of a run before its first step."""
+    """Return the record of a run before its first step."""
     fixed = {"data": "other clips", "config": "another model"}
     shape = {
         name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"
@@ -312,12 +320,12 @@ def record(config: Config, digest: str) -> Record:
 
 
 def rate(s: Settings, step: int, steps: int) -> float:
-    """The learning rate of a step: linear warm-up, then constant or a cosine down to 0."""
+    """Return the learning rate of a step: linear warm-up, then constant or a cosine down to 0."""
     return loop.rate(s.lr, step, steps, s.warmup_steps, falls=s.lr_schedule == "cosine")
 
 
 def queried(config: Config, s: Settings, step: int) -> Points:
-    """The points to decode in a step, as a function of (seed, step) alone; step -1 stands for all measurements."""
+    """Return the points to decode in a step, a function of (seed, step) only. Step -1 stands for all measurements."""
     draw = np.random.Generator(np.random.Philox(np.random.SeedSequence([abs(s.seed), step + 1])))
     image = draw.choice(config.image_points, min(s.image_points, config.image_points), replace=False)
     audio = draw.choice(config.audio_points, min(s.audio_points, config.audio_points), replace=False)
@@ -325,7 +333,7 @@ def queried(config: Config, s: Settings, step: int) -> Points:
 
 
 def hidden(s: Settings, step: int, indices: Any) -> Tensor:
-    """Which clips have their label hidden from the encoder: (b,) bool, a function of (seed, step, index) alone."""
+    """Return which clips hide their label from the encoder: (b,) bool, a function of (seed, step, index) only."""
     if s.label_dropout in (0, 1):
         return torch.full((len(indices),), bool(s.label_dropout))
     drawn = [np.random.SeedSequence([abs(s.seed), step, int(index), 1]).generate_state(1)[0] / 2**32 for index in indices]
@@ -333,8 +341,8 @@ def hidden(s: Settings, step: int, indices: Any) -> Tensor:
 
 
 def first(s: Settings, run: Session) -> tuple[Perceiver, Data]:
-    """The model before the first step, and the data. Raises OutlastError if they do not match, or if there is no val to
-    measure."""
+    """Return the model before the first step, and the data. Raises OutlastError if they do not match, or without validation
+    data."""
     config, weights = shape(s)
     with run.alive():
         data = place(s, config, run.output)
@@ -351,7 +359,7 @@ def first(s: Settings, run: Session) -> tuple[Perceiver, Data]:
 
 
 def shape(s: Settings) -> tuple[Config, Mapping[str, Tensor] | None]:
-    """The sizes that the settings describe, and pretrained weights if there are any."""
+    """Return the sizes in the settings, and the pretrained weights or None."""
     names = {field.name for field in dataclasses.fields(Config)} & {field.name for field in dataclasses.fields(Settings)}
     given = {name: value for name in names if (value := getattr(s, name)) is not None}
     if s.init_from:
@@ -362,7 +370,7 @@ def shape(s: Settings) -> tuple[Config, Mapping[str, Tensor] | None]:
 
 
 def place(s: Settings, config: Config, output: Path) -> Data:
-    """The data. If they are synthetic, they are made first."""
+    """Open the data. Synthetic data are generated first."""
     named = s.data or os.environ.get(contract.Env.DATA) or os.environ.get("DATASET_DIR", "")
     if s.dataset == "synthetic" or not (s.dataset or named):
         named = str(perceiver_data.synthetic(Path(named) if named else output))
@@ -408,7 +416,7 @@ def evaluate(s: Settings) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    s = from_variables(settings.parse(Settings, argv, __doc__, THEIRS))
+    s = from_variables(settings.parse(Settings, argv, __doc__, ALIASES))
     results.into(s.output_dir)
     if s.evaluate or s.reconstruct:
         evaluate(s)
@@ -417,7 +425,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def from_variables(s: Settings) -> Settings:
-    """Fill in settings from the environment variables MAX_STEPS, BATCH_SIZE and NPROC_PER_NODE. Raises OutlastError for invalid
+    """Set missing settings from the variables MAX_STEPS, BATCH_SIZE and NPROC_PER_NODE. Raises OutlastError for invalid
     numbers."""
     variables = {}
     for name in ("MAX_STEPS", "BATCH_SIZE", "NPROC_PER_NODE"):

@@ -1,8 +1,8 @@
 """Clips for `outlast.recipes.perceiver`: videos decoded on demand, prepared shards, and synthetic videos.
 
 A directory of Kinetics has a directory per class (`train/CLASS/*.mp4` and `val/CLASS/*.mp4`, or `CLASS/*.mp4`), or a list of
-labels (`--labels`). A training clip begins at a moment that is a function of (seed, epoch, index); a validation clip is the
-middle of its video. `outlast data prepare video` writes shards, which are decoded once and then read at the speed of the disk.
+labels (`--labels`). The beginning of a training clip is a function of (seed, epoch, index); a validation clip is the middle of
+its video. `outlast data prepare video` writes shards, which are read at the speed of the disk.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SMALL = {TRAIN: 1000, VAL: 100}
 
 @dataclasses.dataclass(frozen=True)
 class Clips:
-    """One part of a dataset, decoded as it is read; a map-style dataset.
+    """Part of a dataset, decoded when it is read; a map-style dataset.
 
-    An item has `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and flags: `problem`, a message, if the clip cannot
-    be read; `silent` and `short` if missing sound or frames were filled in.
+    An item has `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and three flags. `problem` is a message if the clip
+    cannot be read. `silent` and `short` report missing sound and missing frames, which were filled in.
     """
 
     root: Path
@@ -51,13 +51,13 @@ class Clips:
     """File and label of each clip."""
     settings: video.Settings
     moving: bool
-    """Whether clips begin at random moments of their videos."""
+    """True for clips that begin at random times of their videos."""
 
     def __len__(self) -> int:
         return len(self.items)
 
     def name(self, index: int) -> str:
-        """The file of a clip."""
+        """Return the file of a clip."""
         return self.items[index][0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -97,9 +97,9 @@ class Data:
 
 
 def opened(place: str, config: Config, *, labels: str = "", share: float = 0.1, small: bool = False) -> Data:
-    """The data at a place: a directory of videos, or a directory or URL of shards. Raises OutlastError.
+    """Open the data at a place: a directory of videos, or a directory or URL of shards. Raises OutlastError.
 
-    `labels`: path of a list of labels. `share`: share of the videos that become val if no directory is named val.
+    `labels`: path of a list of labels. `share`: fraction of the videos in val, unless a directory is named val.
     """
     if "://" in place or (Path(place) / shard_format.MANIFEST).exists():
         return _prepared(place, config)
@@ -157,7 +157,7 @@ def checked(labels: Tensor, classes: int, place: str) -> None:
 
 
 class Remarks:
-    """Names of the clips that could not be used as they are, by kind of problem."""
+    """Names of the clips with a problem, by kind of problem."""
 
     KINDS: Mapping[str, str] = {
         "bad": "cannot be read and is left out",
@@ -170,19 +170,19 @@ class Remarks:
         """Names of the clips of each kind, sorted."""
 
     def note(self, kind: str, name: str) -> str:
-        """Note a clip. Returns a message for the first three clips of each kind, otherwise an empty string."""
+        """Record a clip. Returns a message for the first three clips of each kind, otherwise ""."""
         if name in self.names[kind]:
             return ""
         self.add([{kind: [name]}])
         return f"{name} {self.KINDS[kind]}" if len(self.names[kind]) <= 3 else ""
 
     def add(self, others: Sequence[Mapping[str, Sequence[str]]]) -> None:
-        """Merge the names that were noted on other ranks."""
+        """Merge the names recorded on other ranks."""
         for kind, names in self.names.items():
             self.names[kind] = sorted({*names, *(name for other in others for name in other.get(kind, ()))})
 
     def counts(self) -> dict[str, int]:
-        """Number of clips of each kind."""
+        """Return the number of clips of each kind."""
         return {kind: len(names) for kind, names in self.names.items()}
 
 
@@ -199,7 +199,7 @@ PER_CLASS = {TRAIN: 10, VAL: 4}
 
 
 def synthetic(above: Path) -> Path:
-    """Make the directory `synthetic` with small real videos, unless it exists. The first process does so, and the others wait.
+    """Make the directory `synthetic` with small real videos, unless it exists. One process writes it while the others wait.
 
     A bright square moves over a dark background; the class determines its direction and the pitch.
     """
@@ -220,7 +220,7 @@ def synthetic(above: Path) -> Path:
 
 
 def moving(name: str, draw: np.random.Generator, size: int = 96, frames: int = 20) -> tuple[NDArray[np.uint8], NDArray[np.int16]]:
-    """A clip of a class: frames (t, size, size, 3) and 0.8 s of sound."""
+    """Return a clip of a class: frames (t, size, size, 3) and 0.8 s of sound."""
     x, y, pitch = CLASSES[name]
     side = size // 3
     start = draw.integers(0, size, 2)
@@ -268,10 +268,10 @@ def write(path: Path, frames: NDArray[np.uint8], sound: NDArray[np.int16]) -> No
 
 
 def pretrained(named: str, given: Mapping[str, Any]) -> tuple[Config, Mapping[str, Tensor]]:
-    """Sizes and weights in a directory of Hugging Face's Perceiver. `given`: requested sizes, which must equal those in the
-    directory.
+    """Read sizes and weights in a directory of Hugging Face's Perceiver. Raises OutlastError. Downloads nothing.
 
-    A path that does not exist is looked up below $OUTLAST_MODELS. Raises OutlastError. Downloads nothing.
+    `given`: requested sizes, which must equal the sizes in the directory. A path that does not exist is looked up below
+    $OUTLAST_MODELS.
     """
     path = results.place(named)
     try:

@@ -1,4 +1,4 @@
-"""Measurements of `outlast.recipes.perceiver` on the validation clips: losses, PSNR, accuracy; and a clip to look at."""
+"""Measurements of `outlast.recipes.perceiver` on the validation clips (losses, PSNR, accuracy), and reconstructed clips."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -19,11 +19,11 @@ from outlast.recipes.perceiver_model import Config, Decoded, Perceiver, Points
 from outlast.training import Shards, device
 
 NAMES = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")
-"""Names of the sums over clips, which are stored as (7,) float64."""
+"""Names of the sums over clips, in the order of a (7,) float64 tensor."""
 
 
 def means(sums: Tensor, s: Any) -> dict[str, float]:
-    """Means computed from the sums: the loss, its parts, PSNR in dB (of pixels from 0 to 1), and accuracies from 0 to 1."""
+    """Return the means of the sums: the loss, its parts, PSNR in dB (for pixels from 0 to 1), and accuracies from 0 to 1."""
     clips = float(sums[0])
     if not clips:
         raise OutlastError("no validation clip can be read; see the sentences above")
@@ -35,7 +35,7 @@ def means(sums: Tensor, s: Any) -> dict[str, float]:
 
 
 def read(dataset: Clips | Shards, begin: int, end: int, size: int, workers: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Batches of the clips from `begin` up to `end`, `size` clips at a time, each batch with the index of its first clip."""
+    """Yield batches of `size` clips from `begin` up to `end`, each with the index of its first clip."""
     if isinstance(dataset, Clips):
         some: Any = Subset(cast(Any, dataset), range(begin, end))
         loader = DataLoader(some, size, num_workers=workers, generator=torch.Generator())
@@ -47,7 +47,7 @@ def read(dataset: Clips | Shards, begin: int, end: int, size: int, workers: int)
 
 
 def measured(model: Perceiver, data: Mapping[str, Any], weight: Tensor, points: Points, kind: torch.dtype) -> Tensor:
-    """Sums over a batch on the CPU, in the order of `NAMES`. The label is hidden from the model."""
+    """Return sums over a batch, in the order of `NAMES`, on the CPU. The label is hidden from the model."""
     where = model.latents.device
     keep = weight.bool()
     if not keep.any():
@@ -65,7 +65,7 @@ def measured(model: Perceiver, data: Mapping[str, Any], weight: Tensor, points: 
 
 
 def decoded(model: Perceiver, video: Tensor, audio: Tensor, points: Points, kind: torch.dtype, chunk: int = 8192) -> Decoded:
-    """Reconstructions of clips with hidden labels, at any number of points. The latents are computed only once."""
+    """Reconstruct clips with hidden labels, at any number of points. The latents are computed only once."""
     where, b = video.device, len(video)
     no_label = torch.zeros(b, dtype=torch.int64, device=where)
     parts = []
@@ -80,7 +80,7 @@ def decoded(model: Perceiver, video: Tensor, audio: Tensor, points: Points, kind
 
 
 def every(config: Config) -> Points:
-    """All points of a clip."""
+    """Return all points of a clip."""
     return Points(torch.arange(config.image_points), torch.arange(config.audio_points))
 
 
@@ -88,7 +88,7 @@ UNITS = {"psnr": " dB", "label_ce": " nats"}
 
 
 def beside(model: Perceiver, dataset: Clips | Shards, index: int, kind: torch.dtype) -> tuple[Any, Any]:
-    """A clip and its reconstruction side by side, (t, h, 2 w, 3) uint8, and the reconstructed sound, (samples,) int16."""
+    """Return a clip and its reconstruction side by side, (t, h, 2 w, 3) uint8, and the reconstructed sound, (samples,) int16."""
     c, where = model.config, model.latents.device
     _, data = next(read(dataset, index, index + 1, 1, 0))
     if problem := data.get("problem", [""])[0]:

@@ -1,4 +1,5 @@
-"""Perceiver IO for clips of video, sound and a label: 16 frames, 0.64 s of sound and a class through 784 latents and back.
+"""Perceiver IO for clips of video, sound and a label: encodes 16 frames, 0.64 s of sound and a class as 784 latents, and decodes
+them.
 
 Jaegle et al., "Perceiver IO: A General Architecture for Structured Inputs & Outputs" (https://arxiv.org/abs/2107.14795), section
 4.3, with the sizes of deepmind/multimodal-perceiver. With the weights of that model, the outputs equal those of Hugging Face's
@@ -23,14 +24,14 @@ from outlast.base.errors import OutlastError
 from outlast.recipes.shared import results
 
 AUDIO, IMAGE, LABEL = "audio", "image", "label"
-"""The modalities, in the order in which inputs and queries are concatenated."""
+"""Modalities, in the order in which inputs and queries are concatenated."""
 EPSILON = 1e-5
 """Epsilon of layer norms."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of a model. The defaults are those of deepmind/multimodal-perceiver."""
+    """Sizes of a model, by default those of deepmind/multimodal-perceiver."""
 
     frames: int = 16
     image_size: int = 224
@@ -58,7 +59,7 @@ class Config:
     label_channels: int = 1024
     """Width of the label's query."""
     dropout: float = 0.1
-    """Share of attention weights that are dropped in training."""
+    """Probability of dropping an attention weight in training."""
 
     @property
     def samples(self) -> int:
@@ -100,7 +101,7 @@ class Config:
         return max(self.queried.values()) + 2
 
     def check(self) -> None:
-        """Raise OutlastError for sizes that do not fit together."""
+        """Raise OutlastError for inconsistent sizes."""
         divided = [
             ("image_size", self.image_size, "patch", self.patch),
             ("samples of a clip", self.samples, "samples_per_patch", self.samples_per_patch),
@@ -122,8 +123,8 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 class Attention(nn.Module):
-    """Attention of queries (width `d_q`) to inputs (width `d_kv`), or of queries to themselves, over `d_kv` channels. The output
-    has width `d_q`."""
+    """Attention of queries (width `d_q`) to inputs (width `d_kv`), or of queries to themselves, over `d_kv` channels. Outputs
+    have width `d_q`."""
 
     def __init__(self, d_q: int, d_kv: int, heads: int, dropout: float, *, cross: bool) -> None:
         super().__init__()
@@ -143,7 +144,8 @@ class Attention(nn.Module):
         return cast(Tensor, x.unflatten(-1, (self.heads, -1)).transpose(-3, -2))
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
-        """`x`: (b, n, d_q), or (1, n, d_q) for queries shared by the batch; `inputs`: (b, m, d_kv). Returns (b, n, d_q)."""
+        """Return the outputs (b, n, d_q). `x`: (b, n, d_q), or (1, n, d_q) for queries shared by the batch; `inputs`: (b, m,
+        d_kv)."""
         x = self.norm_q(x)
         kv = x if inputs is None or self.norm_kv is None else self.norm_kv(inputs)
         q, k, v = (self.split(each) for each in (self.query(x), self.key(kv), self.value(kv)))
@@ -152,12 +154,11 @@ class Attention(nn.Module):
         return cast(Tensor, self.out(y.transpose(1, 2).flatten(2)))
 
     def folded(self, x: Tensor, raw: Inputs) -> Tensor:
-        """`forward` without materializing inputs (b, m, d_kv). `x`: (n, d_q), shared by the batch. Returns (b, n, d_q).
+        """Compute `forward` without materializing inputs (b, m, d_kv). `x`: (n, d_q), shared by the batch. Returns (b, n, d_q).
 
         The weight of input i is exp(q·k_i), and k_i = W (g * (x_i - mean_i) / std_i + b) + c. Multiplied out, W is applied to the
-        queries instead of to all inputs, and the channels that are constant within a modality, most of which are padding, become
-        one channel per modality: 408 channels instead of 704 with the paper's sizes. Likewise, the values are summed before W is
-        applied.
+        queries instead of to all inputs. The channels that are constant within a modality, most of which are padding, become one
+        channel per modality: 408 channels instead of 704 with the paper's sizes. The values are summed before W is applied, too.
         """
         assert self.norm_kv is not None
         gain, shift = self.norm_kv.weight, self.norm_kv.bias  # (d_kv,)
@@ -184,10 +185,10 @@ class Attention(nn.Module):
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
-    """Attention of q (b, h, n, c) to k and v (b, h, m, c): (b, h, n, c).
+    """Return the attention of q (b, h, n, c) to k and v (b, h, m, c): (b, h, n, c).
 
-    In training on a CPU, this computes three products in the type of autocast: with dropout, torch's own attention computes in
-    float32 on a CPU, and without dropout its backward pass is slower.
+    In training on a CPU, this computes three products in the type of autocast. There, torch's own attention computes in float32
+    with dropout, and has a slower backward pass without dropout.
     """
     if q.device.type != "cpu" or not torch.is_grad_enabled():
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
@@ -204,7 +205,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> T
 
 
 class Inputs(NamedTuple):
-    """The inputs of a batch, normalized, without the channels that are constant within a modality."""
+    """Normalized inputs of a batch, without the channels that are constant within a modality."""
 
     keys: Tensor
     """(b, m, k): first the `varying` channels, a one-hot vector of the three modalities, and the negative mean, all divided by
@@ -222,7 +223,7 @@ def _joined(varying: Tensor, rest: Tensor, mean: Tensor, one: Tensor, width: int
 
 
 class Layer(nn.Module):
-    """Attention followed by an MLP. `residual`: whether the queries are added to the output of the attention."""
+    """Attention followed by an MLP. With `residual`, the queries are added to the output of the attention."""
 
     def __init__(self, d_q: int, d_kv: int, heads: int, c: Config, *, cross: bool, residual: bool = True) -> None:
         super().__init__()
@@ -239,7 +240,7 @@ class Layer(nn.Module):
 
 
 class Points(NamedTuple):
-    """The points of a clip to decode, shared by the batch."""
+    """Points of a clip to decode, shared by the batch."""
 
     image: Tensor
     """(p,) int64: indices of pixels, frame by frame and row by row."""
@@ -259,7 +260,7 @@ class Decoded(NamedTuple):
 
 
 class Perceiver(nn.Module):
-    """Maps clips to latents, and latents to points of the same clips."""
+    """Model from clips to latents, and from latents to points of the same clips."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -270,7 +271,7 @@ class Perceiver(nn.Module):
             {name: nn.Parameter(torch.empty(1, c.d_model - width)) for name, width in c.channels.items()}
         )
         self.hidden_label = nn.Parameter(torch.empty(1, c.d_model))
-        """The input that replaces a hidden label."""
+        """Input that replaces a hidden label."""
         self.encoder = Layer(c.d_latents, c.d_model, c.num_cross_heads, c, cross=True)
         self.self_attends = nn.ModuleList(
             Layer(c.d_latents, c.d_latents, c.num_heads, c, cross=False) for _ in range(c.num_self_attends)
@@ -297,7 +298,7 @@ class Perceiver(nn.Module):
         return self.decode(self.encode(video, audio, label, hidden), points)
 
     def encode(self, video: Tensor, audio: Tensor, label: Tensor, hidden: Tensor) -> Tensor:
-        """Latents (b, num_latents, d_latents) of clips.
+        """Return the latents (b, num_latents, d_latents) of clips.
 
         `video`: (b, t, h, w, 3) uint8, or floating and from 0 to 1; `audio`: (b, samples) int16, or floating and from -1 to 1;
         `label`: (b,) int64; `hidden`: (b,) bool, which labels to hide from the model.
@@ -317,7 +318,7 @@ class Perceiver(nn.Module):
         return Decoded(self.heads[IMAGE](image), self.heads[AUDIO](audio), self.heads[LABEL](label)[:, 0])
 
     def _inputs(self, video: Tensor, audio: Tensor, label: Tensor, hidden: Tensor) -> Inputs:
-        """All inputs, in float32. `video`: (b, t, h, w, 3); `audio`: (b, samples)."""
+        """Return all inputs, in float32. `video`: (b, t, h, w, 3); `audio`: (b, samples)."""
         c, b, tables = self.config, len(video), self._tables_on(video.device)
         varying = max(c.channels[AUDIO], c.channels[IMAGE])
         pad_audio, pad_image, pad_label = (self.padding[name][0] for name in (AUDIO, IMAGE, LABEL))
@@ -350,7 +351,7 @@ class Perceiver(nn.Module):
         return Inputs(torch.cat(rows, 1), varying, constant)
 
     def _queries(self, points: Points) -> Tensor:
-        """The queries of the points and of the label: (q + p + 1, d_query)."""
+        """Return the queries of the points and of the label: (q + p + 1, d_query)."""
         c = self.config
         shape = (c.frames, c.image_size, c.image_size)
         t, h, w = points.image // (shape[1] * shape[2]), points.image // shape[2] % shape[1], points.image % shape[2]
@@ -361,8 +362,8 @@ class Perceiver(nn.Module):
         return torch.cat([torch.cat((x, self.query_padding[name][0].expand(len(x), -1)), -1) for name, x in queries])
 
     def _tables_on(self, where: torch.device) -> dict[str, Tensor]:
-        """The position encodings of all inputs, (m, channels), computed once. They are not buffers, since DDP would broadcast
-        buffers."""
+        """Return the position encodings of all inputs, (m, channels), computed once. They are not buffers, because DDP
+        broadcasts buffers."""
         if where not in self._tables:
             c = self.config
             side = c.image_size // c.patch
@@ -377,20 +378,22 @@ class Perceiver(nn.Module):
         return self._tables[where]
 
     def optimizer(self, lr: float, weight_decay: float) -> torch.optim.AdamW:
-        """AdamW, fused on CPUs and GPUs. All parameters decay. On XLA the step count is a tensor; otherwise every step would be
-        compiled anew."""
+        """Return AdamW, fused on CPUs and GPUs. All parameters decay.
+
+        On XLA the step count is a tensor; otherwise every step would be compiled again.
+        """
         on = next(self.parameters()).device.type
         kernel: dict[str, Any] = {"capturable": True} if on == "xla" else {"fused": on in ("cpu", "cuda")}
         return torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=weight_decay, **kernel)
 
 
 def pixels(video: Tensor) -> Tensor:
-    """Convert bytes 0 ... 255 to 0 ... 1; floating-point values are returned as they are."""
+    """Convert bytes 0 ... 255 to 0 ... 1. Floating-point values are returned unchanged."""
     return video if video.is_floating_point() else video.float() / 255
 
 
 def sound(audio: Tensor) -> Tensor:
-    """Convert 16-bit samples to -1 ... 1; floating-point values are returned as they are."""
+    """Convert 16-bit samples to -1 ... 1. Floating-point values are returned unchanged."""
     return audio if audio.is_floating_point() else audio.float() / 32768
 
 
@@ -402,7 +405,7 @@ def patches(video: Tensor, size: int) -> Tensor:
 
 
 def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor:
-    """Position encodings of n places: (n, d + 2 d bands). `at`: d coordinates (n,) from -1 to 1.
+    """Return the position encodings of n places: (n, d + 2 d bands). `at`: d coordinates (n,) from -1 to 1.
 
     An encoding consists of the coordinates, then sin(pi f x) for all frequencies and dimensions, then the cosines. The
     frequencies of a dimension are evenly spaced from 1 to half its resolution (section B.1 of the paper).
@@ -417,7 +420,7 @@ def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor
 
 
 class Losses(NamedTuple):
-    """Sums over the clips of weight 1 in a micro-batch, divided by the number of all clips in the micro-batch; scalars."""
+    """Sums over the clips of weight 1 in a micro-batch, divided by the number of clips in the micro-batch; scalars."""
 
     image: Tensor
     """Mean absolute difference of pixel values from 0 to 1."""
@@ -428,13 +431,13 @@ class Losses(NamedTuple):
 
 
 def targets(video: Tensor, audio: Tensor, points: Points, config: Config) -> tuple[Tensor, Tensor]:
-    """True values at the points: (b, p, 3) and (b, q, samples_per_patch)."""
+    """Return the true values at the points: (b, p, 3) and (b, q, samples_per_patch)."""
     image = pixels(video.flatten(1, 3)[:, points.image])
     return image, sound(audio.unflatten(1, (-1, config.samples_per_patch))[:, points.audio])
 
 
 def losses(made: Decoded, image: Tensor, audio: Tensor, label: Tensor, weight: Tensor) -> Losses:
-    """Losses of a batch. `weight`: (b,), 0 for clips to ignore, else 1."""
+    """Return the losses of a batch. `weight`: (b,), 0 for clips to ignore, else 1."""
     each = (
         (made.image.float() - image).abs().mean((1, 2)),  # (b,)
         (made.audio.float() - audio).abs().mean((1, 2)),
@@ -469,7 +472,7 @@ _UNUSED = re.compile(r"^perceiver\.input_preprocessor\.mask\.(audio|image)$")
 
 
 def config_of(published: Mapping[str, Any], dropout: float | None = None) -> Config:
-    """The sizes in a config.json of Hugging Face. Raises OutlastError for another kind of Perceiver."""
+    """Return the sizes in a config.json of Hugging Face. Raises OutlastError for another kind of Perceiver."""
     usual = {"use_query_residual": True, "cross_attention_shape_for_attention": "kv", "hidden_act": "gelu"}
     for name, value in {**usual, "qk_channels": None, "v_channels": None}.items():
         if published.get(name, value) != value:
@@ -499,7 +502,7 @@ def config_of(published: Mapping[str, Any], dropout: float | None = None) -> Con
 
 
 def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Weights of Hugging Face's PerceiverForMultimodalAutoencoding, or of this recipe, under our names.
+    """Rename weights of Hugging Face's PerceiverForMultimodalAutoencoding, or of this recipe, to this module's names.
 
     Raises OutlastError for weights of another model.
     """

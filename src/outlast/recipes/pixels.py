@@ -1,4 +1,4 @@
-"""Brings images from files to a network: reads them, packs them once, and augments them as batches of bytes.
+"""Reads images from files, packs them once, and augments batches of bytes for a network.
 
     place = pixels.pack(data, size=256)                      # decoded once per machine; a prepared place is returned as it is
     train = pixels.packed(place)
@@ -47,16 +47,16 @@ _TRIES = 10
 CROP = 2 * _TRIES + 2
 """Number of random numbers that `boxes` needs per image."""
 _CHUNK = 1 << 18
-"""How many numbers `normalised` computes at a time on a CPU: they stay in the cache, whereas larger buffers are mapped anew each
+"""Number of values that `normalised` computes at a time on a CPU. They fit into the cache; larger buffers need new pages each
 time."""
 _SMALL = 1 << 16
-"""Size of an image, in numbers, from which several threads are faster; arbitrary: between 64 x 64 and 224 x 224."""
+"""Number of values of an image above which several threads are faster. Arbitrary: between 64 x 64 and 224 x 224."""
 _MUCH = 1 << 22
-"""Size of a batch, in numbers, from which it pays to start threads, which takes some 0.1 ms; arbitrary."""
+"""Number of values of a batch above which threads are faster in spite of their start, which takes about 0.1 ms. Arbitrary."""
 
 
 class Samples(NamedTuple):
-    """A batch of images, or, from a `Folder`, one image as arrays without the first dimension."""
+    """Batch of images, or one image of a `Folder` as arrays without the first dimension."""
 
     x: Any
     """Pixels, uint8 (b, H, W, 3)."""
@@ -72,14 +72,14 @@ class Samples(NamedTuple):
 
 
 class Packed(Shards):
-    """Prepared images for a `Stream`, which yields them as `Samples`. Made by `packed`."""
+    """Prepared images for a `Stream`, which yields them as `Samples`. `packed` opens them."""
 
     def __init__(self, place: str | os.PathLike[str], part: str = "train") -> None:
         super().__init__(place, part)
         self.classes: list[str] = list(self.manifest.source.get("classes", ()))
-        """Names of the classes, in the order of their labels; empty if the manifest has none."""
+        """Names of the classes, in the order of their labels; empty if the manifest has no names."""
         self.bad: int = int(self.manifest.source.get("damaged", 0))
-        """Number of damaged images that were left out of both parts."""
+        """Number of damaged images that both parts leave out."""
         if not self.remote:
             for shard in range(len(self._shards)):
                 self._labels(self._open(shard)["label"])
@@ -106,7 +106,7 @@ class Packed(Shards):
             )
 
     def take(self, indices: NDArray[np.int64]) -> Samples:
-        """The samples at `indices`: (b, H, W, 3), (b,), (b,), (b,)."""
+        """Return the samples at `indices`: (b, H, W, 3), (b,), (b,), (b,)."""
         columns = super().take(indices)
         x, y = columns["image"], columns["label"]
         self._labels(y.numpy())
@@ -116,15 +116,15 @@ class Packed(Shards):
         return Samples(x, y, torch.from_numpy(indices.astype(np.int64)), aspect)
 
     def __getitem__(self, index: int) -> Samples:
-        """One sample, without the batch dimension."""
+        """Return one sample, without the batch dimension."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return Samples(*(column[0] for column in self.take(np.array([index % len(self)]))))
 
 
 def packed(place: str | os.PathLike[str], part: str = "train") -> Packed:
-    """The images of a prepared place, for a `Stream`. The place is a directory, or the URL of a directory in a store
-    (`s3://bucket/tiny`).
+    """Open the images of a prepared place for a `Stream`. The place is a directory, or a URL in a store such as
+    `s3://bucket/tiny`.
 
     `stream = Stream(pixels.packed(place), batch=256)` gives `Samples` in `batch.split(net)`. `.classes` are the names of the
     labels, and `len(...)` is the number of images. Raises OutlastError if the place has no such part, no decoded images, or a
@@ -136,8 +136,7 @@ def packed(place: str | os.PathLike[str], part: str = "train") -> Packed:
 def agreed(run: Session, *datasets: Packed) -> None:
     """Raise OutlastError, on every rank, if machines have packed different images. A collective; call it before `run.resume`.
 
-    This happens if their sources or decoding libraries differ. The same index would then mean different images on different
-    machines.
+    Different sources or decoding libraries cause this. The same index would then select different images on different machines.
     """
     prints = run.gather([dataset.fingerprint for dataset in datasets])
     if others := [rank for rank, each in enumerate(prints) if each != prints[0]]:
@@ -148,7 +147,7 @@ def agreed(run: Session, *datasets: Packed) -> None:
 
 
 class Folder(Dataset[Samples]):
-    """Images that are decoded from their files whenever they are read. Made by `folder`."""
+    """Images that are decoded whenever they are read. `folder` opens them."""
 
     def __init__(self, root: str | os.PathLike[str], part: str, size: int | None, val: float, skip_bad: bool) -> None:
         images.pillow()
@@ -165,15 +164,16 @@ class Folder(Dataset[Samples]):
 
     @property
     def bad(self) -> list[str]:
-        """Names of the damaged images that this process and the `workers` of its Streams have met, with `skip_bad`."""
+        """Names of the damaged images that this process and the `workers` of its Streams have read, with `skip_bad`."""
         return [self.items[i].file for i in self._damaged.nonzero()[:, 0].tolist()]
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
         return len(self.items)
 
     def __getitem__(self, index: int) -> Samples:
-        """One image: uint8 (H, W, 3), with its label, index and aspect. Raises OutlastError if the image cannot be decoded."""
+        """Return an image, uint8 (H, W, 3), with its label, index and aspect. Raises OutlastError if the image cannot be
+        decoded."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         index %= len(self)
@@ -197,16 +197,17 @@ class Folder(Dataset[Samples]):
 def folder(
     root: str | os.PathLike[str], part: str = "train", *, size: int | None = None, val: float = 0.1, skip_bad: bool = False
 ) -> Folder:
-    """The images of a directory, decoded whenever they are read: `Stream(pixels.folder(root, size=256), batch=256, workers=8)`.
+    """Open the images of a directory, to decode them at every read: `Stream(pixels.folder(root, size=256), batch=256,
+    workers=8)`.
 
     Layouts: `train/CLASS/...` with `val/CLASS/...` (ImageNet, torchvision's ImageFolder), tiny-imagenet-200 with its flat val,
-    `CLASS/...`, where a hash of the names selects the share `val`. Each layout may be inside a single nested directory. `size`
-    stretches every image to size x size (`aspect` has the original proportions); without `size` all images must have the same
-    shape. The images, their order and their pixels are those of `pack`, so a run may continue with either.
+    and `CLASS/...`, where a hash of the names selects the fraction `val`. Each layout may be inside a single nested directory.
+    `size` stretches every image to size x size (`aspect` has the original proportions); without `size` all images must have the
+    same shape. `pack` gives the same images, order and pixels, so a run may switch between the two.
 
-    With `skip_bad`, an image that cannot be decoded is replaced by the next one that can, the same on every rank and in every
-    epoch; all other images still occur once. Each rank prints the names of the bad images that it meets. Raises OutlastError for
-    a directory without images or classes, and if the classes of train and val differ.
+    With `skip_bad`, the next decodable image replaces an image that cannot be decoded, the same on every rank and in every epoch.
+    Each rank prints the names of its bad images. Raises OutlastError for a directory without images or classes, and if the
+    classes of train and val differ.
     """
     return Folder(root, part, size, val, skip_bad)
 
@@ -215,13 +216,13 @@ def folder(
 
 
 _GAMMA = -0x61C8864680B583EB
-"""splitmix64's increment, 0x9E3779B97F4A7C15, as a signed number."""
+"""Increment of splitmix64, 0x9E3779B97F4A7C15, as a signed number."""
 
 
 def draws(seed: int, epoch: int, indices: Tensor, count: int, purpose: str = "") -> Tensor:
-    """`count` random numbers in [0, 1) per sample: float32 (b, count), on the device of `indices`, int64 (b,).
+    """Return `count` random numbers in [0, 1) per sample: float32 (b, count), on the device of `indices`, int64 (b,).
 
-    The numbers are a function of (seed, epoch, index, purpose) alone, and the same on every device: splitmix64 (Steele, Lea and
+    The numbers are a function of (seed, epoch, index, purpose) only, and equal on every device: splitmix64 (Steele, Lea and
     Flood, "Fast splittable pseudorandom number generators", 2014), with the sample's index as its counter. A different `purpose`
     (such as `"mixup"`) gives independent numbers.
     """
@@ -234,7 +235,7 @@ def draws(seed: int, epoch: int, indices: Tensor, count: int, purpose: str = "")
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """splitmix64's finalizer on int64. Products wrap around; torch's >> keeps the sign, so the upper bits are masked."""
+    """Apply splitmix64's finalizer to int64. Products wrap around; torch's >> keeps the sign, so the upper bits are masked."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -261,10 +262,10 @@ def boxes(
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Tensor:
-    """Random boxes in images for `crop_resize`: float64 (b, 4) with left, top, width and height as shares of the image.
+    """Return random boxes in images for `crop_resize`: float64 (b, 4) with left, top, width and height as fractions of the image.
 
-    `u`: `draws` of shape (b, CROP); `aspect`: width / height of the images, (b,). A box's share of the image's area is in the
-    range `scale`, and its width / height, in pixels of the file, is in the range `ratio`. The distribution is that of
+    `u`: `draws` of shape (b, CROP); `aspect`: width / height of the images, (b,). A box's fraction of the image's area is in the
+    range `scale`, and its width / height, in pixels of the file, is in the range `ratio`. The distribution is the same as in
     torchvision's RandomResizedCrop ("Going deeper with convolutions", Szegedy et al., 2014).
     """
     u, aspect = u.double(), aspect.double()
@@ -286,7 +287,7 @@ def boxes(
 
 
 def centre(aspect: Tensor, share: float = 224 / 256) -> Tensor:
-    """The central squares of images for `crop_resize`: float64 (b, 4). `aspect`: width / height, (b,).
+    """Return the central squares of images for `crop_resize`: float64 (b, 4). `aspect`: width / height, (b,).
 
     The side of the square is `share` times the image's shorter side: 224 / 256, as in Resize(256) followed by CenterCrop(224).
     """
@@ -330,9 +331,9 @@ def crop_resize(x: Tensor, boxes: Tensor, size: int, mirrored: Tensor | None = N
 def _each(do: Callable[[int], None], count: int, size: int) -> None:
     """Call `do(0)` ... `do(count - 1)`, each of which computes `size` numbers, in as many threads as torch has.
 
-    Torch itself would divide each image among its threads and wait for the slowest of them, thousands of times a second; on a
-    shared machine each wait lasts until that thread gets a core. Small images are processed in the calling thread, since most of
-    their time is spent in Python.
+    Torch itself would divide each image among its threads and wait for the slowest thread, thousands of times a second. On a
+    shared machine each wait lasts until that thread gets a core. The calling thread processes small images, because most of their
+    time is spent in Python.
     """
     threads = torch.get_num_threads()
     with _one_thread():
@@ -346,7 +347,7 @@ def _each(do: Callable[[int], None], count: int, size: int) -> None:
 
 
 def _products(x: Tensor, start: Tensor, extent: Tensor, size: int, mirrored: Tensor | None = None) -> Tensor:
-    """`crop_resize` as matrix products, for any device: (b, 3, H, W) -> (b, 3, s, s)."""
+    """Compute `crop_resize` as matrix products, for any device: (b, 3, H, W) -> (b, 3, s, s)."""
     down = _weights(start[:, 1], extent[:, 1], size, x.shape[2])  # (b, s, H)
     across = _weights(start[:, 0], extent[:, 0], size, x.shape[3])  # (b, s, W)
     if mirrored is not None:
@@ -359,7 +360,8 @@ def _products(x: Tensor, start: Tensor, extent: Tensor, size: int, mirrored: Ten
 
 
 def _weights(start: Tensor, extent: Tensor, size: int, count: int) -> Tensor:
-    """Weights of `count` input pixels for `size` output pixels, (b, size, count), as in Pillow's bilinear (triangle) filter."""
+    """Return the weights of `count` input pixels for `size` output pixels, (b, size, count), as in Pillow's bilinear
+    (triangle) filter."""
     scale = extent / size  # (b,)
     middle = start[:, None] + (torch.arange(size, device=start.device) + 0.5) * scale[:, None]  # (b, size)
     pixel = torch.arange(count, device=start.device) + 0.5
@@ -380,7 +382,7 @@ def flip(x: Tensor, chosen: Tensor) -> Tensor:
 
 @torch.no_grad()
 def shift(x: Tensor, u: Tensor, pad: int = 4) -> Tensor:
-    """Translate each image by up to `pad` pixels; the space is filled with black. `u`: `draws`, (b, 2)."""
+    """Translate each image by up to `pad` pixels, and fill the space with black. `u`: `draws`, (b, 2)."""
     rows, columns = _plane(x)
     b, height, width = len(x), x.shape[rows], x.shape[columns]
     by = (u * (2 * pad + 1)).long().clamp(max=2 * pad) - pad  # (b, 2), -pad ... pad
@@ -397,8 +399,7 @@ def shift(x: Tensor, u: Tensor, pad: int = 4) -> Tensor:
 
 @torch.no_grad()
 def cutout(x: Tensor, u: Tensor, size: int, fill: Sequence[int] = (0, 0, 0)) -> Tensor:
-    """Paint a square of size x size pixels over each image, at a random centre and clipped at the image's edges. `u`: `draws`,
-    (b, 2).
+    """Paint a square of size x size pixels over each image, at a random centre, clipped at the edges. `u`: `draws`, (b, 2).
 
     DeVries and Taylor, "Improved regularization of convolutional neural networks with cutout", 2017.
     """
@@ -444,7 +445,7 @@ def normalised(
 
 
 def _plane(x: Tensor) -> tuple[int, int]:
-    """The dimensions of rows and columns in a batch. Raises OutlastError if `x` is not a batch of colour images."""
+    """Return the dimensions of rows and columns in a batch. Raises OutlastError if `x` is not a batch of colour images."""
     if x.dim() == 4 and x.dtype == torch.uint8 and 3 in (x.shape[1], x.shape[3]):
         return (1, 2) if x.shape[3] == 3 else (2, 3)
     raise OutlastError(

@@ -1,4 +1,4 @@
-"""Smoke test: does this cluster train? A small network on made-up data, a second of work, and an exit code that can be trusted.
+"""Smoke test of a cluster: a small network learns synthetic data within a second, and the exit code reports the result.
 
     outlast run examples/smoke.yaml
     torchrun --nproc-per-node 2 -m outlast.recipes.smoke --world 2
@@ -31,17 +31,17 @@ from outlast.training import Stream, session
 @dataclass(frozen=True)
 class Settings:
     epochs: int = flag(2, "passes over the samples; two are enough for the loss to fall by 80 %", least=1)
-    batch: int = flag(256, "samples a step, over all ranks: the result does not depend on the world", least=1)
-    samples: int = flag(4096, "samples in the made-up dataset", least=1)
-    features: int = flag(128, "numbers in a sample", least=1)
-    classes: int = flag(4, "classes; one is right for a sample", least=2)
+    batch: int = flag(256, "samples per step over all ranks; the result does not depend on the world", least=1)
+    samples: int = flag(4096, "samples in the synthetic dataset", least=1)
+    features: int = flag(128, "features of a sample", least=1)
+    classes: int = flag(4, "number of classes", least=2)
     lr: float = flag(3e-3, "AdamW's learning rate", least=0)
     seed: int = flag(42, "seed of the data, the weights and the order of samples")
-    world: int | None = flag(None, "number of ranks there must be; default: any", least=1)
+    world: int | None = flag(None, "required number of ranks; default: any", least=1)
 
 
 def made_up(s: Settings) -> tuple[Tensor, Tensor]:
-    """Samples (n, f), and their classes (n,): the class is the random direction with which a sample is most aligned."""
+    """Return samples (n, f) and their classes (n,). The class is the random direction that best matches the sample."""
     generator = torch.Generator().manual_seed(s.seed)
     x = torch.randn(s.samples, s.features, generator=generator)  # (n, f)
     directions = torch.randn(s.features, s.classes, generator=generator)  # (f, c)
@@ -105,8 +105,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def problems(first: float, last: float, hashes: Sequence[str]) -> list[str]:
-    """Messages about failed checks. `first`, `last`: losses before and after training; `hashes`: checksums of the weights, by
-    rank."""
+    """Return messages about failed checks.
+
+    `first`, `last`: losses before and after training; `hashes`: checksums of the weights, by rank.
+    """
     messages = []
     fell = 1 - last / first
     if not fell >= 0.3:  # also for NaN
@@ -118,12 +120,12 @@ def problems(first: float, last: float, hashes: Sequence[str]) -> list[str]:
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Mean loss over all samples; every rank has all of them."""
+    """Return the mean loss over all samples. Every rank computes all of them."""
     return F.cross_entropy(model(x), y).item()
 
 
 def say(line: str) -> None:
-    """Print a whole line at once, since many processes share the output."""
+    """Print a line in a single write, because many processes share the output."""
     print(line + "\n", end="", flush=True)
 
 

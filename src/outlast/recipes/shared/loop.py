@@ -1,4 +1,4 @@
-"""The training loop of all recipes, from the newest checkpoint to the last step, with record, log and learning rates.
+"""Training loop of all recipes, from the newest checkpoint to the last step, with record, log and learning rates.
 
 Read `train` first; a recipe is then a class with its model, its step and its measurement.
 
@@ -50,7 +50,7 @@ def train(recipe: Callable[[Any, Session], Recipe], s: Any, *, tf32: bool = True
         torch.use_deterministic_algorithms(True)
     with session.open(seed=s.seed, quiet=True) as run:
         if run.device.type == "cpu":
-            keep_freed()
+            retain_freed_memory()
         r = recipe(s, run)
         with hyperparameters(r.optimizer):
             step = run.resume(r.state())
@@ -88,37 +88,38 @@ def measure(r: Recipe, step: int) -> None:
 
 
 class Recipe:
-    """The parts of a training run. A recipe sets `net`, `optimizer` and `stream`."""
+    """Parts of a training run. A recipe sets `net`, `optimizer` and `stream`."""
 
     net: nn.Module
-    """The model wrapped for training on all ranks, see `parallel`."""
+    """Model wrapped for training on all ranks, see `parallel`."""
     optimizer: torch.optim.Optimizer
     stream: Stream
     unmeasured: float | None = math.nan
-    """The metric of a checkpoint that was not measured. NaN is never the best; None: the logged metric counts."""
+    """Metric of a checkpoint without a measurement. NaN is never the best; None selects the logged metric."""
 
     problem = ""
-    """A message; if a recipe sets it, the run fails after its results are written."""
+    """Error message; if a recipe sets it, the run fails after writing its results."""
 
     def __init__(self, s: Any, run: Session) -> None:
         self.s, self.run, self.log = s, run, Log(run)
         self.record = Record()
         self.used: dict[str, Any] = {}
-        """Actual values of settings that are `auto`."""
+        """Actual values of settings whose value is `auto`."""
 
     def state(self) -> dict[str, Any]:
-        """Parts of a checkpoint. The record comes first, since its errors explain best why a checkpoint does not fit."""
+        """Return the parts of a checkpoint. The record is first, because its errors explain best why a checkpoint does not
+        match."""
         return {"record": self.record, "model": self.net, "optimizer": self.optimizer, "stream": self.stream}
 
     def begin(self, step: int) -> None:
         """Log the sizes of model and data, after resuming."""
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's part of each remaining step."""
+        """Return an iterator over this rank's part of each remaining step."""
         return iter(self.stream)
 
     def rate(self, step: int, batch: Batch) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         raise NotImplementedError
 
     def update(self, step: int, batch: Batch) -> None:
@@ -130,12 +131,14 @@ class Recipe:
         raise NotImplementedError
 
     def due(self, step: int, batch: Batch) -> bool:
-        """Whether to measure after this step."""
+        """Return whether to measure the model after this step."""
         return batch.ends_epoch or step == self.stream.total_steps
 
     def measure(self, step: int) -> float | None:
-        """Measure the model on all ranks and log the result. Returns the metric to save with the model; None: do not save the
-        model."""
+        """Measure the model on all ranks and log the result.
+
+        Returns the metric to save with the model, or None to skip the save.
+        """
         raise NotImplementedError
 
     def remember(self) -> None:
@@ -147,7 +150,7 @@ class Recipe:
 
 
 class Record(types.SimpleNamespace):
-    """State of a run other than weights, in plain values that are the same on every rank.
+    """State of a run besides its weights, in plain values that are equal on every rank.
 
     `fixed` maps the names of values that must not change between starts, if both values are known, to words for the error
     message.
@@ -158,11 +161,11 @@ class Record(types.SimpleNamespace):
         self._fixed = dict(fixed or {})
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of all values."""
+        """Return a copy of all values."""
         return {name: copy.deepcopy(value) for name, value in vars(self).items() if name != "_fixed"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adopt a saved state. Raises OutlastError if a fixed value differs."""
+        """Restore a saved state. Raises OutlastError if a fixed value differs."""
         current = {name: value for name in self._fixed if (value := getattr(self, name)) not in _UNKNOWN}
         for name, value in current.items():
             saved = state.get(name)
@@ -179,7 +182,7 @@ class Record(types.SimpleNamespace):
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """The record in the checkpoint at `path`."""
+        """Read the record in the checkpoint at `path`."""
         record = cls()
         checkpoint.restore(path, {"record": record})
         return record
@@ -189,24 +192,24 @@ _UNKNOWN: tuple[Any, ...] = (None, "", [], {})
 
 
 def _short(name: str, value: Any, other: Any) -> str:
-    """A value as text. Of a list, only the items that differ from `other` are shown."""
+    """Return a value as text. For a list, only the items that differ from `other` are shown."""
     if isinstance(value, list):
         value = ", ".join(sorted(map(str, {*value} - {*other}))[:3]) or "another order"
     return f"{name} {value}"
 
 
 class Log:
-    """Writes lines to the screen and to a file on rank 0, and measures the time of training."""
+    """Log of rank 0, on the screen and in a file, with a clock of the training time."""
 
     def __init__(self, run: Session, file: str = "") -> None:
         self._run, self._file = run, file
         self.done = 0
-        """Number of samples or tokens that all ranks have trained on since the last line."""
+        """Number of samples or tokens that all ranks have processed since the last line."""
         self._counted_s, self._since = 0.0, time.monotonic()
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training since this start, excluding measurements."""
+        """Seconds of training since this start, without measurements."""
         return self._counted_s + time.monotonic() - self._since
 
     def line(self, text: str) -> None:
@@ -223,11 +226,11 @@ class Log:
             self._file = ""
 
     def clock(self) -> None:
-        """Restart the clock, since the time since the last line was not spent on training."""
+        """Restart the clock, because the time since the last line was not spent on training."""
         self._since, self.done = time.monotonic(), 0
 
     def speed(self) -> float:
-        """Samples or tokens per second since the last line."""
+        """Return the samples or tokens per second since the last line."""
         now = time.monotonic()
         seconds, done = max(1e-9, now - self._since), self.done
         self._since, self.done, self._counted_s = now, 0, self._counted_s + seconds
@@ -235,7 +238,11 @@ class Log:
 
 
 def rate(highest: float, step: int, steps: int, warmup: int, *, lowest: float = 0.0, falls: bool = True) -> float:
-    """The learning rate of a step: linear warm-up for `warmup` steps, then a cosine down to `lowest` at `steps`, or constant."""
+    """Return the learning rate of a step.
+
+    The rate rises linearly for `warmup` steps. Then it falls along a cosine to `lowest` at `steps`, or stays constant without
+    `falls`.
+    """
     if step < warmup:
         return highest * (step + 1) / (warmup + 1)
     if not falls:
@@ -245,8 +252,7 @@ def rate(highest: float, step: int, steps: int, warmup: int, *, lowest: float = 
 
 
 def parallel(how: str, run: Session, model: nn.Module, layers: Sequence[nn.Module] = (), *, compiled: bool = False) -> nn.Module:
-    """Wrap a model to train on all ranks: by DDP, or with `fsdp` sharded so that one of its `layers` is gathered at a time
-    (FSDP2)."""
+    """Wrap a model for training on all ranks, with DDP or FSDP2 (`fsdp`). FSDP2 gathers one of the `layers` at a time."""
     if how == "fsdp":
         mesh = init_device_mesh(run.device.type, (run.world_size,))
         for layer in layers:
@@ -262,29 +268,28 @@ def parallel(how: str, run: Session, model: nn.Module, layers: Sequence[nn.Modul
 
 
 def groups(model: nn.Module, decay: float, others: float = 0.0) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: matrices have weight decay `decay`; norms and biases have `others`."""
+    """Return parameter groups for an optimizer: matrices have weight decay `decay`; norms and biases have `others`."""
     every = list(model.parameters())
     parts = (([p for p in every if p.dim() > 1], decay), ([p for p in every if p.dim() <= 1], others))
     return [{"params": some, "weight_decay": each} for some, each in parts if some]
 
 
 def plain(norm: Any) -> Tensor:
-    """A norm as a plain tensor, gathered if the gradients are sharded."""
+    """Return a norm as a plain tensor, gathered if the gradients are sharded."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A context for resuming, in which the optimizer keeps its hyper-parameters instead of adopting those in the checkpoint."""
+    """Keep the optimizer's hyper-parameters within the context, instead of loading those in the checkpoint."""
     own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     yield
     for group, values in zip(optimizer.param_groups, own, strict=True):
         group.update(values)
 
 
-def keep_freed() -> None:
-    """Have glibc keep large blocks that are freed: otherwise the kernel clears them anew in every step, which takes a tenth of a
-    small model's step.
+def retain_freed_memory() -> None:
+    """Make glibc keep large freed blocks, because clearing new pages would take a tenth of a small model's step.
 
     mallopt(3): M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD -3.
     """

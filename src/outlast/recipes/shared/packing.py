@@ -1,4 +1,4 @@
-"""Decodes images once per machine, by calling `outlast data prepare images` from within the training that needs them.
+"""Decodes images once per machine, with the code of `outlast data prepare images`, from within a training run.
 
 Every rank calls `pack`; `outlast.recipes.pixels` re-exports it and reads its results.
 """
@@ -21,7 +21,7 @@ from outlast.data.prepare import images, source_files, work_units
 from outlast.worker.prepare import cache_eviction
 
 _FEW = 32 << 20
-"""Total size in bytes of files that one process decodes before several processes have started, which takes 2 s (measured)."""
+"""Maximum total size in bytes of files for a single process; starting several processes takes 2 s (measured)."""
 _REPORT_S = 5.0
 """Interval between log lines about packing; arbitrary."""
 
@@ -30,7 +30,7 @@ def pack(
     source: str | os.PathLike[str], to: str | os.PathLike[str] | None = None, *, size: int | None = None, val: float = 0.1,
     skip_bad: bool = False, processes: int | None = None,
 ) -> str:  # fmt: skip
-    """Decode a directory of images once, and return the place to pass to `packed`. A prepared place is returned as it is.
+    """Decode a directory of images once, and return the place to pass to `packed`. A prepared place is returned unchanged.
 
     This is the same as `outlast data prepare images SOURCE --to TO --size SIZE --stretch`, for the layouts of `folder`. `to` is a
     directory that machines may share; the default is a directory in this machine's cache ($OUTLAST_CACHE), which is a new one
@@ -84,20 +84,24 @@ def _say(line: str) -> None:
 
 
 def mistake(error: source_files.BadSource) -> OutlastError:
-    """A recipe's error for a problem with its source: it names the recipe's flags, not those of `outlast data prepare`."""
+    """Return a recipe's error for a problem with its source, with the recipe's flags instead of those of `outlast data
+    prepare`."""
     text = str(error).replace("--skip-damaged", "--skip-bad")
     return OutlastError(text.replace("with --size, or use --encoded", "with --stored-size, pixels a side"))
 
 
 def listed(root: Path, val: float) -> tuple[Path, dict[str, list[images.Item]], list[str]]:
-    """The inner directory, the images of each part, and the names of the classes. Raises OutlastError as `laid_out` does."""
+    """Return the inner directory, the images of each part, and the names of the classes. Raises OutlastError as `laid_out`
+    does."""
     inner = images.inside(root)
     return inner, *laid_out(inner, source_files.listed(inner, inner / work_units.PRIVATE), val)
 
 
 def laid_out(root: Path, files: Sequence[source_files.File], val: float) -> tuple[dict[str, list[images.Item]], list[str]]:
-    """The images of each part, and the names of the classes. Raises OutlastError for an empty val, and for classes in only one
-    part."""
+    """Return the images of each part, and the names of the classes.
+
+    Raises OutlastError for an empty val, and for classes in only one part.
+    """
     items, names, _ = images.layout(root, files, val)
     divided = {part: path for path in root.iterdir() if path.is_dir() and (part := source_files.named_part(path.name))}
     if not {source_files.TRAIN, source_files.VAL} <= divided.keys():

@@ -1,4 +1,4 @@
-"""The files of a recipe beside its checkpoints: weights, and small documents that are written all or nothing, with checksums."""
+"""Result files of a recipe: weights, and small documents with checksums, which are written all or nothing."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from outlast.training import Session
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a recipe. An error that the user can correct (no data, a wrong flag) ends the recipe with one sentence and exit code
-    78.
+    """Run a recipe. After an error that the user can correct, such as missing data, print one sentence and exit with code 78.
 
     Under `outlast run`, `launch.training_process` does so, and keeps the sentence for `outlast status`.
     """
@@ -41,7 +40,8 @@ def run(main: Callable[[], None]) -> None:
 
 
 def into(directory: str, best: str = "") -> None:
-    """Without a job, set the output directory, and which best checkpoints to keep (`2 min val_loss`), in the environment.
+    """Without a job, set the environment variables of the output directory and of the best checkpoints to keep (`2 min
+    val_loss`).
 
     A job's own values take precedence, also for its store; rank 0 prints a line if they differ.
     """
@@ -67,14 +67,13 @@ def into(directory: str, best: str = "") -> None:
 
 
 def output() -> Path:
-    """The output directory of a run, for use when evaluating and sampling."""
+    """Return the output directory of a run, for evaluation and sampling."""
     return Path(os.environ.get(contract.Env.OUTPUT, "out"))
 
 
 @contextlib.contextmanager
 def by_rank_0(run: Session) -> Iterator[bool]:
-    """A context in which rank 0, for which it yields True, writes files. An OutlastError on rank 0 is raised on all ranks. A
-    collective."""
+    """Let rank 0 write files: yields True on rank 0, and raises an OutlastError of rank 0 on all ranks. A collective."""
     problem = ""
     try:
         with run.alive():
@@ -86,7 +85,7 @@ def by_rank_0(run: Session) -> Iterator[bool]:
 
 
 def sha256(model: nn.Module | Mapping[str, Tensor]) -> str:
-    """Fingerprint of parameters and buffers: equal if and only if two models are equal bit for bit."""
+    """Return a fingerprint of parameters and buffers, which is equal only for models that are equal bit for bit."""
     digest = hashlib.sha256()
     tensors: Mapping[str, Tensor] = model.state_dict() if isinstance(model, nn.Module) else model
     for name, tensor in tensors.items():
@@ -96,11 +95,10 @@ def sha256(model: nn.Module | Mapping[str, Tensor]) -> str:
 
 
 def checkpoint(output: Path, name: str = "") -> Path:
-    """The directory of the checkpoint to evaluate: the newest valid checkpoint in `output`, or the one that `name` selects:
-    `best`, or a step.
+    """Return the directory of the checkpoint to evaluate: the newest valid checkpoint in `output`, or the checkpoint `name`.
 
-    `outlast evaluate --best` and `--step` pass this name as `--checkpoint`. Raises NotFound if there is no such checkpoint, or if
-    it is damaged.
+    A name is `best` or a step, as `outlast evaluate --best` and `--step` pass it in `--checkpoint`. Raises NotFound if the
+    checkpoint is missing or damaged.
     """
     directory = output / contract.CHECKPOINTS
     run = checkpoints.owner(directory)
@@ -122,18 +120,18 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def final(run: Session, weights: nn.Module | Mapping[str, Tensor], **values: Any) -> None:
-    """Write `final.json` on rank 0: the given values, and the checksum of the weights."""
+    """Write `final.json` on rank 0, with the given values and the checksum of the weights."""
     if run.rank == 0:
         write_json(run.output / "final.json", {**values, "weights_sha256": sha256(weights)})
 
 
 def evaluation(name: str, model: nn.Module, **values: Any) -> None:
-    """Write `evaluation.json`: name and checksum of the measured weights, and the given values."""
+    """Write `evaluation.json`, with name and checksum of the measured weights, and the given values."""
     write_json(output() / "evaluation.json", {"weights": name, "weights_sha256": sha256(model), **values})
 
 
 def writable(file: str, name: str) -> None:
-    """Raise OutlastError, before training rather than after it, if the file that the flag `name` specifies cannot be written."""
+    """Raise OutlastError if the file of the flag `name` cannot be written. Called before training, to fail early."""
     path = Path(file).absolute()
     parent = next(each for each in path.parents if each.exists())
     if file and (path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK)):
@@ -145,14 +143,14 @@ def writable(file: str, name: str) -> None:
 
 
 def place(named: str) -> Path:
-    """The path `named`, or else that path below $OUTLAST_MODELS."""
+    """Return the path `named`, or that path below $OUTLAST_MODELS."""
     path = Path(named).expanduser()
     return path if path.exists() else Path(os.environ.get(contract.Env.MODELS, "."), named)
 
 
 def read(path: Path) -> Any:
-    """Read to the CPU a file from torch.save or safetensors, or the weights in a Hugging Face directory. Runs no code from the
-    file."""
+    """Read a file from torch.save or safetensors, or the weights in a Hugging Face directory, to the CPU. Runs no code from
+    the file."""
     if path.is_dir():
         names = [name for name in ("model.safetensors", "pytorch_model.bin") if (path / name).exists()]
         if not names:
@@ -175,15 +173,17 @@ def read(path: Path) -> Any:
 
 
 def state_dict(path: Path) -> dict[str, Tensor]:
-    """The weights in a file, by name. In the file they may be below the key `state_dict`, as in many scripts' checkpoints, and
-    have DDP's prefix `module.`. Raises OutlastError."""
+    """Return the weights in a file, by name. Raises OutlastError.
+
+    The weights may be below the key `state_dict`, as in many scripts' checkpoints, and have DDP's prefix `module.`.
+    """
     content = read(path)
     weights = content.get("state_dict", content) if isinstance(content, dict) else {}
     return {name.removeprefix("module."): tensor for name, tensor in weights.items()}
 
 
 def fitted(weights: Mapping[str, Tensor], model: nn.Module, whose: str) -> dict[str, Tensor]:
-    """The weights in the order of a model's parameters. Raises OutlastError if the weights belong to another model."""
+    """Return the weights in the order of a model's parameters. Raises OutlastError for weights of another model."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, shape in shapes.items():
         if name not in weights or weights[name].shape != shape:

@@ -1,4 +1,4 @@
-"""A recipe's settings: a single frozen dataclass defines the flags (argparse), the help, and the keys of configuration files.
+"""Settings of a recipe: a single frozen dataclass defines the flags (argparse), the help, and the keys of configuration files.
 
     @dataclass(frozen=True)
     class Settings:
@@ -7,9 +7,9 @@
         dtype: Literal["float32", "bfloat16"] = flag("bfloat16", "type of the activations")
         compile: bool = flag(True, "compile the model")                                       # --no-compile, --compile=false
 
-    THEIRS = {"num_epochs": "epochs", "backend": "a run finds it"}    # other scripts' flags: the name here, or why there is none
+    ALIASES = {"num_epochs": "epochs", "backend": "a run finds it"}    # other scripts' flags: the name here, or why there is none
 
-    s = settings.parse(Settings, argv, __doc__, THEIRS)               # --config base.yaml large.yaml --epochs 8
+    s = settings.parse(Settings, argv, __doc__, ALIASES)               # --config base.yaml large.yaml --epochs 8
 
 Underscores and dashes are equivalent. Flags override files, and later files override earlier ones. Files are read as text, so
 6e-4 is a number.
@@ -37,10 +37,10 @@ _NO = {"true": "", "yes": "", "on": "", "1": "", "false": "no-", "no": "no-", "o
 
 
 def flag(default: Any, reason: str, *, least: float = -1e99, most: float = 1e99, group: str = "", first: bool = False) -> Any:
-    """A field with its default, its purpose (unit and reason), and the smallest and largest sensible value.
+    """Return a field with its default, its purpose (unit and reason), and its smallest and largest valid value.
 
-    `group`: a heading that begins here in the help. `first`: whether an argument without a flag is the value of this field; at
-    most one field may have this.
+    `group`: heading of the help that begins with this field. `first`: True for the field that an argument without a flag sets; at
+    most one field may have it.
     """
     about = {"help": reason, "least": least, "most": most, "group": group, "first": first}
     return dataclasses.field(default=default, metadata=about)
@@ -50,31 +50,31 @@ def parse(
     kind: type[T],
     argv: Sequence[str] | None,
     about: str | None,
-    theirs: Mapping[str, str] = MappingProxyType({}),
+    aliases: Mapping[str, str] = MappingProxyType({}),
     presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> T:
-    """Settings from the command line and from the files that it names. Raises OutlastError for invalid settings.
+    """Parse the settings on the command line and in the files that it names. Raises OutlastError for invalid settings.
 
-    `theirs`: other scripts' flags, see the module's docstring. `presets`: other defaults, by the value of the field `setting`.
+    `aliases`: other scripts' flags, see the module's docstring. `presets`: other defaults, by the value of the field `setting`.
     """
-    parser = _Parser(kind, about, theirs)
+    parser = _Parser(kind, about, aliases)
     flags = parser.given(sys.argv[1:] if argv is None else argv)
     given = {name: value for file in flags.pop("config", ()) for name, value in _read(file, parser).items()} | flags
-    for name in sorted(given.keys() & theirs.keys()):
+    for name in sorted(given.keys() & aliases.keys()):
         del given[name]
         if os.environ.get("RANK", "0") == "0":
-            print(f"{name} is not needed: {theirs[name]}", file=sys.stderr, flush=True)
+            print(f"{name} is not needed: {aliases[name]}", file=sys.stderr, flush=True)
     return kind(**{**presets.get(given.get("setting", ""), {}), **given})
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, kind: Any, about: str | None, theirs: Mapping[str, str]) -> None:
+    def __init__(self, kind: Any, about: str | None, aliases: Mapping[str, str]) -> None:
         shown = argparse.RawDescriptionHelpFormatter
         usage = "%(prog)s [--config FILE ...] [flags]"
         super().__init__(
             usage=usage, description=about, formatter_class=shown, allow_abbrev=False, argument_default=argparse.SUPPRESS
         )
-        names = {own: [_flag(name) for name, each in theirs.items() if each == own] for own in theirs.values()}
+        names = {own: [_flag(name) for name, each in aliases.items() if each == own] for own in aliases.values()}
         also = ["--config", *names.pop("config", ())]
         self.add_argument(*also, dest="config", nargs="+", action="extend", metavar="FILE", help="YAML files of settings")
         fields, hints, section = dataclasses.fields(kind), typing.get_type_hints(kind), self.add_argument_group("settings")
@@ -91,8 +91,10 @@ class _Parser(argparse.ArgumentParser):
                 self.add_argument(each, nargs="?", help=argparse.SUPPRESS)
 
     def given(self, argv: Sequence[str], *, file: bool = False) -> dict[str, Any]:
-        """Values that are given in the arguments. `file`: whether the arguments are from a line of a file. Raises
-        OutlastError."""
+        """Return the values in the arguments. Raises OutlastError.
+
+        `file`: True if the arguments are from a line of a file.
+        """
         plain = []
         for argument in argv:
             name, equals, value = argument.partition("=")
@@ -118,8 +120,8 @@ def _flag(name: str) -> str:
 
 
 def _value(hint: Any, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of argparse for a type: bool, int, float, str, Literal, a tuple of any number of these types, or an optional
-    one of them."""
+    """Return the options of argparse for a type: bool, int, float, str, Literal, a tuple of one of these types, or an optional
+    type."""
     inner = typing.get_args(hint)
     if optional := type(None) in inner:
         hint, inner = inner[0], typing.get_args(inner[0])
