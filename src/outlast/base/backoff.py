@@ -4,7 +4,7 @@ All retries take their pauses from this module: `exponential` lengthens a pause 
 that failed at the same moment. obstore and botocore retry by themselves, for up to half of the timeout; `retried` covers the
 remaining cases: writes whose answer was lost, bodies that end early, conflicts.
 
-tenacity and stamina would replace some 25 lines. They cannot be interrupted by a signal while a library waits, and they draw
+tenacity and stamina would replace some 25 lines. However, a signal cannot interrupt them while a library waits. They also draw
 jitter from Python's shared generator, whose state belongs to the training script: a script that seeds it would train with other
 random numbers.
 """

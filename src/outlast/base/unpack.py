@@ -109,7 +109,7 @@ def extract(archive: Path, into: Path, *, name: str, limits: Limits, kind: str =
 
 
 def decompress(packed: Path, into: Path, *, name: str, limits: Limits, stop: threading.Event | None = None) -> None:
-    """Decompress a file to a new file. Raises as `extract` does."""
+    """Decompress a file to a new file. Raises the same errors as `extract`."""
     with _sentences(name, "is not compressed as its name says, or is damaged", limits), open(packed, "rb") as file:
         stream = _decompressed(file)
         if stream is file:

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 
 def main(args: Sequence[str] | None = None, *, backend: Any = None) -> NoReturn:
-    """Run the command line with `args` (default: those of this process) on a `Backend` (default: this machine), and exit."""
+    """Run the command line with `args` (default: the arguments of this process) on a `Backend` (default: this machine), and
+    exit."""
     if (sys.argv[1:] if args is None else args) == ["agent"]:
         from outlast import __main__ as roles
 

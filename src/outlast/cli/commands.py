@@ -1,8 +1,8 @@
 """The command line: `outlast VERB`. The subpackages are the groups of the help: `train`, `look`, `data`, `cluster`.
 
-Verbs talk to a `backend.Backend`, and import heavy modules (pydantic, yaml, rich) when they are called, so that `outlast
---help` answers at once. The exit code is 0 on success, 1 if the command failed, and 2 if it was used wrongly; `outlast run`
-exits with the code of the job.
+Verbs call a `backend.Backend`, and import heavy modules (pydantic, yaml, rich) only when they run, so that `outlast --help` is
+instant. The exit code is 0 on success, 1 if the command failed, and 2 if it was used wrongly; `outlast run` exits with the code
+of the job.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "node-watch": processes.node_watch,
     },
 }
-"""The commands under the headings of the help, everyday commands first. The page of commands in the guide has the same order."""
+"""Commands by heading of the help, everyday commands first. The page of commands in the guide has the same order."""
 _CLASSES: dict[str, type[TyperCommand]] = {
     "run": script.Command,
     "submit": script.Command,
@@ -87,9 +87,9 @@ app = typer.Typer(
 )
 
 
-def _versions(wanted: bool) -> None:
+def _versions(requested: bool) -> None:
     """Print the versions of Outlast, Python and PyTorch."""
-    if not wanted:
+    if not requested:
         return
     import platform
     from importlib import metadata
@@ -130,5 +130,5 @@ app.command(hidden=True)(evaluation)
 
 @functools.cache
 def command() -> Any:
-    """Return the whole command line. Building it takes longer than most commands run."""
+    """Build the whole command line, once: this takes longer than most commands run."""
     return typer.main.get_command(app)

@@ -1,7 +1,7 @@
 """Completion in the shell: names of jobs, namespaces and contexts.
 
-A shell calls these functions when somebody presses TAB. They never print or fail, and take at most a second: names that a
-cluster has not returned by then are not offered. If there is nothing to offer, the shell offers files.
+A shell calls these functions when the user presses TAB. They never print or fail, and take at most a second: names that a cluster
+returns later are not offered. Without any names, the shell offers files.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ if TYPE_CHECKING:
     from outlast.kubernetes.api import Cluster
 
 _TIMEOUT_S = 1.0
-"""Timeout for the answer of a cluster."""
+"""Timeout for a cluster's response, in seconds."""
 
 
 def jobs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of jobs: those of the cluster that preceding options name, else those of this directory, else those of the
-    current cluster."""
+    """Return the names of jobs: in the cluster given by preceding options, else in this directory, else in the current
+    cluster."""
     return _offered(lambda: _jobs(ctx), incomplete)
 
 
 def actions_and_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the actions of `outlast chaos`, then names of jobs."""
+    """Return the actions of `outlast chaos`, followed by the names of jobs."""
     from outlast.job import faults
 
     return [*_matching(faults.ACTIONS, incomplete), *jobs(ctx, incomplete)]
 
 
 def namespaces(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the namespaces: those that contexts of the kubeconfig name, and those of the cluster if the user may list them."""
+    """Return the namespaces in the contexts of the kubeconfig, and the namespaces of the cluster if the user may list them."""
     return _offered(lambda: _namespaces(ctx), incomplete)
 
 
 def contexts(incomplete: str) -> list[str]:
-    """Return the names of the contexts in the kubeconfig."""
+    """Return the context names in the kubeconfig."""
     return _offered(lambda: (entry["name"] for entry in _kubeconfig()), incomplete)
 
 
 def topologies(incomplete: str) -> list[str]:
-    """Return the topologies that a job can have in a cluster."""
+    """Return the possible topologies of a job in a cluster."""
     from outlast.kubernetes.manifests import TOPOLOGIES
 
     return _matching(TOPOLOGIES, incomplete)
 
 
 def datasets(incomplete: str) -> list[str]:
-    """Return the datasets that `outlast data get` knows by name."""
+    """Return the names of datasets for `outlast data get`."""
     from outlast.data import named_datasets
 
     return _matching(named_datasets.NAMES, incomplete)
@@ -99,7 +99,7 @@ def _answered(ctx: typer.Context, names: Callable[[Cluster], Iterable[str]]) -> 
 
     def ask() -> None:
         with (
-            contextlib.suppress(Exception),  # no login, no right, no answer: as if there were no names
+            contextlib.suppress(Exception),  # without a login, a permission or a response, offer no names
             contextlib.closing(api.connect(ctx.params.get("context"), ctx.params.get("namespace"))) as cluster,
         ):
             answer.extend(names(cluster))
@@ -111,9 +111,9 @@ def _answered(ctx: typer.Context, names: Callable[[Cluster], Iterable[str]]) -> 
 
 
 def _offered(names: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
-    """Return the names that begin with `incomplete`, without duplicates. After an error, only the names before it."""
+    """Return the names that begin with `incomplete`, without duplicates. An error drops only the names after it."""
     offered: dict[str, None] = {}
-    with _quiet(), contextlib.suppress(Exception):  # a damaged file: whoever presses TAB does not want to read of it
+    with _quiet(), contextlib.suppress(Exception):  # e.g. a damaged file: completion must not print errors
         for name in names():
             offered[name] = None
     return _matching(offered, incomplete)

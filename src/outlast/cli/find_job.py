@@ -1,7 +1,7 @@
 """Finding a job: which job a command refers to, and which backend runs it.
 
-With `-n` or `--context` the job is in a cluster. Otherwise it is the job of that name in this directory or, if there is none
-and there is a kubeconfig, in the namespace of the kubeconfig's current context.
+With `-n` or `--context`, the job is in a cluster. Otherwise, this directory is searched first. If it lacks the job and a
+kubeconfig exists, the namespace of the kubeconfig's current context is next.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def backend(ctx: typer.Context) -> Backend:
 
 
 def place(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Backend:
-    """Return the backend of the job of this name, or of the only job."""
+    """Return the backend of the job with this name, or of the only job."""
     if ctx.obj is not None or namespace or context:
         return backend(ctx) if ctx.obj is not None else cluster(ctx, namespace, context)
     here = this_machine()
@@ -89,7 +89,7 @@ def place(ctx: typer.Context, name: str | None, namespace: str | None, context: 
 
 
 def cluster(ctx: typer.Context, namespace: str | None = None, context: str | None = None) -> KubernetesBackend:
-    """Return the backend of a cluster; its connections are closed when the command ends. Raises NoCluster."""
+    """Return the backend of a cluster, whose connections are closed at the end of the command. Raises NoCluster."""
     from outlast.kubernetes import api
     from outlast.kubernetes.jobs import backend as kubernetes
 
@@ -99,7 +99,7 @@ def cluster(ctx: typer.Context, namespace: str | None = None, context: str | Non
 
 
 def checked(namespace: str | None) -> str | None:
-    """Return the namespace; raises OutlastError if it is not a valid name."""
+    """Return the namespace if its name is valid. Raises OutlastError otherwise."""
     if namespace is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
         raise OutlastError(f"--namespace {namespace}: must be at most 63 lower-case letters, digits and dashes")
     return namespace
@@ -117,7 +117,7 @@ def in_cluster(where: Backend) -> KubernetesBackend | None:
 
 
 def suffix(namespace: str | None, context: str | None) -> str:
-    """Return the options that were given, to append to a suggested command."""
+    """Return the given options as a suffix for a suggested command."""
     return "".join([f" -n {namespace}" if namespace else "", f" --context {context}" if context else ""])
 
 
@@ -132,19 +132,19 @@ NameArgument = Annotated[
 
 
 def job(place: Backend, name: str | None) -> str:
-    """Return the name of the job that a command refers to; raises NotFound with the existing names."""
+    """Return the name of the job that a command refers to. Raises NotFound with the existing names."""
     there = in_cluster(place)
     if there is not None and name is not None:
         return name  # the cluster checks it
     statuses = place.list()
-    if there is None and name is None and len(statuses) > 1 and (found := meant(statuses)):
+    if there is None and name is None and len(statuses) > 1 and (found := pick(statuses)):
         name, reason = found
         terminal.say(f"{name}: {reason}; outlast list shows all")
     return tables_and_pages.one_of("job", name, [status.name for status in statuses], none="" if statuses else no_job(place))
 
 
 def no_job(place: Backend) -> str:
-    """Return a sentence that there is no job, and how to start one. Raises OutlastError if even the namespace does not exist."""
+    """Return a sentence about the missing job, and how to start one. Raises OutlastError if even the namespace does not exist."""
     if (there := in_cluster(place)) is None:
         return "no job has been run here; start one with `outlast run FILE`, in this directory"
     if not there.cluster.has_namespace():
@@ -152,15 +152,15 @@ def no_job(place: Backend) -> str:
     return f"there is no job in namespace {there.cluster.namespace} of {there.cluster.context}; outlast submit FILE creates one"
 
 
-def found(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[Backend, str]:
+def resolve(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[Backend, str]:
     """Return the backend and the name of the job that a command refers to."""
     where = place(ctx, name, namespace, context)
     return where, job(where, name)
 
 
-def meant(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
-    """Pick from several jobs (the newest last) for a command without a name, with the reason: the only unfinished one, or the
-    newest if all have finished. None if several are unfinished."""
+def pick(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
+    """Pick a job (the newest is last) for a command without a name, and return its name and the reason: the only unfinished job,
+    or the newest if all have finished. Returns None if several are unfinished."""
     match [status.name for status in statuses if not status.state.final]:
         case []:
             return statuses[-1].name, f"the newest of {len(statuses)} jobs"
@@ -171,9 +171,9 @@ def meant(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
 
 
 def in_store(given: str | None) -> str | None:
-    """Return the URL of a job's output in a store, if that URL or a job file is given instead of a name.
+    """Return the URL of a job's output in a store if the user gave this URL, or a job file, instead of a name.
 
-    This lets commands work on machines other than the one that runs the job.
+    Commands therefore work on any machine, not only where the job runs.
     """
     if given is None or "://" in given:
         return given
@@ -187,8 +187,8 @@ def in_store(given: str | None) -> str | None:
     return f"{job.spec.output.rstrip('/')}/{job.metadata.name}"
 
 
-def recorded(url: str) -> tuple[Store, runs.Run]:
-    """Return the output of a job in a store, and the record of its run there; raises NotFound."""
+def stored_run(url: str) -> tuple[Store, runs.Run]:
+    """Return the output of a job in a store, and the record of the run in this store. Raises NotFound."""
     from outlast.storage import runs, store
 
     there = store.open_(url)
@@ -198,7 +198,7 @@ def recorded(url: str) -> tuple[Store, runs.Run]:
 
 
 def duration(option: str, text: str) -> timedelta:
-    """Return the value of an option that is a duration: `10m`. Raises BadParameter."""
+    """Parse a duration given as an option: `10m`. Raises BadParameter."""
     try:
         return units.duration(text)
     except ValueError as error:
@@ -206,7 +206,7 @@ def duration(option: str, text: str) -> timedelta:
 
 
 def takes(words: str) -> type[TyperCommand]:
-    """Return a command class with these words in its usage, such as `[NAME] N`: an optional word before a required word."""
+    """Return a command class with these words in its usage, such as `[NAME] N`, an optional word before a required word."""
 
     class Command(TyperCommand):
         def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -215,12 +215,12 @@ def takes(words: str) -> type[TyperCommand]:
     return Command
 
 
-def first(words: Sequence[str]) -> str | None:
-    """Return the name in `[NAME] WORD`, if it is given."""
+def optional_name(words: Sequence[str]) -> str | None:
+    """Return the name in `[NAME] WORD`, if given."""
     return words[0] if len(words) > 1 else None
 
 
-def and_last(place: Backend, words: Sequence[str], what: str) -> tuple[str, str]:
+def job_and_last(place: Backend, words: Sequence[str], what: str) -> tuple[str, str]:
     """Return the job and the last word of `[NAME] WORD`."""
     match words:
         case [word]:

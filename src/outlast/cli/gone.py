@@ -1,4 +1,4 @@
-"""Commands and options that have been removed, each with its replacement. An entry stays for one minor version."""
+"""Removed commands and options with their replacements. An entry stays for one minor version."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ GONE: dict[str, str] = {
     "volume status": "`aws cloudformation describe-stacks` and `kubectl get pvc` say it",
     "volume": "CloudFormation makes and deletes file systems, from examples/aws/stacks (docs/guide/aws.md)",
 }
-"""A command (`"cluster create"`), or a command with an option (`"install --etcd"`), and one sentence on the replacement."""
+"""One sentence about the replacement, by command (`"cluster create"`) or by command with an option (`"install --etcd"`)."""
 
 
 def sentence(args: Sequence[str]) -> str | None:
-    """Return the sentence on the replacement if the arguments contain a removed command or option; else None."""
+    """Return the sentence about the replacement if the arguments contain a removed command or option; else None."""
     words = [word.partition("=")[0] for word in args]
     for gone in sorted(GONE, key=len, reverse=True):  # "cluster create" before "cluster"
         verbs = [word for word in gone.split() if not word.startswith("-")]

@@ -1,4 +1,4 @@
-"""The live view in a terminal: the workers' lines scroll above a panel with the state of the job. Imported only for terminals."""
+"""The live view in a terminal: workers' lines scroll above a panel with the state of the job. Imported only for terminals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STATES = {
 
 
 class Terminal:
-    """A `view.Screen` with a panel that stays at the bottom."""
+    """A `view.Screen` with a panel at the bottom."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or terminal.console()
@@ -73,7 +73,7 @@ def _line(line: LogLine) -> Text:
 
 
 def panel(status: JobStatus, now: float) -> Panel:
-    """Return the state of a job in a few lines."""
+    """Render the state of a job in a few lines."""
     colour = _STATES[status.state]
     rows: list[RenderableType] = [Text(status.reason or "…", "dim", no_wrap=True, overflow="ellipsis")]
     done: list[RenderableType] = [Text(f"step {tables_and_pages.steps(status)}", "bold")]
@@ -118,7 +118,7 @@ def _facts(facts: Sequence[str]) -> Text:
 
 
 def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
-    """Show the page of `outlast status`, refreshed until the job has ended."""
+    """Show the page of `outlast status`, and refresh it until the job has ended."""
     status = look()
     with terminal.without_carets(), Live(auto_refresh=False, console=terminal.console()) as live:
 

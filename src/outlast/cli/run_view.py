@@ -1,8 +1,8 @@
 """The view of a run: the workers' lines and the state of the job, until the job ends or the user stops it.
 
-The first Ctrl-C (or SIGTERM) asks the job to save and stop, the second kills it. A closed terminal (SIGHUP) leaves it running.
-If the launcher of the job dies meanwhile, it is restarted. The screen decides how things look: `Plain` in this module, for
-pipes and files, or `live.Terminal`.
+The first Ctrl-C (or SIGTERM) makes the job save and stop, the second kills the job. Closing the terminal (SIGHUP) leaves the job
+running. If the job's launcher dies meanwhile, it is restarted. Two screens show the run: `Plain` in this module, for pipes and
+files, and `live.Terminal`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from outlast.job.backend import Backend, LogLine
 
 _POLL_S = 0.2
-"""Poll interval for the status; short enough that changes seem to appear at once."""
+"""Poll interval for the status in seconds, short enough that changes seem to appear at once."""
 _ENSURE_INTERVAL_S = 1.0
-"""Interval between checks that the job still has a launcher."""
+"""Seconds between two checks that the job still has a launcher."""
 _DRAIN_TIMEOUT_S = 1.0
-"""How long to wait for each further log line after the job has ended."""
+"""Seconds to wait for each further log line after the job has ended."""
 _KILL_TIMEOUT_S = 5.0
-"""How long to wait for a killed job to end."""
+"""Seconds to wait for the end of a killed job."""
 _BATCH = 1000
-"""Maximum number of log lines taken at once, and of lines buffered before the reader of the logs has to wait."""
+"""Maximum number of log lines per batch, and of buffered lines before the reader of the logs has to wait."""
 
 KILLED = 130
 """Exit code after the second Ctrl-C."""
@@ -50,27 +50,27 @@ class Screen(Protocol):
         """Show a sentence from Outlast."""
 
     def update(self, status: JobStatus) -> None:
-        """Show where the job stands."""
+        """Show the status of the job."""
 
 
 class Plain:
     """Prints workers' lines on standard output, and Outlast's sentences on standard error."""
 
     def lines(self, lines: Sequence[LogLine]) -> None:
-        """Print the lines with their workers' names before them."""
+        """Print the lines with their workers' names as prefixes."""
         terminal.log(lines)
 
     def say(self, sentence: str) -> None:
-        """Print a sentence after the name `outlast`."""
+        """Print a sentence with the prefix `outlast`."""
         terminal.say(sentence)
 
     def update(self, status: JobStatus) -> None:
-        """Do nothing: changes are shown as sentences."""
+        """Do nothing, since changes appear as sentences."""
 
 
 @contextlib.contextmanager
 def screen() -> Iterator[Screen]:
-    """A live screen on a terminal, a plain screen elsewhere."""
+    """Yield a live screen on a terminal, a plain screen elsewhere."""
     if not terminal.interactive(sys.stdout):
         yield Plain()
         return
@@ -82,14 +82,14 @@ def screen() -> Iterator[Screen]:
 
 @contextlib.contextmanager
 def signals() -> Iterator[list[int]]:
-    """Yields the list of SIGINTs and SIGTERMs received so far, none of which ends this process within the block."""
+    """Yield the list of SIGINTs and SIGTERMs received so far. Within the block, these signals do not end this process."""
     came: list[int] = []
     with terminal.handled(lambda number, _: came.append(number), signal.SIGINT, signal.SIGTERM):
         yield came
 
 
 def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, tail: int | None) -> tuple[JobStatus, int]:
-    """Show a run until it ends or is killed; returns its last status and the exit code.
+    """Show a run until it ends or is killed. Returns its last status and the exit code.
 
     `tail` is as for `Backend.logs`.
     """
@@ -129,7 +129,7 @@ def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, 
 
 
 def _kill(place: Backend, name: str) -> JobStatus:
-    """Kill the job; returns its status once it has ended, or after a timeout."""
+    """Kill the job, and return its status once the job has ended, or after a timeout."""
     with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
         place.steer(name, "kill")
     deadline = time.monotonic() + _KILL_TIMEOUT_S
@@ -139,7 +139,7 @@ def _kill(place: Backend, name: str) -> JobStatus:
 
 
 def exit_code(status: JobStatus) -> int:
-    """0 if the run succeeded, 75 if it can continue, else the exit code of its failure."""
+    """Return 0 if the run succeeded, 75 if it can continue, else the exit code of its failure."""
     if status.state is State.SUCCEEDED:
         return contract.Exit.DONE
     if not status.state.final:
@@ -148,8 +148,8 @@ def exit_code(status: JobStatus) -> int:
 
 
 def summary(status: JobStatus, now: float) -> Iterator[str]:
-    """Yields what to print when a run has ended or stopped: its duration and output, why it failed, the command that resumes it,
-    and warnings."""
+    """Yield the summary of an ended or stopped run: its duration and output, the reason of its failure, the command that resumes
+    it, and warnings."""
     took = units.human_seconds(tables_and_pages.lasted(status, now))
     did = [
         f"{tables_and_pages.steps(status)}{' steps' if status.epoch is None else ''} in {took}" if status.step else took,
@@ -168,14 +168,14 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
 
 
 def leaving(status: JobStatus) -> str:
-    """Return a phrase for how the training responds to a request to stop."""
+    """Describe how the training responds to a request to stop."""
     if tables_and_pages.session(status):
         return "saving and stopping"
     return "the script gets SIGTERM and interruption.grace to save and exit" if status.told else "the training is asked to stop"
 
 
 class _Logs:
-    """Reads the logs in a thread of its own, so that waiting for a line never delays anything else."""
+    """Reads the logs in a separate thread, so that waiting for a line never delays the view."""
 
     def __init__(self, place: Backend, name: str, tail: int | None) -> None:
         self._queue: queue.Queue[LogLine | BaseException | None] = queue.Queue(_BATCH)
@@ -192,7 +192,7 @@ class _Logs:
         self._queue.put(end)
 
     def take(self, wait_s: float) -> list[LogLine]:
-        """Return the lines that arrive within `wait_s`; raises the reader's exception, if any."""
+        """Return the lines that arrive within `wait_s` seconds. Raises the reader's exception, if any."""
         deadline = time.monotonic() + wait_s
         lines: list[LogLine] = []
         while len(lines) < _BATCH:

@@ -1,6 +1,6 @@
 """Output of the command line: tables, the page of a job, JSON and YAML.
 
-Plain text in columns without a library, so that `outlast list` is instant. The live view is in `live_panel`.
+Text is aligned without a library, so that `outlast list` is instant. The live view is in `live_panel`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _WIDEST = 300
 """Maximum number of characters shown of a log line in a failure."""
 _FIRST_STEP_S = 20.0
-"""How long a run that reports no step is shown at step 0; arbitrary."""
+"""Seconds for which a run that reports no step is shown at step 0; arbitrary."""
 
 
 class Output(enum.StrEnum):
@@ -53,37 +53,37 @@ def data(value: Any, output: Output) -> None:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table with columns as wide as needed; None is shown as `-`."""
+    """Format a table with columns as wide as needed, and `-` for None."""
     lines = [list(headings), *(["-" if cell is None else terminal.one_line(str(cell)) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def fields(pairs: Mapping[str, object]) -> str:
-    """Return the names and values, one per line, without values that are None or empty."""
+    """Format names and values, one per line, without values that are None or empty."""
     width = max(map(len, pairs), default=0)
     given = ((name, value) for name, value in pairs.items() if value not in (None, ""))
     return "\n".join(f"{name.ljust(width)}  {terminal.one_line(str(value))}" for name, value in given)
 
 
 def percent(share: float | None) -> str | None:
-    """Return `94.1 %`."""
+    """Format a share as `94.1 %`."""
     return None if share is None else units.percent(share)
 
 
 def goodput(status: JobStatus) -> str | None:
-    """Return `94.1 %`; `at most 94.1 %` for a script that reports no steps, since repeated steps cannot be recognised."""
+    """Format the goodput as `94.1 %`, or as `at most 94.1 %` for a script whose repeated steps cannot be recognised."""
     exact = status.told not in ("", "log") or status.checkpoint is not None or (not status.told and status.step)
     return percent(status.goodput) if exact or not status.goodput else f"at most {percent(status.goodput)}"
 
 
 def count(number: int, noun: str) -> str:
-    """Return `1 restart`, `2 restarts`."""
+    """Format a number with a noun: `1 restart`, `2 restarts`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def moment(when: float) -> str:
-    """Return the local date and time."""
+    """Format a time as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
 
 
@@ -93,31 +93,30 @@ def lasted(status: JobStatus, now: float) -> float:
 
 
 def world(status: JobStatus) -> str:
-    """Return `2/2 (1-4)`: workers in the world, requested, allowed."""
+    """Format the number of workers as `2/2 (1–4)`: in the world, requested, allowed."""
     allowed = str(status.min) if status.min == status.max else f"{status.min}–{status.max}"
     return f"{len(status.world)}/{status.replicas} ({allowed})"
 
 
 def steps(status: JobStatus) -> str:
-    """Return `812/1560`, or `812` while the total is unknown; `epoch 3, 20/32` if the log counts steps per epoch."""
+    """Format the step as `812/1560`, as `812` without a known total, or as `epoch 3, 20/32` if the log counts steps per epoch."""
     of = status.steps if status.epoch is None else status.epoch_steps
     count = str(status.step) if of is None else f"{status.step}/{of}"
     return count if status.epoch is None else f"{f'epoch {status.epoch}' if status.epoch >= 0 else 'in an epoch'}, {count}"
 
 
-_TOLD = {"log": " (read from the log)"}
-_UNTOLD = "none reported; a line such as `step 120/2000` on rank 0 is read, outlast.training.progress(120, 2000) is exact"
+_NO_STEP = "none reported; a line such as `step 120/2000` on rank 0 is read, outlast.training.progress(120, 2000) is exact"
 
 
 def _steps_known(status: JobStatus) -> bool:
-    """Return whether there is a step to show; a run that has just started is at step 0."""
+    """Return whether the step is known. A run that has just started is at step 0."""
     return bool(
         status.step or status.told or not status.started or (not status.finished and time.time() - status.started < _FIRST_STEP_S)
     )
 
 
 def session(status: JobStatus) -> bool:
-    """Return whether the training has a session: it reports its steps through a session, or has committed a checkpoint."""
+    """Return whether the training has a session, and therefore reports its steps through it or has committed a checkpoint."""
     return status.told == "session" or status.checkpoint is not None
 
 
@@ -127,19 +126,20 @@ def no_checkpoint(status: JobStatus) -> str:
 
 
 def metrics(status: JobStatus) -> str | None:
-    """Return `loss 0.3162, accuracy 0.91 (step 40)`: the values that the training logged last."""
+    """Format the last logged values: `loss 0.3162, accuracy 0.91 (step 40)`."""
     values = ", ".join(f"{terminal.one_line(name)} {value:.4g}" for name, value in status.metrics.items() if name != "step")
     return f"{values} (step {status.metrics['step']:.0f})" if values and "step" in status.metrics else None
 
 
 def state(status: JobStatus) -> str:
-    """Return `Running: world of 2: everybody is here`."""
+    """Format the state and its reason: `Running: world of 2: everybody is here`."""
     reason = f", but {status.unsaved}" if status.unsaved else f": {status.reason}" if status.reason else ""
     return terminal.one_line(f"{status.state}{reason}")
 
 
 def newest_checkpoint(status: JobStatus, now: float) -> str | None:
-    """`step 800, 12s ago, 36 MiB; best: step 600, loss 1.47`; for a plain script the newest file that looks like a checkpoint."""
+    """Format the newest checkpoint: `step 800, 12s ago, 36 MiB; best: step 600, loss 1.47`. A plain script has only a file that
+    looks like a checkpoint."""
     if status.checkpoint is None:
         return plain_scripts.sentence(status.saved, now) if status.saved else None
     newest = status.checkpoint
@@ -147,13 +147,13 @@ def newest_checkpoint(status: JobStatus, now: float) -> str | None:
         return f"step {newest.step}"
     best = newest.best
     quality = f"; best: step {best.step}, {terminal.one_line(best.by) or 'metric'} {best.value:.4g}" if best else ""
-    # the size of a checkpoint that an earlier start has saved is unknown
+    # the size of a checkpoint from an earlier start is unknown
     size = f", {units.human_bytes(newest.bytes)}" if newest.bytes else ""
     return f"step {newest.step}, {units.human_seconds(now - newest.time)} ago{size}{quality}"
 
 
 def newest_snapshot(status: JobStatus) -> str | None:
-    """`step 812, every 4 steps`: the newest snapshot in memory, from which the training continues after a failure."""
+    """Format the newest snapshot in memory: `step 812, every 4 steps`."""
     if status.snapshot is None or not status.state.active:
         return None
     every = status.snapshot.every
@@ -161,7 +161,8 @@ def newest_snapshot(status: JobStatus) -> str | None:
 
 
 def in_store(there: StoreStatus, now: float) -> str:
-    """Return `s3://bucket/runs/digits: step 800, all uploaded 12s ago`, or since when uploads fail and why."""
+    """Format the state of uploads: `s3://bucket/runs/digits: step 800, all uploaded 12s ago`, or the beginning and reason of
+    failures."""
     parts = [f"step {there.step}"] if there.step else []
     uploaded = "uploaded" if there.backlog else "all uploaded"
     if there.pushed or not parts:
@@ -174,7 +175,7 @@ def in_store(there: StoreStatus, now: float) -> str:
 
 
 def lost(total: LostStatus) -> str:
-    """Return `4.1s of training by 3 failures, 1.4s each`."""
+    """Format the lost time: `4.1s of training by 3 failures, 1.4s each`."""
     each = f", {units.human_seconds(total.seconds / total.failures)} each" if total.failures > 1 else ""
     return f"{_most(total)}{units.human_seconds(total.seconds)} of training by {count(total.failures, 'failure')}{each}"
 
@@ -184,7 +185,8 @@ def _most(total: LostStatus) -> str:
 
 
 def failure(failed: Failure) -> str:
-    """Return the first failing rank, how it ended, and the end of its traceback or, if there is none, of its log."""
+    """Describe a failure: the first failing rank, how it ended, and the end of its traceback or, without a traceback, of its
+    log."""
     where = [f"generation {failed.generation}"] if failed.generation else []
     where += [f"step {failed.step}"] if failed.step is not None else []
     where += [f"exit code {failed.code}"] if failed.code >= 0 and "exit code" not in failed.reason else []
@@ -197,9 +199,10 @@ def failure(failed: Failure) -> str:
 def _training(status: JobStatus, now: float) -> dict[str, str | None]:
     rate = f", {status.rate:.3g} steps/s" if status.rate and status.state.trains else ""
     left = f", {units.human_seconds(status.eta_s)} left" if status.eta_s else ""
+    source = " (read from the log)" if status.told == "log" else ""
     return {
         "world": f"{world(status)} workers, generation {status.generation}, {status.processes} per worker",
-        "step": f"{steps(status)}{rate}{left}{_TOLD.get(status.told, '')}" if _steps_known(status) else _UNTOLD,
+        "step": f"{steps(status)}{rate}{left}{source}" if _steps_known(status) else _NO_STEP,
         "metrics": metrics(status),
         "snapshot": newest_snapshot(status),
         "checkpoint": newest_checkpoint(status, now) or f"none {no_checkpoint(status)}",
@@ -207,7 +210,7 @@ def _training(status: JobStatus, now: float) -> dict[str, str | None]:
 
 
 def page(status: JobStatus, now: float) -> str:
-    """Return everything known about a job, as text for users."""
+    """Format the page of a job, with everything known about it."""
     running = units.human_seconds(lasted(status, now))
     parts = [
         f"{status.name}: {state(status)}",
@@ -245,13 +248,13 @@ def page(status: JobStatus, now: float) -> str:
 
 
 def _told(there: StoreStatus, status: JobStatus) -> bool:
-    """Return whether there is more to show than the URL of the store: in a cluster, the URL is already shown as the output, and
-    only agents know more."""
+    """Return whether the store has more information than its URL. In a cluster, the URL is already shown as the output, and only
+    agents know more."""
     return there.url != status.output or bool(there.step or there.pushed or there.since)
 
 
 def jobs(statuses: Sequence[JobStatus], now: float) -> str:
-    """Return one line per job."""
+    """Format a table with one line per job."""
     rows = [
         (
             s.name,
@@ -273,7 +276,7 @@ def _rank(rank: RankStatus) -> str:
 
 
 def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
-    """Return the changes since the status `old`, one sentence per line."""
+    """Return a sentence for each change since the status `old`."""
     same = old is not None and old.state == new.state and (new.waits or new.reason) in ("", old.waits or old.reason)
     sentences = [] if same else [state(new)]
     known = old.warnings if old is not None else []
@@ -281,8 +284,7 @@ def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
 
 
 def one_of(what: str, given: str | None, known: Sequence[str], *, none: str) -> str:
-    """`given` if it is one of the names in `known`, or the only known name if nothing is given. Raises NotFound with the
-    closest match."""
+    """Return `given` if it is in `known`, or the only known name if `given` is None. Raises NotFound with the closest match."""
     if given is not None and given in known:
         return given
     if not known:

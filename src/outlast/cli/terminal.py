@@ -1,12 +1,11 @@
-"""Output to the terminal, which text from other sources cannot control.
+"""Safe output to the terminal, which text from other sources cannot control.
 
 Reasons, names and log lines come from clusters, stores and other people's scripts. A control sequence in them could retitle or
-clear the terminal, hide lines or imitate other lines. Therefore `cli.main` calls `guard`: from then on `sys.stdout` and
-`sys.stderr` show every control character as text, ESC as `^[` like kubectl (CVE-2021-25743). Single commands need not take care
-of this.
+clear the terminal, hide lines or imitate other lines. Therefore `cli.main` calls `guard`, after which `sys.stdout` and
+`sys.stderr` show every control character as text, ESC as `^[` like kubectl (CVE-2021-25743). Individual commands need no checks.
 
-Only this module writes control sequences: `log` for workers' lines, `console` for rich. The only sequences from workers that
-pass are colours (SGR), within a line; kubectl passes logs on unchanged. `colours` obeys NO_COLOR and FORCE_COLOR.
+Only this module writes control sequences: `log` for workers' lines, `console` for rich. From workers, only colours (SGR) within a
+line pass; kubectl passes logs on unchanged. `colours` obeys NO_COLOR and FORCE_COLOR.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
 _SGR = re.compile("(\x1b\\[[0-9;:]*m)")
 """Select graphic rendition: colours, bold. https://ecma-international.org/publications-and-standards/standards/ecma-48/"""
 _BACK = re.compile("\x1b\\[A|\n(?=\x1b\\[A)")
-"""Cursor up, by which tqdm returns from a second bar to the first, or the newline right before it."""
+"""Cursor up, with which tqdm returns from a second bar to the first, or the newline before this sequence."""
 _BAR = re.compile(r"([^|%]*?)\s*\d{1,3}%\|[^|]*\|[^\]]*\]")
 """A progress bar as tqdm draws it, `Map:   6%|#   | 120/2000 [00:12<03:00, 9.9it/s]`; the group is the bar's name."""
 _RESET = "\x1b[0m"
@@ -45,7 +44,7 @@ _PREFIXES = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
 def safe(text: str) -> str:
-    """The text with its control characters made visible: `^[` for ESC, `\\x9b`, `\\u202e`. Tabs and newlines stay."""
+    """Make the control characters in a text visible: `^[` for ESC, `\\x9b`, `\\u202e`. Tabs and newlines stay."""
     return _UNSAFE.sub(_shown, text)
 
 
@@ -57,12 +56,12 @@ def _shown(found: re.Match[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Like `safe`, for a value that must stay within its line or cell."""
+    """Make a text safe for a single line or cell, see `safe`."""
     return safe(text).replace("\n", "\\n").replace("\t", " ")
 
 
 class _Guarded:
-    """A stream that writes safe text. It has no `buffer`, which would bypass the check."""
+    """A stream that writes safe text. `buffer` is missing because it would bypass the check."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
@@ -90,7 +89,7 @@ def guard() -> None:
 
 
 def release() -> None:
-    """Undo `guard`: in a pod, standard output is the worker's log and must contain whatever the script writes."""
+    """Undo `guard`, since in a pod, standard output is the worker's log and must contain the script's output unchanged."""
     if sys.stdout is not None:
         sys.stdout = _raw(sys.stdout)
     if sys.stderr is not None:
@@ -98,7 +97,7 @@ def release() -> None:
 
 
 def bug(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """`sys.excepthook`: the traceback without the colours that Python 3.13 gives it, which would be shown as text."""
+    """Print a traceback without Python 3.13's colours, which would appear as text. For `sys.excepthook`."""
     print("".join(traceback.format_exception(kind, error, where)), end="", file=sys.stderr)
 
 
@@ -111,7 +110,7 @@ def colours(stream: TextIO | None) -> bool:
     """Return whether to write colours to this stream: never with NO_COLOR, always with FORCE_COLOR, else on a terminal that
     supports them.
 
-    A variable counts if it is set to a non-empty text: https://no-color.org and https://force-color.org.
+    A variable counts if its value is not empty: https://no-color.org and https://force-color.org.
     """
     if os.environ.get("NO_COLOR") or stream is None:
         return False
@@ -119,15 +118,15 @@ def colours(stream: TextIO | None) -> bool:
 
 
 def interactive(stream: TextIO | None) -> bool:
-    """Return whether the stream is a terminal that can redraw its lines, and at which a user can type.
+    """Return whether the stream is a terminal that can redraw lines and accepts input.
 
-    A command in a notebook's cell has a pseudo-terminal, but the page shows all its lines, and nobody can type there.
+    A command in a notebook's cell has a pseudo-terminal, but the page shows all lines and accepts no input.
     """
     return stream is not None and stream.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Yield a rich console on standard output or standard error. Rich reads NO_COLOR and FORCE_COLOR itself."""
+    """Return a rich console on standard output or standard error. Rich reads NO_COLOR and FORCE_COLOR itself."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -141,7 +140,7 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextlib.contextmanager
 def without_carets(fd: int = 0) -> Iterator[None]:
-    """Keep a terminal from printing `^C`: behind a panel as wide as the terminal it would take another line, and the panel's
+    """Keep a terminal from printing `^C`. Behind a panel as wide as the terminal, `^C` would take another line, and the panel's
     top edge would stay on the screen."""
     try:
         before = termios.tcgetattr(fd)
@@ -158,7 +157,7 @@ def without_carets(fd: int = 0) -> Iterator[None]:
 
 
 def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
-    """Print lines of workers, each after the name of its worker."""
+    """Print lines of workers, each with the name of its worker as a prefix."""
     out, coloured = sys.stdout, colours(sys.stdout)
     kept = not os.environ.get("NO_COLOR")
     text = "".join(
@@ -171,14 +170,14 @@ def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
 
 
 class Folded:
-    """Leaves out lines that the survivors of a failure print only because another rank has ended, except one line per worker,
-    which follows the cause."""
+    """Filters echoes: lines that survivors of a failure print only because another rank has ended. One echo per worker stays,
+    after the cause."""
 
     def __init__(self) -> None:
         self._below: dict[int, LogLine] = {}
 
     def take(self, lines: Iterable[LogLine]) -> Iterator[LogLine]:
-        """Yield the lines without these echoes. The first echo of each worker is retained until the next line from Outlast."""
+        """Yield the lines without echoes. The first echo of each worker follows the next line from Outlast."""
         for line in lines:
             if contract.ECHO in line.text:
                 self._below.setdefault(line.worker, line)
@@ -187,14 +186,14 @@ class Folded:
                 yield from self.rest() if "outlast | " in line.text else ()
 
     def rest(self) -> list[LogLine]:
-        """Return the lines that are still retained."""
+        """Return the echoes that have not been yielded yet."""
         below, self._below = [*self._below.values()], {}
         return below
 
 
 def drawn(text: str, *, terminal: bool) -> Iterator[str]:
-    """Yield the visible parts of a line that overwrites itself with carriage returns, as progress bars do. On a terminal this is
-    the last drawing; elsewhere each drawing is a line, but only the last drawing of each bar is included."""
+    """Yield the visible parts of a line that overwrites itself with carriage returns, as progress bars do. A terminal shows only
+    the last drawing. Elsewhere each drawing is a line, but only the last drawing of each bar is included."""
     parts = [part for part in _BACK.sub("", text).split("\r") if part.strip()] or [""]
     if terminal:
         yield parts[-1]
@@ -206,7 +205,7 @@ def drawn(text: str, *, terminal: bool) -> Iterator[str]:
 
 
 def logged(text: str, *, colour: bool = True) -> str:
-    """Return a worker's line with its colours, which end with the line, and without any other control sequence."""
+    """Return a worker's line with its colours, which are reset at the end, and without other control sequences."""
     if "\x1b" not in text:
         return safe(text)
     pieces = _SGR.split(text)  # text, sequence, text, ...
@@ -215,7 +214,7 @@ def logged(text: str, *, colour: bool = True) -> str:
 
 
 def prefix(worker: int, *, colour: bool) -> str:
-    """`worker-0 | `, the prefix of each line of a worker."""
+    """Return the prefix of each line of a worker: `worker-0 | `."""
     text = f"worker-{worker} | "
     return f"\033[{_PREFIXES[worker % len(_PREFIXES)]}m{text}{_RESET}" if colour else text
 
@@ -232,7 +231,7 @@ def handled(by: Callable[[int, FrameType | None], object], *numbers: signal.Sign
 
 
 def confirm(what: str) -> None:
-    """Ask the user to confirm. Raises OutlastError if the answer is not yes, or there is no terminal to ask on."""
+    """Prompt the user for a confirmation. Raises OutlastError without a terminal, or for any answer but yes."""
     if not interactive(sys.stdin):
         raise OutlastError(f"{what}; add --yes to confirm")
     if input(f"{safe(what)}. Type yes to go on: ").strip() != "yes":

@@ -1,4 +1,4 @@
-"""Long transfers on the command line: progress as a bar or as lines, and Ctrl-C, after which the same command continues."""
+"""Long transfers on the command line: progress as a bar or as lines, and Ctrl-C, after which repeating the command continues."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from outlast.base.errors import Stopped
 from outlast.cli import terminal
 
 _LINE_INTERVAL_S = 5.0
-"""Interval between progress lines if there is no terminal."""
+"""Seconds between progress lines without a terminal."""
 
 
 class Tell(Protocol):
     """Callback for the progress of a transfer."""
 
     def __call__(self, done: int, total: int, files: str = "") -> None:
-        """Report `done` of `total` bytes; `files` is a text about the number of files, if files are counted."""
+        """Report `done` of `total` bytes. `files` is a text about the number of files, if known."""
 
 
 @contextlib.contextmanager
 def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Callable[[int], None], threading.Event]]:
-    """Show a transfer of `size` bytes, which Ctrl-C may stop; `verb` is a word such as `received`.
+    """Show a transfer of `size` bytes, which Ctrl-C may stop. `verb` is a word such as `received`.
 
-    Yields a function to call with the number of bytes moved since the last call, from any thread, and the event that
-    `interruptible` sets.
+    Yields a function and the event of `interruptible`. Any thread may call the function with the number of bytes transferred
+    since the last call.
     """
     lock = threading.Lock()
     done = 0
@@ -49,8 +49,8 @@ def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Cal
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Yields an event that the first SIGINT or SIGTERM sets, which also ends a wait for a store; the second kills the process.
-    `Stopped` ends the command."""
+    """Yield an event that the first SIGINT or SIGTERM sets. The first signal also ends a wait for a store; the second kills the
+    process. `Stopped` ends the command."""
     stop = threading.Event()
     caught: list[int] = []
 
@@ -70,7 +70,7 @@ def interruptible() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def shown(verb: str, *, quiet: bool = False) -> Iterator[Tell]:
-    """Yields a callback that shows progress: a bar on a terminal, otherwise a line every few seconds."""
+    """Yield a callback that shows progress: a bar on a terminal, otherwise a line every few seconds."""
     began = told = time.monotonic()
 
     def say(done: int, total: int, files: str = "") -> None:
@@ -106,7 +106,7 @@ def shown(verb: str, *, quiet: bool = False) -> Iterator[Tell]:
 
 
 def line(done: int, total: int, verb: str, seconds: float, files: str = "") -> str:
-    """Return `412/1,000 files, 412 MiB of 1.0 GiB sent, 103 MiB/s, 6.0s left`."""
+    """Format a progress line: `412/1,000 files, 412 MiB of 1.0 GiB sent, 103 MiB/s, 6.0s left`."""
     rate = done / seconds if seconds else 0.0
     left = f", {units.human_seconds((total - done) / rate)} left" if rate else ""
     counted = f"{files}, " if files else ""

@@ -1,4 +1,4 @@
-"""A web server (TensorBoard, JupyterLab) that runs as the child of a command until Ctrl-C."""
+"""Web servers (TensorBoard, JupyterLab) that run as the child of a command until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import terminal
 
 _START_S = 60.0
-"""Timeout of a server's first answer; arbitrary."""
+"""Timeout of a server's first response in seconds; arbitrary."""
 
 
-def port(wanted: int | None, bind: str, default: int) -> int:
-    """Return the port to use: `wanted`, else `default`, else a free port if the default is taken. Raises OutlastError if the
-    `wanted` port is taken, or if the address is not one of this machine's."""
+def port(requested: int | None, bind: str, default: int) -> int:
+    """Return the port to use: `requested`, else `default`, else a free port if the default is taken. Raises OutlastError if the
+    `requested` port is taken, or if the machine does not have the address."""
     if not bind:
         raise OutlastError("--bind is empty; name an address, or 0.0.0.0 for all")
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-    for number in (wanted,) if wanted else (default, 0):
+    for number in (requested,) if requested else (default, 0):
         try:
             with socket.create_server((bind, number), family=family) as server:
                 return int(server.getsockname()[1])
         except OSError as error:
-            if number == default and not wanted:
+            if number == default and not requested:
                 continue
             option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--bind"
             place = f"port {number} at {bind}" if option == "--port" else bind
@@ -41,13 +41,13 @@ def port(wanted: int | None, bind: str, default: int) -> int:
 
 
 def shown(bind: str) -> str:
-    """Return the host of the URL at which a browser on this machine reaches a server that listens at `bind`."""
+    """Return the host in the URL with which a browser on this machine reaches a server that listens at `bind`."""
     return "localhost" if bind in ("127.0.0.1", "0.0.0.0", "::1", "::") else f"[{bind}]" if ":" in bind else bind
 
 
 @contextlib.contextmanager
 def until_stopped() -> Iterator[None]:
-    """Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C: each of them ends the block without an error."""
+    """Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C: each signal ends the block without an error."""
 
     def stopped(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -68,11 +68,11 @@ def child(
     start_s: float = _START_S,
     grace_s: float = 5.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a server; yields its process once it is `ready`. The server is stopped at the end of the block, or by the kernel if
-    this process is killed.
+    """Start a server, and yield its process once the server is `ready`. The server is stopped at the end of the block, or by the
+    kernel if this process is killed.
 
-    Ctrl-C does not reach the server: this process stops it. Raises NotFound, with the end of the log, if the server does not
-    start.
+    Ctrl-C does not reach the server, which this process stops instead. Raises NotFound, with the end of the log, if the server
+    does not start.
     """
     from outlast.worker.launch import os_calls
 

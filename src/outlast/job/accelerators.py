@@ -79,8 +79,8 @@ RESOURCES = {row.name: row.resource for row in NAMED}
 DEVICES = {row.device: row for row in TABLE if row.device}
 """Rows by device type of torch."""
 LIBRARIES = tuple(row.backend for row in DEVICES.values() if row.backend != row.device)
-"""Libraries for collectives. An error that names such a library comes from a collective; an error that names a device may be
-any error."""
+"""Libraries for collectives. An error that names one of them comes from a collective; an error that names a device may be any
+error."""
 SHARED = tuple(each for row in TABLE if row.shared for each in (row.name, *row.shared) if each)
 """Values of `resources.accelerator` whose units several processes may share."""
 

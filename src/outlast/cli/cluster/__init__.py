@@ -1,1 +1,1 @@
-"""Commands for a cluster: install Outlast, check it, run its processes, render jobs for it."""
+"""Commands for a cluster: installing Outlast, checking the cluster, running Outlast's processes, and rendering jobs."""

@@ -1,4 +1,4 @@
-"""`outlast doctor`: would training work here?"""
+"""`outlast doctor`: a check that training would work on this machine and in a cluster."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def doctor(
     if image is None and (store or secret):
         raise OutlastError("--store and --secret are tried in a pod; say of which image: --image IMAGE")
     findings: list[tuple[str, Finding]] = []
-    with terminal.handled(signal.default_int_handler, signal.SIGTERM):  # pods are deleted then, as after Ctrl-C
-        for section, checks in _asked(image, store, secret or [], network, namespace, context, timeout):
+    with terminal.handled(signal.default_int_handler, signal.SIGTERM):  # deletes the pods, as Ctrl-C does
+        for section, checks in _sections(image, store, secret or [], network, namespace, context, timeout):
             if output is Output.TABLE:
                 print(("\n" if findings else "") + section, flush=True)
             for check in checks:
@@ -66,7 +66,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _asked(
+def _sections(
     image: str | None,
     store: str,
     secrets: list[str],
@@ -75,7 +75,7 @@ def _asked(
     context: str | None,
     timeout: float,
 ) -> Iterator[tuple[str, Iterable[Finding]]]:
-    """Yield the requested sections, each with its checks, which run as they are iterated."""
+    """Yield the requested sections with their checks. Iterating over the checks runs them."""
     from outlast.kubernetes import api
     from outlast.kubernetes.diagnosis import finding, inspection_pods, machine
 
@@ -97,7 +97,7 @@ def _asked(
 
 
 def _of(cluster: Cluster) -> Iterator[Finding]:
-    """Checks of the cluster itself."""
+    """Yield the checks of the cluster itself."""
     from outlast.kubernetes.diagnosis import cluster as judged
     from outlast.kubernetes.diagnosis import gather_evidence, machine
 
@@ -107,7 +107,7 @@ def _of(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _reached(checks: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield the checks. If the cluster does not allow further checks, the last finding says so."""
+    """Yield the checks, and a last finding about the error if the cluster does not allow further checks."""
     from outlast.kubernetes.diagnosis import Finding
 
     try:

@@ -81,8 +81,7 @@ def install(
 
 
 def _wait(cluster: api.Cluster, workload: dict[str, Any], begun: float, timeout: float) -> None:
-    """Wait until the operator or the node watcher runs. If it does not run in time, the reason is printed, and typer.Exit is
-    raised."""
+    """Wait until the operator or the node watcher runs. After the timeout, print the reason and raise typer.Exit."""
     from outlast.kubernetes import diagnosis
     from outlast.kubernetes.jobs import installation
 

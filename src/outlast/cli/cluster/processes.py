@@ -1,4 +1,4 @@
-"""`outlast operator` and `outlast node-watch`: the processes that pods of `outlast install` run."""
+"""`outlast operator` and `outlast node-watch`: the processes in the pods of `outlast install`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def operator(
         from outlast.kubernetes.api import login
 
         if (error.name or "").startswith("outlast"):
-            raise  # a module of ours: a bug
+            raise  # our own module: a bug
         raise login.not_installed(error) from error
 
     limits = main.limits(lost_after)
@@ -102,7 +102,7 @@ def node_watch(
     cluster = api.connect(context)
     source = Metadata(metadata.rstrip("/"), rebalance)
     watcher = Watcher(cluster.get(api.NODE, node), source, cluster, clock=Clock(), interval_s=interval_s)
-    source.read(Clock()())  # a service that is switched off is said by a container that does not start
+    source.read(Clock()())  # a disabled service becomes visible as a container that does not start
     logging.getLogger(__name__).info("node %s is watched every %g s", node, interval_s)
     while not stop.wait(watcher.tick()):
         pass

@@ -1,6 +1,6 @@
-"""`outlast rdzv show`: the rendezvous of runs that coordinate through an etcd.
+"""`outlast rdzv show`: the rendezvous of runs that coordinate through etcd.
 
-The command reads the keys of members and coordinators (`rendezvous.etcd.client.look`), and writes none.
+The command only reads the keys of members and coordinators (`rendezvous.etcd.client.look`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def show(endpoint: EndpointOption, run: RunOption = None, output: OutputOption =
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return the runs as text: one line per run, or a single run with all its members."""
+    """Format the runs as text: one line per run, or a single run with all its members."""
     if len(runs) == 1:
         return _whole(runs[0])
     rows = []
@@ -114,7 +114,7 @@ def facts(run: Run) -> dict[str, Any]:
 
 
 def _look(client: Etcd, run: str | None) -> list[Run]:
-    """Return all runs, or one. Raises NotFound, EtcdError."""
+    """Return all runs, or only `run`. Raises NotFound, EtcdError."""
     from outlast.rendezvous.etcd import client as etcd
 
     runs = etcd.look(client, run)
@@ -158,7 +158,7 @@ def _world(run: Run) -> str:
 
 
 def _decides(run: Run) -> str:
-    """Return the coordinator as shown to users; empty if there is none."""
+    """Return the coordinator's name for users; empty without a coordinator."""
     if run.coordinator is None:
         return ""
     who = "" if run.coordinator.id is None else f"member {run.coordinator.id}"

@@ -87,8 +87,8 @@ def rendered(
     fresh: bool = False,
     room: int | None = None,
 ) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
-    """The documents of a job, in the order in which to apply them, and its code, which has to be put where the documents say
-    (`Parcel.put`) before they are applied.
+    """Yield the documents of a job in the order of application, and its code, which must be uploaded (`Parcel.put`) before the
+    documents are applied.
 
     `run` and `fresh` are as for `manifests.render`; `room` is the maximum size of code in a ConfigMap (default: as much as a
     ConfigMap can hold). Raises InvalidJob with the name of the job's file.
@@ -109,9 +109,9 @@ def rendered(
 
 
 def text(documents: Sequence[dict[str, Any]]) -> str:
-    """Return a YAML stream of documents, with keys in their order and multi-line texts as blocks.
+    """Format documents as a YAML stream, with keys in their original order and multi-line texts as blocks.
 
-    Texts that kubectl's YAML, unlike PyYAML, would read as numbers or booleans (`5e-5`, `y`) are quoted.
+    Texts that kubectl's YAML, unlike PyYAML, would parse as numbers or booleans (`5e-5`, `y`) are quoted.
     """
     import yaml
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 import tempfile
@@ -35,13 +36,13 @@ StoreOption = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The places where a job's checkpoints are."""
+    """The places of a job's checkpoints."""
 
     run: str
     directory: Path | None
-    """Directory on this machine; None if this machine does not know the job."""
+    """Directory on this machine; None if the job is unknown on this machine."""
     there: in_store.Checkpoints | None
-    """Checkpoints in the job's store; None if it has no store."""
+    """Checkpoints in the job's store; None if the job has no store."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Saved:
 
     @property
     def where(self) -> str:
-        """`here`, `store` or `both`."""
+        """Place of the checkpoint: `here`, `store` or `both`."""
         return "both" if self.here and self.there else "here" if self.here else "store"
 
     @property
@@ -70,13 +71,13 @@ class Saved:
 
     @property
     def problem(self) -> str:
-        """Why the checkpoint's COMMIT cannot be read; empty if it can."""
+        """Why the checkpoint's COMMIT cannot be read; empty if it is readable."""
         here = f"here: {self.here.problem}" if self.here and self.here.problem else ""
         there = f"in the store: {self.there.problem}" if self.there and self.there.problem else ""
         return "; ".join(filter(None, (here, there)))
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields of the checkpoint's COMMIT; each is None if neither copy can be read."""
+        """Return the fields of the checkpoint's COMMIT, which are all None if neither copy can be read."""
         readable = self.here if self.here and not self.here.problem else self.there.commit if self.there else None
         facts = {name: getattr(readable, name, None) for name in ("run", "generation", "world_size", "time")}
         return {
@@ -92,7 +93,7 @@ class Saved:
         return {name: file["size"] for name, file in sorted(files.items())}
 
     def plain(self, job: Job, ranks: Mapping[int, int]) -> dict[str, Any]:
-        """Return the checkpoint as plain data; `ranks` is the result of `_ranks`."""
+        """Return the checkpoint as plain data. `ranks` is the result of `_ranks`."""
         url = f"{job.there.store.url}/{contract.CHECKPOINTS}/{self.there.place.key}" if self.there and job.there else None
         path = str(self.here.path) if self.here else None
         good = {"metric": self.metric.value, "by": self.metric.by} if self.metric else {"metric": None, "by": None}
@@ -101,7 +102,7 @@ class Saved:
 
 
 def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str | None, context: str | None) -> Job:
-    """Return the job that a command means; raises NotFound. The store is read only if this machine does not know the job."""
+    """Return the job that a command refers to. Reads the store only if the job is unknown on this machine. Raises NotFound."""
     from outlast.storage import runs, store
     from outlast.storage.checkpoints import in_store
 
@@ -109,9 +110,9 @@ def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str |
     if url and elsewhere:
         raise OutlastError(f"{elsewhere} and --store {url} are two places; leave one of them out")
     if elsewhere or (url and not (namespace or context) and not find_job.backend(ctx).list()):
-        there, record = find_job.recorded(elsewhere or url or "")
+        there, record = find_job.stored_run(elsewhere or url or "")
         return Job(record.run, None, in_store.Checkpoints(there, record.run))
-    place, name = find_job.found(ctx, name, namespace, context)
+    place, name = find_job.resolve(ctx, name, namespace, context)
     status = place.status(name)
     url = url or (status.store.url if status.store else None)
     if find_job.in_cluster(place) is not None:
@@ -127,7 +128,8 @@ def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str |
 
 
 def _saved(job: Job) -> list[Saved]:
-    """Return all checkpoints of a job, lowest step first. If the store cannot be reached, only those on this machine."""
+    """Return all checkpoints of a job, lowest step first. If the store is unreachable, returns only the checkpoints on this
+    machine."""
     from outlast.storage import checkpoints
 
     here = checkpoints.list_(job.directory) if job.directory else []
@@ -150,15 +152,15 @@ def _saved(job: Job) -> list[Saved]:
 
 
 def _ranks(job: Job, found: Sequence[Saved]) -> dict[int, int]:
-    """Return the rank of each of the run's checkpoints that has a metric, by step: 1 is the best."""
+    """Rank the run's checkpoints with a metric, by step: 1 is the best."""
     from outlast.storage import checkpoints
 
-    ours = (saved for saved in found if not saved.here or saved.here.run in (job.run, ""))
-    return {saved.step: rank for rank, saved in enumerate(checkpoints.ranked(ours), 1)}
+    own = (saved for saved in found if not saved.here or saved.here.run in (job.run, ""))
+    return {saved.step: rank for rank, saved in enumerate(checkpoints.ranked(own), 1)}
 
 
 def _chosen(found: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
-    """Return all these checkpoints, only the best, or only those of a step; raises NotFound."""
+    """Return all these checkpoints, or only the best, or only the checkpoints of a step. Raises NotFound."""
     from outlast.storage import checkpoints
 
     if best and step is not None:
@@ -326,13 +328,13 @@ def verify(
 
 
 def _verified(path: Path) -> str | None:
-    """Return the damage of a checkpoint, which is protected from removal while it is read; None if it is whole."""
+    """Return the damage of a checkpoint, or None for a whole checkpoint. Protects it from removal during the check."""
     from outlast.storage import checkpoints
 
     try:
         with checkpoints.reading(path):
             return checkpoints.verify(path)
-    except OSError:  # it is being removed, or damaged: `verify` says how
+    except OSError:  # it is being removed, or damaged: `verify` returns the details
         return checkpoints.verify(path)
 
 
@@ -384,7 +386,8 @@ def restore(
             if step is not None:
                 restored = job.there.fetch(found[-1], directory, progress=progress, stop=stop)
             else:
-                newest = job.there.restore(directory, say=_say, progress=progress, stop=stop)
+                say = functools.partial(print, file=sys.stderr, flush=True)
+                newest = job.there.restore(directory, say=say, progress=progress, stop=stop)
                 if newest is None:
                     raise NotFound(f"{job.there.store.url} holds no checkpoint that is whole")
                 restored = newest
@@ -429,7 +432,7 @@ def export(
         if found is None and job.there and whole[-1].there:
             with transfer_progress.transfer("received", whole[-1].there.bytes) as (progress, stop):
                 found = job.there.fetch(whole[-1].there, Path(directory), progress=progress, stop=stop)
-        # in a process of its own, since importing torch takes seconds
+        # in a separate process, since importing torch takes seconds
         command = [sys.executable, "-m", "outlast", "weights", str(found and found.path), str(to), key]
         if code := subprocess.run(command, check=False).returncode:
             raise typer.Exit(code)
@@ -462,14 +465,14 @@ def prune(
     from outlast.storage import checkpoints
 
     job = _job(ctx, name, store, namespace, context)
-    ours = [c for c in checkpoints.list_(job.directory) if c.run == job.run] if job.directory else []
+    own = [c for c in checkpoints.list_(job.directory) if c.run == job.run] if job.directory else []
     retention = checkpoints.Retention(keep, best)
-    here = checkpoints.expired(ours, retention)
+    here = checkpoints.expired(own, retention)
     there = job.there.prune(retention, dry_run=True) if job.there else []
     lines = [f"{c.path.name} here, {units.human_bytes(c.bytes)}" for c in here]
     lines += [f"{contract.checkpoint_name(place.step)} in the store" for place in there]
     if not lines:
-        measured = best and any(c.metric for c in [*ours, *(job.there.list_() if job.there else ())])
+        measured = best and any(c.metric for c in [*own, *(job.there.list_() if job.there else ())])
         print(f"nothing to remove: there are no more than {keep}" + (f", and the best {best}" if measured else ""))
         return
     if dry_run or (sys.stdin.isatty() and not yes):
@@ -494,7 +497,3 @@ def _agreed(question: str) -> bool:
     except typer.Abort:  # Ctrl-C
         print("\nstopped, nothing was removed", file=sys.stderr)
         raise typer.Exit(130) from None
-
-
-def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`outlast data`: get datasets, and list the datasets that have a name."""
+"""`outlast data`: getting datasets, and listing the named datasets."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def get(
 
 
 def _since_the_beginning(tell: transfer_progress.Tell) -> Progress:
-    """Shows how many of the missing bytes have arrived. Bytes from an earlier command are not counted: the rate would be too
-    high."""
+    """Show how many of the missing bytes have arrived. Bytes from an earlier command do not count, since they would inflate the
+    rate."""
     first: list[int] = []
 
     def progress(done: int, total: int) -> None:
@@ -127,7 +127,7 @@ def _since_the_beginning(tell: transfer_progress.Tell) -> Progress:
 
 
 def _dataset(name: str) -> Dataset:
-    """Return the dataset for a name or URL. Raises OutlastError."""
+    """Find the dataset for a name or URL. Raises OutlastError."""
     from outlast.data import named_datasets
 
     if named_datasets.is_url(name):
@@ -140,15 +140,15 @@ def _directory(dataset: Dataset, to: str | None) -> Path:
     return Path(to.removeprefix("file://")) if to else Path("data") / dataset.directory
 
 
-def _in_pod(place: KubernetesBackend, wanted: Download, context: str | None) -> None:
+def _in_pod(place: KubernetesBackend, request: Download, context: str | None) -> None:
     from outlast.kubernetes.jobs import dataset_download
 
-    print(dataset_download.get(place.workloads, wanted))
-    print(f"look at it with: outlast logs -f {wanted.name}{find_job.suffix(place.cluster.namespace, context)}")
+    print(dataset_download.get(place.workloads, request))
+    print(f"look at it with: outlast logs -f {request.name}{find_job.suffix(place.cluster.namespace, context)}")
 
 
 def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
-    """Bring a dataset to a place in a store, by way of this machine's cache. In the store, too, the marker is written last."""
+    """Copy a dataset to a place in a store, through this machine's cache. The marker is also the last file in the store."""
     from outlast.data import dataset_directory as place
     from outlast.data import obtain
     from outlast.data.dataset_directory import Marker
@@ -169,7 +169,7 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     ownership.check_place(url, names, noted, dataset.name)
     home = data_cache.writable(os.environ) / "get" / hashlib.sha256(f"{dataset.name} {there.url}".encode()).hexdigest()[:16]
     found, _ = obtain.get(dataset, home / "tree", how)
-    there.put(place.COMING, dataset.name.encode())  # until the marker is there, nobody takes a part for the dataset
+    there.put(place.COMING, dataset.name.encode())  # marks an incomplete dataset until the marker exists
     terminal.say(f"sending {tables_and_pages.count(found.files, 'file')}, {units.human_bytes(found.size)}, to {url}")
     with transfer_progress.shown("sent") as tell:
         report = push_and_pull.push(

@@ -1,7 +1,8 @@
-"""`outlast data prepare`: raw files become shards, in a directory or a store; `outlast data verify` reads every byte of them.
+"""`outlast data prepare` makes shards from raw files, in a directory or a store. `outlast data verify` checks every byte of a
+dataset.
 
-`data.prepare` does the work. A dataset for a store is made in a work directory first, then its shards are uploaded, the
-manifest last.
+`data.prepare` does the work. A dataset for a store is first made in a work directory. Then its shards are uploaded, and finally
+its manifest.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from outlast.storage.store import Store
 
 _UPLOADED = ".uploaded.json"
-"""File in the work directory that lists the uploaded objects and their ETags."""
+"""File in the work directory with the uploaded objects and their ETags."""
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Make shards for training out of raw files.")
 
@@ -47,7 +48,7 @@ SeparatorOption = Annotated[
 
 @dataclass(frozen=True)
 class How:
-    """The options that all kinds of dataset share, as given on the command line."""
+    """Command line options that all kinds of datasets share."""
 
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A directory, or one file.")]
     to: Annotated[str, typer.Option(metavar="PLACE", help="Directory, or URL of a place in a store, to write to.")]
@@ -82,8 +83,8 @@ class How:
 
     @contextlib.contextmanager
     def engine_opened(self) -> Iterator[Engine | None]:
-        """The engine for the units of work; None if processes on this machine do the work. Raises OutlastError for options that
-        do not fit."""
+        """Yield the engine for the units of work, or None if processes on this machine do the work. Raises OutlastError for
+        options of the other engine."""
         if self.engine == "local":
             given = {"--master": self.master, "--partitions": self.partitions, "--conf": self.conf}
             if wrong := [name for name, value in given.items() if value]:
@@ -100,7 +101,7 @@ class How:
 
 
 def _kind(made: Callable[..., None]) -> None:
-    """Add the command for a kind of dataset; its own options are shown after --to, before the options that all kinds share."""
+    """Add the command for a kind of dataset. The help shows its own options after --to, before the shared options."""
     source, to, *others = inspect.signature(How, eval_str=True).parameters.values()
     _, *own = inspect.signature(made, eval_str=True).parameters.values()
 
@@ -142,9 +143,9 @@ def text(
     """Tokenize text into the files that nanoGPT reads.
 
     Writes train.bin, val.bin and meta.pkl, tokenizer.json, and a manifest. SOURCE contains UTF-8 files, each a document, or
-    .jsonl files, each line a document. Files or directories named train and val become those parts; a single file is divided as
-    nanoGPT does, so its last 10 % are val; otherwise a hash of its name assigns each document to a part. The same source gives
-    the same bytes, whatever the number of processes. After a kill, the same command continues.
+    .jsonl files, each line a document. Files or directories named train and val become these parts. A single file is divided as
+    in nanoGPT: its last 10 % are val. Otherwise a hash of its name assigns each document to a part. The same source gives the
+    same bytes, whatever the number of processes. After a kill, the same command continues.
 
     \b
     Examples:
@@ -181,8 +182,8 @@ def jsonl(
     """Tokenize records for fine-tuning.
 
     Writes input_ids and labels; the label -100 takes no part in the loss. Each line of SOURCE's .jsonl files is {"prompt": ...,
-    "completion": ...}, {"text": ...}, or {"messages": [{"role": ..., "content": ...}]}. The model learns completions, texts,
-    and the assistant's messages. Files named train and val become those parts; otherwise a hash assigns each record to a part.
+    "completion": ...}, {"text": ...}, or {"messages": [{"role": ..., "content": ...}]}. The model learns completions, texts, and
+    the assistant's messages. Files named train and val become these parts; otherwise a hash assigns each record to a part.
 
     \b
     Examples:
@@ -306,7 +307,7 @@ def _made(prepare: Callable[[Request], Manifest], how: How) -> None:
         )
     began = time.monotonic()
     with transfer_progress.interruptible() as stop, _Stages().shown() as progress, how.engine_opened() as engine:
-        if engine:  # whose processes have other working directories
+        if engine:  # its processes have other working directories
             source, directory = source.absolute(), directory.absolute()
         known = there if stored else None
         made = prepare(work_units.Request(source, directory, how.processes or 0, progress, known, stop, engine=engine))
@@ -342,7 +343,7 @@ class _Stages:
 
 
 def summary(made: Manifest) -> str:
-    """`train 2,975,840 tokens, val 494,212 tokens of 729 documents (vocabulary 4,096, uint16)`."""
+    """Return `train 2,975,840 tokens, val 494,212 tokens of 729 documents (vocabulary 4,096, uint16)`."""
     if made.kind == "text":
         parts = ", ".join(f"{name} {part.tokens or 0:,} tokens" for name, part in made.parts.items())
         documents = sum(part.samples for part in made.parts.values())
@@ -366,7 +367,7 @@ class _Stored:
         self.store = store
 
     def manifest(self) -> Manifest:
-        """Return the manifest of the dataset; raises Missing."""
+        """Read the manifest of the dataset. Raises Missing."""
         from outlast.data import shard_format
 
         return shard_format.parse(self.store.get(shard_format.MANIFEST), self.store.url)
@@ -385,25 +386,24 @@ class _Stored:
             yield bytes(self.store.range(name, begin, min(begin + shard_format.CHUNK, size)))
 
     def check(self, directory: Path, note: str | None = None) -> None:
-        """Raise OutlastError for a place that contains other files, or parts of a dataset other than the one with this `note`."""
+        """Raise OutlastError if the place contains other files, or parts of a dataset with another `note`."""
         from outlast.data import dataset_directory as place
         from outlast.job import ownership
 
         names = self.store.names()
         there = self.store.get(place.COMING).decode() if place.COMING in names else None
-        begun = there is None and (directory / _UPLOADED).exists()  # by a version that left no note in the store
+        begun = there is None and (directory / _UPLOADED).exists()  # by an earlier version, which left no note in the store
         ownership.check_place(self.store.url, names, note or "" if begun else there, there or "" if note is None else note)
 
     def upload(self, directory: Path, made: Manifest) -> None:
-        """Send the shards, then the manifest, and remove the work directory. Shards that an earlier run has sent are not sent
-        again."""
+        """Upload the shards, then the manifest, and remove the work directory. Skips shards that an earlier run has uploaded."""
         from outlast.base import files
         from outlast.data import dataset_directory as place
         from outlast.data import shard_format
 
         note = f"the dataset whose manifest has the SHA-256 {hashlib.sha256(made.text.encode()).hexdigest()}"
         self.check(directory, note)
-        self.store.put(place.COMING, note.encode())  # until the manifest is there, nobody takes a part for the dataset
+        self.store.put(place.COMING, note.encode())  # marks an incomplete dataset until the manifest exists
         noted = directory / _UPLOADED
         sent: dict[str, str] = json.loads(noted.read_text()) if noted.exists() else {}
         names = [shard.file for part in made.parts.values() for shard in part.shards]

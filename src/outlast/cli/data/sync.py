@@ -1,4 +1,4 @@
-"""`outlast sync`: synchronise a directory with a place in a store."""
+"""`outlast sync`: copying changes between a directory and a place in a store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outlast.storage.sync.push_and_pull import Report
 
 _LISTED = 20
-"""Maximum number of paths of each kind that are listed at the end."""
+"""Maximum number of listed paths of each kind."""
 
 
 def sync(
@@ -66,7 +66,7 @@ def sync(
         def progress(now: push_and_pull.Progress) -> None:
             tell(now.bytes, now.bytes_total, f"{now.files:,}/{now.files_total:,} files")
 
-        begun = any(state.parent.glob(f"{state.name}.*"))  # also if that was killed before it wrote a manifest
+        begun = any(state.parent.glob(f"{state.name}.*"))  # even if an earlier sync was killed before it wrote a manifest
         if pushing and not check and not begun:
             names = place.names()
             own = "" if push_and_pull.MANIFEST in names else None
@@ -87,7 +87,7 @@ def sync(
 
 
 def _nothing(place: Store) -> NotFound:
-    """Return the error for a place from which nothing was received."""
+    """Return the error for a place without any objects."""
     from outlast.storage import store
 
     above, _, name = place.url.rpartition("/")
@@ -98,7 +98,7 @@ def _nothing(place: Store) -> NotFound:
 
 
 def sides(source: str, target: str) -> tuple[bool, Path, str]:
-    """Return whether the directory is the source; the directory; and the URL of the other side, which may be a directory, too."""
+    """Return whether the directory is the source, the directory, and the URL of the other side, which may also be a directory."""
     here = [None if "://" in side and not side.startswith("file://") else _local(side) for side in (source, target)]
     if here[0] is None and here[1] is None:
         raise OutlastError(f"{source} and {target} are both in a store; sync the one to a directory, and that to the other")
@@ -111,7 +111,7 @@ def sides(source: str, target: str) -> tuple[bool, Path, str]:
 
 
 def _local(side: str) -> Path:
-    """Return the directory given as one side; raises StoreError for a URL that lacks a slash."""
+    """Return the directory given as one side. Raises StoreError for a URL that lacks a slash."""
     from outlast.storage.store import urls
 
     if re.match(rf"({'|'.join(urls.PLACES)}):", side) and not side.startswith("file://") and not os.path.exists(side):
@@ -138,7 +138,7 @@ def summary(report: Report, verb: str, seconds: float, *, dry_run: bool) -> str:
 
 
 def shown(path: str) -> str:
-    """Return a path on one line, whatever characters it contains."""
+    """Format a path on one line, even with control characters."""
     return path if path.isprintable() else repr(path)
 
 

@@ -1,1 +1,1 @@
-"""Commands that show what jobs do and did."""
+"""Commands that show current and past jobs."""

@@ -1,4 +1,4 @@
-"""`outlast report`: where the time of a run went; several runs side by side."""
+"""`outlast report`: the time of a run by cause, or several runs side by side."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def report(
 ) -> None:
     """Show where the time of a job went, or compare several.
 
-    How much was training, how much was lost to replayed steps, waiting for data, checkpoints and recovery, and what happened
-    when. The report of a job in a cluster needs its output in a store. NAME may be a job file, or the URL of a job's output in a
-    store.
+    The report shows the share of training, the time lost to replayed steps, waiting for data, checkpoints and recovery, and a
+    list of incidents. The report of a job in a cluster needs its output in a store. NAME may be a job file, or the URL of a job's
+    output in a store.
 
     If several names are given, each job is compared with the first: time from submission to the end, speed-up, efficiency (the
-    speed-up divided by how many times as many workers there were), speed, goodput and the last loss.
+    speed-up divided by the ratio of workers), speed, goodput and the last loss.
 
     \b
     Examples:
@@ -106,11 +106,11 @@ class _Job:
     run: str
     events: Iterable[Event]
     active: bool
-    """True if a launcher or an operator drives the job: then the time up to now counts."""
+    """True if a launcher or an operator drives the job. Its account then extends to now."""
     metrics: Callable[[], Iterable[str | bytes]]
-    """Reads the lines of the job's metrics.jsonl."""
+    """Function that reads the lines of the job's metrics.jsonl."""
     ended: str = ""
-    """The state in which the job ended, if known."""
+    """The final state of the job, if known."""
 
     def account(self) -> Goodput:
         """Return the account of the job's time up to its end, or to now."""
@@ -122,17 +122,17 @@ class _Job:
 
 
 def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> _Job:
-    """Return the job with this name, or with its output at this URL."""
+    """Find the job with this name, or with its output at this URL."""
     if url := find_job.in_store(name):
         from outlast.storage.runs import output
 
-        place, record = find_job.recorded(url)
+        place, record = find_job.stored_run(url)
         stored, ended = output.events(place), record.state if record.ended else ""
         first: Event = next(iter(stored), {})
         if record.submitted < first.get("t", 0.0):
             stored = stored.merged([{"t": record.submitted, "kind": "submitted", "source": "run", "run": record.run}])
         return _Job(record.job, record.run, stored, not ended, functools.partial(output.metrics, place), ended)
-    backend, name = find_job.found(ctx, name, namespace, context)
+    backend, name = find_job.resolve(ctx, name, namespace, context)
     status, events = backend.status(name), backend.events(name)
     metrics = functools.partial(_metrics, backend.output(name))
     if find_job.in_cluster(backend) is None:
@@ -141,7 +141,7 @@ def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: s
 
 
 def _metrics(output: Path | str) -> Iterable[str | bytes]:
-    """Return the lines of metrics.jsonl in the output of a job: a directory, or a URL."""
+    """Return the lines of metrics.jsonl in a job's output, which is a directory or a URL."""
     if isinstance(output, str):
         from outlast.storage import store
         from outlast.storage.runs import output as stored

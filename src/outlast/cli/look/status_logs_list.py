@@ -65,7 +65,7 @@ def status(
       outlast status cifar10 -n team-a
       outlast status cifar10 -o json
     """
-    place, name = find_job.found(ctx, name, namespace, context)
+    place, name = find_job.resolve(ctx, name, namespace, context)
     if watch:
         _watch(place, name, output)
     elif output is Output.TABLE:
@@ -75,7 +75,7 @@ def status(
 
 
 def _watch(place: Backend, name: str, output: Output) -> None:
-    """Show a page that is refreshed on a terminal; otherwise print a line, or a document, for every change."""
+    """Show a live page on a terminal; elsewhere, print a line or a document for every change."""
     if output is Output.TABLE and terminal.interactive(sys.stdout):
         from outlast.cli import live_panel
 

@@ -1,8 +1,8 @@
-"""`outlast tensorboard`: TensorBoard for any job, made of its metrics.
+"""`outlast tensorboard`: TensorBoard for the metrics of any job.
 
-Event files are made in a temporary directory from `metrics.jsonl`, whether or not the job writes its own. The metrics come from
-a job on this machine, from an output in a store, or from a job in a cluster, through the API server. They grow while the job
-runs.
+The command makes event files in a temporary directory from `metrics.jsonl`, even if the job writes event files itself. The
+metrics come from a job on this machine, from an output in a store, or through the API server from a job in a cluster. The event
+files grow while the job runs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from outlast.worker.tracking.forwarding import Forwarder
 
 PORT = 6006
-"""TensorBoard's own default port; if it is taken, a free port is used."""
+"""TensorBoard's own default port. A free port replaces it if it is taken."""
 REFRESH_S = 5.0
-"""Interval at which we look for new metrics."""
+"""Seconds between two polls for new metrics."""
 
 
 def tensorboard(
@@ -92,17 +92,17 @@ def _follow(shows: Sequence[Show], process: subprocess.Popen[bytes]) -> None:
 
 
 class Source:
-    """Reads a job's metrics and event files from its output directory on this machine; the job may still be running."""
+    """Reads the metrics and event files of a job, even while it runs, from its output directory on this machine."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
 
-    def bring(self, into: Path) -> Path:
-        """Return the directory with `metrics.jsonl` and `parameters.json`; sources elsewhere copy these files to `into`."""
+    def fetch(self, into: Path) -> Path:
+        """Return the directory with `metrics.jsonl` and `parameters.json`. Remote sources copy these files to `into`."""
         return self.output
 
-    def own(self, into: Path) -> None:
-        """Put the event files that the script itself has written into the directory `into`."""
+    def add_script_files(self, into: Path) -> None:
+        """Add the event files written by the script itself to the directory `into`."""
         found = self.output / contract.TENSORBOARD
         for path in found.rglob("*tfevents*"):
             inside = path.relative_to(found)
@@ -118,7 +118,7 @@ class InStore(Source):
         self._place = place
         self._versions: dict[str, str] = {}
 
-    def bring(self, into: Path) -> Path:
+    def fetch(self, into: Path) -> Path:
         from outlast.base.errors import Missing
         from outlast.storage.sync import growing_files
         from outlast.worker.tracking import follower
@@ -128,7 +128,7 @@ class InStore(Source):
             (into / contract.PARAMETERS).write_bytes(self._place.get(contract.PARAMETERS))
         return into
 
-    def own(self, into: Path) -> None:
+    def add_script_files(self, into: Path) -> None:
         for entry in self._place.entries(contract.TENSORBOARD):
             inside = entry.key.removeprefix(f"{contract.TENSORBOARD}/")
             if inside.startswith("metrics/") or "tfevents" not in inside or ".." in inside.split("/"):
@@ -145,7 +145,7 @@ class InPod(Source):
     def __init__(self, place: KubernetesBackend, name: str) -> None:
         self._place, self._name = place, name
 
-    def bring(self, into: Path) -> Path:
+    def fetch(self, into: Path) -> Path:
         from outlast.worker.tracking import follower
 
         read = self._place.reader(self._name)
@@ -154,8 +154,8 @@ class InPod(Source):
             (into / contract.PARAMETERS).write_bytes(found)
         return into
 
-    def own(self, into: Path) -> None:
-        """Do nothing: the files may be large, and should not pass through the API server."""
+    def add_script_files(self, into: Path) -> None:
+        """Do nothing, since the files may be too large for the API server."""
 
 
 class Show:
@@ -170,10 +170,10 @@ class Show:
         self._history, self._problem = b"", ""
 
     def refresh(self) -> None:
-        """Bring the job's event files up to date; a problem is reported once."""
+        """Update the job's event files. Reports each problem once."""
         try:
-            self._forward(self._source.bring(self._copy))
-            self._source.own(self._logs / "script")
+            self._forward(self._source.fetch(self._copy))
+            self._source.add_script_files(self._logs / "script")
         except (OutlastError, OSError) as error:
             problem = str(error)
         else:
@@ -188,7 +188,7 @@ class Show:
         from outlast.worker.tracking.tracker_interface import Run
 
         if (first := _first_line(output / contract.METRICS)) != self._history or self._forwarder is None:
-            self._history = first  # another one: the job was begun again
+            self._history = first  # a different first line: the job has started again
             sink = EventFile(self._logs, f"{zlib.crc32(first):08x}", self._logs / "position.json")
             self._forwarder = Forwarder(sink, Run.of(output, "", {}), terminal.say)
         self._forwarder.forward()
@@ -210,18 +210,18 @@ def _sources(
         if name and (Path(name) / contract.METRICS).is_file() and not namespace and not context:
             yield Path(name).resolve().name, Source(Path(name))
         elif url := find_job.in_store(name):
-            place, record = find_job.recorded(url)
+            place, record = find_job.stored_run(url)
             yield record.job, InStore(place)
         else:
             yield _of_job(ctx, name, namespace, context)
 
 
 def _of_job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[str, Source]:
-    backend, job = find_job.found(ctx, name, namespace, context)
+    backend, job = find_job.resolve(ctx, name, namespace, context)
     if (there := find_job.in_cluster(backend)) is None:
         return job, Source(Path(backend.output(job)))
     if url := there.workloads.store_url(job):
-        place, _ = find_job.recorded(url)
+        place, _ = find_job.stored_run(url)
         return job, InStore(place)
     return job, InPod(there, job)
 
@@ -242,7 +242,7 @@ def _labelled(found: Iterator[tuple[str, Source]]) -> list[tuple[str, Source]]:
 
 @contextlib.contextmanager
 def _server(logs: Path, bind: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start TensorBoard on the directory `logs`; yields its process once it answers."""
+    """Start TensorBoard on the directory `logs`, and yield its process once it accepts connections."""
     command = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", str(logs), "--host", bind, "--port", str(port)]
     ready = functools.partial(web_servers.answers, bind, port)
     with web_servers.child("TensorBoard", [*command, "--reload_interval", "5"], logs.parent / "log", ready) as process:

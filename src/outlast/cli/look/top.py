@@ -1,4 +1,4 @@
-"""`outlast top`: the resources that the workers of a job and their nodes have, and their usage."""
+"""`outlast top`: the resources of a job's workers and their nodes, and the usage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outlast.kubernetes.jobs.backend import KubernetesBackend
 
 _SAMPLE_S = 0.5
-"""Time over which the CPU usage of processes on this machine is measured."""
+"""Seconds over which the CPU usage of processes on this machine is measured."""
 
 
 def top(
@@ -60,7 +60,7 @@ def top(
 
 
 def _on_this_machine(place: Backend, name: str) -> dict[str, Any]:
-    """Return usage of a job's processes on this machine."""
+    """Measure the usage of a job's processes on this machine."""
     import psutil
 
     trees: dict[int, list[psutil.Process]] = {}
@@ -92,20 +92,20 @@ def _on_this_machine(place: Backend, name: str) -> dict[str, Any]:
 
 
 def _measured(processes: Iterable[Any]) -> list[tuple[float, int]]:
-    """Return CPU in percent since the last measurement, and memory in bytes, of the processes that still exist."""
+    """Return the CPU usage in percent since the last measurement, and the memory in bytes, of the remaining processes."""
     import psutil
 
     usage = []
     for process in processes:
         try:
             usage.append((process.cpu_percent(), process.memory_info().rss))
-        except psutil.Error:  # it has ended this very moment
+        except psutil.Error:  # the process has just ended
             continue
     return usage
 
 
 def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
-    """Return usage of a job's pods and of their nodes."""
+    """Return the usage of a job's pods and their nodes."""
     from outlast.kubernetes import api
     from outlast.kubernetes.api import pod_status
 
@@ -146,7 +146,7 @@ def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
 
 
 def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str = "") -> Mapping[str, Mapping[str, float]]:
-    """Return CPU cores and bytes of memory by name, as last measured by metrics-server."""
+    """Return the CPU cores and bytes of memory by name, as last measured by metrics-server."""
     try:
         items = place.cluster.list_(kind, labels=labels)
     except NotServed:
@@ -165,7 +165,7 @@ def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str
 
 
 def _devices(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the number of accelerators of each kind in lists of resources."""
+    """Count the accelerators of each kind in lists of resources."""
     counts: Counter[str] = Counter()
     for has in found:
         counts.update({name: round(units.quantity(amount)) for name, amount in has.items() if accelerators.is_accelerator(name)})
@@ -178,7 +178,7 @@ def _cell(value: object) -> object:
 
 
 def _shares(used: Mapping[str, float] | None, cpu: float, memory: float) -> dict[str, str | None]:
-    """Return the columns for used and available amounts: `0.52/2`, `-/2`, or nothing."""
+    """Return the columns for used and available amounts: `0.52/2`, `-/2`, or None."""
     uses = (f"{used['cpu']:.2f}", units.human_bytes(used["memory"])) if used else (None, None)
     of = (f"{cpu:g}" if cpu else None, units.human_bytes(memory) if memory else None)
     columns = zip(("cpu", "memory"), uses, of, strict=True)

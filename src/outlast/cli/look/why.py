@@ -1,4 +1,4 @@
-"""`outlast why`: what keeps a job from training, and what to do about it."""
+"""`outlast why`: the reasons why a job does not train, with remedies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outlast chaos`: inject faults into a running job."""
+"""`outlast chaos`: injecting faults into a running job."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def chaos(
         faults.check(action)
     elif worker is not None or random_ or every is not None:
         raise typer.BadParameter(f"{action} names the workers and the times; leave out --worker, --random and --every")
-    place = find_job.place(ctx, find_job.first(words), namespace, context)
-    name, _ = find_job.and_last(place, words, "ACTION")
+    place = find_job.place(ctx, find_job.optional_name(words), namespace, context)
+    name, _ = find_job.job_and_last(place, words, "ACTION")
     if (there := find_job.in_cluster(place)) is not None and not yes:
         where = f"{there.cluster.namespace} of {there.cluster.context or there.cluster.server}"
         terminal.confirm(f"{action} injects faults into {name} in namespace {where}")

@@ -1,4 +1,4 @@
-"""`outlast evaluate`: evaluate the model of a job."""
+"""`outlast evaluate`: evaluating the model of a job."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def evaluate(
 ) -> None:
     """Evaluate the model of a job.
 
-    Runs the module or script of the job with --evaluate in one process; in a cluster, in a pod of its own, whose log is shown.
-    A script of your own must support --evaluate: a script that ignores its arguments goes on training. With --best or --step,
+    Runs the module or script of the job with --evaluate in one process; in a cluster, in a separate pod, whose log is shown. A
+    script of your own must support --evaluate: a script that ignores its arguments goes on training. With --best or --step,
     --checkpoint=STEP is passed as well, and the checkpoint is fetched if it is only in the store.
 
     \b
@@ -42,7 +42,7 @@ def evaluate(
         raise OutlastError(f"--best and --step {step} name two checkpoints; leave one of them out")
     if best or step is not None:
         further.insert(0, f"{contract.EVALUATED}{'best' if best else step}")
-    place, name = find_job.found(ctx, name, namespace, context)
+    place, name = find_job.resolve(ctx, name, namespace, context)
     code = place.evaluate(name, further, show=lambda line: terminal.log([line], prefixed=False))
     if code == 2:  # argparse's
         terminal.say(f"{name} was started with --evaluate and refuses its arguments; a script of your own must take --evaluate")

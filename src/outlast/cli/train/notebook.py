@@ -1,4 +1,4 @@
-"""`outlast notebook`: run JupyterLab with Outlast until Ctrl-C."""
+"""`outlast notebook`: JupyterLab with Outlast until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _HERE = "127.0.0.1"
 _START_S = 180.0
-"""Timeout of the server's first answer: in a pod on a busy node, with cold disks, it takes a minute."""
+"""Timeout of the server's first response in seconds: in a pod on a busy node with cold disks, it takes a minute."""
 _GRACE_S = 20.0
-"""Grace period of kernels before the server is killed; they then end by themselves."""
+"""Grace period of kernels in seconds before the server is killed. Afterwards, kernels end by themselves."""
 
 
 def notebook(
@@ -58,7 +58,7 @@ def notebook(
     from outlast.local.notebooks import jupyter
     from outlast.worker.agent import pid1
 
-    pid1.stand_by()  # in a pod: jobs outlive their kernels, and somebody has to reap them
+    pid1.stand_by()  # in a pod, this process reaps jobs that outlive their kernels
     jupyter.check()
     base = jupyter.base(os.environ) if kubeflow else "/"
     if base != "/" and token_file is None and jupyter.TOKEN not in os.environ:
@@ -89,8 +89,8 @@ def notebook(
 
 
 def _serve(server: jupyter.Server, private: Path, environ: Mapping[str, str], token: str, *, made: bool) -> None:
-    """Serve until a user shuts the server down in the page. Raises NotFound if the server does not start, OutlastError if it
-    fails."""
+    """Serve until a user shuts the server down in the page. Raises NotFound if the server does not start, and OutlastError if the
+    server fails."""
     from outlast.local.notebooks import jupyter
 
     with web_servers.child(

@@ -1,4 +1,4 @@
-"""The job that a command line requests: the job file or script, with `--set`, `--workers` and `--name` applied."""
+"""The job requested by a command line: the job file or script, with `--set`, `--workers` and `--name` applied."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def load(
     set_: Iterable[str] = (),
     gpus: int = 0,
 ) -> Job:
-    """Return the job in a file, or for a script or module with its arguments, with the changes requested on the command line.
+    """Load the job of a file, a script or a module, with the changes requested on the command line.
 
     The workers of a script share `gpus`. Raises InvalidJob.
     """
     from outlast.job import spec
 
     changes = [_assignment(text) for text in set_]
-    if script.named(file, module=module):
+    if script.is_script(file, module=module):
         here = Path.cwd()
         text = script.job_file(str(file), args, module=module, workers=workers or 1, name=name, gpus=gpus, directory=here)
         job = spec.anchor(spec.parse(text, source=str(file)), here)
@@ -51,7 +51,7 @@ def load(
         _put(document, path, value)
     try:
         return spec.anchor(spec.parse(yaml.safe_dump(document, sort_keys=False), source=str(file)), here)
-    except InvalidJob as error:  # the line numbers are those of an intermediate text
+    except InvalidJob as error:  # its line numbers refer to an intermediate text
         raise InvalidJob([(None, text) for _, text in error.problems], source=f"{file} with the command line's values") from error
 
 

@@ -1,4 +1,4 @@
-"""`outlast run`: start or continue a job, and show it until it ends."""
+"""`outlast run`: starting or continuing a job, and showing it until its end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from outlast.job.status import JobStatus
 
 _NOTICE_DELAY_S = 3.0
-"""Time after which a slow start is explained."""
+"""Seconds after which a slow start is explained."""
 _CANCEL_TIMEOUT_S = 180.0
-"""How long `--fresh` waits for the old run to end: longer than a worker's grace period."""
+"""Seconds that `--fresh` waits for the end of the old run: longer than a worker's grace period."""
 
 
 def run(
@@ -64,7 +64,7 @@ def run(
       outlast run job.yaml --workers 4 --set checkpoint.every=1m --set 'args=[--epochs=2]'
       outlast run job.yaml --fresh --chaos chaos.yaml
     """
-    gpus = script.gpus() if script.named(file, module=module) else 0
+    gpus = script.gpus() if script.is_script(file, module=module) else 0
     job = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or (), gpus=gpus)
     command = script.command(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
     if chaos is not None:
@@ -88,7 +88,7 @@ def run(
     began = time.time()
     with _explained(job):
         place.submit(job, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=terminal.say)
-    going_on = place.status(name).submitted < began  # here, or on another machine: its old lines come with its output
+    going_on = place.status(name).submitted < began  # on this or another machine: old lines come with the output
     for notice in place.notices:
         terminal.say(notice)
     if detach:

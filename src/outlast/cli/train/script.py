@@ -1,7 +1,7 @@
-"""A script instead of a job file: `outlast run train.py --steps 100` and `outlast init train.py`.
+"""Running a script without a job file: `outlast run train.py --steps 100` and `outlast init train.py`.
 
-Both make the same job file. `run` reads it and never writes it; `init` writes it with its comments, for people to edit. As with
-python and torchrun, options before the script are for `outlast`, and every word after it is for the script.
+Both commands generate the same job file. `run` only reads this file; `init` writes the file with comments, for people to edit. As
+with python and torchrun, options before the script are for `outlast`, and every word after the script is for the script.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ WorkersOption = Annotated[
 
 
 class Command(TyperCommand):
-    """A command that takes a job file, or a script with its arguments, which are left in `ctx.args`."""
+    """A command for a job file, or for a script with its arguments, which stay in `ctx.args`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.allow_interspersed_args = False  # to find the first word that is no option
+        ctx.allow_interspersed_args = False  # to find the first word that is not an option
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-        ctx.allow_extra_args = bool(given.get("file")) and named(str(given["file"]), module=bool(given.get("module")))
+        ctx.allow_extra_args = bool(given.get("file")) and is_script(str(given["file"]), module=bool(given.get("module")))
         ctx.allow_interspersed_args = not ctx.allow_extra_args
         rest: list[str] = super().parse_args(ctx, args)
         return rest
@@ -40,8 +40,8 @@ class Command(TyperCommand):
         return ["[OPTIONS]", "FILE [ARGS]..."]
 
 
-def named(file: str | Path, *, module: bool = False) -> bool:
-    """Return whether this is a script or module rather than a job file."""
+def is_script(file: str | Path, *, module: bool = False) -> bool:
+    """Return whether the argument is a script or module rather than a job file."""
     return module or str(file).endswith(".py")
 
 
@@ -66,7 +66,7 @@ def init(
       outlast init --workers 2 train.py --steps 100
       outlast init -o - -m package.train
     """
-    if not named(file, module=module):
+    if not is_script(file, module=module):
         raise OutlastError(f"{file}: give a Python script, such as train.py, or a module with -m")
     directory = Path.cwd() if str(into) == "-" else into.parent.resolve()
     text = job_file(file, ctx.args, module=module, workers=workers, name=name, gpus=gpus(), directory=directory)
@@ -83,10 +83,10 @@ def init(
 
 
 def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path) -> str:
-    """Return the text of a script's job file in `directory`. Raises NotFound if there is no such script.
+    """Return the text of a script's job file in `directory`. Raises NotFound if the script does not exist.
 
-    A script below the working directory must find every file that it finds when run with python, so the whole working directory
-    is its code. The code of a script elsewhere is the script's own directory.
+    A script below the working directory must find the same files as with python, so its code is the whole working directory. The
+    code of any other script is the script's directory.
     """
     here = Path.cwd()
     if module:
@@ -133,12 +133,12 @@ def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name
 
 
 def _from(directory: Path, place: Path) -> str:
-    """Return the path `place`, relative to `directory` if it lies below that directory."""
+    """Return the path `place`, relative to `directory` if it is below that directory."""
     return f"./{place.relative_to(directory)}" if directory in (place, *place.parents) else str(place)
 
 
 def _saving(source: str) -> Iterator[str]:
-    """Yield a comment on how a script of this kind continues after a failure."""
+    """Yield a comment about how this kind of script continues after a failure."""
     if re.search(r"^\s*(from|import)\s+outlast\.training\b|^\s*from outlast import .*\btraining\b", source, re.M):
         yield "It uses outlast.training, which saves, and continues exactly where it was."
     elif re.search(r"^\s*(from|import)\s+(transformers|accelerate|lightning|pytorch_lightning)\b", source, re.M):
@@ -148,27 +148,28 @@ def _saving(source: str) -> Iterator[str]:
 
 
 def title(file: str, *, module: bool = False) -> str:
-    """Return a job name derived from the name of a script or module."""
+    """Derive a job's name from the name of a script or module."""
     stem = file.rpartition(".")[2] if module else Path(file).stem
     words = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     return (words if words[:1].isalpha() else f"job-{words}")[: contract.LONGEST_NAME].strip("-")
 
 
 def misplaced(ctx: typer.Context, file: str) -> Iterator[str]:
-    """Yield warnings about options of `outlast` that follow a script whose text does not mention them: the script gets them."""
-    source = _read(Path(file).expanduser()) if named(file) and ctx.args else ""
-    ours = {option: each for each in ctx.command.params for option in each.opts if option.startswith("--")}
+    """Yield warnings about options of `outlast` after the script, which the script receives although its text does not contain
+    them."""
+    source = _read(Path(file).expanduser()) if is_script(file) and ctx.args else ""
+    own = {option: each for each in ctx.command.params for option in each.opts if option.startswith("--")}
     for at, word in enumerate(ctx.args if source else ()):
         option = word.partition("=")[0]
-        if option in ours and option not in source:
-            end = at + (1 if "=" in word or getattr(ours[option], "is_flag", False) else 2)
+        if option in own and option not in source:
+            end = at + (1 if "=" in word or getattr(own[option], "is_flag", False) else 2)
             words = ["outlast", ctx.info_name or "run", *ctx.args[at:end], file, *ctx.args[:at], *ctx.args[end:]]
             yield f"{option} comes before the script: {shlex.join(words)}"
 
 
 def command(file: str, args: Sequence[str], *, module: bool, workers: int | None, name: str | None, set_: Iterable[str]) -> str:
     """Return the command that continues a script's run; empty for a job file."""
-    if not named(file, module=module):
+    if not is_script(file, module=module):
         return ""
     chosen = [*(["--workers", str(workers)] if workers else []), *(["--name", name] if name else [])]
     changed = [word for change in set_ for word in ("--set", change)]
@@ -194,7 +195,7 @@ def _read(path: Path) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return the text as a YAML scalar that parses to the same text."""
+    """Format a text as a YAML scalar that parses to the same text."""
     import yaml
 
     plain = re.fullmatch(r"(--)?[A-Za-z_][\w./=,+-]*", text, re.ASCII) and yaml.safe_load(text) == text

@@ -1,4 +1,4 @@
-"""`outlast submit`: apply a job to a cluster, or show what would change."""
+"""`outlast submit`: applying a job to a cluster, or showing the changes without applying them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def submit(
     from outlast.kubernetes import manifests
 
     job = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
-    if script.named(file, module=module) and not job.spec.image:
+    if script.is_script(file, module=module) and not job.spec.image:
         raise OutlastError(f"{file} needs an image in a cluster, with torch and Outlast: add --set image=NAME before it")
     _check(wait, follow=follow, dry_run=dry_run, fresh=fresh, others=outputs is not None or on_terminate != "cancel")
     source = Path(file)
@@ -80,7 +80,7 @@ def submit(
         raise OutlastError("--idempotency-key is empty; give the id of the pipeline's run")
     if key:
         content = source.read_bytes() if not module else file
-        job = submit_wait.named(job, key, content, *ctx.args, workers, *(set_ or ()))
+        job = submit_wait.with_key(job, key, content, *ctx.args, workers, *(set_ or ()))
     place = backend(ctx, job, topology, namespace, context)
     if not wait and not place.cluster.has_namespace():  # with --wait, requests are repeated while the API server is away
         raise place.workloads.nowhere()
@@ -98,9 +98,9 @@ def submit(
         _warn(place.cluster)
         return
     if wait:
-        wish = submit_wait.Wish(outputs, on_terminate=on_terminate, keyed=bool(key))
+        waiting = submit_wait.WaitOptions(outputs, on_terminate=on_terminate, keyed=bool(key))
         apply = functools.partial(place.apply, job, source=source, take_over=take_over)
-        raise typer.Exit(submit_wait.until_end(place, title, apply, wish))
+        raise typer.Exit(submit_wait.until_end(place, title, apply, waiting))
     for sentence in place.apply(job, source=source, fresh=fresh, take_over=take_over):
         print(sentence, flush=True)
     _warn(place.cluster)
@@ -120,7 +120,7 @@ def _check(wait: bool, *, follow: bool, dry_run: bool, fresh: bool, others: bool
 
 
 def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, context: str | None) -> KubernetesBackend:
-    """Return the backend of the cluster, which creates jobs with this topology."""
+    """Return the backend of the cluster for jobs with this topology."""
     from outlast.kubernetes.jobs.backend import KubernetesBackend
 
     if isinstance(ctx.obj, KubernetesBackend):
@@ -128,12 +128,12 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
     else:
         cluster = find_job.cluster(ctx, namespace or job.metadata.namespace, context).cluster
 
-    def made(wanted: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-        with render.rendered(wanted, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh) as (
+    def made(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
+        with render.rendered(job, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh) as (
             found,
             parcel,
         ):
-            if run is not None:  # else they are only compared with those in the cluster
+            if run is not None:  # without a run, the documents are only compared with the cluster's
                 if parcel.sentence:
                     terminal.say(parcel.sentence)
                 parcel.put()
@@ -143,7 +143,7 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
 
 
 def _change(cluster: Cluster, document: Document) -> str:
-    """Dry-run one document: created, changed (with a diff) or unchanged."""
+    """Describe the result of a dry run for one document: created, changed (with a diff) or unchanged."""
     from outlast.kubernetes import api
     from outlast.kubernetes.api import apply_documents
     from outlast.kubernetes.manifests import configmaps_and_service
@@ -169,17 +169,17 @@ def _diff(old: Document, new: Document) -> Iterator[str]:
 
 
 def follow_(place: KubernetesBackend, name: str, options: str) -> int:
-    """Show the logs until the job ends. Returns the exit code for its end."""
+    """Show the logs until the job ends. Returns the exit code."""
     from outlast.cli import run_view, tables_and_pages
 
     try:
         try:
             for line in place.logs(name, follow=True, say=terminal.say):
                 terminal.log([line])
-        except (NotFound, StoreError) as error:  # the job has ended before, and its pods are gone
+        except (NotFound, StoreError) as error:  # the job had ended earlier, and its pods are gone
             terminal.say(str(error))
         status = backoff.until_answered(lambda: place.status(name), terminal.say, every_s=place.poll_s)
-        deadline = time.monotonic() + 10  # the pods have ended; their controller may not have said so yet
+        deadline = time.monotonic() + 10  # the pods have ended, but their controller may not have reported it yet
         while status.state.active and time.monotonic() < deadline:
             time.sleep(0.5)
             status = backoff.until_answered(lambda: place.status(name), terminal.say, every_s=place.poll_s)

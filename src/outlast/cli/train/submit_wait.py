@@ -49,25 +49,25 @@ INTERRUPTED = 130
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class WaitOptions:
     """Options for waiting for a job."""
 
     directory: Path | None = None
     """Directory for the outputs."""
     on_terminate: str = "cancel"
     keyed: bool = False
-    """True if the name of the job belongs to this step alone."""
+    """True if the name of the job belongs only to this step."""
 
-    def write(self, found: Outcome) -> None:
+    def write(self, outcome: Outcome) -> None:
         """Write the outputs. Raises OutlastError."""
         try:
             if self.directory:
-                found.write(self.directory)
+                outcome.write(self.directory)
         except OSError as error:
             raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
 
     def prepare(self) -> None:
-        """Make the directory of the outputs. Raises OutlastError, before the training rather than after it."""
+        """Make the directory of the outputs, so that errors appear before the training. Raises OutlastError."""
         if not self.directory:
             return
         try:
@@ -79,11 +79,11 @@ class Wish:
 
 
 class _Terminated(BaseException):
-    """SIGTERM was received."""
+    """The process has received SIGTERM."""
 
 
 class _Terminable:
-    """Raises _Terminated in its block at the first SIGTERM: at once, or at the end of a `held` block."""
+    """Raises _Terminated in its block at the first SIGTERM, immediately or at the end of a `held` block."""
 
     def __init__(self) -> None:
         self._held = self._came = False
@@ -105,7 +105,7 @@ class _Terminable:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A block that SIGTERM does not interrupt: _Terminated is raised at its end."""
+        """Delay SIGTERM until the end of the block, which then raises _Terminated."""
         self._held = True
         try:
             yield
@@ -115,26 +115,25 @@ class _Terminable:
                 raise _Terminated
 
 
-def named(job: Job, key: str | None, *content: object) -> Job:
-    """Return the job, renamed for this key; `content` is everything the job was made from. Without a key, the job is
-    unchanged."""
+def with_key(job: Job, key: str | None, *content: object) -> Job:
+    """Return the job with a name for this key, or unchanged without a key. `content` is all input of the job."""
     if not key:
         return job
     from outlast.job import contract
     from outlast.kubernetes.manifests import names
 
-    digest = names.digest([key, *map(str, content)], digits=12)  # a second run with the same one would find the job of the first
+    digest = names.digest([key, *map(str, content)], digits=12)  # a second run with an equal name would find the job of the first
     name = f"{job.metadata.name[: contract.LONGEST_NAME - len(digest) - 1].rstrip('-.')}-{digest}"
     return job.model_copy(update={"metadata": job.metadata.model_copy(update={"name": name})})
 
 
-def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[str]], wish: Wish) -> int:
-    """Submit, wait for the end, and write the outputs. Returns the exit code."""
+def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[str]], options: WaitOptions) -> int:
+    """Submit the job, wait for its end, and write the outputs. Returns the exit code."""
     from outlast.kubernetes.jobs import outcome, waiting
 
-    wish.prepare()
+    options.prepare()
     terminable = _Terminable()
-    waiter = waiting.Waiter(place.workloads, name, say=terminal.say, owned=wish.keyed, held=terminable.held)
+    waiter = waiting.Waiter(place.workloads, name, say=terminal.say, owned=options.keyed, held=terminable.held)
     before = None
     try:
         with terminable:
@@ -144,16 +143,16 @@ def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[
             terminal.say(f"waiting for {name} in namespace {place.cluster.namespace}")
             ended = waiter.until_end()
     except _Terminated:
-        ended = waiter.terminated(wish.on_terminate, lambda: waiting.own_pod(place.cluster, last=before))
+        ended = waiter.terminated(options.on_terminate, lambda: waiting.own_pod(place.cluster, last=before))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         terminal.say(ended.sentence)
         return ended.code
     except KeyboardInterrupt:
         terminal.say(f"{name} goes on; wait again with the same command, or end it with: outlast cancel {name}")
         return INTERRUPTED
-    if wish.directory:
+    if options.directory:
         result = outcome.outcome(ended.status, place.cluster.namespace, outcome.read(ended.status), time.time())
-        wish.write(result)
+        options.write(result)
         for output, reason in result.missing.items():
             terminal.say(f"output {output} is empty: {reason}")
     terminal.say(ended.sentence)

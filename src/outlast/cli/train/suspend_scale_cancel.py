@@ -1,4 +1,4 @@
-"""`outlast suspend | resume | scale | cancel | forget`: steer jobs, and remove those that have ended."""
+"""`outlast suspend | resume | scale | cancel | forget`: steering jobs, and removing ended jobs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def scale(
       outlast scale 3
       outlast scale cifar10 1
     """
-    place = find_job.place(ctx, find_job.first(words), namespace, context)
-    name, number = find_job.and_last(place, words, "N")
+    place = find_job.place(ctx, find_job.optional_name(words), namespace, context)
+    name, number = find_job.job_and_last(place, words, "N")
     if not number.isdecimal():
         raise typer.BadParameter(f"{number!r} is not a number of workers")
     place.scale(name, int(number))
@@ -55,7 +55,7 @@ def suspend(
     Examples:
       outlast suspend cifar10
     """
-    place, name = find_job.found(ctx, name, namespace, context)
+    place, name = find_job.resolve(ctx, name, namespace, context)
     place.steer(name, "suspend")
     more = f"outlast resume {name}{find_job.suffix(namespace, context)}"
     print(f"{name} is being suspended: its workers save and exit; continue with: {more}")
@@ -73,7 +73,7 @@ def resume(
     Examples:
       outlast resume cifar10
     """
-    place, name = find_job.found(ctx, name, namespace, context)
+    place, name = find_job.resolve(ctx, name, namespace, context)
     place.steer(name, "resume")
     for notice in place.notices:
         terminal.say(notice)
@@ -89,7 +89,7 @@ def cancel(
     Examples:
       outlast cancel cifar10
     """
-    place, name = find_job.found(ctx, name, namespace, context)
+    place, name = find_job.resolve(ctx, name, namespace, context)
     try:
         output = place.output(name)
     except NotFound:  # other objects of the job may still exist
@@ -183,7 +183,7 @@ def _remove(urls: Sequence[str], *, yes: bool) -> None:
     """Remove the outputs of jobs in stores, including files of earlier runs."""
     from outlast.storage import runs
 
-    for there, record in map(find_job.recorded, urls):
+    for there, record in map(find_job.stored_run, urls):
         if not record.ended:
             raise OutlastError(
                 f"run {record.run} of job {record.job} in {there.url} has not ended ({record.state}); cancel it first"
@@ -191,17 +191,17 @@ def _remove(urls: Sequence[str], *, yes: bool) -> None:
         if not yes:
             terminal.confirm(f"this removes all of {there.url}: job {record.job}, {record.state}, its checkpoints, and previous/")
         there.delete(entry.key for entry in there.entries() if entry.key != runs.RUN)
-        there.delete([runs.RUN])  # last: until then it is known whose the rest is
+        there.delete([runs.RUN])  # last, since this record shows the owner of all other objects
         print(f"removed {there.url}")
 
 
 def ended(statuses: Sequence[JobStatus], now: float, age: timedelta) -> list[str]:
-    """Return the names of the jobs that ended at least `age` ago."""
+    """Return the names of jobs that ended at least `age` ago."""
     return [s.name for s in statuses if s.state.final and now - (s.finished or s.submitted) >= age.total_seconds()]
 
 
 def _kept(here: LocalBackend, name: str, output: bool) -> str:
-    """Return one line for a job on this machine: the paths that are removed, and the paths that stay."""
+    """Describe in one line which paths of a job on this machine are removed, and which stay."""
     state, there, url = here.places(name)
     parts = [f"{name}: {state} ({units.human_bytes(_size(state))})"]
     if there.exists():

@@ -1,4 +1,4 @@
-"""`outlast validate`: checks job files, and prints every mistake in them."""
+"""`outlast validate`: checking job files, and printing all their mistakes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def validate(
 
 
 def _snapshots(job: spec.Job) -> Iterator[str]:
-    """Yield the memory for snapshots in a worker, in pods and on this machine, and the size of a snapshot that fits."""
+    """Yield sentences about a worker's memory for snapshots, in pods and on this machine, and the size of a snapshot that
+    fits."""
     from outlast.job import contract
     from outlast.local import output_dir, state_dir
     from outlast.storage import checkpoints
@@ -70,7 +71,7 @@ def _snapshots(job: spec.Job) -> Iterator[str]:
     saved = 0
     if not output_dir.store_url(job):
         output = output_dir.directory(job, state_dir.root())
-        with contextlib.suppress(OSError):  # an output that we may not read
+        with contextlib.suppress(OSError):  # an unreadable output
             saved = max((found.bytes for found in checkpoints.list_(output / contract.CHECKPOINTS)[-1:]), default=0)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = {"with outlast run": machine // workers}
@@ -81,7 +82,7 @@ def _snapshots(job: spec.Job) -> Iterator[str]:
 
 
 def _size(workers: spec.Workers) -> str:
-    """Return the number of workers and its range: `2 workers, 1–4`."""
+    """Format the number of workers and its range: `2 workers, 1–4`."""
     count = f"{workers.replicas} worker{'' if workers.replicas == 1 else 's'}"
     allowed = workers.allowed()
     if len(allowed) == 1:

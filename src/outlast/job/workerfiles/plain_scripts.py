@@ -102,8 +102,8 @@ UNNAMED = -1
 
 
 def begun_anew(before: SavedStatus | None, reached: Logged, now: Logged, first: Logged | None) -> str:
-    """Return a warning if a restarted script trains from the beginning: `now`, the first step of its new process, is near the
-    first step of the run, although the run had `reached` a later step. Empty if the script goes on, or if this is uncertain.
+    """Return a warning if a restarted script trains from the beginning. `now`, the first step of its new process, is then near
+    the first step of the run, although the run had `reached` a later step. Empty if the script goes on, or if this is uncertain.
     `before` is the checkpoint that the script had saved."""
     begin = first or Logged(0, None, None if now.epoch is None else 0)
     epochs = [each.epoch for each in (begin, now, reached)]
