@@ -91,7 +91,7 @@ def test_a_dataset_goes_to_a_store_with_its_marker_last(web: Web, start: Start, 
     url = web.put("set.tar.gz", tar({"set/a.txt": b"a", "set/b.txt": b"b"}))
     code, out, err = ended(start(url, "--to", f"{rclone.url}/set"))
     assert (code, out) == (0, f"got {url}: 2 files, 2 B in {rclone.url}/set\n"), err
-    assert "what came was not compared with any checksum; to have that done, append #sha256=" in err
+    assert "the download was not compared with any checksum; for a comparison, append #sha256=" in err
     there = tree(rclone.directory / "set")
     assert {name: content for name, content in there.items() if not name.startswith(".")} == {
         "set/a.txt": b"a",

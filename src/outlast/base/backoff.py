@@ -133,11 +133,11 @@ def interrupt(why: str) -> None:
 FIRST_PAUSE_S = 0.1
 
 
-class Line:
+class ConnectionLog:
     """Prints a message once when a connection breaks, and once when it is back."""
 
-    def __init__(self, broken: str, well: str) -> None:
-        self._sentences = broken, well
+    def __init__(self, broken: str, restored: str) -> None:
+        self._sentences = broken, restored
         self._problem: type[Exception] | None = None
 
     def broken(self, problem: Exception) -> None:
@@ -146,7 +146,7 @@ class Line:
             _say(f"{self._sentences[0]}; it goes on as it was and tries again: {problem}")
         self._problem = type(problem)
 
-    def well(self) -> None:
+    def restored(self) -> None:
         """Report a working connection."""
         if self._problem:
             _say(self._sentences[1])

@@ -160,18 +160,18 @@ def newest_snapshot(status: JobStatus) -> str | None:
     return f"step {status.snapshot.step}" + (f", every {'step' if every == 1 else f'{every} steps'}" if every else "")
 
 
-def in_store(there: StoreStatus, now: float) -> str:
+def in_store(store: StoreStatus, now: float) -> str:
     """Format the state of uploads: `s3://bucket/runs/digits: step 800, all uploaded 12s ago`, or the beginning and reason of
     failures."""
-    parts = [f"step {there.step}"] if there.step else []
-    uploaded = "uploaded" if there.backlog else "all uploaded"
-    if there.pushed or not parts:
-        parts += [f"{uploaded} {units.human_seconds(now - there.pushed)} ago"] if there.pushed else ["nothing uploaded yet"]
-    parts += [f"now {there.doing}"] if there.doing else []
-    parts += [f"{units.human_bytes(there.backlog)} of checkpoints to upload"] if there.backlog else []
-    if there.since:
-        parts.append(f"fails since {moment(there.since)} ({units.human_seconds(now - there.since)}): {there.error}")
-    return f"{there.url}: {', '.join(parts)}"
+    parts = [f"step {store.step}"] if store.step else []
+    uploaded = "uploaded" if store.backlog else "all uploaded"
+    if store.pushed or not parts:
+        parts += [f"{uploaded} {units.human_seconds(now - store.pushed)} ago"] if store.pushed else ["nothing uploaded yet"]
+    parts += [f"now {store.doing}"] if store.doing else []
+    parts += [f"{units.human_bytes(store.backlog)} of checkpoints to upload"] if store.backlog else []
+    if store.since:
+        parts.append(f"fails since {moment(store.since)} ({units.human_seconds(now - store.since)}): {store.error}")
+    return f"{store.url}: {', '.join(parts)}"
 
 
 def lost(total: LostStatus) -> str:
@@ -225,7 +225,7 @@ def page(status: JobStatus, now: float) -> str:
                 "submitted": f"{moment(status.submitted)}, {'lasted' if status.finished else 'for'} {running}",
                 "exit code": status.exit_code,
                 "output": status.output,
-                "store": in_store(status.store, now) if status.store and _told(status.store, status) else None,
+                "store": in_store(status.store, now) if status.store and _has_uploads(status.store, status) else None,
             }
         ),
     ]
@@ -247,10 +247,10 @@ def page(status: JobStatus, now: float) -> str:
     return "\n".join(parts)
 
 
-def _told(there: StoreStatus, status: JobStatus) -> bool:
+def _has_uploads(store: StoreStatus, status: JobStatus) -> bool:
     """Return whether the store has more information than its URL. In a cluster, the URL is already shown as the output, and only
     agents know more."""
-    return there.url != status.output or bool(there.step or there.pushed or there.since)
+    return store.url != status.output or bool(store.step or store.pushed or store.since)
 
 
 def jobs(statuses: Sequence[JobStatus], now: float) -> str:
@@ -283,19 +283,19 @@ def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
     return sentences + [f"warning: {warning}" for warning in new.warnings if warning not in known]
 
 
-def one_of(what: str, given: str | None, known: Sequence[str], *, none: str) -> str:
-    """Return `given` if it is in `known`, or the only known name if `given` is None. Raises NotFound with the closest match."""
-    if given is not None and given in known:
+def one_of(what: str, given: str | None, choices: Sequence[str], *, none: str) -> str:
+    """Return `given` if it is in `choices`, or the only choice if `given` is None. Raises NotFound with the closest match."""
+    if given is not None and given in choices:
         return given
-    if not known:
+    if not choices:
         raise NotFound(none)
-    names = ", ".join(known)
+    names = ", ".join(choices)
     if given is None:
-        if len(known) == 1:
-            return known[0]
+        if len(choices) == 1:
+            return choices[0]
         raise NotFound(f"which {what}? there are {names}")
     import difflib
 
-    near = difflib.get_close_matches(given, known, n=1)
+    near = difflib.get_close_matches(given, choices, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise NotFound(f"no {what} {given}; {hint}there {'is' if len(known) == 1 else 'are'} {names}")
+    raise NotFound(f"no {what} {given}; {hint}there {'is' if len(choices) == 1 else 'are'} {names}")

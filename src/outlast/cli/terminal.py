@@ -48,8 +48,8 @@ def safe(text: str) -> str:
     return _UNSAFE.sub(_shown, text)
 
 
-def _shown(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _shown(match: re.Match[str]) -> str:
+    code = ord(match[0])
     if code < 0x20:
         return f"^{chr(code + 0x40)}"
     return "^?" if code == 0x7F else f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

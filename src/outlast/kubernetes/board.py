@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from outlast.base import files
-from outlast.base.backoff import Line, pause
+from outlast.base.backoff import ConnectionLog, pause
 from outlast.base.errors import Absent, ClusterError, Conflict, OutlastError, Superseded, Unauthorized
 from outlast.job import contract
 from outlast.job.contract import Env
@@ -160,7 +160,7 @@ class Client:
     # State that the operator publishes
 
     def _listen(self, connection: Connection) -> None:
-        line, failures = Line("this worker does not hear the operator", "this worker hears the operator again"), 0
+        line, failures = ConnectionLog("this worker does not hear the operator", "this worker hears the operator again"), 0
         while not self._stop.is_set():
             with self._changed:
                 if self._stop.is_set():
@@ -180,7 +180,7 @@ class Client:
                         raise Absent(f"ElasticJob {self._job} does not exist any more")
                     existing.add(self._job)
                     self._receive(change.document)
-                    line.well()
+                    line.restored()
                     failures = 0
             except Absent:
                 self._exclude("the job was deleted", contract.Exit.INTERRUPTED)
@@ -276,7 +276,7 @@ class Client:
     # Reports of this member
 
     def _send(self, connection: Connection) -> None:
-        line, failures = Line("the operator does not hear this worker", "the operator hears this worker again"), 0
+        line, failures = ConnectionLog("the operator does not hear this worker", "the operator hears this worker again"), 0
         with self._changed:
             self._changed.wait_for(lambda: self._owner is not None or self._stop.is_set() or self.excluded)
         while not (self._stop.is_set() or self.excluded):
@@ -300,7 +300,7 @@ class Client:
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: self._stop.is_set() or self.excluded, pause_s)
                 continue
-            line.well()
+            line.restored()
             with self._changed:
                 if failures:
                     self._watching.set()  # the watch may be connected to a dead server

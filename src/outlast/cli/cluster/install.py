@@ -80,13 +80,13 @@ def install(
         cluster.close()
 
 
-def _wait(cluster: api.Cluster, workload: dict[str, Any], begun: float, timeout: float) -> None:
+def _wait(cluster: api.Cluster, workload: dict[str, Any], began: float, timeout: float) -> None:
     """Wait until the operator or the node watcher runs. After the timeout, print the reason and raise typer.Exit."""
     from outlast.kubernetes import diagnosis
     from outlast.kubernetes.jobs import installation
 
     name = _RUNS[workload["kind"]]
-    if causes := installation.wait(cluster, workload, timeout_s=max(1.0, begun + timeout - time.monotonic())):
+    if causes := installation.wait(cluster, workload, timeout_s=max(1.0, began + timeout - time.monotonic())):
         problem = f"{name[0].upper()}{name[1:]} does not run after {timeout:.0f} s"
         print(f"\n{problem}:\n\n{diagnosis.text(causes)}", file=sys.stderr)
         if any(cause.name == "image" for cause in causes):

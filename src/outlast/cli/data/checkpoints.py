@@ -151,35 +151,35 @@ def _saved(job: Job) -> list[Saved]:
     return sorted(found, key=lambda saved: (saved.step, saved.where))
 
 
-def _ranks(job: Job, found: Sequence[Saved]) -> dict[int, int]:
+def _ranks(job: Job, candidates: Sequence[Saved]) -> dict[int, int]:
     """Rank the run's checkpoints with a metric, by step: 1 is the best."""
     from outlast.storage import checkpoints
 
-    own = (saved for saved in found if not saved.here or saved.here.run in (job.run, ""))
+    own = (saved for saved in candidates if not saved.here or saved.here.run in (job.run, ""))
     return {saved.step: rank for rank, saved in enumerate(checkpoints.ranked(own), 1)}
 
 
-def _chosen(found: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
+def _chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
     """Return all these checkpoints, or only the best, or only the checkpoints of a step. Raises NotFound."""
     from outlast.storage import checkpoints
 
     if best and step is not None:
         raise OutlastError(f"--best and --step {step} name two checkpoints; leave one of them out")
     if best:
-        return [checkpoints.named([saved for saved in found if not saved.problem], "best")]
+        return [checkpoints.named([saved for saved in candidates if not saved.problem], "best")]
     if step is None:
-        return found
-    if chosen := [saved for saved in found if saved.step == step]:
+        return candidates
+    if chosen := [saved for saved in candidates if saved.step == step]:
         return chosen
-    raise NotFound(f"no checkpoint of step {step}; there are: {_steps(found)}")
+    raise NotFound(f"no checkpoint of step {step}; there are: {_steps(candidates)}")
 
 
 def _say_none() -> None:
     print("there is no checkpoint of outlast.training; the files of a plain script are in its working directory", file=sys.stderr)
 
 
-def _steps(found: Sequence[Saved | in_store.Checkpoint]) -> str:
-    return ", ".join(str(each.step) for each in found) or "none"
+def _steps(checkpoints: Sequence[Saved | in_store.Checkpoint]) -> str:
+    return ", ".join(str(each.step) for each in checkpoints) or "none"
 
 
 @app.command("list")

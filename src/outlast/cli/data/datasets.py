@@ -190,12 +190,12 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     return found, True
 
 
-def _unchecked(dataset: Dataset, found: Marker, url: bool) -> str:
+def _unchecked(dataset: Dataset, marker: Marker, url: bool) -> str:
     if not url:
         return f"no checksum of {dataset.name} is published; its length was checked" + (
-            f", its SHA-256 is {found.sha256}" if found.sha256 else ""
+            f", its SHA-256 is {marker.sha256}" if marker.sha256 else ""
         )
-    return f"what came was not compared with any checksum; to have that done, append #sha256={found.sha256} to the URL"
+    return f"the download was not compared with any checksum; for a comparison, append #sha256={marker.sha256} to the URL"
 
 
 app.add_typer(prepare.app, name="prepare")

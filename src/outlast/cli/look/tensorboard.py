@@ -226,10 +226,10 @@ def _of_job(ctx: typer.Context, name: str | None, namespace: str | None, context
     return job, InPod(there, job)
 
 
-def _labelled(found: Iterator[tuple[str, Source]]) -> list[tuple[str, Source]]:
+def _labelled(sources: Iterator[tuple[str, Source]]) -> list[tuple[str, Source]]:
     """Return the sources, each with a unique label."""
     labelled: dict[str, Source] = {}
-    for label, source in found:
+    for label, source in sources:
         number = 1
         while (unique := label if number == 1 else f"{label}-{number}") in labelled:
             number += 1

@@ -164,10 +164,10 @@ def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str
     return usage
 
 
-def _devices(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+def _devices(resources: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Count the accelerators of each kind in lists of resources."""
     counts: Counter[str] = Counter()
-    for has in found:
+    for has in resources:
         counts.update({name: round(units.quantity(amount)) for name, amount in has.items() if accelerators.is_accelerator(name)})
     return dict(+counts)
 

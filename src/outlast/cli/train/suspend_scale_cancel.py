@@ -165,7 +165,7 @@ def forget(
     here = place if isinstance(place, backend.LocalBackend) else None
     if here is None and output:
         raise OutlastError("--output is for jobs of this machine; outlast forget URL removes one in a store")
-    lines = {name: _kept(here, name, output) if here else f"{name}, and the objects created for it" for name in chosen}
+    lines = {name: _removal(here, name, output) if here else f"{name}, and the objects created for it" for name in chosen}
     if not yes:
         print("\n".join(lines.values()))
         cluster = find_job.in_cluster(place)
@@ -200,7 +200,7 @@ def ended(statuses: Sequence[JobStatus], now: float, age: timedelta) -> list[str
     return [s.name for s in statuses if s.state.final and now - (s.finished or s.submitted) >= age.total_seconds()]
 
 
-def _kept(here: LocalBackend, name: str, output: bool) -> str:
+def _removal(here: LocalBackend, name: str, output: bool) -> str:
     """Describe in one line which paths of a job on this machine are removed, and which stay."""
     state, there, url = here.places(name)
     parts = [f"{name}: {state} ({units.human_bytes(_size(state))})"]

@@ -131,10 +131,10 @@ class _Names:
             return [self._value(model, item, (*place, index)) for index, item in enumerate(value)]
         return value
 
-    def _meant(self, place: Place, known: list[str], instead: Mapping[str, str]) -> str | None:
+    def _meant(self, place: Place, names: list[str], instead: Mapping[str, str]) -> str | None:
         """Report the unknown field at `place`, and return the field of the same part that the user probably meant."""
         field = str(place[-1])
-        spelt = {each.lower(): each for each in known}
+        spelt = {each.lower(): each for each in names}
         near = difflib.get_close_matches(field.lower().replace("_", "").replace("-", ""), spelt, 1)
         if field in instead:
             near = []
@@ -145,7 +145,7 @@ class _Names:
         elif near:
             remedy = f"did you mean {name((*place[:-1], spelt[near[0]]))}?"
         else:
-            remedy = f"known here are {', '.join(known)}" if len(known) <= 12 else "remove it"
+            remedy = f"known here are {', '.join(names)}" if len(names) <= 12 else "remove it"
         self.problems.append((self.document.line(place), f"{name(place)} is unknown; {remedy}"))
         return spelt[near[0]] if near else None
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outlast.base.backoff import Line, pause
+from outlast.base.backoff import ConnectionLog, pause
 from outlast.base.errors import EtcdError, Superseded
 from outlast.job import contract
 from outlast.rendezvous.etcd import gateway, key_schema
@@ -193,7 +193,7 @@ class Client:
             self._changed.notify_all()
 
     def _write_loop(self) -> None:
-        line = Line("this worker does not reach the others", "this worker reaches the others again")
+        line = ConnectionLog("this worker does not reach the others", "this worker reaches the others again")
         failures, listed = 0, time.monotonic()
         while not self._stop.is_set():
             with self._changed:
@@ -223,7 +223,7 @@ class Client:
             except Exception as bug:  # without this thread the worker cannot report
                 self._end(f"the rendezvous has failed: {bug!r}", contract.Exit.FAILED)
                 raise
-            line.well()
+            line.restored()
             with self._changed:
                 failures, self._written_version, self._reachable = 0, number, True
                 self._changed.notify_all()
@@ -285,12 +285,12 @@ class Running:
         self._inbox.put(lambda: self._candidate.happened(events))
 
     def _run(self) -> None:
-        line, failures = Line("the rendezvous cannot be decided", "the rendezvous can be decided again"), 0
+        line, failures = ConnectionLog("the rendezvous cannot be decided", "the rendezvous can be decided again"), 0
         prefix, listed = self._candidate.prefix, time.monotonic()
         while True:
             try:
                 pause_s = self._candidate.turn()
-                line.well()
+                line.restored()
                 failures = 0
             except EtcdError as problem:
                 failures += 1
