@@ -1,4 +1,4 @@
-"""How many images a second `outlast.recipes.cifar10` trains on, beside a plain loop with the EKS workshop's data handling.
+"""Throughput of `outlast.recipes.cifar10` in images per second, beside a plain loop with the EKS workshop's data handling.
 
     python bench/cifar10.py            # 3 runs of each, some minutes
     python bench/cifar10.py --quick    # one run of each, fewer images, a minute or two
@@ -34,7 +34,7 @@ LINE = re.compile(r"\[(\d+), +(\d+)\] loss")
 
 
 def plain(directory: Path, epochs: int, workers: int) -> None:
-    """The plain loop."""
+    """Train with the plain loop."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -67,7 +67,7 @@ def plain(directory: Path, epochs: int, workers: int) -> None:
 
 
 def speed(command: list[str], threads: str, images: int) -> float:
-    """Images a second over the epochs of a run but the first. `images`: in an epoch, of a multiple of EVERY steps."""
+    """Return images per second over all epochs of a run but the first. `images`: per epoch, a multiple of EVERY steps."""
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as directory:
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "OUTLAST_OUTPUT": directory}
@@ -84,7 +84,7 @@ def speed(command: list[str], threads: str, images: int) -> float:
 
 
 def write(directory: Path, images: int) -> None:
-    """Random images in CIFAR-10's files."""
+    """Write random images in CIFAR-10's files."""
     from outlast.data import cifar
 
     draw = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""How many images a second reach a network from packed shards, beside the usual loop over a directory of JPEGs.
+"""Images per second that a network receives from packed shards, beside the usual loop over a directory of JPEGs.
 
     python bench/decoding.py                # 5 repeats, some minutes
     python bench/decoding.py --quick        # 2 repeats of fewer images
@@ -36,15 +36,15 @@ import numpy as np
 
 HERE = Path(__file__).parent
 SCENARIOS = {"photos": (500, 375, 256, 224, 600), "tiny": (64, 64, 64, 64, 6000)}
-"""Width and height of the files, side of a packed image, side of what the network takes, number of images."""
+"""Width and height of the files, side of a packed image, side of the network's input, and number of images."""
 BATCH = 64
 FALL = 0.85
-"""How much weaker the next finer noise is: makes JPEGs of some 100 kB, the mean of ImageNet's."""
+"""Amplitude ratio of each next finer noise, which gives JPEGs of about 100 kB, the mean of ImageNet's."""
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def picture(draw: np.random.Generator, width: int, height: int) -> Any:
-    """Noise of many sizes, the coarser the stronger, as photographs have it: it takes about as many bytes as they do."""
+    """Return noise of many sizes, stronger when coarser, which compresses to about as many bytes as a photograph."""
     from PIL import Image
 
     total = np.zeros((height, width, 3), np.float32)
@@ -58,7 +58,7 @@ def picture(draw: np.random.Generator, width: int, height: int) -> Any:
 
 
 def write(root: Path, scenario: str, count: int) -> int:
-    """Write the JPEGs of ten classes; their bytes."""
+    """Write the JPEGs of ten classes, and return their total size in bytes."""
     width, height = SCENARIOS[scenario][:2]
     draw, size = np.random.default_rng(0), 0
     for i in range(count + 20):
@@ -71,7 +71,7 @@ def write(root: Path, scenario: str, count: int) -> int:
 
 
 class Folder:
-    """What torchvision's ImageFolder with the usual transforms does, by Pillow's own functions."""
+    """Dataset like torchvision's ImageFolder with the usual transforms, written with Pillow."""
 
     def __init__(self, root: Path, size: int) -> None:
         self.files = [(path, label) for label, each in enumerate(sorted(root.iterdir())) for path in sorted(each.iterdir())]
@@ -106,7 +106,7 @@ class Folder:
 
 
 def folder(root: Path, scenario: str) -> Iterator[tuple[Any, bool]]:
-    """Batches of the usual loop, and whether an epoch ends with it."""
+    """Yield the batches of the usual loop, and whether an epoch ends with each."""
     from torch.utils.data import DataLoader
 
     cores = len(os.sched_getaffinity(0))
@@ -118,7 +118,7 @@ def folder(root: Path, scenario: str) -> Iterator[tuple[Any, bool]]:
 
 
 def packed(place: Path, scenario: str) -> Iterator[tuple[Any, bool]]:
-    """Batches of ours, and whether an epoch ends with it."""
+    """Yield our batches, and whether an epoch ends with each."""
     from outlast.recipes import pixels
     from outlast.training import Stream
 
@@ -132,7 +132,7 @@ def packed(place: Path, scenario: str) -> Iterator[tuple[Any, bool]]:
 
 
 def trial(side: str, source: Path, place: Path, scenario: str) -> dict[str, float]:
-    """Images a second of a side, in this process."""
+    """Return the images per second of a side, measured in this process."""
     import torch
 
     if side == "pack":
@@ -157,7 +157,7 @@ def trial(side: str, source: Path, place: Path, scenario: str) -> dict[str, floa
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and its workers so far."""
+    """Return the CPU seconds of this process and its workers so far."""
     import psutil
 
     us = psutil.Process()
@@ -165,7 +165,7 @@ def cpu_s() -> float:
 
 
 def apart(side: str, source: Path, place: Path, scenario: str) -> tuple[float, float]:
-    """Images a second and CPU milliseconds an image: `trial` in a process of its own."""
+    """Return images per second and CPU milliseconds per image, from `trial` in a separate process."""
     command = [sys.executable, __file__, "--trial", json.dumps([side, str(source), str(place), scenario])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -175,7 +175,7 @@ def apart(side: str, source: Path, place: Path, scenario: str) -> tuple[float, f
 
 
 def about() -> str:
-    """The machine and versions, in a line."""
+    """Return the machine and versions, in a line."""
     from importlib.metadata import version
 
     model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -186,7 +186,7 @@ def about() -> str:
 
 
 def row(scenario: str, trials: dict[str, list[tuple[float, float]]], size: float) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     ratios = sorted(ours / theirs for (ours, _), (theirs, _) in zip(trials["packed"], trials["folder"], strict=True))
     of, to, pack = (statistics.median(rate for rate, _ in trials[side]) for side in ("folder", "packed", "pack"))
     of_ms, to_ms = (statistics.median(ms for _, ms in trials[side]) for side in ("folder", "packed"))

@@ -1,4 +1,4 @@
-"""What it costs that two workers share no disk: saves of 60 MB with one output directory and with two, in turn.
+"""Cost of separate disks for two workers: saves of 60 MB with one output directory and with two, alternating.
 
     python bench/disks.py [--repeats 5]
 
@@ -23,7 +23,7 @@ STEPS, EVERY, WIDTH = 41, 20, 3873
 
 
 def train() -> None:
-    """One rank: the seconds of its steps with and without a save under way, and of the saves."""
+    """Train as one rank. Prints the seconds of steps with and without a save in progress, and of the saves."""
     import torch
 
     from outlast.training import session
@@ -50,7 +50,7 @@ def train() -> None:
 
 
 def measured(disks: int) -> tuple[float, float, float]:
-    """Medians of one run: a step alone, a step beside a save, a save until it is committed."""
+    """Return the medians of one run: a step alone, a step beside a save, and a save until it is committed."""
     with tempfile.TemporaryDirectory() as directory, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

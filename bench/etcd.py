@@ -1,4 +1,4 @@
-"""How fast many agents meet by etcd, and how fast training goes on without one of three nodes; beside it torchrun's c10d.
+"""Time to form large worlds with etcd, and training speed after losing one of three nodes, beside torchrun's c10d.
 
     python bench/etcd.py                  # some minutes
     python bench/etcd.py --agents 16 --repeats 1 --no-torchrun
@@ -44,7 +44,7 @@ LIMIT_S = 60.0
 
 
 def ours(endpoint: str, run: str, agents: int, share: int, pipe: Any) -> None:
-    """Some of the agents, in one process: says when each has a world, and how many requests they have made."""
+    """Run some of the agents in one process, which reports the time of each world and the number of requests."""
     from outlast.rendezvous import torchrun
 
     members: list[Any] = []
@@ -77,7 +77,7 @@ def ours(endpoint: str, run: str, agents: int, share: int, pipe: Any) -> None:
 
 
 def c10d(endpoint: str, run: str, agents: int, share: int, pipe: Any) -> None:
-    """The same with torch's handler; the store is in the main process."""
+    """Run some of the agents with torch's handler; the store is in the main process."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -87,7 +87,7 @@ def c10d(endpoint: str, run: str, agents: int, share: int, pipe: Any) -> None:
     requests = itertools.count()
 
     class Counted:
-        """What the rendezvous asks of its store."""
+        """Store that counts the requests of the rendezvous."""
 
         def __init__(self, store: Any) -> None:
             self._store = store
@@ -124,7 +124,7 @@ def c10d(endpoint: str, run: str, agents: int, share: int, pipe: Any) -> None:
 
 
 def many(kind: str, agents: int, directory: Path) -> dict[str, float]:
-    """Form and lose; seconds, requests an agent, and the seconds of a processor that etcd, or the store, took."""
+    """Measure form and lose. Returns seconds, requests per agent, and CPU seconds of etcd or the store."""
     fork = multiprocessing.get_context("spawn")
     shares = [agents // PROCESSES] * PROCESSES
     shares[-1] -= 1
@@ -182,7 +182,7 @@ def many(kind: str, agents: int, directory: Path) -> dict[str, float]:
 
 
 class Node3(recovery.Torchrun):
-    """Three torchruns, `--nnodes=2:3`."""
+    """Three torchrun nodes with `--nnodes=2:3`."""
 
     def __init__(self, name: str, options: list[str], server: etcds.Server | None) -> None:
         super().__init__(name, "")

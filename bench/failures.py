@@ -1,4 +1,4 @@
-"""What a failure costs, in seconds of training: Outlast, torchrun, torchft and DLRover, interleaved. Called by recovery.py.
+"""Cost of a failure in seconds of training: Outlast, torchrun, torchft and DLRover, interleaved. Called by recovery.py.
 
 Three workers train with `lost.py`; a fault happens at a random moment between two saves to disk. Training lost is the time from
 the last step before the fault until AHEAD steps later, less what so many steps take without a fault: detection, re-forming,
@@ -43,20 +43,20 @@ import netns  # noqa: E402 (of the tests: namespaces whose packets vanish)
 SCENARIOS = ("lost-process", "lost-worker", "silent", "node")
 WORKERS, MIN = 3, 2
 AHEAD = 3
-"""Steps after the fault until training is taken to go on as before."""
+"""Number of steps after the fault at which training counts as recovered."""
 START_LIMIT_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What all systems do alike."""
+    """Settings common to all systems."""
 
     millions: float = 2.0
     step_s: float = 0.3
     every_s: float = 10.0
     """Seconds between saves to disk."""
     limit_s: float = 60.0
-    """Seconds until `never`."""
+    """Seconds after which a trial counts as `never`."""
 
     def script(self, system: str, directory: Path) -> list[str]:
         paces = [f"--millions={self.millions}", f"--step={self.step_s}", f"--every={self.every_s}"]
@@ -65,13 +65,13 @@ class Plan:
 
 @dataclasses.dataclass
 class Scene:
-    """Where one trial runs."""
+    """Environment of one trial."""
 
     directory: Path
     environ: dict[str, str]
     plan: Plan
     hosts: list[netns.Host]
-    """A namespace for each worker, and one for what runs on no worker; none: all on this machine's own network."""
+    """Network namespace per worker, and one for processes outside the workers; empty if all use this machine's network."""
     running: list[subprocess.Popen[bytes]] = dataclasses.field(default_factory=list)
 
     def address(self, worker: int) -> str:
@@ -79,7 +79,7 @@ class Scene:
 
     @property
     def outside(self) -> str:
-        """The address of what runs on no worker."""
+        """Return the address for processes outside the workers."""
         return self.address(-1)
 
     def start(self, worker: int | None, command: list[str], name: str, more: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
@@ -92,7 +92,7 @@ class Scene:
         return process
 
     def processes(self, worker: int) -> list[int]:
-        """What runs on a worker that has a namespace."""
+        """Return the processes of a worker with a namespace."""
         command = ["ip", "netns", "pids", self.hosts[worker].name]
         return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
 
@@ -103,22 +103,22 @@ class Scene:
 
 
 class System(Protocol):
-    """A way to train with three workers that survives."""
+    """System that trains with three workers."""
 
     name: str
 
     def missing(self) -> str:
-        """Why it cannot run here, or an empty text."""
+        """Return the reason why the system cannot run on this machine, or ""."""
 
     def start(self, scene: Scene) -> list[int]:
-        """Start the workers; returns the process id of each, once known."""
+        """Start the workers, and return the process id of each, if known."""
 
     def parts(self, scene: Scene) -> dict[str, float] | None:
-        """Seconds of training that it says the fault cost, by part, if it says so."""
+        """Return the reported seconds of training that the fault cost, by part, if the system reports them."""
 
 
 class Outlast:
-    """`outlast run`; with nodes agents as in pods, of which worker 0 decides."""
+    """`outlast run`; with namespaces, agents as in pods, with worker 0 as the coordinator."""
 
     def __init__(self, memory: str) -> None:
         self.name = "outlast" if memory == "auto" else f"outlast, memory: {memory}"
@@ -195,7 +195,7 @@ class Outlast:
         return scene.directory / "out" / "bench"
 
     def fault(self, scene: Scene, scenario: str, worker: int) -> None:
-        """Enter the fault in the ledger, so that the report knows its moment."""
+        """Record the fault in the ledger, so that the report has its time."""
         from outlast.job import contract, ledger
 
         book = ledger.Ledger(self._output(scene) / contract.LEDGER, "chaos")
@@ -215,7 +215,7 @@ class Outlast:
 
 
 class Torchrun:
-    """Three torchrun nodes with the c10d store in the first, its time-outs as short as it takes them."""
+    """Three torchrun nodes with the c10d store in the first and the shortest valid time-outs."""
 
     name = "torchrun, tuned"
 
@@ -238,7 +238,7 @@ class Torchrun:
 
 
 class Peer:
-    """A library that is installed apart from us, see `--peers`."""
+    """Library in a separate installation, see `--peers`."""
 
     package = ""
 
@@ -258,11 +258,11 @@ class Peer:
 
 
 class Torchft(Peer):
-    """A lighthouse and three replica groups of one rank, each under a torchrun that restarts it."""
+    """A lighthouse and three replica groups of one rank, each under a torchrun that restarts the rank."""
 
     name, package = "torchft", "torchft"
     wait_s = 10.0
-    """Of its collectives and of a quorum; by default 60."""
+    """Time-out in seconds of collectives and of a quorum; the library's default is 60."""
     lighthouse = ("--min_replicas=2", "--join_timeout_ms=3000", "--heartbeat_timeout_ms=2000", "--quorum_tick_ms=100")
 
     def start(self, scene: Scene) -> list[int]:
@@ -287,7 +287,7 @@ class Torchft(Peer):
 
 
 class Dlrover(Peer):
-    """A local master and three nodes; every step is saved to shared memory. Each node has a /dev/shm and sockets of its own."""
+    """A local master and three nodes, each with a separate /dev/shm. Every step is saved to shared memory."""
 
     name, package = "dlrover", "dlrover"
 
@@ -323,7 +323,7 @@ class Dlrover(Peer):
 
 
 def named(scene: Scene, worker: int, run: list[str], own: Iterable[str] = ()) -> list[str]:
-    """The command that runs another one where the host's name leads to the worker's address, after `own` steps of a shell."""
+    """Return a command that runs `run` with the host's name resolved to the worker's address, after the shell commands `own`."""
     hosts = scene.directory / f"hosts-{worker}"
     hosts.write_text(f"127.0.0.1 localhost\n{scene.address(worker)} node-{worker}\n")
     steps = [*own, f"mount --bind {hosts} /etc/hosts", f"hostname node-{worker}", 'exec "$@"']
@@ -331,7 +331,7 @@ def named(scene: Scene, worker: int, run: list[str], own: Iterable[str] = ()) ->
 
 
 def systems(peers: Path | None) -> dict[str, System]:
-    """All of them, by the name of `--system`. `peers` holds their virtual environments, torchft and dlrover."""
+    """Return all systems by the value of `--system`. `peers`: directory of the virtual environments torchft and dlrover."""
 
     def python(name: str) -> Path | None:
         return peers / name / "bin" / "python" if peers else None
@@ -350,20 +350,20 @@ def systems(peers: Path | None) -> dict[str, System]:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What one fault cost. None: training did not go on within the limit."""
+    """Cost of one fault. None means that training did not resume within the limit."""
 
     lost_s: float | None
     again: int | None = None
-    """Steps that were done a second time."""
+    """Number of repeated steps."""
     step_s: float = math.nan
-    """An undisturbed step."""
+    """Seconds of an undisturbed step."""
     parts: dict[str, float] | None = None
     started: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A step that a rank has ended."""
+    """Completed step of a rank."""
 
     time: float
     pid: int
@@ -373,7 +373,7 @@ class Ended:
 
 
 class Book:
-    """The steps that ranks have ended so far; reads only what is new."""
+    """Reader of the completed steps, which reads only new lines."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
@@ -389,9 +389,10 @@ class Book:
 
 
 def cost(ended: Iterable[Ended], fault: float, outside: Iterable[int]) -> tuple[float, int, float] | None:
-    """Seconds of training that a fault cost, the steps done again, and the length of an undisturbed step; None: not known yet.
+    """Return the seconds of training that a fault cost, the number of repeated steps, and the length of an undisturbed step, or
+    None if not yet known.
 
-    `outside` are the processes of the worker that was lost: what they do afterwards is no training.
+    `outside`: processes of the lost worker, whose later steps do not count.
     """
     gone, first = set(outside), {}
     before = [each for each in ended if each.time <= fault]
@@ -408,7 +409,7 @@ def cost(ended: Iterable[Ended], fault: float, outside: Iterable[int]) -> tuple[
 
 
 def trial(system: System, scenario: str, plan: Plan, rng: random.Random, environ: dict[str, str]) -> Trial:
-    """One job and one fault, in a directory of its own, which is kept for a look when training did not go on."""
+    """Run one job with one fault in a separate directory, which is kept if training did not resume."""
     directory = Path(tempfile.mkdtemp(prefix=f"outlast-bench-{scenario}-"))
     (directory / "steps").touch()
     apart = netns.Network(WORKERS + 1) if scenario in ("silent", "node") else contextlib.nullcontext()
@@ -431,7 +432,7 @@ def trial(system: System, scenario: str, plan: Plan, rng: random.Random, environ
 
 
 def attempt(system: System, scenario: str, scene: Scene, rng: random.Random) -> Trial:
-    """Start, train until after a save to disk, do the harm, watch."""
+    """Start, train until after a save to disk, inject the fault, and observe."""
     book, plan = Book(scene.directory / "steps"), scene.plan
     workers = system.start(scene)
 
@@ -486,7 +487,7 @@ def tree(pid: int) -> list[int]:
 def table(
     results: Mapping[str, Mapping[str, list[Trial]]], names: Mapping[str, str], scenarios: Iterable[str] = SCENARIOS
 ) -> list[str]:
-    """Rows of Markdown: what each fault cost under each system."""
+    """Return rows of Markdown with the cost of each fault for each system."""
     heads = ("fault", "system", "training lost, s: median (range)", "went on", "steps again", "ours / this")
     heads += ("detection + re-forming + restoring + again",)
     rows = [f"| {' | '.join(heads)} |"]

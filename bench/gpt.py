@@ -1,4 +1,4 @@
-"""How fast `outlast.recipes.gpt` trains beside nanoGPT's train.py, and whether it learns the same; experts beside dense.
+"""Speed and validation loss of `outlast.recipes.gpt` beside nanoGPT's train.py, and of experts beside a dense model.
 
     git clone https://github.com/karpathy/nanoGPT
     python bench/gpt.py --nanogpt nanoGPT [--quick]     # tiny, on the CPU, characters and a BPE of 4,096 tokens
@@ -34,12 +34,12 @@ HERE = Path(__file__).parent
 ITERATION = re.compile(r"iter (\d+): loss", re.IGNORECASE)
 EVALUATION = re.compile(r"step (\d+): train loss ([\d.]+), val loss ([\d.]+)")
 SETTLED = 0.2
-"""Share of a run whose steps do not count: kernels are chosen, the GPU warms up, a model is compiled."""
+"""Fraction of a run that does not count, because kernels are chosen, the GPU warms up, and a model is compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What both systems train; names are nanoGPT's."""
+    """Settings of a training for both systems, with nanoGPT's names."""
 
     n_layer: int = 4
     n_head: int = 4
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Number of tokens per step."""
         return self.block_size * self.batch_size * self.gradient_accumulation_steps
 
     def values(self) -> dict[str, object]:
@@ -86,10 +86,10 @@ QUICK: dict[str, Any] = {"max_iters": 100, "eval_interval": 50, "eval_iters": 10
 
 @dataclasses.dataclass
 class Run:
-    """What one process has shown."""
+    """Output of one process."""
 
     seconds: list[float]
-    """Of the steps that count."""
+    """Seconds of each step that counts."""
     losses: dict[int, float]
     """Validation loss by step."""
 
@@ -132,7 +132,7 @@ def nanogpt(source: Path, data: Path, plan: Plan, device: str, work: Path, env: 
 
 
 def ours(data: Path, plan: Plan, more: Sequence[str], work: Path, env: Mapping[str, str], processes: int = 1) -> Run:
-    """The recipe, in one process, or in several with one thread each."""
+    """Run the recipe in one process, or in several processes with one thread each."""
     root = work / "ours"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
@@ -145,13 +145,13 @@ def ours(data: Path, plan: Plan, more: Sequence[str], work: Path, env: Mapping[s
 
 
 def size(data: Path) -> int:
-    """Tokens of the vocabulary; 0 without one, where both take GPT-2's."""
+    """Return the size of the vocabulary; 0 without a vocabulary, for which both sides use GPT-2's size."""
     file = data / "meta.pkl"
     return int(pickle.loads(file.read_bytes())["vocab_size"]) if file.exists() else 0
 
 
 def prepared(work: Path, tokenizer: str) -> Path:
-    """The standard library's text in tokens."""
+    """Prepare the standard library's text as tokens."""
     outlast, text, to = Path(sys.executable).with_name("outlast"), work / "text", work / tokenizer
     if not text.exists():
         subprocess.run([outlast, "data", "get", "python-stdlib", "--to", text], check=True, stdout=subprocess.DEVNULL)
@@ -162,7 +162,7 @@ def prepared(work: Path, tokenizer: str) -> Path:
 
 
 def apart(one: Sequence[Run], other: Sequence[Run]) -> float:
-    """Mean absolute difference of the validation losses at the same steps of the second half, means over the runs of each."""
+    """Return the mean absolute difference of the validation losses, averaged over runs, at the same steps of the second half."""
     steps = sorted(set(one[0].losses) & set(other[0].losses))
     means = [[statistics.mean(run.losses[step] for run in runs) for step in steps] for runs in (one, other)]
     pairs = list(zip(*means, strict=True))
@@ -170,7 +170,7 @@ def apart(one: Sequence[Run], other: Sequence[Run]) -> float:
 
 
 def table(runs: Mapping[str, Sequence[Run]], tokens: int, against: str) -> list[str]:
-    """Medians over the runs of each system, and the ratio to one of them."""
+    """Return a table with the medians over the runs of each system, and the ratio to one system."""
     each = {name: [statistics.median(run.seconds) for run in several] for name, several in runs.items()}
     base = statistics.median(each[against])
     lines = [f"| system | tokens/s: median (range) | a step | / {against} | last val loss |", "|---|---|---|---|---|"]
@@ -184,7 +184,7 @@ def table(runs: Mapping[str, Sequence[Run]], tokens: int, against: str) -> list[
 
 
 def beside_nanogpt(options: argparse.Namespace, work: Path, env: Mapping[str, str]) -> list[str]:
-    """Ours and nanoGPT in turn."""
+    """Run the recipe and nanoGPT alternately."""
     plan = dataclasses.replace(GPU, compile=True, batch_size=options.batch_size) if options.gpu else Plan()
     device = "cuda" if options.gpu else "cpu"
     if options.quick:
@@ -213,7 +213,7 @@ def beside_nanogpt(options: argparse.Namespace, work: Path, env: Mapping[str, st
 
 
 def bare(data: Path, work: Path) -> Path:
-    """The tokens without their vocabulary."""
+    """Copy the tokens without their vocabulary."""
     to = work / "bare"
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir()
@@ -223,7 +223,7 @@ def bare(data: Path, work: Path) -> Path:
 
 
 def experts_beside_dense(options: argparse.Namespace, work: Path, env: Mapping[str, str]) -> list[str]:
-    """2 of 8 experts of half the width, and a dense model: as many multiplications a token."""
+    """Compare 2 of 8 experts of half the width with a dense model with as many multiplications per token."""
     plan = dataclasses.replace(GPU, batch_size=options.batch_size) if options.gpu else Plan()
     if options.quick:
         plan = dataclasses.replace(plan, **QUICK)
@@ -237,14 +237,14 @@ def experts_beside_dense(options: argparse.Namespace, work: Path, env: Mapping[s
 
 
 def described(plan: Plan) -> str:
-    """A plan in words."""
+    """Describe a plan."""
     model = f"{plan.n_layer} layers, {plan.n_head} heads, width {plan.n_embd}, {plan.dtype}{', compiled' if plan.compile else ''}"
     step = f"{plan.gradient_accumulation_steps} x {plan.batch_size} blocks of {plan.block_size} tokens a step"
     return f"{model}; {step}, {plan.max_iters} steps"
 
 
 def machine(threads: str) -> str:
-    """Where this was measured."""
+    """Describe the machine."""
     import torch
 
     model = next(

@@ -29,11 +29,11 @@ HERE = Path(__file__).parent
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 SYSTEMS = ("trainer", "trainer bf16", "outlast float32", "outlast")
 WARM = 3
-"""Steps that are not counted."""
+"""Number of warm-up steps, which do not count."""
 
 
 def made(to: Path, options: argparse.Namespace) -> Path:
-    """A model with random weights, its tokenizer, and conversations of very different lengths, as real ones have."""
+    """Write a model with random weights, its tokenizer, and conversations of very different lengths, as in real data."""
     from outlast.recipes import llm_tiny
 
     questions = list(llm_tiny.questions())
@@ -49,7 +49,7 @@ def made(to: Path, options: argparse.Namespace) -> Path:
 
 
 def records(to: Path, count: int) -> Path:
-    """Conversations of 1 to 8 turns: lengths with a long tail, as in sets of instructions."""
+    """Write conversations of 1 to 8 turns, with a long tail of lengths as in instruction sets."""
     from outlast.recipes import llm_tiny
 
     questions, draw = list(llm_tiny.questions()), random.Random(0)
@@ -61,7 +61,7 @@ def records(to: Path, count: int) -> Path:
 
 
 def outlast(model: Path, data: Path, options: argparse.Namespace, output: Path, dtype: str) -> dict[str, float]:
-    """A run of ours; its logged speeds."""
+    """Run the recipe. Returns its tokens per second, its last loss and its number of tokens."""
     command = [
         sys.executable, "-m", "outlast.recipes.llm", f"--model-local-dir={model}", f"--data={data}", f"--output={output}",
         f"--batch={options.batch}", f"--grad-accum={options.grad_accum}", f"--max-steps={options.steps}", "--val=none",
@@ -74,14 +74,14 @@ def outlast(model: Path, data: Path, options: argparse.Namespace, output: Path, 
 
 
 def trainer(model: Path, data: Path, options: argparse.Namespace, output: Path, *, bf16: bool) -> dict[str, float]:
-    """A run of the Trainer, in a process of its own."""
+    """Run the Trainer in a separate process."""
     plan = {**vars(options), "model": str(model), "data": str(data), "output": str(output), "bf16": bf16, "results": ""}
     subprocess.run([sys.executable, __file__, "--as-trainer", json.dumps(plan)], check=True, stdout=subprocess.DEVNULL)
     return dict(json.loads((output / "trainer.json").read_text()))
 
 
 def as_trainer(plan: dict[str, Any]) -> None:
-    """What a user of transformers writes: tokenized records, DataCollatorForSeq2Seq, Trainer."""
+    """Train as a user of transformers would: tokenized records, DataCollatorForSeq2Seq, Trainer."""
     import peft
     import torch
     import transformers
@@ -124,7 +124,7 @@ def as_trainer(plan: dict[str, Any]) -> None:
 
 
 def machine() -> str:
-    """Where this was measured."""
+    """Describe the machine."""
     import torch
     import transformers
 

@@ -1,4 +1,4 @@
-"""What a month of training leaves, sends and costs to read: a simulated run of DAYS at STEPS_S steps a second.
+"""Files, uploads and reading costs of a month of training: a simulated run of DAYS at STEPS_S steps per second.
 
     python bench/long_run.py                       30 days at 10 steps/s: some 4 GB below --at twice, and some ten minutes
     python bench/long_run.py --days 1
@@ -69,7 +69,7 @@ READERS = {
 
 
 def write(output: Path, days: float, steps_s: int, place: store.Store) -> tuple[dict[str, int], dict[str, int], float]:
-    """Live through the run: bytes written and sent by file, and the goodput that it truly had."""
+    """Simulate the run. Returns the bytes written and sent by file, and the true goodput."""
     names = (LEDGER, contract.METRICS, LOG)
     files = {name: output / name for name in names}
     for file in files.values():
@@ -128,7 +128,7 @@ def write(output: Path, days: float, steps_s: int, place: store.Store) -> tuple[
 
 
 def read(body: str, output: Path, url: str) -> tuple[str, float, float]:
-    """Run a reader by itself: what it said, its seconds and its MiB at most."""
+    """Run a reader in a separate process. Returns its output, its seconds, and its peak memory in MiB."""
     lines = "\n".join(line[8:] for line in body.splitlines())
     code = (
         "import resource\nfrom pathlib import Path\nfrom outlast.storage import store\n"

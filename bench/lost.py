@@ -1,4 +1,4 @@
-"""A training of which recovery.py measures how much a failure costs: the same model, pace and saves under every system.
+"""Training script for the cost of failures in recovery.py, with the same model, pace and saves under every system.
 
     python bench/lost.py SYSTEM DIRECTORY [--millions 2] [--step 0.3] [--every 10]
 
@@ -38,7 +38,7 @@ def say(step: object, rank: int | None = None, size: int | None = None) -> None:
 
 
 def group() -> int:
-    """Number of this replica group, of torchft."""
+    """Return the number of this replica group in torchft."""
     return int(os.environ["REPLICA_GROUP"])
 
 
@@ -56,7 +56,7 @@ x = torch.randn(8, width)
 
 
 class Pace:
-    """Pauses before the work of each step, so that steps end at equal distances."""
+    """Pauses before each step, so that steps end at equal intervals."""
 
     def __init__(self) -> None:
         self._at: float | None = None
@@ -118,7 +118,7 @@ def torchrun() -> None:
 
 
 def torchft() -> None:
-    """One replica group of one rank; what it lacks it copies from a peer, so it saves nothing to disk."""
+    """Run one replica group of one rank, which copies missing state from a peer and saves nothing to disk."""
     from datetime import timedelta
 
     from torchft import DistributedDataParallel as Replicated

@@ -1,4 +1,4 @@
-"""How fast state goes into the memory of an agent and comes back: from there, and from another worker's agent over loopback.
+"""Speed of snapshots to an agent's memory, and of restores from this agent and from another worker's agent over loopback.
 
     python bench/memory.py [--megabytes 500] [--repeats 5] [--quick]
 
@@ -49,7 +49,7 @@ ROWS = {
 
 
 class Bench:
-    """Two agents, and the state."""
+    """Two agents and the state of a rank."""
 
     def __init__(self, directory: Path, size: int) -> None:
         self.directory, self.taken = directory, defaultdict[str, list[float]](list)
@@ -73,13 +73,13 @@ class Bench:
         (directory / "file").write_bytes(self.data[: self.size])
 
     def timed(self, row: str, work: Callable[[], object]) -> None:
-        """Add what some work takes to its row."""
+        """Measure some work, and add its seconds to its row."""
         begun = time.perf_counter()
         work()
         self.taken[row].append(time.perf_counter() - begun)
 
     def snapshot(self, rank: client.Client, peer: str, step: int) -> None:
-        """One snapshot, replicated."""
+        """Take and replicate one snapshot."""
         rooms: list[client.Room] = []
         self.timed("first room" if step <= 2 else "room", lambda: rooms.append(rank.room(self.size, (1, step), (1, step - 1))))
         room = rooms[0]
@@ -98,13 +98,13 @@ class Bench:
             self.taken[row].append(time.perf_counter() - begun)
 
     def read(self, rank: client.Client, address: str | None) -> None:
-        """All of the newest part."""
+        """Read the whole newest part."""
         part = max((each for each in rank.catalog()), key=lambda each: each.at)
         with rank.open(part, address) as source:
             source.fetch([(i, self.into[item.place : item.place + item.nbytes]) for i, item in enumerate(source.index)])
 
     def read_file(self) -> None:
-        """The same bytes, verified, as of a checkpoint."""
+        """Read and verify the same bytes, as from a checkpoint."""
         with (self.directory / "file").open("rb", buffering=0) as file:
             for start in range(0, self.size, part_format.BLOCK):
                 block = self.into[start : start + part_format.BLOCK]
@@ -112,7 +112,7 @@ class Bench:
                 zlib.crc32(block)
 
     def run(self, repeats: int) -> None:
-        """All of it, in turn."""
+        """Run all measurements alternately."""
         first, second = (client.connect(environ) for environ in self.environs)
         assert first
         assert second

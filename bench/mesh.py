@@ -1,4 +1,4 @@
-"""What it costs agents to watch one another, and how soon they know that one is gone.
+"""Cost of mutual watching among agents, and delay of detecting the end of an agent.
 
     python bench/mesh.py --quick          100 agents, 10 s
     python bench/mesh.py                  1,000 agents, 60 s
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def measured(agents: int, seconds: float) -> list[str]:
-    """The table."""
+    """Return the table."""
     gc.freeze()
     members = range(agents)
     meshes = [Mesh(id, "127.0.0.1", KEY) for id in members]
@@ -94,7 +94,7 @@ def measured(agents: int, seconds: float) -> list[str]:
 
 
 def death(meshes: list[Mesh], id: int) -> float:
-    """End one as the kernel ends a process, without a goodbye; how long it takes until all who watch it know."""
+    """End an agent as the kernel ends a process. Returns the seconds until all its watchers have detected the end."""
     victim, begun = meshes[id], time.monotonic()
     victim.abandon()
     watchers = [meshes[each] for each in watched_peers.watched(id, range(len(meshes)))]
@@ -102,7 +102,7 @@ def death(meshes: list[Mesh], id: int) -> float:
 
 
 def until(true: Callable[[], bool], begun: float) -> float:
-    """Wait; the seconds since `begun`."""
+    """Wait for a condition, and return the seconds since `begun`."""
     while not true():
         time.sleep(0.005)
         if time.monotonic() - begun > 120:

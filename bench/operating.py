@@ -1,4 +1,4 @@
-"""What the operator costs: from an applied job to its pods, pods a second beside a raw loop of POSTs, writes, memory, idle CPU.
+"""Cost of the operator: delay from an applied job to its pods, pods per second beside a loop of POSTs, writes, memory, idle CPU.
 
     python bench/operating.py --quick               120 jobs, about a minute
     python bench/operating.py                       1,000 jobs of 4 pods
@@ -165,7 +165,7 @@ def measured(args: argparse.Namespace, cluster: api.Cluster, namespace: str, whe
 
 @dataclasses.dataclass(frozen=True)
 class Took:
-    """How long many pods took, in seconds, and the CPU time of who made them."""
+    """Seconds until many pods existed, and CPU seconds of their creator."""
 
     wall: float
     cpu: float
@@ -176,18 +176,18 @@ def rate(took: Sequence[Took], jobs: int) -> float:
 
 
 def cpu(took: Sequence[Took], jobs: int) -> float:
-    """Milliseconds a job."""
+    """Return the CPU milliseconds per job."""
     return 1000 * statistics.median(each.cpu for each in took) / jobs
 
 
 def spent(process: psutil.Process) -> float:
-    """Seconds of CPU that a process has had."""
+    """Return the CPU seconds of a process."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 def life() -> collections.Counter[str]:
-    """What a job writes from its first look until its workers have ended after its success, by verb and kind."""
+    """Count a job's writes from its first reconcile to its success, by verb and kind."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
     import simulated
 
@@ -210,7 +210,7 @@ def say(text: str) -> None:
 
 
 class Watched:
-    """When each pod was seen first, by one watch."""
+    """Time of the first event of each pod, from one watch."""
 
     def __init__(self, cluster: api.Cluster, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace
@@ -244,7 +244,7 @@ class Watched:
                 sys.exit(f"after 300 s there are {len(self.seen)} pods; look at what the operator says")
 
     def sample(self, name: str) -> Document:
-        """A pod as the operator wrote it, to be POSTed again."""
+        """Return a pod as the operator wrote it, as a template for POSTs."""
         return api.without_server_fields(self.kept[name])
 
 
@@ -271,7 +271,7 @@ def workers(name: str) -> list[str]:
 
 
 def one(cluster: api.Cluster, namespace: str, watched: Watched, name: str) -> float:
-    """Seconds from the answer to a job's creation until its last pod is there."""
+    """Return the seconds from the response to a job's creation until its last pod exists."""
     cluster.create(job(namespace, name))
     begun = time.monotonic()
     watched.wait(lambda: all(worker in watched.seen for worker in workers(name)))
@@ -279,7 +279,7 @@ def one(cluster: api.Cluster, namespace: str, watched: Watched, name: str) -> fl
 
 
 def many(cluster: api.Cluster, namespace: str, watched: Watched, names: Sequence[str], mine: psutil.Process) -> Took:
-    """From when the operator goes on, with all the jobs there, until their last pod is."""
+    """Measure from the operator's resumption, with all jobs present, until their last pod exists."""
     mine.suspend()  # for less than it may be without renewing its lease
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda name: cluster.create(job(namespace, name)), names))
@@ -291,7 +291,7 @@ def many(cluster: api.Cluster, namespace: str, watched: Watched, names: Sequence
 
 
 def loop(cluster: api.Cluster, namespace: str, watched: Watched, names: Sequence[str], sample: Document, threads: int) -> Took:
-    """As many pods of the same bytes, by a loop of POSTs, so many at once; they belong to nobody."""
+    """POST as many pods of the same size, without owners, from several threads."""
 
     def post(worker: str) -> None:
         pod = copy.deepcopy(sample)
@@ -310,7 +310,7 @@ def loop(cluster: api.Cluster, namespace: str, watched: Watched, names: Sequence
 
 
 def fail(cluster: api.Cluster, namespace: str, watched: Watched, name: str) -> float:
-    """Seconds from the answer that a pod was evicted until its replacement is there."""
+    """Return the seconds from the response to an eviction until the replacement exists."""
     old = watched.seen[name][0]
     change = {"status": {"phase": "Failed", "reason": "Evicted", "message": "the bench evicts it"}}
     cluster.patch(kinds.POD, name, change, namespace=namespace, subresource="status")
@@ -324,7 +324,7 @@ def fail(cluster: api.Cluster, namespace: str, watched: Watched, name: str) -> f
 
 @contextlib.contextmanager
 def operator(namespace: str) -> Iterator[subprocess.Popen[str]]:
-    """The operator in a process of its own; it answers each line it is given with its writes so far."""
+    """Run the operator in a separate process, which answers each line of its input with its number of writes so far."""
     command = [sys.executable, __file__, "--operate", namespace]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -345,7 +345,7 @@ def asked(process: subprocess.Popen[str]) -> Any:
 
 
 def settle(process: subprocess.Popen[str]) -> None:
-    """Wait until the operator has looked at nothing for 5 s: the scheduler says of each pod that no node takes it."""
+    """Wait until the operator has reconciled nothing for 5 s. The scheduler reports every pod as unschedulable."""
     deadline, looks = time.monotonic() + 180, -1
     while looks != (looks := asked(process)["looks"]):
         if time.monotonic() > deadline:
@@ -383,7 +383,7 @@ def operate(namespace: str) -> None:
 
 @contextlib.contextmanager
 def small_server(latency_ms: float) -> Iterator[Path]:
-    """A kubeconfig of the tests' API server, in a process of its own."""
+    """Yield a kubeconfig of the tests' API server, which runs in a separate process."""
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory) / "config"
         server = subprocess.Popen([sys.executable, __file__, "--serve", str(config), "--latency", str(latency_ms)])

@@ -1,4 +1,4 @@
-"""How fast `outlast.recipes.perceiver` trains beside the Perceiver of transformers, step for step.
+"""Speed of `outlast.recipes.perceiver` beside the Perceiver of transformers, step for step.
 
     python bench/perceiver.py               # the paper's sizes on the CPU: clips of 16 frames of 224 x 224
     python bench/perceiver.py --quick       # of 112 x 112 with the same latents, and fewer steps
@@ -31,11 +31,11 @@ from outlast.training import device
 
 HERE = Path(__file__).parent
 QUICK = Config(image_size=112)
-"""A quarter of the pixels: latents then take a larger part of the time, in which both do the same."""
+"""Config with a quarter of the pixels, so that latents, which both compute alike, take a larger part of the time."""
 
 
 def theirs(c: Config) -> Any:
-    """transformers' model of these sizes."""
+    """Return transformers' model of these sizes."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import PerceiverConfig, PerceiverForMultimodalAutoencoding
 
@@ -61,7 +61,7 @@ def theirs(c: Config) -> Any:
 
 @dataclasses.dataclass
 class Clips:
-    """A batch as it is read, and the points of a step."""
+    """Batch before preprocessing, and the points of a step."""
 
     video: torch.Tensor
     audio: torch.Tensor
@@ -70,7 +70,7 @@ class Clips:
 
 
 def clips(c: Config, batch: int, where: torch.device) -> Clips:
-    """A batch of noise."""
+    """Return a batch of noise."""
     draw = torch.Generator().manual_seed(0)
     video = torch.randint(0, 256, (batch, c.frames, c.image_size, c.image_size, 3), generator=draw, dtype=torch.uint8)
     audio = torch.randint(-20000, 20000, (batch, c.samples), generator=draw, dtype=torch.int16)
@@ -100,7 +100,7 @@ def of_theirs(model: Any, batch: Clips, c: Config) -> Decoded:
 def stepper(
     model: Any, decode: Callable[[], Decoded], c: Config, batch: Clips, kind: torch.dtype
 ) -> Callable[[], tuple[float, float]]:
-    """A function that makes a step and returns its seconds, and those of all processor cores."""
+    """Return a function that does a step, and returns its seconds and its CPU seconds on all cores."""
     where = batch.video.device
     accelerator = device.of(where)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1)

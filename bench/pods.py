@@ -1,4 +1,4 @@
-"""What a failure costs in real pods, in seconds of training: a process killed, a pod deleted by force, a node frozen.
+"""Cost of a failure in real pods, in seconds of training: a process killed, a pod deleted by force, a node frozen.
 
     outlast install --image registry/outlast:dev --wait
     KUBECONFIG=... OUTLAST_TEST_IMAGE=registry/outlast:dev python bench/pods.py [--repeats 3]
@@ -30,11 +30,11 @@ import failures
 HERE = Path(__file__).parent
 SCENARIOS = ("process killed", "pod deleted", "node frozen")
 _LOOK_S = 8.0
-"""Between two looks at the logs, whose lines have times: each look starts three programs beside pods that are to recover."""
+"""Seconds between two reads of the logs. Each read starts three programs beside the recovering pods."""
 
 
 class Cluster:
-    """A namespace that goes afterwards, and the job in it."""
+    """Temporary namespace with the job in it."""
 
     def __init__(self, image: str) -> None:
         self.namespace, self._image = f"bench-{secrets.token_hex(3)}", image
@@ -80,7 +80,7 @@ class Cluster:
         return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
 
     def ended(self) -> list[failures.Ended]:
-        """The steps of all ranks so far; logs of pods that are gone are remembered."""
+        """Return the steps of all ranks so far, including those in the logs of deleted pods."""
         for pod in self.pods():
             said = self.kubectl("logs", pod["metadata"]["name"], "--tail=300", check=False)
             for line in said.splitlines():
@@ -101,7 +101,7 @@ class Cluster:
 
 
 def trial(cluster: Cluster, scenario: str, memory: str, options: argparse.Namespace, rng: random.Random) -> failures.Trial:
-    """One job and one fault."""
+    """Run one job with one fault."""
     plan = failures.Plan(options.millions, every_s=options.every, limit_s=options.limit)
     cluster.start(memory, plan, options.min)
 

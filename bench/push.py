@@ -1,4 +1,4 @@
-"""What pushing costs the training: the time of a step with its output in a store, over that without, in turn in one run.
+"""Cost of uploads for training: the time of a step with and without its output in a store, alternating in one run.
 
     python bench/push.py                 5 repeats of each, about five minutes
     python bench/push.py --quick         2
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def serve(buckets: Path) -> tuple[str, subprocess.Popen[bytes]]:
-    """An S3 server over a directory; its endpoint and process."""
+    """Serve a directory by S3. Returns the endpoint and the process."""
     rclone = Path(sys.executable).with_name("rclone")
     log = buckets.with_name("rclone.log")
     with log.open("wb") as out:
@@ -111,7 +111,7 @@ def serve(buckets: Path) -> tuple[str, subprocess.Popen[bytes]]:
 
 
 def train(root: Path, name: str, output: str, endpoint: str) -> list[float]:
-    """Train once; the time of each step in seconds."""
+    """Train once, and return the seconds of each step."""
     (root / "bench.py").write_text(PROGRAM)
     spec = {
         "script": "bench.py", "code": str(root), "output": output, "workers": {"replicas": 1},

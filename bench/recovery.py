@@ -1,4 +1,4 @@
-"""How long it takes until training goes on: ours and torchrun, with its defaults and tuned, interleaved on one machine.
+"""Time until training resumes after a failure: ours and torchrun, with its defaults and tuned, interleaved on one machine.
 
     python bench/recovery.py              # 5 repeats of everything: about an hour, torchrun waits long for last calls
     python bench/recovery.py --quick      # one repeat without torchrun's defaults: some minutes
@@ -59,21 +59,21 @@ TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
 
 
 class System(Protocol):
-    """A way to run three workers."""
+    """System that runs three workers."""
 
     name: str
 
     def start(self, directory: Path, environ: dict[str, str]) -> None:
-        """Start the workers; return at once or soon."""
+        """Start the workers, without waiting for their world."""
 
     def agents(self) -> list[int]:
-        """Process ids of the workers' agents, by worker."""
+        """Return the process ids of the workers' agents, by worker."""
 
     def logs(self) -> list[Path]:
-        """The workers' logs, in which torch's elastic agent writes when it asks for a world."""
+        """Return the workers' logs, in which torch's elastic agent records its requests for a world."""
 
     def over(self) -> bool:
-        """Whether nothing is left that could go on."""
+        """Return whether no process is left that could resume."""
 
 
 class Torchrun:
@@ -176,7 +176,7 @@ SYSTEMS: dict[str, Callable[[], System]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One line of what the ranks wrote; step None is the start of a process."""
+    """Line written by a rank; step None is the start of a process."""
 
     time: float
     pid: int
@@ -187,7 +187,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What one job showed. None: never."""
+    """Results of one job. None stands for never."""
 
     form_s: float | None
     recovery_s: float | None = None
@@ -196,7 +196,7 @@ class Trial:
 
 
 class Book:
-    """What the ranks have written so far; reads only what is new, so that looking costs the job nothing."""
+    """Reader of the ranks' lines, which reads only new lines, so that polling costs the job nothing."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
@@ -211,7 +211,7 @@ class Book:
 
 
 def complete(found: list[Line]) -> float | None:
-    """When all ranks of some world had said something, if they have."""
+    """Return the time at which all ranks of some world had written a line, or None."""
     said: dict[tuple[int, int], float] = {}
     for line in found:
         said.setdefault((line.world_size, line.rank), line.time)
@@ -222,7 +222,7 @@ def complete(found: list[Line]) -> float | None:
 
 
 def asked(logs: list[Path]) -> float | None:
-    """When the last of the workers first asked for a world, by the log of torch's elastic agent."""
+    """Return the time of the latest of the workers' first requests for a world, from the log of torch's elastic agent."""
     first: list[float] = []
     for log in logs:
         match = re.search(
@@ -237,7 +237,7 @@ def asked(logs: list[Path]) -> float | None:
 
 @contextlib.contextmanager
 def marked() -> Iterator[dict[str, str]]:
-    """An environment whose processes are all dead afterwards."""
+    """Yield an environment, and kill all processes with it afterwards."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     try:
         yield {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"}
@@ -261,7 +261,7 @@ def _has(environ: Path, entry: bytes) -> bool:
 
 
 def waited(limit_s: float, look: Callable[[], float | None], over: Callable[[], bool] = lambda: False) -> float | None:
-    """What `look` sees, as soon as it sees something; None at the limit or when all is over."""
+    """Poll `look` until it returns a value. Returns None at the limit, or when `over` is true."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         ended = over()
@@ -273,7 +273,7 @@ def waited(limit_s: float, look: Callable[[], float | None], over: Callable[[], 
 
 
 def trial(system: System, scenario: str, limit_s: float, rng: random.Random) -> Trial:
-    """One job in a directory of its own, which is kept for a look when training never came back."""
+    """Run one job in a separate directory, which is kept if training did not resume."""
     directory = Path(tempfile.mkdtemp(prefix=f"outlast-bench-{scenario}-"))
     done = attempt(system, directory, scenario, limit_s, rng)
     if done.form_s is None or (done.recovery_s is None and scenario != "form"):
@@ -284,7 +284,7 @@ def trial(system: System, scenario: str, limit_s: float, rng: random.Random) -> 
 
 
 def attempt(system: System, directory: Path, scenario: str, limit_s: float, rng: random.Random) -> Trial:
-    """Start the job, let it train, do the harm, watch."""
+    """Start the job, wait for training, inject the fault, and observe."""
     with marked() as environ:
         (directory / "steps").touch()
         book = Book(directory / "steps")
@@ -327,7 +327,7 @@ def attempt(system: System, directory: Path, scenario: str, limit_s: float, rng:
 
 
 def timed(command: list[str], at_once: int = 1) -> float:
-    """Seconds until as many of these have ended."""
+    """Return the seconds until `at_once` parallel runs of a command have ended."""
     before = time.perf_counter()
     running = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(at_once)]
     for process in running:
@@ -337,16 +337,16 @@ def timed(command: list[str], at_once: int = 1) -> float:
 
 
 Seconds = list[float | None]
-"""What several trials took; None is never."""
+"""Seconds of several trials; None is never."""
 
 
 def median(seconds: Seconds) -> float:
-    """The median, with never as longer than anything; not a number when there is nothing."""
+    """Return the median, with never as longer than anything; NaN for an empty list."""
     return statistics.median([math.inf if s is None else s for s in seconds]) if seconds else math.nan
 
 
 def said(seconds: Seconds) -> str:
-    """Median and range: `1.42 (1.31 – 1.60)`, `never (6.10 – 8.31)`."""
+    """Format median and range: `1.42 (1.31 – 1.60)`, `never (6.10 – 8.31)`."""
     back = [s for s in seconds if s is not None]
     middle = median(seconds)
     shown = "never" if math.isinf(middle) else f"{middle:.2f}"
@@ -354,7 +354,7 @@ def said(seconds: Seconds) -> str:
 
 
 def table(results: dict[str, dict[str, list[Trial]]]) -> list[str]:
-    """Rows of Markdown: every scenario with every system."""
+    """Return rows of Markdown: every scenario with every system."""
     rows = ["| scenario | system | seconds: median (range) | came back | job ended | steps again | ours / this |"]
     rows.append("|---|---|---|---|---|---|---|")
     for scenario in SCENARIOS:
@@ -382,7 +382,7 @@ def table(results: dict[str, dict[str, list[Trial]]]) -> list[str]:
 
 
 def machine() -> str:
-    """The machine in words, without its name."""
+    """Describe the machine, without its name."""
     model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = psutil.virtual_memory().total / 2**30
     python = ".".join(map(str, sys.version_info[:3]))
@@ -391,7 +391,7 @@ def machine() -> str:
 
 
 def recovery(args: argparse.Namespace, scenarios: list[str]) -> list[str]:
-    """How long it takes until training goes on: lines of the report."""
+    """Measure the time until training resumes. Returns lines of the report."""
     systems = [name for name in args.system or SYSTEMS if name in SYSTEMS and not (args.quick and name == "default")]
     rng = random.Random(args.seed)
     results: dict[str, dict[str, list[Trial]]] = {system: {scenario: [] for scenario in scenarios} for system in systems}
@@ -414,7 +414,7 @@ def recovery(args: argparse.Namespace, scenarios: list[str]) -> list[str]:
 
 
 def lost(args: argparse.Namespace, scenarios: list[str]) -> list[str]:
-    """What a failure costs, in seconds of training: lines of the report."""
+    """Measure the cost of failures in seconds of training. Returns lines of the report."""
     plan = failures.Plan(args.millions, every_s=args.every, limit_s=args.limit)
     rng = random.Random(args.seed)
     absent, known = {}, failures.systems(args.peers)

@@ -1,4 +1,4 @@
-"""How fast `outlast.recipes.imagenet` trains on made-up images beside a plain loop with transformers' ResNet of the same shape.
+"""Speed of `outlast.recipes.imagenet` on synthetic images, beside a plain loop with transformers' ResNet of the same shape.
 
     pip install transformers
     python bench/resnet.py [--quick]       # on the CPU
@@ -31,13 +31,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ITERATION = re.compile(r"epoch: \d+, iteration: (\d+),")
 SETTLED = 0.2
-"""Share of a run whose steps do not count: kernels are chosen, memory is found."""
+"""Fraction of a run that does not count, because kernels are chosen and memory is allocated."""
 DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What all train."""
+    """Settings of the training."""
 
     arch: str = "resnet50"
     size: int = 224
@@ -50,7 +50,7 @@ QUICK, GPU = Plan(size=64, batch=16, steps=10, repeats=1), Plan(batch=128, steps
 
 
 def plain(plan: Plan, *, tuned: bool) -> None:
-    """The plain loop; in a process of its own."""
+    """Run the plain loop. Called in a separate process."""
     import torch
     from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -81,7 +81,7 @@ def plain(plan: Plan, *, tuned: bool) -> None:
 
 
 def shown(command: Sequence[object], env: Mapping[str, str], cwd: Path) -> list[float]:
-    """Run a training to its end; the seconds of its steps that count."""
+    """Run a training to its end, and return the seconds of the steps that count."""
     times, said = [], []
     with subprocess.Popen(
         list(map(str, command)), cwd=cwd, env={**os.environ, "PYTHONUNBUFFERED": "1", **env}, stdout=subprocess.PIPE, text=True
@@ -98,7 +98,7 @@ def shown(command: Sequence[object], env: Mapping[str, str], cwd: Path) -> list[
 
 
 def commands(plan: Plan, gpu: bool) -> dict[str, list[object]]:
-    """A command of each system."""
+    """Return the command of each system."""
     again: list[object] = [sys.executable, "-W", "ignore", __file__, *(["--gpu"] if gpu else [])]
     again += [f"--{name}={value}" for name, value in dataclasses.asdict(plan).items()]
     flags = [
@@ -115,7 +115,7 @@ def commands(plan: Plan, gpu: bool) -> dict[str, list[object]]:
 
 
 def table(plan: Plan, runs: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
-    """Medians over the runs of each system, and the ratio to the plain loop."""
+    """Return a table with the medians over the runs of each system, and the ratio to the plain loop."""
     each = {name: [statistics.median(run) for run in several] for name, several in runs.items()}
     base = statistics.median(each["plain"])
     lines = ["| system | images/s: median (range) | a step | / plain |", "|---|---|---|---|"]
@@ -127,7 +127,7 @@ def table(plan: Plan, runs: Mapping[str, Sequence[Sequence[float]]]) -> list[str
 
 
 def machine(threads: str, gpu: bool) -> str:
-    """Where this was measured."""
+    """Describe the machine."""
     import torch
 
     from outlast.training import device

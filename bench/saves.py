@@ -1,4 +1,4 @@
-"""What a save takes from the training, in seconds: ours, `async_save` of DCP and `torch.save`, in turn.
+"""Cost of a save for training, in seconds: ours, `async_save` of DCP and `torch.save`, alternating.
 
     python bench/saves.py [--quick] [--millions 38] [--repeats 5]
 
@@ -32,11 +32,11 @@ HERE = Path(__file__).parent
 SYSTEMS = ("outlast", "dcp", "torch.save")
 MEASURES = ("stall", "inflation", "takes")
 QUIET, WARM = 12, 3
-"""Steps without a save between two saves, and saves that are not counted: the first ones allocate their memory."""
+"""Number of steps between two saves, and number of first saves that do not count, because they allocate memory."""
 
 
 def train(system: str, millions: float, saves: int, directory: Path) -> None:
-    """Train and save with one of the systems; writes its stalls and a quiet step's seconds."""
+    """Train and save with one system. Writes its stalls, and the seconds of a step without a save."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -104,7 +104,7 @@ def train(system: str, millions: float, saves: int, directory: Path) -> None:
 
 
 def moving(size: int, threads: int) -> float:
-    """Median seconds in which so many threads move `size` bytes, no better than this can a state be copied."""
+    """Return the median seconds of moving `size` bytes with this number of threads, a lower bound for copying a state."""
     import torch
 
     here, there = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
@@ -126,7 +126,7 @@ def moving(size: int, threads: int) -> float:
 
 
 def measured(system: str, millions: float, saves: int) -> dict[str, object]:
-    """One process of a system."""
+    """Run one process of a system."""
     with tempfile.TemporaryDirectory() as directory, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -144,12 +144,12 @@ def measured(system: str, millions: float, saves: int) -> dict[str, object]:
 
 
 def median(runs: list[dict[str, object]], what: str) -> float:
-    """Of one measure over all saves."""
+    """Return the median of one measure over all saves."""
     return statistics.median(save[what] for each in runs for save in each["saves"])
 
 
 def ratio(medians: dict[str, dict[str, float]], name: str, what: str) -> str:
-    """Ours as a part of that of another system, which has none where no step is done during a save."""
+    """Return the ratio of ours to another system, or a dash if no step was done during its saves."""
     return f"{medians['outlast'][what] / medians[name][what]:.2f}" if medians[name][what] > 0 else "-"
 
 

@@ -1,4 +1,4 @@
-"""What many workers cost the operator: a look at one large job, and 10,000 jobs of 4 workers that train.
+"""Cost of many workers for the operator: a reconcile of one large job, and 10,000 training jobs of 4 workers.
 
     python bench/scale.py --quick         1,000 jobs, 15 s
     python bench/scale.py                 10,000 jobs, 60 s
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def looks() -> Iterator[tuple[int, float]]:
-    """How long a look at a settled job of so many workers takes, in seconds of CPU: from the cache to the plan."""
+    """Yield the number of workers of a settled job and the CPU seconds of one reconcile of it, from the cache to the plan."""
     for workers in (1000, 2000, 10_000):
         known = Cache([kinds.ELASTIC_JOB], lambda key, urgency: None)
         versions, now = itertools.count(1), time.time()
@@ -110,14 +110,14 @@ def looks() -> Iterator[tuple[int, float]]:
 
 
 def whole(document: Document) -> Document:
-    """As an API server has it."""
+    """Return a document as an API server stores it."""
     meta = document["metadata"]
     kept = {key: value for key, value in document.items() if key != RECEIVED}
     return {**kept, "metadata": {**meta, "namespace": "team", "uid": meta.get("uid", f"{meta['name']}-uid")}}
 
 
 def large(workers: int) -> Iterator[tuple[Kind, Document]]:
-    """The documents of one job that trains."""
+    """Return the documents of one training job."""
     cluster = simulated.Cluster({"replicas": 2, "min": 1, "max": 10_000}, steps=10**6)
     cluster.until(simulated.trains(2))
     cluster.run(30)
@@ -140,21 +140,21 @@ def large(workers: int) -> Iterator[tuple[Kind, Document]]:
 
 
 class Simulated:
-    """An API server as the operator's client shows it, see `api.Cluster`: what there is, and all that changes."""
+    """Simulated API server behind the operator's client interface, see `api.Cluster`: documents and watch events."""
 
     namespace = "default"
 
     def __init__(self, jobs: int, workers: int, *, watched: bool) -> None:
-        """`watched`: the workers of a job watch one another."""
+        """Create the documents of all jobs. With `watched`, the workers of a job watch one another."""
         self.every_s = board.renewal_interval_s(workers, mesh=watched)
-        """Interval at which each Lease is renewed."""
+        """Seconds between two renewals of each Lease."""
         self.versions = itertools.count(1000)
         self.changes: dict[Kind, queue.SimpleQueue[bytes]] = {kind: queue.SimpleQueue() for kind in WATCHED}
         self.first: dict[Kind, list[bytes]] = {kind: [] for kind in WATCHED}
         self.lease: Document | None = None
         self.written = self.deleted = 0
         self.renewals: list[tuple[float, int, bytes]] = []
-        """When each Lease is renewed next, which it is, and what is written then: a template."""
+        """Time of the next renewal of each Lease, index of the Lease, and template of the new document."""
         self.stop = threading.Event()
         self._fill(jobs, workers, watched=watched)
 
@@ -186,7 +186,7 @@ class Simulated:
         return text.replace('"metadata": {', version, 1).encode()
 
     def renewed(self) -> Iterator[bytes]:
-        """Leases, when it is time."""
+        """Yield the watch events of the Leases that are due for renewal."""
         begun, count = time.monotonic(), len(self.renewals)
         due = [(begun + self.every_s * n / count, n, template) for _, n, template in self.renewals]
         heapq.heapify(due)
@@ -254,7 +254,7 @@ class Simulated:
 
 
 def trains(jobs: int, workers: int, seconds: float, *, watched: bool) -> list[str]:
-    """What jobs that train cost; `watched`: their workers watch one another."""
+    """Measure the cost of training jobs. With `watched`, their workers watch one another."""
     process = psutil.Process()
     cluster = Simulated(jobs, workers, watched=watched)
     every_s, other_s = cluster.every_s, board.renewal_interval_s(workers, mesh=not watched)

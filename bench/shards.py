@@ -1,4 +1,4 @@
-"""What it costs to read shards from a store instead of a disk: the step time of the same training, interleaved.
+"""Cost of reading shards from a store instead of a disk: the step time of the same training, interleaved.
 
     python bench/shards.py                # 5 repeats, some minutes
     python bench/shards.py --quick        # 2 repeats of fewer steps
@@ -32,11 +32,11 @@ from sync import BUCKET, HERE, KEY, SECRET, machine, server
 
 BLOCK, BATCH, WINDOW, TURN = 128, 8, 4, 20
 SHARD = 128 << 10
-"""Bytes."""
+"""Size of a shard in bytes."""
 
 
 def write(directory: Path, shards: int) -> None:
-    """Random tokens in shards, as `outlast data prepare` writes them."""
+    """Write random tokens in shards, as `outlast data prepare` does."""
     from outlast.data import shard_format
 
     directory.mkdir(parents=True)
@@ -48,7 +48,7 @@ def write(directory: Path, shards: int) -> None:
 
 
 def train(places: dict[str, str], steps: int) -> dict[str, object]:
-    """Seconds of each step from each place, which take turns; and what they waited for."""
+    """Train from all places alternately. Returns the seconds of each step, and the seconds of waiting."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -84,7 +84,7 @@ def train(places: dict[str, str], steps: int) -> dict[str, object]:
 
 
 def trial(places: dict[str, str], steps: int, environ: dict[str, str]) -> dict[str, object]:
-    """`train` in a process of its own."""
+    """Run `train` in a separate process."""
     command = [sys.executable, __file__, "--train", json.dumps(places), "--steps", str(steps)]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True)
     result: dict[str, object] = json.loads(done.stdout)
@@ -92,7 +92,7 @@ def trial(places: dict[str, str], steps: int, environ: dict[str, str]) -> dict[s
 
 
 def rows(trials: list[tuple[str, dict]]) -> list[str]:
-    """Rows of Markdown."""
+    """Return rows of Markdown."""
     said = ["| place | step ms: median (range of the repeats) | mean | to local, medians | to local, means | waited s a run |"]
     said.append("|---|---|---|---|---|---|")
     for name in ("local", "warm", "cold"):
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def _short(done: dict) -> str:
-    """A trial in a line."""
+    """Describe a trial in a line."""
     return ", ".join(f"{name} {statistics.median(times) * 1e3:.2f} ms" for name, times in done["times"].items())
 
 

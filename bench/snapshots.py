@@ -1,4 +1,4 @@
-"""What snapshots in memory take from a step: jobs with `checkpoint: {memory: auto}` and with `off`, in turn.
+"""Cost of snapshots in memory per step: jobs with `checkpoint: {memory: auto}` and with `off`, alternating.
 
     python bench/snapshots.py [--millions 8] [--workers 2] [--batch 256] [--repeats 5] [--steps 200] [--quick]
 
@@ -30,7 +30,7 @@ LAYERS = 8
 
 
 def train(millions: float, batch: int, steps: int, directory: Path) -> None:
-    """What a rank does; rank 0 leaves the seconds of its steps."""
+    """Train as a rank. Rank 0 writes the seconds of its steps."""
     import torch
 
     from outlast.training import session
@@ -59,7 +59,7 @@ def train(millions: float, batch: int, steps: int, directory: Path) -> None:
 
 
 def measured(memory: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One job: its counted steps, and what its ledger says of snapshots."""
+    """Run one job. Returns the steps that count, and the snapshots in its ledger."""
     from outlast.job import contract, ledger
     from outlast.job.report import goodput
 

@@ -1,4 +1,4 @@
-"""Where the time goes from the start of a worker to the first step: a waterfall of all processes, and their CPU seconds.
+"""Timeline from the start of a worker to the first step: a waterfall of all processes, and their CPU seconds.
 
     python bench/start.py                 # 5 repeats of everything, some minutes
     python bench/start.py --quick         # one repeat
@@ -51,7 +51,7 @@ MARK, NOTES = "OUTLAST_BENCH_MARK", "OUTLAST_BENCH_NOTES"
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """One line of `starting/sitecustomize.py`."""
+    """Line written by `starting/sitecustomize.py`."""
 
     time: float
     cpu_s: float
@@ -75,13 +75,13 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One start."""
+    """Measurement of one start."""
 
     seconds: float
     processes: list[Process]
 
     def cpu(self) -> dict[str, float]:
-        """CPU seconds by kind of process."""
+        """Return CPU seconds by kind of process."""
         found: dict[str, float] = collections.defaultdict(float)
         for process in self.processes:
             found[process.kind] += process.cpu_s
@@ -92,7 +92,7 @@ class Trial:
 
 
 def job(code: str, output: str) -> dict[str, object]:
-    """A job of two workers."""
+    """Return the job file of two workers."""
     spec = {
         "script": "first.py",
         "code": code,
@@ -106,7 +106,7 @@ def job(code: str, output: str) -> dict[str, object]:
 
 
 def on_this_machine(directory: Path, environ: dict[str, str]) -> list[subprocess.Popen[bytes]]:
-    """`outlast run`."""
+    """Run the job with `outlast run`."""
     file = directory / "job.json"
     file.write_text(json.dumps(job(str(PROBE), str(directory / "out"))))
     return [
@@ -115,14 +115,14 @@ def on_this_machine(directory: Path, environ: dict[str, str]) -> list[subprocess
 
 
 def pods(directory: Path, environ: dict[str, str]) -> list[subprocess.Popen[bytes]]:
-    """Agents of two pods whose store is a directory."""
+    """Run the agents of two pods with a directory as their store."""
     store = directory / "store"
     store.mkdir()
     return agents(directory, environ, f"file://{store}", str(PROBE))
 
 
 def pods_s3(directory: Path, environ: dict[str, str]) -> list[subprocess.Popen[bytes]]:
-    """Agents of two pods whose store is an S3 server."""
+    """Run the agents of two pods with an S3 server as their store."""
     bucket = directory / "buckets" / "bucket"
     (bucket / "code").mkdir(parents=True)
     (bucket / "code" / "first.py").write_bytes((PROBE / "first.py").read_bytes())
@@ -138,7 +138,7 @@ def pods_s3(directory: Path, environ: dict[str, str]) -> list[subprocess.Popen[b
 
 
 def agents(directory: Path, environ: dict[str, str], store: str, code: str) -> list[subprocess.Popen[bytes]]:
-    """Agents with the environment of pods."""
+    """Start agents with the environment of pods."""
     file = directory / "job.json"
     file.write_text(json.dumps(job(code, f"{store}/out")))
     found = []
@@ -168,7 +168,7 @@ def agents(directory: Path, environ: dict[str, str], store: str, code: str) -> l
 
 
 def torchrun(directory: Path, environ: dict[str, str]) -> list[subprocess.Popen[bytes]]:
-    """Two torchrun nodes."""
+    """Run two torchrun nodes."""
     port = free_port()
     found = []
     for index in range(WORKERS):
@@ -188,7 +188,7 @@ CASES: dict[str, Callable[[Path, dict[str, str]], list[subprocess.Popen[bytes]]]
 
 
 def started(command: list[str], environ: dict[str, str], directory: Path) -> subprocess.Popen[bytes]:
-    """A process with its output in a log."""
+    """Start a process with its output in a log."""
     with (directory / "log").open("ab") as log:
         return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
@@ -207,7 +207,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def marked(notes: Path) -> Iterator[tuple[dict[str, str], Callable[[], list[psutil.Process]]]]:
-    """An environment whose processes are all dead afterwards, and the processes that have it."""
+    """Yield an environment and a function that lists its processes, and kill the processes afterwards."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
 
     def found() -> list[psutil.Process]:
@@ -234,14 +234,14 @@ def has(environ: Path, entry: bytes) -> bool:
 
 
 def read(path: Path) -> list[Note]:
-    """All notes so far."""
+    """Read all notes so far."""
     lines = path.read_text().splitlines() if path.exists() else []
     split = [line.split(" ", 5) for line in lines]
     return [Note(float(t), float(cpu), int(pid), int(parent), int(n), what) for t, cpu, pid, parent, n, what in split]
 
 
 def trial(case: str) -> Trial:
-    """Start a case in a directory of its own and wait for the first step of all ranks."""
+    """Start a case in a separate directory, and wait for the first step of all ranks."""
     with tempfile.TemporaryDirectory(prefix="outlast-start-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         notes = directory / "notes"
@@ -267,7 +267,7 @@ def trial(case: str) -> Trial:
 
 
 def observed(process: psutil.Process, begun: float, notes: list[Note]) -> Process | None:
-    """A process that lives."""
+    """Describe a living process."""
     try:
         with process.oneshot():
             times, title, environ = process.cpu_times(), " ".join(process.cmdline()), process.environ()
@@ -279,13 +279,13 @@ def observed(process: psutil.Process, begun: float, notes: list[Note]) -> Proces
 
 
 def gone(pid: int, begun: float, notes: list[Note]) -> Process:
-    """A process that has ended: its last note says at least how much CPU time it took."""
+    """Describe a process that has ended. Its last note gives a lower bound of its CPU time."""
     mine = [note for note in notes if note.pid == pid]
     return Process(kind(mine[0].what) + " (ended)", "", pid, mine[0].time - begun, mine[-1].cpu_s, mine)
 
 
 def kind(title: str) -> str:
-    """What a process is, by its title."""
+    """Return the kind of a process, by its title."""
     for pattern, name in (
         (r"rclone", "S3 server"),
         (r"warm", "warm process"),
@@ -308,7 +308,7 @@ def kind(title: str) -> str:
 
 
 def waterfall(done: Trial) -> list[str]:
-    """Rows of Markdown: what each process did when."""
+    """Return rows of Markdown: the timeline of each process."""
     rows = ["| worker | process | at s | CPU s then | what |", "|---|---|---|---|---|"]
     origin = next(p.notes[0].time - p.began for p in done.processes if p.notes)
     for process in done.processes:
@@ -320,7 +320,7 @@ def waterfall(done: Trial) -> list[str]:
 
 
 def table(results: dict[str, list[Trial]]) -> list[str]:
-    """Rows of Markdown: seconds and CPU seconds of each case."""
+    """Return rows of Markdown: seconds and CPU seconds of each case."""
     rows = ["| case | first step after s: median (range) | CPU s until then | of which |", "|---|---|---|---|"]
     for case, trials in results.items():
         seconds = [t.seconds for t in trials]
@@ -335,7 +335,7 @@ def table(results: dict[str, list[Trial]]) -> list[str]:
 
 
 def plot(done: Trial, path: Path, title: str) -> None:
-    """A picture of one trial: a bar per process, imports within it."""
+    """Plot one trial: a bar per process, with imports within it."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(11, 0.5 + 0.45 * len(done.processes)))

@@ -1,4 +1,4 @@
-"""A training loop that does nothing but keep time, the same for every launcher that is measured.
+"""Training loop that only records times, the same for every launcher.
 
     torchrun ... bench/steps.py DIRECTORY
 

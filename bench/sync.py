@@ -1,4 +1,4 @@
-"""What moving files into a store and out of it costs: `outlast sync`, rclone, s5cmd and the AWS command line, interleaved.
+"""Cost of moving files into and out of a store: `outlast sync`, rclone, s5cmd and the AWS command line, interleaved.
 
     python bench/sync.py                  # 5 repeats of everything: about an hour, most of it the peers with 100,000 files
     python bench/sync.py --quick          # 3 repeats, 10,000 unchanged files: some minutes
@@ -44,17 +44,17 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What one run of a client took."""
+    """Results of one run of a client."""
 
     wall_s: float
     cpu_s: float
     peak: int
-    """Bytes."""
+    """Peak memory in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Where everything is."""
+    """Paths and programs of the benchmark."""
 
     directory: Path
     endpoint: str
@@ -62,11 +62,11 @@ class Bench:
 
     @property
     def buckets(self) -> Path:
-        """The server's, as directories."""
+        """Buckets of the server, as directories."""
         return self.directory / "buckets"
 
     def command(self, system: str, source: str, target: str) -> list[str]:
-        """How a system makes `target` like `source`; places in the store are `s3://...`."""
+        """Return the command with which a system copies `source` to `target`; places in the store are `s3://...`."""
         program = self.programs[system]
         if system == "rclone":
             remote = f":s3,provider=Other,env_auth=true,endpoint='{self.endpoint}':"
@@ -79,7 +79,7 @@ class Bench:
         return [program, "sync", source, target]
 
     def run(self, system: str, source: str, target: str, cache: Path) -> Trial:
-        """One run; `cache` is where the client may keep notes."""
+        """Run a client once; `cache` is the directory for its notes."""
         environ = {
             **os.environ,
             "AWS_ACCESS_KEY_ID": KEY,
@@ -105,7 +105,7 @@ class Bench:
 
 
 def write(directory: Path, files: int, size: int, per_directory: int) -> None:
-    """Files of random bytes."""
+    """Write files of random bytes."""
     for number in range(files):
         path = directory / f"part-{number // per_directory:04d}" / f"file-{number:06d}.bin"
         if number % per_directory == 0:
@@ -116,7 +116,7 @@ def write(directory: Path, files: int, size: int, per_directory: int) -> None:
 
 
 def inspected(directory: Path, files: int, size: int) -> None:
-    """Ends everything if not all of it is there."""
+    """Exit unless all files and bytes exist."""
     found = [path.stat().st_size for path in directory.rglob("*") if path.is_file() and path.name != ".outlast-manifest"]
     if (len(found), sum(found)) != (files, files * size):
         raise SystemExit(f"{directory} has {len(found)} files of {sum(found)} bytes instead of {files} of {files * size}")
@@ -124,7 +124,7 @@ def inspected(directory: Path, files: int, size: int) -> None:
 
 @contextlib.contextmanager
 def server(program: str, buckets: Path) -> Iterator[str]:
-    """`rclone serve s3` over a directory; its endpoint."""
+    """Serve a directory with `rclone serve s3`, and yield the endpoint."""
     log = buckets.with_name("server.log")
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -145,7 +145,7 @@ def server(program: str, buckets: Path) -> Iterator[str]:
 
 
 class Scenario:
-    """One thing to be done, by each system in turn."""
+    """Operation to measure, for each system alternately."""
 
     def __init__(self, bench: Bench, name: str, files: int, size: int) -> None:
         self._bench, self._name, self._files, self._size = bench, name, files, size
@@ -156,7 +156,7 @@ class Scenario:
             shutil.copytree(self._tree, bench.buckets / BUCKET / name)
 
     def prepare(self, systems: list[str]) -> None:
-        """What must have been done before it can be measured."""
+        """Do what must precede the measurement."""
         if self._name == "none":
             for system in systems:
                 done = self._bench.run(system, str(self._tree), f"s3://{BUCKET}/none-{system}", self._cache(system))
@@ -167,7 +167,7 @@ class Scenario:
         return self._bench.directory / "cache" / f"{self._name}-{name}"
 
     def trial(self, system: str) -> Trial:
-        """Once."""
+        """Run the operation once."""
         self._count += 1
         place = f"{self._name}-{system if self._name == 'none' else self._count}"
         if self._name == "none":
@@ -184,12 +184,12 @@ class Scenario:
 
 
 def middle(trials: list[Trial], what: Callable[[Trial], float]) -> float:
-    """The median of something."""
+    """Return the median of a measure."""
     return statistics.median(map(what, trials))
 
 
 def table(results: dict[str, dict[str, list[Trial]]]) -> list[str]:
-    """Rows of Markdown: every scenario with every system."""
+    """Return rows of Markdown: every scenario with every system."""
     rows = [
         "| scenario | system | wall s: median (range) | CPU s: median (range) | peak MiB | this / ours, wall | ours / this, CPU |"
     ]
@@ -210,7 +210,7 @@ def table(results: dict[str, dict[str, list[Trial]]]) -> list[str]:
 
 
 def machine(programs: dict[str, str]) -> str:
-    """The machine in words, without its name, and the peers' versions."""
+    """Describe the machine, without its name, and the peers' versions."""
     model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = psutil.virtual_memory().total / 2**30
     said = []
@@ -223,7 +223,7 @@ def machine(programs: dict[str, str]) -> str:
 
 
 def found(given: dict[str, str | None]) -> dict[str, str]:
-    """The programs there are, by system."""
+    """Return the available programs, by system."""
     beside = str(Path(sys.executable).parent)
     programs = {
         system: path

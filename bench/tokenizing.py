@@ -1,4 +1,4 @@
-"""What it costs to make token files out of text: `outlast data prepare text` and nanoGPT's own scripts, interleaved.
+"""Cost of turning text into token files: `outlast data prepare text` and nanoGPT's own scripts, interleaved.
 
     git clone https://github.com/karpathy/nanoGPT /tmp/nanoGPT
     python bench/tokenizing.py --nanogpt /tmp/nanoGPT                 # 5 repeats, some minutes
@@ -69,23 +69,23 @@ datasets.Dataset.from_dict({"text": json.load(open(sys.argv[1]))}).save_to_disk(
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What one run took."""
+    """Results of one run."""
 
     wall_s: float
     cpu_s: float
     tokens: int
     digest: str
-    """Of train.bin and val.bin."""
+    """Digest of train.bin and val.bin."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Where everything is."""
+    """Paths and programs of the benchmark."""
 
     directory: Path
     nanogpt: Path
     python: Path
-    """With what nanoGPT's scripts import."""
+    """Python with the packages of nanoGPT's scripts."""
     cores: int
 
     def peer(self, scenario: str) -> Trial:
@@ -108,11 +108,11 @@ class Bench:
         return self._timed([str(self.python), *arguments], home, environment)
 
     def _documents(self, home: Path) -> Path:
-        """A copy: `datasets` leaves caches beside its files, and nobody shall find those of the last trial."""
+        """Copy the documents, because `datasets` caches results beside its files, and a trial must not use them."""
         return Path(shutil.copytree(self.directory / "documents.arrow", home / "documents.arrow"))
 
     def ours(self, scenario: str) -> Trial:
-        """Run ours."""
+        """Run `outlast data prepare text`."""
         home = self._fresh("ours")
         char = scenario == "char"
         source = self.directory / ("input.txt" if char else "documents")
@@ -144,14 +144,16 @@ class Bench:
 
 
 def adopt() -> None:
-    """Become the parent of orphans, whose CPU time would be lost: ours come from a fork server, which outlives the command by a
-    moment. PR_SET_CHILD_SUBREAPER: https://man7.org/linux/man-pages/man2/prctl.2.html."""
+    """Become the parent of orphans, whose CPU time would be lost, because Outlast's fork server outlives the command briefly.
+
+    PR_SET_CHILD_SUBREAPER: https://man7.org/linux/man-pages/man2/prctl.2.html.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
 
 
 def orphans() -> float:
-    """Wait for them; their CPU seconds."""
+    """Wait for adopted orphans, and return their CPU seconds."""
     seconds = 0.0
     while True:
         try:
@@ -162,7 +164,7 @@ def orphans() -> float:
 
 
 def texts(source: Path | None) -> list[str]:
-    """The documents: all text below a directory, or the standard library's modules and their tests."""
+    """Return the documents: all text below a directory, or the standard library's modules and their tests."""
     library = source or Path(sysconfig.get_path("stdlib"))
     found = []
     for path in sorted(library.rglob("*" if source else "*.py")):
@@ -175,7 +177,7 @@ def texts(source: Path | None) -> list[str]:
 
 
 def prepared(bench: Bench, documents: Sequence[str], vocab_size: int) -> None:
-    """Write the documents in each form that a side reads, and train the merges."""
+    """Write the documents in the form of each side, and train the merges."""
     (bench.directory / "documents").mkdir()
     for i, text in enumerate(documents):
         (bench.directory / "documents" / f"{i:06d}.txt").write_bytes(text.encode())
@@ -196,14 +198,14 @@ def prepared(bench: Bench, documents: Sequence[str], vocab_size: int) -> None:
 
 
 def byte_characters() -> dict[int, str]:
-    """The character that stands for each byte in a byte-level vocabulary: itself if it can be seen, else one from 256 on."""
+    """Return the character of each byte in a byte-level vocabulary: itself if printable, otherwise one above 255."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [value for value in range(256) if value not in seen]
     return {value: chr(value) for value in seen} | {value: chr(256 + i) for i, value in enumerate(hidden)}
 
 
 def peer_python(given: Path | None) -> Path:
-    """A Python with nanoGPT's packages; made if it is not there."""
+    """Return a Python with nanoGPT's packages, and create it if missing."""
     home = Path.home() / ".cache" / "outlast-bench" / "nanogpt"
     python = given or home / "bin" / "python"
     check = ["-c", f"import {', '.join(PACKAGES)}"]
@@ -216,7 +218,7 @@ def peer_python(given: Path | None) -> Path:
 
 
 def agree(scenario: str, ours: Trial, peer: Trial) -> None:
-    """Raise if the two did not make the same tokens."""
+    """Raise if the two sides did not produce the same tokens."""
     if scenario == "char" and ours.digest != peer.digest:
         raise SystemExit("char: train.bin and val.bin differ")
     if ours.tokens != peer.tokens:
@@ -224,7 +226,7 @@ def agree(scenario: str, ours: Trial, peer: Trial) -> None:
 
 
 def machine(python: Path) -> str:
-    """The machine and the versions, in a line."""
+    """Describe the machine and the versions, in a line."""
     model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     asked = "from importlib.metadata import version as v; print('tiktoken', v('tiktoken') + ', datasets', v('datasets'))"
     peers = subprocess.run([str(python), "-c", asked], capture_output=True, text=True, check=True).stdout.strip()
@@ -235,7 +237,7 @@ def machine(python: Path) -> str:
 
 
 def table(results: dict[str, dict[str, list[Trial]]], size: int) -> list[str]:
-    """The medians and the ratios."""
+    """Return a table with medians and ratios."""
     lines = [
         "| scenario | tokens | nanoGPT wall | CPU | ours wall | CPU | ours MB/s | wall, nanoGPT / ours | CPU, nanoGPT / ours |",
         "|---|---|---|---|---|---|---|---|---|",

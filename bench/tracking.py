@@ -1,4 +1,4 @@
-"""What TensorBoard and MLflow take from a step of 20 ms, and what run.log takes.
+"""Cost of TensorBoard and MLflow per step of 20 ms, and cost of run.log.
 
     python bench/tracking.py [--quick] [--threads 2]
 
@@ -31,13 +31,13 @@ from typing import Any
 HERE = Path(__file__).parent
 STEP_S = 0.02
 WINDOW_S = 6.0
-"""Longer than the pause of any tracker, so that each sends in each window."""
+"""Seconds per window, longer than the pause of any tracker, so that each sends in each window."""
 WARM_S = 12.0
-"""For the follower's imports, which are not measured here: once a session, about two seconds of CPU at the lowest priority."""
+"""Seconds for the follower's imports, which do not count: about two CPU seconds at the lowest priority."""
 
 
 def train(windows: int, threads: int) -> None:
-    """Train and print what was measured."""
+    """Train, and print the measurements."""
     import torch
 
     from outlast.job.workerfiles import progress_file
@@ -89,7 +89,7 @@ def train(windows: int, threads: int) -> None:
 
 
 def measure(directory: Path, windows: int, threads: int, **environ: str) -> Any:
-    """One training process."""
+    """Run one training process."""
     command = [sys.executable, __file__, "--train", "--windows", str(windows), "--threads", str(threads)]
     environ = {**os.environ, "OUTLAST_OUTPUT": str(directory), **environ}
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True)
@@ -98,7 +98,7 @@ def measure(directory: Path, windows: int, threads: int, **environ: str) -> Any:
 
 @contextlib.contextmanager
 def server(directory: Path) -> Iterator[str]:
-    """An MLflow server; its URL."""
+    """Start an MLflow server, and yield its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = ["nice", "-n", "19", str(Path(sys.executable).with_name("mlflow")), "server", "--workers", "1", "--port", str(port)]

@@ -1,4 +1,4 @@
-"""Ledgers of made-up runs, event by event."""
+"""Ledgers of simulated runs, event by event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ KILLED = "rank 1 on worker 1 was killed by SIGKILL; restart 1 of 10"
 
 
 class Story:
-    """A ledger told in seconds: `at` is the present, every verb takes some time and writes what the processes write."""
+    """Builder of a ledger: `at` is the current second, and every method advances it and writes the events of the processes."""
 
     def __init__(self, at: float = 0.0) -> None:
         self.at = at
@@ -67,5 +67,5 @@ class Story:
 
 
 def training(story: Story | None = None) -> Story:
-    """A job in its first world, just restored: 1 s queue, 2 s start-up."""
+    """Return the story of a job in its first world, just restored: 1 s queue, 2 s start-up."""
     return (story or Story()).submitted().world(1).session(1).restored()

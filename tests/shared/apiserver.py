@@ -1,4 +1,4 @@
-"""A small API server: real HTTP, documents in memory, watches that can be cut, answers that can be prescribed. For tests."""
+"""A small API server for tests: real HTTP, documents in memory, watches that can be cut, prescribed responses."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from outlast.kubernetes.api.kinds import KINDS
 Document = dict[str, Any]
 NOW = "2026-01-01T00:00:00Z"
 DEEP, FAT = "@deep@", "@fat@"
-"""Stand in a document for what would be a burden to this server as well: a list nested 1,100 levels deep, and one of 1.3 MiB."""
+"""Placeholders in a document for values too costly for this server: a list nested 1,100 levels deep, and 1.3 MiB of text."""
 _MEANT = {f'"{DEEP}"'.encode(): b"[" * 1100 + b"]" * 1100, f'"{FAT}"'.encode(): b"[" + b"{}," * 450_000 + b"{}]"}
 
 
 def status(code: int, reason: str, message: str, **details: Any) -> tuple[int, Document]:
-    """An answer that refuses, as API servers write it."""
+    """Return an error response in the format of API servers."""
     body = {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": message, "details": details}
     return code, body
 
 
 @dataclass(eq=False)
 class Watcher:
-    """Who watches what, and the lines that are to be told; None ends it."""
+    """Open watch with its filter, and the queue of lines to send; None ends the watch."""
 
     resource: str
     namespace: str
@@ -57,36 +57,36 @@ class ApiServer:
         self.documents: dict[tuple[str, str, str], Document] = {}
         self.version = 100
         self.oldest = 0
-        """Watches from before this version are told 410."""
+        """Oldest version of which watches are possible; earlier ones get 410."""
         self.events: list[tuple[int, str, bytes]] = []
-        """Version, resource and line of all that has happened."""
+        """Version, resource and line of every event."""
         self.watchers: list[Watcher] = []
         self.asked: list[str] = []
-        """Methods and paths with queries, in order."""
+        """Methods and paths with queries of all requests, in order."""
         self.prescribed: list[tuple[str, Callable[[BaseHTTPRequestHandler], bool]]] = []
         self.logs: dict[str, list[str]] = {}
         self.metrics: dict[str, str] = {}
         self.page = 10_000
         self.graceful = False
-        """Whether pods that are deleted stay, going, until the test removes them; unless they are to go at once."""
+        """True to keep deleted pods as terminating until the test removes them, unless their grace period is 0."""
         self.may: Callable[[str], bool] = lambda asked: True
-        """Whether a request is authorized."""
+        """Function that returns whether a request is authorized."""
         self.forbids = "the operator may not {asked}"
-        """The message where it is not."""
+        """Message for an unauthorized request."""
         self.well = True
-        """Whether it answers with anything but 503."""
+        """False to respond with 503 to every request."""
         self.lock = threading.RLock()
         self.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default"}})
 
     # what a test says
 
     def prescribe(self, pattern: str, *answers: tuple[int, Any] | Callable[[BaseHTTPRequestHandler], bool]) -> None:
-        """Give these answers, once each, to requests whose `METHOD /path?query` matches."""
+        """Send these responses, once each, to requests whose `METHOD /path?query` matches."""
         for answer in answers:
             self.prescribed.append((pattern, answer if callable(answer) else _plain(*answer)))
 
     def put(self, document: Document) -> Document:
-        """Create or replace a document, and tell who watches."""
+        """Create or replace a document, and notify its watches."""
         with self.lock:
             meta = document["metadata"]
             kind = next(k for k in KINDS if (k.api_version, k.kind) == (document["apiVersion"], document["kind"]))
@@ -104,7 +104,7 @@ class ApiServer:
             return document
 
     def remove(self, resource: str, name: str, namespace: str = "default") -> None:
-        """Delete a document, and what it owns."""
+        """Delete a document and its dependents."""
         with self.lock:
             document = self.documents.pop((resource, namespace, name))
             self.version += 1
@@ -121,14 +121,14 @@ class ApiServer:
             watcher.tell(resource, document, line)
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Wait until something is so, such as that somebody watches; fail when that takes too long."""
+        """Wait for a condition, such as an open watch; fail after a time-out."""
         deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, self.asked
             time.sleep(0.005)
 
     def cut(self, *, forget: bool = False) -> None:
-        """End all watches; `forget` what happened until now, so that they must list anew."""
+        """End all watches. With `forget`, drop all past events, so that clients must list again."""
         with self.lock:
             if forget:
                 self.oldest = self.version + 1
@@ -277,7 +277,7 @@ class ApiServer:
                 self.watchers.remove(watcher)
 
     def raw(self, text: str) -> None:
-        """Write this to all who watch, as it is."""
+        """Write a text, unchanged, to all watches."""
         for watcher in self.watchers:
             watcher.news.put(text.encode())
 
@@ -349,7 +349,7 @@ def _selected(document: Document, query: dict[str, str]) -> bool:
 def connected(
     api: ApiServer, directory: Path, monkeypatch: pytest.MonkeyPatch, namespace: str | None = None
 ) -> Iterator[kube.Cluster]:
-    """Serve it, and let KUBECONFIG name it; a connection to it."""
+    """Serve an API server, set KUBECONFIG to it, and return a connection."""
     with serving(api) as url:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig(directory / "config", url)))
         with closing(kube.connect(namespace=namespace)) as cluster:
@@ -358,7 +358,7 @@ def connected(
 
 @contextmanager
 def serving(api: ApiServer) -> Iterator[str]:
-    """Serve it; the URL."""
+    """Serve an API server, and yield its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -390,7 +390,7 @@ def serving(api: ApiServer) -> Iterator[str]:
 
 
 def kubeconfig(path: Path, url: str, **user: Any) -> Path:
-    """A kubeconfig for a server, with the contexts `here` (current) and `there`."""
+    """Write a kubeconfig for a server, with the contexts `here` (current) and `there`."""
     named = {
         "current-context": "here",
         "clusters": [{"name": "c", "cluster": {"server": url}}],

@@ -1,4 +1,4 @@
-"""Workers as pods run them, as processes of this machine: no launcher, and started again by nobody but the test."""
+"""Workers as in pods, but as local processes: no launcher exists, and only the test restarts them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ARGS = ("--steps=60", "--pause=0.04", "--gate")
 
 
 class Pods:
-    """Agents of one job, started again by nobody but the test."""
+    """Agents of one job, which only the test restarts."""
 
     def __init__(self, directory: Path, file: Path) -> None:
         self.directory, self.output, self._file = directory, directory / "out", file
@@ -63,7 +63,7 @@ class Pods:
             log.close()
 
     def mend(self, old: str, new: str) -> None:
-        """Change the job file."""
+        """Replace a text in the job file."""
         self._file.write_text(self._file.read_text().replace(old, new))
 
     def log(self, index: int) -> str:
@@ -85,7 +85,8 @@ class Pods:
         self.running.pop(index).wait()
 
     def codes(self, *, hurry: bool = True, timeout_s: float = 180) -> dict[int, int]:
-        """Wait until all have ended. In a `hurry` exact.py pauses no more and passes its gate."""
+        """Wait until all agents have ended, and return their exit codes. With `hurry`, exact.py stops pausing and passes its
+        gate."""
         if hurry:
             self.wait(self._claimed, "a run")  # which sets aside what it finds in the output
             (self.output / "hurry").touch()

@@ -1,4 +1,4 @@
-"""The clocks of a machine that can be set, can sleep and can be paused."""
+"""Clocks of a simulated machine, which can be set, sleep and be paused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from outlast.base.clock import Awake, Clock
 
 
 class Machine:
-    """Its two clocks."""
+    """The monotonic clock and the wall clock of a machine."""
 
     def __init__(self) -> None:
         self.wall, self.monotonic = 1_000_000.0, 50.0
@@ -30,4 +30,4 @@ DISTURBANCES = {
     "the virtual machine is paused": (HOUR, HOUR),
     "the process is stopped": (HOUR, HOUR),
 }
-"""Seconds by which the monotonic clock and the wall clock go on meanwhile."""
+"""Seconds by which the monotonic clock and the wall clock advance during each disturbance."""

@@ -1,4 +1,4 @@
-"""What the recipes promise under disturbances, asked of any of them in five lines:
+"""Guarantees of the recipes under disturbances, for any recipe in five lines:
 
     def test_killed_20_times_it_ends_with_the_same_bits(tmp_path):
         disturbances.killed_20_times(gpt.main, [f"--data={data}", ...], tmp_path)
@@ -51,7 +51,7 @@ def killed_20_times(
     preload: Sequence[str] = (),
     memory: bool = False,
 ) -> None:
-    """Kill all ranks 20 times, while they start, compute and save; the weights are those of the undisturbed run, bit for bit.
+    """Kill all ranks 20 times, during starts, steps and saves. The final weights must equal the undisturbed run's, bit for bit.
 
     `logs`: names of metrics that must be equal in every step, too. `clocked`: entries of final.json that are times or speeds; all
     others must be equal. `preload`: modules that the recipe imports late. `memory`: agents keep snapshots of as many steps as can
@@ -77,7 +77,7 @@ def killed_20_times(
 
 
 def _with_snapshots(main: Main, argv: list[str]) -> None:
-    """Train with a snapshot at each step at which the last one is complete."""
+    """Train with a snapshot at each step whose predecessor's snapshot is complete."""
     from outlast.training.state import snapshot_taking
 
     snapshot_taking.SHARE = float("inf")
@@ -94,7 +94,7 @@ def resized(
     logs: Sequence[str] = ("loss",),
     preload: Sequence[str] = (),
 ) -> None:
-    """Train with these numbers of ranks in turn: each sample is seen once an epoch, and the loss is the undisturbed one.
+    """Train with these numbers of ranks one after the other. Each sample must occur once per epoch, with the undisturbed loss.
 
     `rel`: by how much the metrics of `logs` may differ from those of one undisturbed rank, relatively.
     """
@@ -111,12 +111,12 @@ def trained(
 
 
 def final(output: Path) -> dict[str, Any]:
-    """final.json."""
+    """Return the content of final.json."""
     return dict(json.loads((output / "final.json").read_text()))
 
 
 def logged(output: Path, name: str = "loss") -> dict[int, float]:
-    """A metric of every step; none has it twice."""
+    """Return a metric by step; no step may have two values."""
     found = [(line["step"], line[name]) for line in _lines(output) if name in line]
     assert len(dict(found)) == len(found), "a step that was replayed is in the metrics once"
     return dict(found)
@@ -155,7 +155,7 @@ def _killed_20_times(
 
 
 def moments(draw: random.Random, last: int) -> list[Moment]:
-    """20 moments of a run of `last` steps: 5 starts, 8 steps, 7 saves; no later than four fifths of it."""
+    """Return 20 moments of a run of `last` steps: 5 starts, 8 steps and 7 saves, within the first four fifths."""
     assert last >= 40, f"{last} steps are too few to be killed in: train at least 40"
     steps = sorted(draw.sample(range(1, last * 4 // 5), 15))
     saves = set(draw.sample(steps, 7))
@@ -166,7 +166,7 @@ def moments(draw: random.Random, last: int) -> list[Moment]:
 
 
 def _until(output: Path, generation: int, moment: Moment) -> Iterator[None]:
-    """Yields until the moment has come: a step of this generation is done, and a checkpoint being written."""
+    """Yield until the moment: a step of this generation is done, or a checkpoint is being written."""
     step, kind = moment
     metrics, checkpoints = output / contract.METRICS, output / contract.CHECKPOINTS
     if kind == "start":
@@ -181,7 +181,7 @@ def _until(output: Path, generation: int, moment: Moment) -> Iterator[None]:
 
 
 def _step(metrics: Path) -> int:
-    """The last step in the metrics."""
+    """Return the last step in the metrics."""
     with metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
         lines = file.read().split(b"\n")[:-1]
@@ -218,7 +218,8 @@ def _resized(main: Main, argv: list[str], tmp_path: Path, sizes: tuple[int, ...]
 
 
 def _recorded(main: Main, argv: list[str], output: Path, ranks: int, generation: int, to: Path, leave: int | None) -> set[int]:
-    """Train until a step in which the ranks have to leave, or to the end; the exit codes. Notes what each rank reads."""
+    """Train until a step at which the ranks must leave, or to the end. Records each rank's samples, and returns the exit
+    codes."""
     program = functools.partial(_rank, main, argv, to, generation, leave)
     end = worlds.ended(worlds.started(program, output, ranks, generation=generation), output)
     worlds.again(end)
@@ -226,7 +227,7 @@ def _recorded(main: Main, argv: list[str], output: Path, ranks: int, generation:
 
 
 def _rank(main: Main, argv: list[str], to: Path, generation: int, leave: int | None) -> None:
-    """A rank that notes which samples it reads, and gets its notice in a step, as from an agent."""
+    """Run a rank, which records its samples, and which gets its notice in a step, as from an agent."""
     batches = Stream.batches
 
     def noted(self: Stream, rank: int, ranks: int) -> Iterator[Any]:
@@ -246,7 +247,7 @@ def _rank(main: Main, argv: list[str], to: Path, generation: int, leave: int | N
 
 
 def _seen(directory: Path) -> list[tuple[int, int, int]]:
-    """(step, epoch, index) of all samples that ranks have read."""
+    """Return (step, epoch, index) of all samples that ranks have read."""
     records = [json.loads(line) for file in directory.iterdir() for line in file.read_text().splitlines()]
     return [(step, epoch, index) for step, epoch, indices in records for index in indices]
 
@@ -255,7 +256,7 @@ def _seen(directory: Path) -> list[tuple[int, int, int]]:
 
 
 def _in_nursery(preload: Sequence[str], function: Callable[..., None], *args: Any) -> None:
-    """Call a function in a process that has imported what its ranks need, and forks them. Fails where it fails."""
+    """Call a function in a process that has imported the ranks' modules and forks the ranks. Raises its failure."""
     ours, theirs = multiprocessing.Pipe()
     nursery = worlds.fork.Process(target=_nursery, args=(theirs, tuple(preload), function, args))
     nursery.start()

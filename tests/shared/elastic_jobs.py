@@ -1,4 +1,4 @@
-"""The workshop's job, a document of elastic.pytorch.org."""
+"""ElasticJob of the workshop, a document of elastic.pytorch.org."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ spec:
             - {name: efs-pv, persistentVolumeClaim: {claimName: efs-pvc}}
             - {name: dshm, emptyDir: {medium: Memory}}
 """
-"""The manifest of the EKS workshop."""
+"""Manifest of the EKS workshop."""
 
 
 def a_job(replicas: int | None = 2, *, policy: str | None = "ExitCode", worker: Document | None = None, **spec: Any) -> Document:
-    """The workshop's job, without an etcd."""
+    """Return the workshop's job, without an etcd."""
     job: Document = yaml.safe_load(WORKSHOP)
     job["metadata"] = {"name": "cifar", "namespace": "team", "uid": "12345678-abcd", "creationTimestamp": text(START)}
     replica = {**torchrun_pod.worker(job), "replicas": replicas, "restartPolicy": policy, **(worker or {})}

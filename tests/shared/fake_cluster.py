@@ -1,4 +1,4 @@
-"""A cluster without a server: documents in a dictionary. For tests of what talks to a `api.Cluster`."""
+"""Fake cluster without a server, for tests of users of `api.Cluster`: documents in a dictionary."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from outlast.kubernetes.api.kinds import Kind, kind_of
 
 Document = dict[str, Any]
 _INSTALLED = set(kinds.INSTALLED_BY)
-"""Groups that come with something that has to be installed."""
+"""API groups of separately installed systems."""
 
 
 class FakeCluster:
-    """Knows ElasticJobs as soon as their definition is applied; `then` is told of every change and may make more."""
+    """Cluster that serves ElasticJobs once their definition is applied. `then` is called with every change, and may make more."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class FakeCluster:
         self.lines: dict[str, list[str]] = {}
         self.then: Callable[[Document], None] = lambda document: None
         self.order: list[str] = []
-        """What was done, `apply Namespace a`."""
+        """Operations in order, such as `apply Namespace a`."""
         self._version = version
         self._versions = itertools.count(1)
         for document in documents:
@@ -114,7 +114,7 @@ class FakeCluster:
     def watch(
         self, kind: Kind, *, stop: api.Stop, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> Iterator[api.Change]:
-        """All that there is; then nothing changes any more."""
+        """Yield all documents. Nothing changes afterwards."""
         for document in self.list_(kind, namespace=namespace, labels=labels):
             if not fields or fields == f"metadata.name={document['metadata']['name']}":
                 yield api.Change("added", document)
@@ -140,7 +140,7 @@ class FakeCluster:
         return self._key(kinds.NAMESPACE, namespace or self.namespace, None) in self.documents
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no connection is open."""
 
 
 def _selected(labels: dict[str, str], selector: str) -> bool:

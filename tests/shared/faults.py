@@ -33,16 +33,16 @@ from servers import Place
 
 @dataclass(frozen=True)
 class Request:
-    """What a test may choose by."""
+    """Request, for a test's choice of faults."""
 
     method: str
     path: str
-    """Decoded, with the query."""
+    """Decoded path with the query."""
     headers: dict[str, str]
     """Names in lower case."""
     body: bytes
     number: int
-    """From 0, over all requests of the proxy."""
+    """Index of the request among all requests of the proxy."""
 
 
 Fault = Callable[["Exchange"], None]
@@ -50,7 +50,7 @@ Chooser = Callable[[Request], Fault | None]
 
 
 class Exchange(BaseHTTPRequestHandler):
-    """One connection of a client; its requests, one after the other."""
+    """Connection of a client, whose requests follow one another."""
 
     protocol_version = "HTTP/1.1"
     timeout = 60
@@ -93,7 +93,7 @@ class Exchange(BaseHTTPRequestHandler):
         return data
 
     def forward(self) -> tuple[int, list[tuple[str, str]], bytes]:
-        """What the server says to it."""
+        """Forward the request to the server, and return the response."""
         host = urlsplit(self.server.proxy.upstream).netloc
         connection = http.client.HTTPConnection(host, timeout=60)
         headers = {n: v for n, v in self.headers.items() if n.lower() not in ("connection", "transfer-encoding", "expect")}
@@ -118,12 +118,12 @@ class Exchange(BaseHTTPRequestHandler):
             (send or self.wfile.write)(body)
 
     def refuse(self, status: int, code: str, message: str = "for a test", more: str = "") -> None:
-        """An error as S3 says it."""
+        """Respond with an error in S3's format."""
         body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{message}</Message>{more}</Error>'.encode()
         self.reply(status, [("Content-Type", "application/xml")], b"" if self.command == "HEAD" else body)
 
     def reset(self) -> None:
-        """RST instead of an answer."""
+        """Reset the connection (RST) without a response."""
         self.close_connection = True
         with contextlib.suppress(OSError):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -162,13 +162,13 @@ class Server(ThreadingHTTPServer):
 
 @dataclass
 class Proxy:
-    """Stands before `upstream`, on a port of its own."""
+    """Proxy of `upstream` with a separate port."""
 
     upstream: str
     place: Place | None = None
     fault: Chooser = lambda _: None
     intake: float = 0
-    """Bytes a second at which bodies of requests are taken; 0 is as fast as they come."""
+    """Rate at which request bodies are read, in bytes per second; 0 means unlimited."""
     requests: list[Request] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     closing: threading.Event = field(default_factory=threading.Event)
@@ -187,12 +187,12 @@ class Proxy:
 
     @property
     def counts(self) -> Counter[str]:
-        """Requests by method."""
+        """Return the number of requests by method."""
         with self.lock:
             return Counter(request.method for request in self.requests)
 
     def up(self) -> None:
-        """Listen; again on the same port after `down`."""
+        """Listen on the port; after `down`, on the same port."""
         self._server = Server(("127.0.0.1", self.port), Exchange)
         self._server.proxy = self
         self.port = self._server.server_address[1]
@@ -200,7 +200,7 @@ class Proxy:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def down(self) -> None:
-        """Refuse connections and cut those there are."""
+        """Refuse new connections, and cut open ones."""
         self.closing.set()
         if self._server:
             self._server.shutdown()
@@ -212,45 +212,45 @@ class Proxy:
         self.connections.clear()
 
     def forget(self) -> None:
-        """Count from 0."""
+        """Reset the counters."""
         with self.lock:
             self.requests.clear()
 
 
 def passed(exchange: Exchange) -> None:
-    """No fault."""
+    """Pass the request without a fault."""
     exchange.reply(*exchange.forward())
 
 
 def unavailable(exchange: Exchange) -> None:
-    """503, as S3 says that one should be slower."""
+    """Respond with 503, S3's request to slow down."""
     exchange.refuse(503, "SlowDown", "Please reduce your request rate.")
 
 
 def broken(exchange: Exchange) -> None:
-    """500"""
+    """Respond with 500."""
     exchange.refuse(500, "InternalError", "We encountered an internal error. Please try again.")
 
 
 def reset(exchange: Exchange) -> None:
-    """The connection is reset before the server has heard of it."""
+    """Reset the connection before the server receives the request."""
     exchange.reset()
 
 
 def lost(exchange: Exchange) -> None:
-    """The server does it, and the connection is reset before it can say so."""
+    """Forward the request, and reset the connection before the response."""
     exchange.forward()
     exchange.reset()
 
 
 def hang(exchange: Exchange) -> None:
-    """Accepted and never answered."""
+    """Accept the request, and never respond."""
     exchange.server.proxy.closing.wait(600)
     exchange.reset()
 
 
 def stalled(exchange: Exchange) -> None:
-    """Half of the answer, and then nothing."""
+    """Send half of the response, then nothing."""
 
     def send(body: bytes) -> None:
         exchange.wfile.write(body[: len(body) // 2])
@@ -261,7 +261,7 @@ def stalled(exchange: Exchange) -> None:
 
 
 def truncated(exchange: Exchange) -> None:
-    """Half of the answer, and then the end."""
+    """Send half of the response, then close the connection."""
 
     def send(body: bytes) -> None:
         exchange.wfile.write(body[: len(body) // 2])
@@ -271,7 +271,7 @@ def truncated(exchange: Exchange) -> None:
 
 
 def slow(bytes_per_s: float) -> Fault:
-    """An answer that comes, but slowly."""
+    """Return a fault that sends the response slowly."""
 
     def fault(exchange: Exchange) -> None:
         def send(body: bytes) -> None:
@@ -287,7 +287,7 @@ def slow(bytes_per_s: float) -> Fault:
 
 
 def refused(code: str, status: int = 403) -> Fault:
-    """An answer of S3's that says no, e.g. refused("InvalidAccessKeyId")."""
+    """Return a fault that responds with an error of S3, e.g. refused("InvalidAccessKeyId")."""
     return lambda exchange: exchange.refuse(status, code)
 
 
@@ -295,7 +295,7 @@ denied = refused("AccessDenied")
 
 
 def skewed(exchange: Exchange) -> None:
-    """The clock of the client is 17 minutes slow."""
+    """Respond as if the client's clock were 17 minutes slow."""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 1020))
     more = f"<RequestTime>20261121T000000Z</RequestTime><ServerTime>{now}</ServerTime>"
     message = "The difference between the request time and the current time is too large."
@@ -303,7 +303,7 @@ def skewed(exchange: Exchange) -> None:
 
 
 def first(n: int, fault: Fault, *, method: str = "", path: str = "") -> Chooser:
-    """The first `n` requests, of a method or with a path if told so, have the fault."""
+    """Apply the fault to the first `n` requests, optionally only of a method or with a path."""
     left = [n]
 
     def choose(request: Request) -> Fault | None:
@@ -316,7 +316,7 @@ def first(n: int, fault: Fault, *, method: str = "", path: str = "") -> Chooser:
 
 
 def always(fault: Fault, *, method: str = "", path: str = "") -> Chooser:
-    """Every request, of a method or with a path if told so, has the fault."""
+    """Apply the fault to every request, optionally only of a method or with a path."""
     return first(1 << 60, fault, method=method, path=path)
 
 
@@ -331,7 +331,7 @@ def parts_above(number: int, fault: Fault) -> Chooser:
 
 
 def before(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A proxy before the server of a place; the environment leads through it."""
+    """Yield a proxy of a place's server, and set the environment to it."""
     proxy = Proxy(place.server.endpoint, place)
     proxy.up()
     place.env = {**place.env, "AWS_ENDPOINT_URL": proxy.endpoint}
@@ -347,7 +347,7 @@ def moto_proxy(moto: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 @pytest.fixture(scope="session")
 def aws_proxy(moto_server: servers.Server) -> Iterator[Proxy]:
-    """One before moto for all tests, so that clients of AWS, which take long to make, are made once. Its user sets `fault`."""
+    """Proxy of moto, shared by all tests because AWS clients take long to create. The test sets `fault`."""
     proxy = Proxy(moto_server.endpoint)
     proxy.up()
     yield proxy

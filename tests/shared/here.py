@@ -1,4 +1,4 @@
-"""A backend of this machine that starts no processes."""
+"""Local backend that starts no processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG_AGO, SOON = time.time() - 1e6, time.time() + 1e6
 
 
 class Here:
-    """A backend in a temporary directory, with the code `src/train.py` and a job `job` that runs it."""
+    """Local backend in a temporary directory, with the code `src/train.py` and a job `job` that runs it."""
 
     def __init__(self, directory: Path) -> None:
         self.started: list[list[str]] = []
@@ -40,13 +40,13 @@ class Here:
         self.started.append([*argv])
 
     def write(self, name: str, text: str, *, at: float = LONG_AGO) -> None:
-        """A file of the code, written long ago, that is before any run, unless told otherwise."""
+        """Write a file of the code, by default with a time before any run."""
         path = self.source / name
         path.write_text(text)
         os.utime(path, (at, at))
 
     def submit(self, *, fresh: bool = False, name: str = "job", **fields: object) -> str:
-        """The run's id."""
+        """Submit the job, and return the run's id."""
         path = self.source.parent / "job.yaml"
         whole = {"script": "train.py", "code": str(self.source), "workers": {"replicas": 2}, **fields}
         document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}, "spec": whole}
@@ -54,13 +54,13 @@ class Here:
         return self.backend.submit(spec.load(path), source=path, fresh=fresh)
 
     def leave(self, state: State, **fields: object) -> None:
-        """What the launcher writes when it leaves."""
+        """Write the status that the launcher writes when it leaves."""
         status = JobStatus.model_validate_json(self.state_dir.status.read_bytes())
         last = status.model_copy(update={"state": state, "reason": "as told", "finished": time.time(), "exit_code": 75, **fields})
         files.replace(self.state_dir.status, last.model_dump_json())
 
     def save(self, step: int, run: str, generation: int = 3) -> None:
-        """A checkpoint, as the run commits one."""
+        """Write a checkpoint, as the run would commit it."""
         directory = self.output / contract.CHECKPOINTS
         checkpoints.acquire(directory, run, generation)
         target = checkpoints.saving(directory, step, generation)
@@ -71,14 +71,14 @@ class Here:
 
     @contextlib.contextmanager
     def launcher(self, **fields: object) -> Iterator[None]:
-        """A launcher lives that has written this status."""
+        """Simulate a live launcher that has written this status."""
         with open(self.state_dir.lock, "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.leave(State.RUNNING, **{"finished": None, "exit_code": None, **fields})
             yield
 
     def code(self) -> dict[str, str]:
-        """The files of the copy that the job runs in; a link is shown as what it points to."""
+        """Return the files of the copy that the job runs in; a link is shown by its target."""
         work = self.output / "work"
         found = (path for path in work.rglob("*") if path.is_symlink() or path.is_file())
         paths = sorted(path for path in found if path.name != ".outlast-files")
@@ -92,7 +92,7 @@ def here(tmp_path: Path) -> Here:
 
 
 def outlast(here: Here, *words: object) -> tuple[int, str]:
-    """Runs a command on this backend: exit code, and what it prints."""
+    """Run a command on this backend. Returns the exit code and the output."""
     done = io.StringIO()
     with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(done), contextlib.redirect_stderr(done):
         cli.main([str(word) for word in words], backend=here.backend)

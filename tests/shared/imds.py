@@ -23,19 +23,19 @@ def spot(time: str, action: str = "terminate") -> str:
 
 
 class Imds:
-    """What a machine's metadata service holds. All paths ask for a token."""
+    """State of a machine's metadata service. All paths require a token."""
 
     def __init__(self) -> None:
         self.documents: dict[str, str] = {SCHEDULED: "[]"}
-        """By path; all others are 404."""
+        """Documents by path; other paths give 404."""
         self.tokens: set[str] = set()
-        """Those that count."""
+        """Valid tokens."""
         self.asked: list[str] = []
-        """Methods and paths."""
+        """Methods and paths of all requests."""
         self.refused = False
-        """Whether it answers everything with 403, as where the metadata is switched off."""
+        """True to respond to everything with 403, as if the metadata service were disabled."""
         self.silent = threading.Event()
-        """While set it takes requests, and does not answer."""
+        """While set, requests get no response."""
         self.released = threading.Event()
         self.address = ""
 
@@ -67,7 +67,7 @@ def _send(handler: BaseHTTPRequestHandler, code: int, text: str) -> None:
 
 @contextmanager
 def serving(service: Imds) -> Iterator[Imds]:
-    """Serve it at `address`."""
+    """Serve the metadata at `address`."""
 
     class Handler(BaseHTTPRequestHandler):
         def _any(self) -> None:

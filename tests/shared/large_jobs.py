@@ -1,4 +1,4 @@
-"""Documents of a job with as many workers as one likes."""
+"""Documents of a job with any number of workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CREATED = "2025-12-31T00:00:00Z"
 
 
 def documents(workers: int) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """A job that trains with so many workers: the job, its pods, their Leases, the nodes."""
+    """Return the documents of a training job with this number of workers: the job, its pods, their Leases, the nodes."""
     ids = range(workers)
     told = {
         "generation": 1, "address": "10.0.0.0:1", "reason": "training starts with all", "at": NOW - 600, "members": list(ids)

@@ -1,4 +1,4 @@
-"""A machine that runs jobs in a temporary directory."""
+"""Local backend in a temporary directory, for tests of running jobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 class Machine:
-    """A local backend of its own, and the means to wait for what jobs on it do."""
+    """Local backend of one test, with methods that wait for its jobs."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -30,7 +30,7 @@ class Machine:
         self.rng = random.Random(0)
 
     def job(self, name: str = "job", *, args: tuple[str, ...] = (), **fields: object) -> Path:
-        """A job file that trains programs/exact.py with two workers and saves every 10 steps, unless told otherwise."""
+        """Write a job file, by default of programs/exact.py with two workers and a save every 10 steps."""
         whole = {
             "script": "exact.py",
             "code": str(PROGRAMS),
@@ -46,7 +46,7 @@ class Machine:
         return path
 
     def submit(self, path: Path, **how: bool) -> str:
-        """Start the job of a file; its name."""
+        """Start the job of a file, and return its name."""
         job = spec.load(path)
         self.backend.submit(job, source=path, **how)
         return job.metadata.name
@@ -56,7 +56,7 @@ class Machine:
         return self.end(self.submit(path), timeout_s=timeout_s)
 
     def wait(self, name: str, until: Callable[[JobStatus], bool], *, timeout_s: float = 180) -> JobStatus:
-        """The first status that satisfies `until`."""
+        """Wait for a status that satisfies `until`, and return it."""
         deadline = time.monotonic() + timeout_s
         while True:
             status = self.backend.status(name)
@@ -70,11 +70,11 @@ class Machine:
             time.sleep(0.02)
 
     def at_step(self, name: str, step: int) -> JobStatus:
-        """Wait until the job trains beyond `step` with all its processes known."""
+        """Wait until the job has trained beyond `step`, with all its processes known."""
         return self.wait(name, lambda s: s.step >= step and bool(s.world) and all(w.ranks for w in s.workers))
 
     def end(self, name: str, *, hurry: bool = False, timeout_s: float = 180) -> JobStatus:
-        """Wait until the run is over, or has left with its state saved. In a `hurry` exact.py passes its gate."""
+        """Wait until the run is over, or has left with its state saved. With `hurry`, exact.py passes its gate."""
 
         def over(status: JobStatus) -> bool:
             if hurry and (output := Path(self.backend.output(name))).is_dir():
@@ -84,7 +84,8 @@ class Machine:
         return self.wait(name, over, timeout_s=timeout_s)
 
     def final(self, name: str) -> dict[str, object]:
-        """What exact.py wrote at its end: step and hash of the weights. No loss: who resumes after the last step has none."""
+        """Return the final output of exact.py: step and hash of the weights. No loss, because a resume after the last step has
+        none."""
         return dict(json.loads((self.backend.output(name) / "final.json").read_text()))
 
     def kill_everything(self) -> None:

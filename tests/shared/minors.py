@@ -1,4 +1,4 @@
-"""The four minors of Kubernetes whose schemas are known: what is too new or gone shows in the first or the last of them."""
+"""The four minor versions of Kubernetes with known schemas; fields that are too new or removed fail in the first or the last."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ NEWEST = MINORS[-1]
 each_minor = pytest.mark.parametrize(
     "version", [pytest.param(version, marks=pytest.mark.slow if version in MINORS[1:-1] else ()) for version in MINORS]
 )
-"""Those between them are for `make test-slow`."""
+"""The versions in the middle run only with `make test-slow`."""

@@ -1,4 +1,4 @@
-"""`moto_server`, but conditional writes come one after the other: its own look-and-write is not one step, and S3's is.
+"""`moto_server` with atomic conditional writes, as in S3: moto's own check and write are two steps.
 
 python tests/shared/moto_in_turn.py -H 127.0.0.1 -p 0
 """

@@ -22,7 +22,7 @@ STEPS = ("--epochs=250",)
 
 
 class Namespace:
-    """A restricted namespace, and kubectl in it."""
+    """Restricted namespace, with kubectl in it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -38,7 +38,7 @@ class Namespace:
         self.kubectl("apply", "--server-side", "--validate=strict", "-f", "-", given=items)
 
     def run(self, name: str, topology: str, **fields: object) -> list[Document]:
-        """Apply a job that trains the smoke recipe; its documents."""
+        """Apply a job that trains the smoke recipe, and return its documents."""
         documents = manifests.render(a_job(name, **fields), topology, namespace=self.name)
         self.apply(documents)
         return documents
@@ -57,7 +57,7 @@ class Namespace:
         return found
 
     def weights(self, job: str) -> str:
-        """What the smoke recipe says at its end, once it does."""
+        """Wait for the smoke recipe's final line, and return the hash of its weights."""
 
         def done() -> re.Match[str] | None:
             return re.search(r"\[DONE\].* ranks agree on weights (\w+)", self.logs(job))
@@ -65,7 +65,7 @@ class Namespace:
         return str(self.wait(done, lambda: self.logs(job))[1])
 
     def at_epoch(self, job: str, epoch: int) -> None:
-        """Wait until it trains beyond that epoch."""
+        """Wait until the job has trained beyond an epoch."""
 
         def there() -> bool:
             return any(int(found) >= epoch for found in re.findall(r"\[EPOCH\] (\d+)/", self.logs(job)))
@@ -73,7 +73,7 @@ class Namespace:
         self.wait(there, lambda: self.logs(job))
 
     def ended(self, job: Document, condition: str) -> Document:
-        """The condition of a `batch/v1` Job, once it has it."""
+        """Wait for a condition of a `batch/v1` Job, and return it."""
 
         def found() -> Document | None:
             status = json.loads(self.kubectl("get", "job", job["metadata"]["name"], "-o", "json"))["status"]
@@ -102,7 +102,7 @@ def kind(documents: list[Document], wanted: str) -> Document:
 
 
 def a_server(namespace: str) -> list[Document]:
-    """`rclone serve s3` in a pod, and its Service."""
+    """Run `rclone serve s3` in a pod, with a Service."""
     confined = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     user = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
     command = "mkdir -p /buckets/bucket && exec rclone serve s3 --addr :8080 --auth-key key,secret --vfs-cache-mode=off /buckets"
@@ -126,7 +126,7 @@ def a_server(namespace: str) -> list[Document]:
 
 @contextmanager
 def made(prefix: str = "outlast") -> Iterator[Namespace]:
-    """A namespace for some tests; they are skipped where there is no image for them."""
+    """Create a namespace for some tests, or skip them without an image."""
     if "OUTLAST_TEST_IMAGE" not in os.environ:
         pytest.skip("OUTLAST_TEST_IMAGE does not name an image that the cluster has")
     found = Namespace(f"{prefix}-{secrets.token_hex(3)}")

@@ -33,7 +33,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def lacking() -> str:
-    """What is missing for networks like this; empty if nothing is."""
+    """Return what is missing for a network of namespaces; empty if nothing is."""
     if os.geteuid():
         return "needs root"
     return next((f"needs {tool}" for tool in ("ip", "iptables") if not shutil.which(tool)), "")
@@ -43,7 +43,7 @@ NEEDED = pytest.mark.skipif(bool(lacking()), reason=lacking() or "nothing is lac
 
 
 def run(*argv: str) -> None:
-    """Run a command. Raises RuntimeError with what it said."""
+    """Run a command. Raises RuntimeError with its output."""
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
@@ -51,25 +51,25 @@ def run(*argv: str) -> None:
 
 @dataclass
 class Host:
-    """One machine of the network."""
+    """Machine of the network."""
 
     network: Network
     index: int
     name: str
-    """Of its namespace, for `ip netns exec`."""
+    """Name of the namespace, for `ip netns exec`."""
     address: str
 
     def popen(self, argv: Sequence[str], **how: Any) -> subprocess.Popen[str]:
-        """Start a process here."""
+        """Start a process on this host."""
         return subprocess.Popen(["ip", "netns", "exec", self.name, *argv], text=True, **how)
 
     def run(self, *argv: str) -> None:
-        """Run a command here. Raises RuntimeError."""
+        """Run a command on this host. Raises RuntimeError."""
         run("ip", "netns", "exec", self.name, *argv)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """This thread is on this host; so are the sockets and threads that it makes, for good."""
+        """Move this thread to the host. Its new sockets and threads stay on the host for good."""
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         there = os.open(f"/run/netns/{self.name}", os.O_RDONLY)
         try:
@@ -83,19 +83,19 @@ class Host:
             os.close(own)
 
     def cut(self) -> None:
-        """Pull the cable on the far side of its switch port: packets vanish both ways, the host sees no change."""
+        """Disconnect the far side of the switch port: packets vanish both ways, and the host sees no change."""
         run("ip", "-n", self.network.switch, "link", "set", self._port, "nomaster")
 
     def join(self) -> None:
-        """Put the cable back."""
+        """Reconnect the switch port."""
         run("ip", "-n", self.network.switch, "link", "set", self._port, "master", "switch")
 
     def deaf_to(self, other: Host) -> None:
-        """What `other` sends to this host vanishes on the way."""
+        """Drop all packets from `other` to this host."""
         self.run("iptables", "-I", "INPUT", "-s", other.address, "-j", "DROP")
 
     def lossy(self, share: float) -> None:
-        """This share of the packets to this host vanishes, at random."""
+        """Drop this fraction of the packets to this host, at random."""
         self.run("iptables", "-I", "INPUT", "-m", "statistic", "--mode", "random", "--probability", f"{share}", "-j", "DROP")
 
     @property
@@ -104,7 +104,7 @@ class Host:
 
 
 class Network:
-    """`size` hosts at 10.77.0.1 and on; all can reach all."""
+    """Network of `size` hosts at 10.77.0.1, 10.77.0.2 and so on, all connected."""
 
     def __init__(self, size: int) -> None:
         self._name = f"outlast-{os.getpid()}-{secrets.token_hex(2)}"
@@ -130,19 +130,19 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The processes that run here are yours to end."""
+        """Remove the network. The caller must end the processes on its hosts."""
         for name in (self.switch, *(host.name for host in self.hosts)):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
     def split(self, *sides: Sequence[Host]) -> None:
-        """Hosts of different sides do not reach each other."""
+        """Disconnect hosts of different sides from each other."""
         for side in sides:
             for host in side:
                 for other in (each for others in sides if others is not side for each in others):
                     host.deaf_to(other)
 
     def heal(self) -> None:
-        """All reach all again."""
+        """Reconnect all hosts."""
         for host in self.hosts:
             host.run("iptables", "-F", "INPUT")
             host.join()

@@ -1,4 +1,4 @@
-"""A node of AWS, its pods, and the time at which it is told to go."""
+"""AWS node with pods, and the time of its termination notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ElasticJobs that the operator of a real cluster looks after. For tests marked `cluster`."""
+"""ElasticJobs under the operator of a real cluster. For tests marked `cluster`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OUTLAST = str(Path(sys.executable).with_name("outlast"))
 
 
 def submit_exact(namespace: Namespace, directory: Path, name: str, *args: str, **fields: object) -> None:
-    """Submit a job of two workers that trains exact.py, which prints each step and ends when it is `hurried`."""
+    """Submit a job of two workers that trains exact.py, which prints each step and waits at its end for `hurried`."""
     whole = {
         "image": os.environ["OUTLAST_TEST_IMAGE"],
         "script": "exact.py",
@@ -45,7 +45,7 @@ def both_train(namespace: Namespace, name: str) -> None:
 
 
 def hurried(namespace: Namespace, name: str, timeout_s: float = 400) -> Document:
-    """Let exact.py pass its gate, and pause no more, in all pods that there are; the job's status at its end."""
+    """Let exact.py in all pods pass its gate without pauses, and return the job's final status."""
 
     def over(found: Document) -> bool:
         for pod in live(namespace, name):
@@ -60,7 +60,7 @@ def status(namespace: Namespace, name: str) -> Document:
 
 
 def until(namespace: Namespace, name: str, what: Callable[[Document], object], timeout_s: float = 240) -> Document:
-    """The job's status once something is true of it."""
+    """Wait for a condition of the job's status, and return the status."""
     deadline = time.monotonic() + timeout_s
     while not what(found := status(namespace, name)):
         assert time.monotonic() < deadline, (found, namespace.kubectl("get", "pods", "-o", "wide"))
@@ -73,7 +73,7 @@ def trains(workers: int) -> Callable[[Document], object]:
 
 
 def begun(namespace: Namespace, name: str, workers: Document, **fields: Any) -> int:
-    """Begin a job, and wait until it has trained for a while; the newest generation."""
+    """Begin a job, wait until it trains, and return the newest generation."""
     namespace.run(name, "elasticjob", workers=workers, **fields)
     until(namespace, name, trains(workers["replicas"]))
     namespace.at_epoch(name, 20)
@@ -81,7 +81,7 @@ def begun(namespace: Namespace, name: str, workers: Document, **fields: Any) -> 
 
 
 def live(namespace: Namespace, name: str) -> list[str]:
-    """The pods that are neither over nor on their way out."""
+    """Return the pods that neither have ended nor are terminating."""
     return sorted(
         pod["metadata"]["name"]
         for pod in namespace.pods(name)
@@ -91,7 +91,7 @@ def live(namespace: Namespace, name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed_pods(namespace: Namespace) -> str:
-    """The weights of two workers that nothing happened to."""
+    """Return the weights of two undisturbed workers."""
     namespace.run("undisturbed", "elasticjob", workers={"replicas": 2, "min": 2})
     until(namespace, "undisturbed", lambda found: found.get("state") == "Succeeded")
     return namespace.weights("undisturbed")

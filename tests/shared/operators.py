@@ -1,4 +1,4 @@
-"""An operator with a decider of the test's choice, against a small API server over real HTTP."""
+"""Operator with the test's decider, against a small API server over real HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outlast.kubernetes.operator.plan import Deletion, Document, Plan
 
 
 def pods_of(looked: CachedJob, *, count: int) -> Plan:
-    """A decider of a few lines: `count` pods a job; those that failed are replaced; the status counts them."""
+    """Decide a plan of `count` pods per job: replaces failed pods, and counts the pods in the status."""
     job = looked.job
     assert job is not None
     meta = job["metadata"]
@@ -55,7 +55,7 @@ def pods_of(looked: CachedJob, *, count: int) -> Plan:
 
 
 class World:
-    """A small API server and the operators that run against it."""
+    """Small API server, and the operators that run against it."""
 
     def __init__(self, api: apiserver.ApiServer, connect: Callable[[], kube.Cluster]) -> None:
         self.api, self.connect = api, connect
@@ -77,7 +77,7 @@ class World:
         return operator
 
     def stop(self, number: int = -1) -> int:
-        """Stop one gracefully; its exit code."""
+        """Stop an operator gracefully, and return its exit code."""
         _, stop, thread, codes = self.running[number]
         stop.set()
         thread.join(60)
@@ -98,13 +98,13 @@ class World:
             return sorted(key[2] for key in self.api.documents if key[0] == "pods")
 
     def settled(self, names: Sequence[str], count: int = 2) -> None:
-        """Wait until each job has its pods and nobody has anything to do."""
+        """Wait until each job has its pods and no operator has work."""
         wanted = sorted(f"{name}-worker-{index}" for name in names for index in range(count))
         self.api.until(lambda: self.pods() == wanted)
         self.api.until(lambda: all(each.queue.idle() for each, *_ in self.running if each.leadership.holds()))
 
     def writes(self) -> list[str]:
-        """What was asked to be changed, but for the operators' own Lease."""
+        """Return all write requests, except those for the operators' own Lease."""
         with self.api.lock:
             return [each for each in self.api.asked if not each.startswith("GET ") and "/leases" not in each]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def a_wheel(directory: Path, name: str, version: str = "1.0", *, requires: tuple[str, ...] = (), code: str = "") -> Path:
-    """A package of one module, with its version in it."""
+    """Build a package of one module, which contains the version."""
     path, info = directory / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + "".join(f"Requires-Dist: {r}\n" for r in requires)
     with zipfile.ZipFile(path, "w") as wheel:
@@ -46,7 +46,7 @@ elif "torch" in text:
 
 
 def a_micromamba(directory: Path) -> Path:
-    """A directory with a micromamba, for PATH."""
+    """Create a directory with a micromamba, for PATH."""
     import torch
 
     directory.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The pages, and the commands in them."""
+"""Pages of the documentation, and the commands in them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def joined(block: str) -> list[str]:
 
 
 def spans(page: Path, begin: str) -> list[str]:
-    """Code within lines that begins so, such as a command in a cell of a table."""
+    """Return code spans that begin with a text, such as a command in a cell of a table."""
     return [span.replace(r"\|", "|") for span in re.findall(rf"`({begin}[^`]*)`", page.read_text())]
 
 
 def commands(*pages: Path) -> list[list[str]]:
-    """Every command line in a block of shell, and every `outlast ...` in the tables of guides, as words."""
+    """Return every command line in shell blocks, and every `outlast ...` in the tables of guides, as words."""
     lines = [line.split("#")[0] for page in pages or PAGES for block in blocks(page, "sh") for line in joined(block)]
     lines += [span for page in pages or PAGES for span in spans(page, "outlast ") if len(span.split()) > 2]
     lines += [] if pages else OF_EXAMPLES
@@ -53,7 +53,7 @@ ENDS = ("|", ";")
 
 
 def shell(line: str) -> list[str]:
-    """The words of a command line, with `|` and `;` as words unless they are quoted."""
+    """Split a command line into words, with `|` and `;` as words unless they are quoted."""
     words = shlex.shlex(line, posix=True, punctuation_chars="".join(ENDS))
     words.whitespace_split, words.commenters = True, ""
     return list(itertools.takewhile(lambda word: word != ">", words))
@@ -65,7 +65,7 @@ OF_EXAMPLES = [
     if file.suffix in (".conf", ".py", ".sh", ".yaml")
     for line in re.findall(r"^(?:#   )?(outlast [a-z-]+ .*)", file.read_text(), flags=re.M)
 ]
-"""The commands in the first lines of the examples."""
+"""Commands in the first lines of the examples."""
 
 
 COMMANDS: Any = get_command(app)
@@ -75,7 +75,7 @@ OUTLAST = [words[1:] for words in commands() if Path(words[0]).name == "outlast"
 
 
 def mistake(words: list[str]) -> str:
-    """What is wrong with a command; empty for one that exists and takes its options and arguments."""
+    """Return the mistake in a command; empty if the command exists and accepts its options and arguments."""
     command: Any = COMMANDS
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         if words[0] not in command.commands:

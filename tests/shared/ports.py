@@ -1,15 +1,15 @@
-"""Ports for servers that are told which one to take."""
+"""Free ports for servers that need a port number."""
 
 import socket
 
 from outlast.base.backoff import RANDOM
 
 _BELOW = 32768
-"""Where Linux begins to give ports to outgoing connections: none of those is in the way of a server below it."""
+"""First port that Linux assigns to outgoing connections; they never conflict with servers on lower ports."""
 
 
 def free(count: int = 1) -> int:
-    """The first of `count` ports in a row that nobody listens on, of either family."""
+    """Return the first of `count` consecutive ports that no process listens on, for IPv4 and IPv6."""
     while True:
         first = RANDOM.randrange(20000, _BELOW - count)
         if all(map(_is_free, range(first, first + count))):

@@ -9,7 +9,7 @@ import psutil
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL it and all that it has started, as when its machine is lost, and wait for it."""
+    """Kill a process and its descendants with SIGKILL, as if their machine were lost, and wait for it."""
     with contextlib.suppress(psutil.NoSuchProcess):
         found = psutil.Process(process.pid)
         for each in [found, *found.children(recursive=True)]:

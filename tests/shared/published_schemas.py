@@ -1,4 +1,4 @@
-"""Documents held against the schemas that their makers have published."""
+"""Validates documents against the schemas that their projects have published."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 ACCOUNT, STATEFUL_SET, KUBEFLOW = (
     ROOT / "examples" / name for name in ("notebook/account.yaml", "notebook/statefulset.yaml", "kubeflow/notebook.yaml")
 )
-"""The files of a notebook in a cluster."""
+"""Manifests of a notebook in a cluster."""
 
 
 Document = dict[str, Any]
@@ -24,7 +24,7 @@ Document = dict[str, Any]
 
 @functools.cache
 def published(kind: str, api_version: str) -> jsonschema.Draft7Validator:
-    """The schema of one of Kubeflow's kinds."""
+    """Return the schema of one of Kubeflow's kinds."""
     text = (ROOT / f"tests/shared/published/kubeflow/kubeflow.org_{kind.lower()}s.yaml").read_text()
     definition = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     (version,) = [each for each in definition["spec"]["versions"] if f"kubeflow.org/{each['name']}" == api_version]
@@ -34,7 +34,7 @@ def published(kind: str, api_version: str) -> jsonschema.Draft7Validator:
 
 
 def closed(schema: Any) -> Any:
-    """The schema of a definition, in which an unknown field is an error, as for a strict API server."""
+    """Return a schema in which an unknown field is an error, as for a strict API server."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -46,7 +46,7 @@ def closed(schema: Any) -> Any:
 
 
 def validate(document: Document) -> None:
-    """Against Kubernetes' own schemas, or the published one of Kubeflow's definitions."""
+    """Validate a document against Kubernetes' schemas, or the published schema of a Kubeflow definition."""
     if not document["apiVersion"].startswith("kubeflow.org/"):
         return schemas.validate(document, NEWEST, strict=True)
     return published(document["kind"], document["apiVersion"]).validate(document)

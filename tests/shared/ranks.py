@@ -1,4 +1,4 @@
-"""Worlds of ranks whose agents live in this process: what is captured, lost and restored, and a sharded model."""
+"""Worlds of ranks with agents in this process, for tests of capturing, losing and restoring state; and a sharded model."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from waits import until
 from worlds import Ended, Training
 
 SELDOM = {Env.CHECKPOINT_EVERY: "1000 steps"}
-"""No checkpoint while it lasts: what is resumed is in memory."""
+"""Environment without checkpoints during the test, so that a resume uses snapshots in memory."""
 
 
 class Agents:
-    """What agents do for snapshots, in this process: one for each rank of the worlds in an output."""
+    """Snapshot side of agents, in this process: an agent per rank of the worlds in an output."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
@@ -46,22 +46,22 @@ class Agents:
         self.servers[worker].start()
 
     def lose(self, worker: int) -> None:
-        """The memory of a worker is gone with it."""
+        """Drop a worker's agent with its memory."""
         self.servers.pop(worker).close()
 
     def train(self, plan: Training, ranks: int, generation: int = 1, **env: str) -> Ended:
-        """Train with as many workers, each with an agent and one rank."""
+        """Train with this number of workers, each with an agent and one rank."""
         for worker in range(ranks):
             if worker not in self.servers:
                 self.start(worker)
         return worlds.world(plan, self.output, ranks, generation=generation, **{**SELDOM, **env})
 
     def newest(self, generation: int) -> newest_snapshot.Candidate:
-        """What is there to go on from."""
+        """Return the newest state to resume from."""
         return self._elected(generation).candidates[0]
 
     def has(self, generation: int) -> bool:
-        """Whether there is anything to go on from."""
+        """Return whether a snapshot exists to resume from."""
         return bool(self._elected(generation).candidates)
 
     def _elected(self, generation: int) -> newest_snapshot.Election:
@@ -69,11 +69,11 @@ class Agents:
         return newest_snapshot.newest(held, "r", generation)
 
     def settle(self) -> None:
-        """Wait until what ranks have left behind is held."""
+        """Wait until the agents hold the snapshots of ended ranks."""
         until(lambda: not any(agent.rooms.busy() for agent in self.servers.values()))
 
     def damage(self, worker: int, kind: str, step: int, *, replica: bool = False) -> None:
-        """Change a bit of the data of parts."""
+        """Flip a bit of the data of parts."""
         for part in self.servers[worker].rooms.parts():
             if (part.kind, part.step, part.replica) == (kind, step, replica):
                 with self.servers[worker].rooms.opened(part) as room:
@@ -95,12 +95,12 @@ def resumed(end: Ended) -> int:
 
 
 def restored(end: Ended) -> dict[str, Any]:
-    """The last event of a restore."""
+    """Return the last event of a restore."""
     return [event for event in end.events if event["kind"] == "restored"][-1]
 
 
 def same(end: Ended, calm: Ended) -> bool:
-    """Whether every rank ends with the same bits and losses as undisturbed."""
+    """Return whether every rank ends with the same bits and losses as the undisturbed run."""
     since = end.results[0]["resumed"]
     return all(
         (a["hash"], a["losses"]) == (b["hash"], b["losses"][since:]) for a, b in zip(end.results, calm.results, strict=True)
@@ -112,7 +112,7 @@ def killed(plan: Training, at: int) -> Training:
 
 
 class Rank:
-    """A world of one with an agent, whose state is captured again and again."""
+    """World of one rank with an agent, whose state is captured repeatedly."""
 
     def __init__(self, directory: Path) -> None:
         environ = {Env.RUN: "r", Env.STATE: str(directory), Env.RENDEZVOUS_KEY: "secret"}
@@ -127,7 +127,7 @@ class Rank:
         self.capture = snapshot_capture.Capture(state, rank, (0, 1), accelerator)
 
     def take(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Take a snapshot, and wait until it is held; `meanwhile` is what training does while it is copied."""
+        """Take a snapshot, and wait until the agent holds it. Calls `meanwhile` while the state is copied."""
         self.step += 1
         at, before = (1, self.step), (1, self.step - 1)
         contents = self.capture.prepare(b"{}")
@@ -144,7 +144,7 @@ class Rank:
         assert {self.client.poll()[kind, self.step] for kind in ("shared", "unique")} == {"held"}
 
     def loaded(self, into: dict[str, Any]) -> dict[str, Any]:
-        """The newest snapshot, loaded into a state."""
+        """Load the newest snapshot into a state."""
         held = [Held(part, self.client.address) for part in self.client.catalog()]
         candidate = newest_snapshot.newest(held, "r", 1).candidates[0]
         assert candidate.at == (1, self.step)
@@ -170,7 +170,7 @@ def a_model() -> torch.nn.Module:
 
 
 class Grown:
-    """A thing whose state grows."""
+    """Object whose state grows."""
 
     size = 1 << 10
 

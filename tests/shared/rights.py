@@ -1,4 +1,4 @@
-"""What the roles of the operator allow, and what a request needs. For tests."""
+"""Permissions of the operator's roles, and permissions that requests require. For tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RULES: dict[str, list[dict[str, Any]]] = {
 
 
 def rights(rules: list[dict[str, Any]], name: str | None = None) -> set[Right]:
-    """What rules allow: to anything of a name, or to anything at all."""
+    """Return the permissions that rules grant: for a resource name, or for all names."""
     return {
         (verb, group, resource)
         for rule in rules
@@ -30,7 +30,7 @@ def rights(rules: list[dict[str, Any]], name: str | None = None) -> set[Right]:
 
 
 def needed(asked: str) -> tuple[Right, str, str] | None:
-    """The right that a request needs, and the namespace and name of what it is about; None for discovery."""
+    """Return the permission that a request requires, and the namespace and name of its object; None for discovery."""
     method, _, url = asked.partition(" ")
     whole = urlsplit(url)
     found = re.fullmatch(
@@ -48,14 +48,14 @@ def needed(asked: str) -> tuple[Right, str, str] | None:
 
 
 def node_watch(asked: str) -> bool:
-    """Whether the role of the node watcher allows a request."""
+    """Return whether the role of the node watcher permits a request."""
     rules = [rule for each in rbac.node_watch({"name": "w"}, "w") for rule in each.get("rules", ())]
     found = needed(asked)
     return found is None or found[0] in rights(rules)
 
 
 def may(asked: str) -> bool:
-    """Whether the roles of an operator in the namespace `default` allow a request."""
+    """Return whether the roles of an operator in the namespace `default` permit a request."""
     if (found := needed(asked)) is None:
         return True
     right, namespace, name = found

@@ -30,25 +30,25 @@ from outlast.storage.sync import transfer
 KEY, SECRET, REGION = "AKIDEXAMPLE", "secretexample", "us-east-1"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": REGION}
 SMALL_PART, PAGE = 1 << 20, 100
-"""What moto takes for a part, in bytes, and how many keys it lists at a time."""
+"""Minimum size of a part in moto, in bytes, and number of keys per page of its listings."""
 STARTED = re.compile(rb"http://127\.0\.0\.1:(\d+)")
 
 
 @dataclass
 class Server:
-    """A running server of S3."""
+    """Running S3 server."""
 
     name: str
     endpoint: str
     directory: Path | None
-    """Where rclone keeps its buckets, as directories; None for moto. For looking: changes go unnoticed."""
+    """Directory of rclone's buckets; None for moto. Read-only, because the server does not notice changes."""
     process: subprocess.Popen[bytes]
     log: Path
     client: Any
-    """botocore's, for what a test wants to do behind our back."""
+    """Client of botocore, for a test's changes outside the code under test."""
 
     def bucket(self, prefix: str = "bucket") -> str:
-        """The name of a new, empty bucket."""
+        """Create an empty bucket, and return its name."""
         name = f"{prefix}-{uuid.uuid4().hex[:12]}"
         self.client.create_bucket(Bucket=name)
         return name
@@ -56,12 +56,12 @@ class Server:
 
 @dataclass
 class Place:
-    """A fresh bucket."""
+    """New bucket."""
 
     server: Server
     bucket: str
     env: Mapping[str, str] = field(default_factory=dict)
-    """What a process needs to get there; this process has it in its environment."""
+    """Environment variables for access to the bucket; this process has them."""
 
     @property
     def url(self) -> str:
@@ -69,13 +69,13 @@ class Place:
 
     @property
     def directory(self) -> Path:
-        """The bucket as a directory (rclone only), to be looked at."""
+        """Directory of the bucket (rclone only), for reading."""
         assert self.server.directory is not None, f"{self.server.name} keeps no files"
         return self.server.directory / self.bucket
 
 
 def client(endpoint: str) -> Any:
-    """botocore's client of a server; path-style, no retries."""
+    """Return botocore's client of a server, with path-style addresses and no retries."""
     import botocore.session
     from botocore.config import Config
 
@@ -86,12 +86,12 @@ def client(endpoint: str) -> Any:
 
 
 def die_with_parent() -> None:
-    """In a child, before exec: be killed when the thread that started us ends, however it ends (Linux)."""
+    """Make the kernel kill this child when the thread that started it ends (Linux). Call before exec."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def started(log: Path, command: list[str], **env: str) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a server that chooses its port and says so in what it writes, to `log`; its process and endpoint."""
+    """Start a server that chooses its port and reports it in `log`. Returns its process and endpoint."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
@@ -110,7 +110,7 @@ def started(log: Path, command: list[str], **env: str) -> tuple[subprocess.Popen
 
 
 def serve_rclone(directory: Path) -> Server:
-    """`rclone serve s3` over `directory`/buckets."""
+    """Run `rclone serve s3` over `directory`/buckets."""
     buckets = directory / "buckets"
     buckets.mkdir()
     program = Path(sys.executable).with_name("rclone")
@@ -120,7 +120,7 @@ def serve_rclone(directory: Path) -> Server:
 
 
 def serve_moto(directory: Path) -> Server:
-    """moto in server mode, with parts that may be smaller than S3's and pages of fewer keys."""
+    """Run moto in server mode, with smaller parts and pages than S3's."""
     command = [sys.executable, str(Path(__file__).with_name("moto_in_turn.py")), "-H", "127.0.0.1", "-p", "0"]
     limits = {"S3_UPLOAD_PART_MIN_SIZE": str(SMALL_PART), "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}
     process, endpoint = started(log := directory / "moto.log", command, **limits)
@@ -128,8 +128,10 @@ def serve_moto(directory: Path) -> Server:
 
 
 def enter(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A fresh bucket of a server, with the environment set; what the machine's own configuration says is hidden. What the server
-    says meanwhile is shown when the test fails."""
+    """Create a bucket of a server, and set the environment to it without the machine's configuration.
+
+    The server's output is shown when the test fails.
+    """
     said = server.log.stat().st_size
     env = {**CREDENTIALS, "AWS_ENDPOINT_URL": server.endpoint}
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_SKIP_SIGNATURE"):
@@ -146,7 +148,7 @@ def enter(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files go in parts that are smaller than S3's, with a few of the pieces that one is read in: tests send many."""
+    """Send files in parts smaller than S3's minimum, so that small files give several parts."""
     for module, name in ((multipart, "SMALL"), (multipart, "PART"), (transfer, "SMALL")):
         monkeypatch.setattr(module, name, SMALL_PART)
 
@@ -169,18 +171,18 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def rclone(rclone_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A fresh bucket of `rclone serve s3`: real files, real multipart uploads, no conditional writes."""
+    """New bucket of `rclone serve s3`: real files, real multipart uploads, no conditional writes."""
     yield from enter(rclone_server, monkeypatch)
 
 
 @pytest.fixture
 def moto(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A fresh bucket of moto: conditional writes."""
+    """New bucket of moto, with conditional writes."""
     yield from enter(moto_server, monkeypatch)
 
 
 @pytest.fixture(params=["rclone", "moto"])
 def s3(request: pytest.FixtureRequest) -> Place:
-    """A fresh bucket of each of the two servers in turn."""
+    """New bucket of each of the two servers, one after the other."""
     place: Place = request.getfixturevalue(request.param)
     return place

@@ -1,7 +1,8 @@
-"""A cluster in memory in which everything moves: an API server, kubelets, and the agents of one job, on a clock of its own.
+"""Simulated cluster in memory, with a simulated clock: an API server, kubelets, and the agents of one job.
 
-The operator under test is `look`: it sees what there is, decides and acts, or is killed after any of its writes. Agents do as the
-real ones (`rendezvous.handler`, `agent.lifecycle`): report, take up worlds, save when called as planned, leave when told.
+`look` is one pass of the operator under test, which may be killed after any of its writes. Agents behave as the real ones
+(`rendezvous.handler`, `agent.lifecycle`): they report, join worlds, save when told of a planned interruption, and leave when
+told.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ BEGAN = 1_000_000.0123456789
 STEP_S = 1.0
 SAVE_S = 0.5
 PROBED_S = 120.0
-"""After so long a kubelet kills a worker that has never answered."""
+"""Seconds after which a kubelet kills a worker that has never responded."""
 LIVE_S = 60.0
-"""After so long it kills one that answers no more."""
+"""Seconds after which a kubelet kills a worker that no longer responds."""
 GRACE_S = 50.0
-"""When a node that is silent is called so: kube-controller-manager --node-monitor-grace-period."""
+"""Seconds until a silent node is marked: kube-controller-manager --node-monitor-grace-period."""
 COUNTED_S = 60.0
-"""Interval in which the worker of rank 0 computes the goodput."""
+"""Seconds between two computations of the goodput by the worker of rank 0."""
 EVERY = 20
-"""Steps between checkpoints, unless a test says otherwise."""
+"""Default number of steps between checkpoints."""
 
 
 class Killed(Exception):
-    """The operator died in the middle."""
+    """The operator died in the middle of its writes."""
 
 
 @dataclasses.dataclass
 class Agent:
-    """The worker in one pod."""
+    """Worker in one pod."""
 
     index: int
     uid: str
@@ -61,25 +62,25 @@ class Agent:
     saving_until: float | None = None
     attempt: int = 0
     past: list[Document] = dataclasses.field(default_factory=list)
-    """What the members have repaired by themselves."""
+    """Repairs that the members did without the operator."""
     held: int = 0
-    """The newest step that its processes have had."""
+    """Newest step that its processes have completed."""
     again: bool = False
-    """Whether its elastic agent has taken the place of one that was killed in this generation."""
+    """True if its elastic agent replaced a killed one in this generation."""
     frozen: bool = False
-    """Whether it answers nobody any more: it was stopped, or hangs."""
+    """True if it no longer responds, because it was stopped or hangs."""
     answered: float = 0.0
     trained: float = 0.0
-    """Seconds in this world."""
+    """Seconds of training in this world."""
     begins: float = 0.0
     beat: float = 0.0
     reported: str = ""
     wanted: Document | None = None
-    """What the operator wants, where others decide."""
+    """Plan of the operator, if another coordinator decides."""
 
 
 class Cluster:
-    """Everything there is. Time passes by `pass_`."""
+    """State of the cluster. `pass_` advances the time."""
 
     def __init__(self, workers: Document, *, steps: int = 400, nodes: int = 6, **fields: Any) -> None:
         self.now = BEGAN
@@ -93,41 +94,41 @@ class Cluster:
         self.agents: dict[str, Agent] = {}
         self.writes: list[str] = []
         self.made: dict[str, int] = {}
-        """How many pods of each name have been made."""
+        """Number of pods created with each name."""
         self.uids = 0
         self.most = 0
-        """The most pods that were alive at one time, since this was set to 0."""
+        """Maximum number of live pods at one time, since it was last set to 0."""
         self.done_steps: list[tuple[int, int]] = []
-        """(generation, step) of every step that was done."""
+        """Generation and step of every completed step."""
         self.accounts = False
-        """Whether the worker of rank 0 tells the goodput."""
+        """True if the worker of rank 0 reports the goodput."""
         self.counted: tuple[float, float | None] = (BEGAN, None)
-        """When it has computed that, and it."""
+        """Time of the last computation of the goodput, and its value."""
         self.lost: dict[str, float] = {}
-        """Nodes that are, and since when."""
+        """Lost nodes, with the time of the loss."""
         self.reached = True
-        """Whether agents reach the API server."""
+        """True if agents reach the API server."""
         self.cut: set[str] = set()
-        """Nodes, well ones, on which they do not."""
+        """Healthy nodes whose agents do not reach the API server."""
         self.mesh = False
-        """Whether the members of a world watch one another."""
+        """True if the members of a world watch one another."""
         self.broken: set[frozenset[str]] = set()
-        """Pairs of nodes between which nothing passes."""
+        """Pairs of nodes without a connection."""
         self.lies: dict[int, set[int]] = {}
-        """Of workers that err about whom they do not hear."""
+        """Members that a worker falsely reports as silent, by worker."""
         self.ledger: list[Document] = []
-        """The run's ledger in the store: what rank 0 has written."""
+        """The run's ledger in the store, written by rank 0."""
         self.noted: list[Document] = []
-        """What its worker has copied there of what the operator noted."""
+        """Operator events that the worker of rank 0 has copied to the ledger."""
         self.trained: list[tuple[float, int]] = []
-        """When the members of which generation made a step."""
+        """Time and generation of each step."""
         self.unreadable = False
-        """Whether the job's document is one that cannot be read."""
+        """True if the job's document is unreadable."""
         self.set_by, self.slept = 0.0, 0.0
-        """By how much the clock of the operator's machine was set, and for how long the machine was asleep."""
+        """Seconds by which the clock of the operator's machine was changed, and seconds for which the machine slept."""
         self.clock = self.started()
         self.found: frozenset[str] = frozenset()
-        """API groups of other systems."""
+        """API groups of other installed systems."""
         self.kueue: Kueue | None = None
         for n in range(nodes):
             self.put(
@@ -186,7 +187,7 @@ class Cluster:
         ]
 
     def change(self, **workers: Any) -> None:
-        """Change what the user wants."""
+        """Change the job's `workers`, as a user would."""
         spec = self.job["spec"]
         for key in ("suspend",):
             if key in workers:
@@ -197,7 +198,7 @@ class Cluster:
     # the operator
 
     def started(self) -> Clock:
-        """The clock of an operator that starts now, when it is told the API server's time and hears everything anew."""
+        """Return the clock of an operator that starts now, synchronizes with the API server, and receives all objects again."""
         self.set_by = self.slept = 0.0
         for (kind, _), document in self.documents.items():
             if kind == "Lease":
@@ -205,8 +206,10 @@ class Cluster:
         return Clock(lambda: self.now + self.set_by, lambda: self.now - self.slept)
 
     def sleep(self, seconds: float, *, paused: bool = False) -> None:
-        """The operator's machine sleeps, and the operator is started again, as it leads no more; but not if the machine was
-        `paused` by its host, so that only the wall clock tells."""
+        """Let the operator's machine sleep, then restart the operator, because it has lost its leadership.
+
+        With `paused`, the host paused the machine, only the wall clock shows it, and the operator is not restarted.
+        """
         for _ in range(round(seconds)):
             self.pass_()
         self.slept += seconds
@@ -214,7 +217,7 @@ class Cluster:
             self.since, self.clock = self.now, self.started()
 
     def look(self, *, dies_after: int | None = None) -> Plan:
-        """One pass of the operator; it dies after so many writes."""
+        """Do one pass of the operator, which dies after `dies_after` writes."""
         documents = dict(self.documents)
         pods = [d for (kind, _), d in documents.items() if kind == "Pod"]
         leases = [d for (kind, _), d in documents.items() if kind == "Lease"]
@@ -260,13 +263,13 @@ class Cluster:
         return plan
 
     def apply(self, document: Document) -> None:
-        """What is there keeps what it does not say."""
+        """Apply a document; fields that it lacks keep their values."""
         there = self.documents.get((document["kind"], document["metadata"]["name"]), {})
         assert document["kind"] != "Workload" or not there or WorkloadSlice(there).waits, "what has quota cannot be changed"
         self.put({**there, **document, "metadata": {**there.get("metadata", {}), **document["metadata"]}})
 
     def has(self) -> ClusterFeatures:
-        """What the operator finds."""
+        """Return the API groups that the operator finds."""
         return ClusterFeatures(self.found | {kueue.GROUP}, self.kueue.sight()) if self.kueue else ClusterFeatures(self.found)
 
     def create(self, pod: Document) -> None:
@@ -290,7 +293,7 @@ class Cluster:
         self.most = max(self.most, len(self.alive()))
 
     def delete(self, kind: Kind, name: str, uid: str, grace_s: int | None = None) -> None:
-        """As the API server does it; who asks for another uid gets a conflict, which is nothing to worry about."""
+        """Delete a document as the API server does; another uid gives a conflict, which is harmless."""
         pod = self.documents.get((kind.kind, name))
         if pod is None or pod["metadata"]["uid"] != uid:
             return
@@ -313,23 +316,23 @@ class Cluster:
         self.agents.pop(pod["metadata"]["uid"], None)
 
     def killed_at(self, agent: Agent) -> float:
-        """When its kubelet kills an agent that does not answer."""
+        """Return the time at which the kubelet kills an agent that does not respond."""
         return agent.answered + LIVE_S if agent.reported else agent.begins + PROBED_S
 
     def reaches(self, agent: Agent) -> bool:
-        """Whether an agent reaches the API server."""
+        """Return whether an agent reaches the API server."""
         node = next(pod["spec"].get("nodeName") for pod in self.pods if pod["metadata"]["uid"] == agent.uid)
         return self.reached and node not in self.cut
 
     def answers(self, pod: Document) -> bool:
-        """Whether the pod's node does."""
+        """Return whether the pod's node responds."""
         node = pod["spec"].get("nodeName", "")
         return ("Node", node) in self.documents and node not in self.lost
 
     # what happens to pods
 
     def end(self, pod: Document, code: int, *, reason: str = "", disrupted: str = "") -> None:
-        """Its container ends."""
+        """End the container of a pod."""
         phase = "Succeeded" if code == 0 else "Failed"
         state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": elasticjob_status.text(self.now)}}
         pod["status"] = {"phase": phase, "containerStatuses": [{"name": "trainer", "state": state}]}
@@ -347,14 +350,14 @@ class Cluster:
             self.gone(pod)
 
     def end_beside(self, pod: Document, code: int, *, reason: str = "") -> None:
-        """Its worker ends, and another container that it has does not."""
+        """End the worker's container of a pod, but not its other container."""
         state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": elasticjob_status.text(self.now)}}
         beside = {"name": "proxy", "state": {"running": {}}}
         pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "trainer", "state": state}, beside]}
         self.agents.pop(pod["metadata"]["uid"], None)
 
     def lose(self, node: str) -> None:
-        """A node is no more to be reached; as far as anybody knows its pods are as they were, and for GRACE_S the node itself."""
+        """Lose a node. Its pods keep their status; for GRACE_S seconds, the node does too."""
         self.lost.setdefault(node, self.now)
         for pod in self.pods:
             if pod["spec"].get("nodeName") == node:
@@ -364,7 +367,7 @@ class Cluster:
         return next((agent for agent in self.agents.values() if agent.index == index), None)
 
     def fail(self, index: int, *, code: int = 1) -> None:
-        """A training process of a worker fails; those of the others fail by it."""
+        """Fail a training process of a worker, which makes the processes of the others fail."""
         agent = self.agent_of(index)
         if agent is None or agent.standing != "training":
             return
@@ -374,7 +377,7 @@ class Cluster:
                 self.drop(other, echo=other is not agent, code=code)
 
     def repair(self, index: int) -> None:
-        """A process of a worker is killed, and the members start again by themselves."""
+        """Kill a process of a worker, after which the members restart without the operator."""
         failed = self.agent_of(index)
         assert failed is not None
         said = f"rank {index} on worker {index} was killed by SIGKILL"
@@ -387,7 +390,7 @@ class Cluster:
         self.step = self.committed
 
     def relaunch(self, index: int, seconds: float = 0.0) -> None:
-        """The elastic agent of a worker is killed; there is another one after so many seconds."""
+        """Kill the elastic agent of a worker; another one starts after `seconds`."""
         self.fail(index, code=137)
         agent = self.agent_of(index)
         assert agent is not None
@@ -405,7 +408,7 @@ class Cluster:
     # time
 
     def operator_dies(self, writes: int, times: int) -> None:
-        """Time passes so many times, and each time the operator dies after so many writes, unless it has none left."""
+        """Advance the time `times` times. Each time the operator dies after `writes` writes, unless no write is left."""
         for _ in range(times):
             self.pass_()
             try:
@@ -414,7 +417,7 @@ class Cluster:
                 self.since = self.now
 
     def pass_(self, seconds: float = STEP_S) -> None:
-        """Let time pass: kubelets start pods, agents live."""
+        """Advance the time: kubelets start pods, and agents act."""
         self.now += seconds
         for node, since in self.lost.items():
             document = self.documents.get(("Node", node))
@@ -456,7 +459,7 @@ class Cluster:
                 self.report(agent)
 
     def told(self, agent: Agent) -> Document:
-        """What an agent is told."""
+        """Return the rendezvous document that an agent receives."""
         return self.status.get("rendezvous") or {} if self.reaches(agent) else {}
 
     def live(self, agent: Agent) -> None:
@@ -516,13 +519,13 @@ class Cluster:
         self.ledger.append({"t": self.now - ago_s, "kind": kind, "source": "rank-0", **fields})
 
     def saved(self) -> None:
-        """Rank 0 has saved, as it was interrupted."""
+        """Record that rank 0 saved after its interruption."""
         if not self.ledger or self.ledger[-1]["kind"] != "interrupted":
             self.write("committed", SAVE_S, step=self.step)
             self.write("interrupted", SAVE_S, step=self.step, reason=f"saved step {self.step}")
 
     def goodput(self) -> float | None:
-        """What rank 0's worker computes: it has copied what the operator noted."""
+        """Compute the goodput as rank 0's worker does, after copying the operator's events."""
         self.noted += [entry for entry in self.status.get("ledger") or () if entry not in self.noted]
         account = goodput.buckets(self.ledger + self.noted, self.now)
         return round(account.goodput, 6) if account.steps_kept else None
@@ -534,7 +537,7 @@ class Cluster:
             agent.standing, agent.since = "waiting", self.now
 
     def train(self, seconds: float) -> None:
-        """Every world whose members all train makes its steps."""
+        """Train one interval in every world whose members all train."""
         world = (self.status.get("rendezvous") or {}).get("world")
         inside = [
             a for a in self.agents.values() if world and a.index in world["members"] and a.generation == world["generation"]
@@ -563,7 +566,7 @@ class Cluster:
         return next(str(pod["spec"]["nodeName"]) for pod in self.pods if pod["metadata"]["uid"] == agent.uid)
 
     def unheard(self, agent: Agent) -> tuple[list[int], list[int]]:
-        """The members of its world that an agent does not hear, and those of them whose machine says that they are gone."""
+        """Return the members that an agent does not hear, and those of them whose machine reports their end."""
         world = (self.status.get("rendezvous") or {}).get("world")
         if (
             not self.mesh
@@ -587,7 +590,7 @@ class Cluster:
         return sorted({*unheard, *lies}), refused
 
     def may_report(self, agent: Agent) -> bool:
-        """Whether the Role of the job's workers names its Lease."""
+        """Return whether the Role of the job's workers names the agent's Lease."""
         leases = (rule for role in self.all("Role") for rule in role["rules"] if "leases" in rule["resources"])
         return any(f"train-worker-{agent.index}" in rule["resourceNames"] for rule in leases)
 
@@ -643,8 +646,7 @@ class Cluster:
         )
 
     def jump(self, seconds: float) -> None:
-        """Every clock in the cluster is set, and the operator is started again; who waits for something waits no longer than
-        before."""
+        """Set every clock in the cluster, and restart the operator, without longer waits for anyone."""
         self.now += seconds
         self.since, self.clock = self.now, self.started()
         self.lost = {node: since + seconds for node, since in self.lost.items()}
@@ -658,14 +660,14 @@ class Cluster:
     # running
 
     def run(self, seconds: float, *, every: float = STEP_S) -> None:
-        """Let time pass with a living operator."""
+        """Advance the time with a living operator."""
         end = self.now + seconds
         while self.now < end:
             self.pass_(every)
             self.look()
 
     def until(self, condition: Any, seconds: float = 300.0) -> None:
-        """Let time pass until something is so."""
+        """Advance the time until a condition holds."""
         end = self.now + seconds
         while not condition(self):
             assert self.now < end, (self.status, self.writes[-20:])
@@ -674,7 +676,7 @@ class Cluster:
 
 
 class Kueue:
-    """Quota for so many pods in one flavor; Workloads are admitted in the order of their creation."""
+    """Kueue with a quota of pods in one flavor; it admits Workloads in the order of their creation."""
 
     def __init__(self, cluster: Cluster, quota: int, *, partly: bool = True) -> None:
         self.cluster, self.quota, self.partly = cluster, quota, partly
@@ -684,7 +686,7 @@ class Kueue:
         }
         self.classes: list[Document] = []
         self.held = False
-        """Whether nothing is admitted for now."""
+        """True while nothing is admitted."""
         self.serial = 0
         cluster.kueue = self
 
@@ -700,7 +702,7 @@ class Kueue:
         return sum(share.count for share in self.shares() if share.true("QuotaReserved") and not share.true("Finished"))
 
     def admits(self) -> None:
-        """What fits into the quota, first come first served."""
+        """Admit the Workloads that fit into the quota, first come first served."""
         for document in self.cluster.all("Workload"):
             if "creationTimestamp" not in document["metadata"]:
                 self.serial += 1
@@ -722,7 +724,7 @@ class Kueue:
         self._say(share, ("Evicted", True, "Preempted", message))
 
     def told(self, document: Document) -> None:
-        """The operator writes the status of a Workload."""
+        """Handle a write of the operator to the status of a Workload."""
         before = self.cluster.documents.get(("Workload", document["metadata"]["name"]))
         assert before is not None
         assert before["metadata"]["uid"] == document["metadata"]["uid"]
@@ -732,7 +734,7 @@ class Kueue:
         assert self.using(before["metadata"]["name"]) <= WorkloadSlice(before).count
 
     def allows(self, pod: Document) -> None:
-        """No pod without quota."""
+        """Return whether a pod has quota."""
         named = pod["metadata"]["annotations"][kueue.WORKLOAD]
         share = WorkloadSlice(self.cluster.documents["Workload", named])
         assert share.holds, f"{named} is not admitted"
@@ -741,7 +743,7 @@ class Kueue:
         assert {"key": "spot", "operator": "Exists"} in pod["spec"]["tolerations"]
 
     def using(self, name: str) -> int:
-        """How many pods use the quota of a Workload."""
+        """Return the number of pods that use the quota of a Workload."""
         there = [pod for pod in self.cluster.pods if pod["status"]["phase"] in ("Pending", "Running")]
         return sum(pod["metadata"]["annotations"].get(kueue.WORKLOAD) == name for pod in there)
 
@@ -752,7 +754,7 @@ class Kueue:
 
 
 def stored(value: Any) -> Any:
-    """As an API server keeps it: without what is null."""
+    """Return a value as an API server stores it, without nulls."""
     if isinstance(value, Mapping):
         return {key: stored(each) for key, each in value.items() if each is not None}
     return [stored(each) for each in value] if isinstance(value, list | tuple) else value
@@ -767,7 +769,7 @@ def ready(well: bool, now: float) -> Document:
 
 
 def trains(workers: int) -> Any:
-    """Whether so many workers train, and there are no others."""
+    """Return a condition: exactly this number of workers exists, and all of them train."""
 
     def so(cluster: Cluster) -> bool:
         return (

@@ -1,4 +1,4 @@
-"""An etcd in memory, in a time of its own: revisions, leases, transactions, watches; answers that are lost, and data."""
+"""Simulated etcd in memory with a simulated clock: revisions, leases, transactions, watches, lost responses and lost data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Lease:
 
 
 class SimulatedEtcd:
-    """The server. `now` is the only time that it knows."""
+    """Server. `now` is its only clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,7 +29,7 @@ class SimulatedEtcd:
         self.leases: dict[int, Lease] = {}
         self.history: list[KeyValue | Gone] = []
         self.epoch = 0
-        """How often it has lost its data."""
+        """Number of times that the data were lost."""
         self.up = True
         self._lease = 1000
         self.wrote: Callable[[KeyValue], None] = lambda kv: None
@@ -39,7 +39,7 @@ class SimulatedEtcd:
         self.revision, self.kvs, self.leases, self.history = 1, {}, {}, []
 
     def restart(self) -> None:
-        """Leases begin anew, as with every new leader of an etcd."""
+        """Restart all leases, as after every leader election of an etcd."""
         self.up = True
         for lease in self.leases.values():
             lease.ends = self.now + lease.ttl
@@ -111,7 +111,7 @@ class SimulatedEtcd:
 
 
 class Link:
-    """One process's way to the server: `membership.Store`. May be cut; answers, and questions, are lost by chance."""
+    """Connection of one process to the server: `membership.Store`. It can be cut, and loses requests and responses at random."""
 
     def __init__(self, server: SimulatedEtcd, rng: random.Random) -> None:
         self.server, self._rng = server, rng
@@ -160,14 +160,14 @@ class Link:
 
 
 class Watch:
-    """Listens to a prefix over a link: lists, then hears what happens, late, and sometimes twice."""
+    """Watch of a prefix over a link: it lists, then receives events, late and sometimes twice."""
 
     def __init__(
         self, link: Link, prefix: Callable[[], str], listed: Callable[[Outcome], None], happened: Callable[[list], None]
     ) -> None:
         self._link, self._prefix, self._listed, self._happened = link, prefix, listed, happened
         self._at: tuple[int, int, str] | None = None
-        """Of what epoch, how much of the history, with which prefix."""
+        """Epoch, number of events received, and prefix."""
 
     def hear(self, rng: random.Random) -> None:
         server, prefix = self._link.server, self._prefix()

@@ -34,17 +34,17 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Situation:
-    """A job, what else is in its namespace, and when there is something to see."""
+    """Job with the other documents in its namespace, and the sign that the situation has occurred."""
 
     fields: Document = field(default_factory=dict)
-    """Of the job's `spec`."""
+    """Fields of the job's `spec`."""
     there: tuple[Document, ...] = ()
-    """Documents that are in the namespace before."""
+    """Documents that exist in the namespace before the job."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Of the namespace."""
+    """Labels of the namespace."""
     topology: str = "indexed-job"
     until: str = "reason"
-    """A word that events or pods have in them as soon as there is something to see."""
+    """Word that appears in events or pods once the situation is visible."""
     words: tuple[str, ...] = ()
 
 
@@ -58,7 +58,7 @@ def claim(name: str, **more: str) -> Document:
 
 
 def container(**fields: Any) -> Document:
-    """A template that changes the worker's container."""
+    """Return a template that changes the worker's container."""
     return {"spec": {"containers": [{"name": "worker", **fields}]}}
 
 
@@ -75,7 +75,7 @@ except ValueError:
 print("outlast | worker 0: training failed with exit code 1 (exit 1)", flush=True)
 sys.exit(1)
 """
-"""What a worker's log ends with when its script fails."""
+"""Script that fails, and the end of its log."""
 SLEEP = container(command=["sleep", "600"])
 MAXIMUM: Document = {"type": "Container", "max": {"memory": "1Gi"}}
 SITUATIONS: dict[str, Situation] = {
@@ -165,7 +165,7 @@ SITUATIONS: dict[str, Situation] = {
 
 
 def job(name: str) -> spec.Job:
-    """The job of a situation."""
+    """Return the job of a situation."""
     usual: Document = {
         "image": IMAGE,
         "module": "outlast.recipes.smoke",
@@ -183,12 +183,12 @@ def job(name: str) -> spec.Job:
 
 
 def recorded(name: str) -> Document:
-    """What a cluster had to show."""
+    """Return the recorded documents of a situation."""
     return dict(json.loads((HERE / f"{name}.json").read_text()))
 
 
 def seen(name: str) -> Snapshot:
-    """What a cluster had to show, as rules see it."""
+    """Return the recorded documents, as rules receive them."""
     found = recorded(name)
     return Snapshot(
         name="train",
@@ -206,7 +206,7 @@ def seen(name: str) -> Snapshot:
 
 
 def noted(it: Snapshot) -> float:
-    """When it was recorded, at about: the time of its last event."""
+    """Return the approximate time of the recording: the time of its last event."""
     return datetime.fromisoformat(max(filter(None, map(event_time, it.events)))).timestamp()
 
 
@@ -221,7 +221,7 @@ def kubectl(*words: str, documents: list[Document] | None = None) -> str:
 
 
 def begin(name: str, namespace: str) -> None:
-    """Apply a situation to a namespace of its own."""
+    """Apply a situation to a new namespace."""
     it = SITUATIONS[name]
     kubectl(
         "apply",
@@ -235,7 +235,7 @@ def begin(name: str, namespace: str) -> None:
 
 
 def visible(name: str, namespace: str) -> bool:
-    """Whether there is something to see."""
+    """Return whether the situation is visible in the namespace."""
     return SITUATIONS[name].until in kubectl("get", "jobs,pods,events,pvc", "-n", namespace, "-o", "json")
 
 
@@ -252,7 +252,7 @@ KINDS = ("jobs", "pods", "events", "persistentvolumeclaims", "resourcequotas", "
 
 
 def record(name: str, namespace: str) -> Document:
-    """What is there, as little of it as says all."""
+    """Return the documents of a namespace, without those that no rule needs."""
     found: Document = {}
     for kind in KINDS:
         found[kind] = json.loads(kubectl("get", kind, "-n", namespace, "-o", "json"))["items"]
@@ -267,7 +267,7 @@ def record(name: str, namespace: str) -> Document:
 
 
 def less(found: Document) -> Document:
-    """What was found without what no rule could ask for."""
+    """Remove the fields and events that no rule could need."""
     for kind in KINDS:
         for item in found[kind]:
             item["metadata"].pop("managedFields", None)

@@ -1,4 +1,4 @@
-"""A disk that can be full, or read-only, as often as a test likes: a small file system in memory. Needs the right to mount."""
+"""Small file system in memory, which tests can fill or make read-only repeatedly. Requires the right to mount."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = 6 << 20
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 6 MiB."""
+    """Yield a disk of 6 MiB."""
     directory = tmp_path / "disk"
     directory.mkdir()
     tmpfs = ["-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(directory)]
@@ -28,7 +28,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    """Leave no room on it."""
+    """Fill the disk."""
     with (disk / "filler").open("ab", buffering=0) as file:
         for size in (1 << 20, 4096):
             with contextlib.suppress(OSError):
@@ -37,14 +37,16 @@ def fill(disk: Path) -> None:
 
 
 def protect(disk: Path) -> None:
-    """Make it read-only, as a kernel does that has met an error. Files that are open for writing keep a disk from that, so those
-    that name it see another mount."""
+    """Make the disk read-only, as a kernel does after an error.
+
+    Files open for writing prevent this, so processes that open the path see another mount.
+    """
     _mount("--bind", str(disk), str(disk)).check_returncode()
     _mount("-o", "remount,bind,ro", str(disk)).check_returncode()
 
 
 def repair(disk: Path) -> None:
-    """Take back `fill` and `protect`."""
+    """Undo `fill` and `protect`."""
     if os.statvfs(disk).f_flag & os.ST_RDONLY:
         subprocess.run(["umount", "-l", str(disk)], check=True)
     (disk / "filler").unlink(missing_ok=True)

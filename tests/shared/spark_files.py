@@ -1,4 +1,4 @@
-"""The examples of Spark, and how their scripts are run in a real cluster."""
+"""Example files of Spark, and functions that run their scripts in a real cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAM = "local:///opt/outlast/outlast-cli.py"
 
 
 def accounts(namespace: Namespace) -> list[Document]:
-    """The example's accounts, for another namespace."""
+    """Return the example's accounts for another namespace."""
     documents = list(yaml.safe_load_all((SPARK / "accounts.yaml").read_text()))[1:]
     for document in documents:
         for meta in (document["metadata"], *document.get("subjects", ())):
@@ -30,7 +30,7 @@ def accounts(namespace: Namespace) -> list[Document]:
 
 
 def submit(namespace: Namespace, directory: Path, script: str, *words: str, **given: str) -> subprocess.CompletedProcess[str]:
-    """A script of the example, run with the rights of the account spark-submit."""
+    """Run a script of the example with the rights of the account spark-submit."""
     token = namespace.kubectl("create", "token", "spark-submit").strip()
     config = json.loads(namespace.kubectl("config", "view", "--raw", "--minify", "-o", "json"))
     config["users"][0]["user"] = {"token": token}

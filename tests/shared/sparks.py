@@ -1,4 +1,4 @@
-"""Spark for tests: one session with two cores for all tests of a process, small sources of every kind, and units to do there."""
+"""Spark for tests: one session with two cores per process, small sources of every kind, and units of work."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from outlast.base.errors import OutlastError
 from outlast.data.prepare import spark, work_units
 
 FEW = {"spark.executorEnv.PYTHONPATH": str(Path(__file__).parent)}
-"""So that executors find the units below."""
+"""Configuration with which executors find the units below."""
 
 
 of_pyspark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-"""For tests that use Spark: pyspark leaves it to the garbage collector to close its sockets."""
+"""Mark of tests that use Spark: pyspark leaves closing its sockets to the garbage collector."""
 
 
 @pytest.fixture(scope="session")
@@ -42,13 +42,13 @@ def _session() -> Iterator[spark.Engine]:
 
 @pytest.fixture
 def spark_engine(_session: spark.Engine) -> Iterator[Callable[..., spark.Engine]]:
-    """Makes engines of one session for tests marked `of_pyspark`: `spark_engine(partitions=2)`."""
+    """Return a factory of engines that share one session, for tests marked `of_pyspark`: `spark_engine(partitions=2)`."""
     yield lambda partitions=None: spark.Engine(spark.Settings("local[2]", partitions, FEW), _session.context)
     gc.collect()  # here, not in a later test, which would be blamed for pyspark's sockets
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """The files of a dataset."""
+    """Return the digests of the files of a dataset."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
 
 
@@ -113,7 +113,7 @@ def prepare(kind: str, **settings: Any) -> Callable[[work_units.Request], Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A source, and how it is prepared in several units."""
+    """Source, with the preparation that divides it into several units."""
 
     write: Callable[[Path], None]
     prepare: Callable[[work_units.Request], Any]
@@ -138,7 +138,7 @@ CASES: Mapping[str, Case] = {
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit that does something on purpose."""
+    """Unit with a prescribed behaviour."""
 
     number: int
     seconds: float = 0.0
@@ -150,7 +150,7 @@ class Unit:
 
 
 def do(unit: Unit, *, into: Path) -> work_units.Note:
-    """Write a line with the process, then take the time, or go wrong."""
+    """Write a line with the process, then take the time, or fail."""
     with (into / f"done-{unit.number}").open("a") as file:
         file.write(f"{os.getpid()} {os.getppid()}\n")
     time.sleep(unit.seconds)
@@ -168,13 +168,13 @@ def do(unit: Unit, *, into: Path) -> work_units.Note:
 
 
 def times(directory: Path, number: int) -> int:
-    """How often a unit was begun."""
+    """Return the number of times that a unit was begun."""
     path = directory / f"done-{number}"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def results(directory: Path, engine: work_units.Engine, *units: Unit, **request: Any) -> list[work_units.Note]:
-    """Do units with an engine, as the kinds do."""
+    """Do units with an engine, as `prepare` does."""
     (directory / "to").mkdir(exist_ok=True)
     asked = work_units.Request(directory, directory / "to", engine=engine, **request)
     with work_units.opened(asked, {}, []) as place:
@@ -185,11 +185,11 @@ def results(directory: Path, engine: work_units.Engine, *units: Unit, **request:
 
 
 GATED = "000005"
-"""The unit whose first attempt never ends."""
+"""Number of the unit whose first attempt never ends."""
 
 
 def watched(unit: Any, *, do: Callable[[Any], work_units.Note], into: Path, stage: str) -> work_units.Note:
-    """Do a unit of any kind, after a line with the process that does it."""
+    """Do a unit of any kind, after recording its process."""
     path = into / f"{stage}-{unit.number:06d}"
     with path.open("a") as file:
         file.write(f"{os.getpid()}\n")
@@ -200,7 +200,7 @@ def watched(unit: Any, *, do: Callable[[Any], work_units.Note], into: Path, stag
 
 @dataclass(frozen=True)
 class Watched:
-    """An engine whose units are done by processes that are known, and one of them never at the first attempt."""
+    """Engine that records the processes of its units, and one of whose units never ends at the first attempt."""
 
     engine: work_units.Engine
     into: Path

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 
 def tar(files: Mapping[str, str | bytes], mode: str = "w:gz") -> bytes:
-    """A tar archive of these files, by their names in it; the same bytes inside each time."""
+    """Return a tar archive of files, by their names in it. The tar inside always has the same bytes."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode=mode) as archive:
         for name, content in files.items():

@@ -10,7 +10,7 @@ from outlast.data import shard_format
 
 
 def a_text(directory: Path, tokens: int = 1000, shard: int | None = None, dtype: str = "uint16") -> Path:
-    """A prepared text of the tokens 0, 1, 2 ... in shards of so many tokens, train and val."""
+    """Write a prepared text of the tokens 0, 1, 2 ... in shards of `shard` tokens, for train and val."""
     directory.mkdir(exist_ok=True)
     width = np.dtype(dtype).itemsize
     parts = {}

@@ -1,4 +1,4 @@
-"""Images for tests: ten procedural textures as JPEG and PNG files, told apart by pattern and not by colour."""
+"""Images for tests: ten procedural textures as JPEG and PNG files, which differ in pattern, not in colour."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TEXTURES: dict[str, Callable[[Draw, Grid, Grid], Grid]] = {
 
 
 def texture(kind: str, draw: Draw, size: int) -> NDArray[np.uint8]:
-    """An image of a kind, in a light and a dark colour at random, with noise: (size, size, 3)."""
+    """Return an image of a kind, in a random light and a random dark colour, with noise: (size, size, 3)."""
     u, v = np.meshgrid(np.arange(size, dtype=float), np.arange(size, dtype=float))
     pattern = TEXTURES[kind](draw, u, v)[..., None]
     one, other = draw.uniform(130, 255, 3), draw.uniform(0, 110, 3)
@@ -54,7 +54,7 @@ def texture(kind: str, draw: Draw, size: int) -> NDArray[np.uint8]:
 
 
 def write(root: Path, counts: dict[str, int], *, kinds: int = 10, size: int = 40, seed: int = 0) -> Path:
-    """A directory PART/KIND/NUMBER.jpg or .png with `counts` images of each kind per part."""
+    """Write a directory PART/KIND/NUMBER.jpg or .png with `counts` images of each kind per part."""
     draw = np.random.default_rng(seed)
     for part, count in counts.items():
         for kind in list(TEXTURES)[:kinds]:

@@ -1,4 +1,4 @@
-"""Metrics of a run, and what TensorBoard shows of them."""
+"""Metrics of a run, and the values that TensorBoard shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def append(output: Path, *steps: int, **values: float) -> None:
 
 
 def shown(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard reads."""
+    """Return the values that TensorBoard reads."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Waiting for what other threads and processes do."""
+"""Waits for other threads and processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def until(what: Callable[[], Any], within_s: float = 60, why: Callable[[], object] = lambda: "it did not happen") -> Any:
-    """Wait until something is true; what it was."""
+    """Wait until `what` returns a true value, and return this value."""
     deadline = time.monotonic() + within_s
     while not (found := what()):
         assert time.monotonic() < deadline, why()

@@ -1,5 +1,7 @@
-"""A store whose every request passes through a hand that may hold it up, refuse it, or let it happen and lose the answer; and a
-scheduler that lets the requests of several writers happen one at a time, in an order that a seed decides."""
+"""Store with a hook on every request, which may delay it, refuse it, or lose its response.
+
+A scheduler lets the requests of several writers happen one at a time, in an order that a seed determines.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ from typing import Any
 from outlast.storage.store import Entry, Store
 
 Hand = Callable[[str, str, Callable[[], Any]], Any]
-"""Is told the name of a request, its key, and how to make it; returns the answer."""
+"""Hook that receives the name of a request, its key, and a function that makes the request; it returns the response."""
 
 WRITES = ("put", "upload", "create", "replace", "delete", "copy")
 
 
 class Killed(BaseException):
-    """The process has died: nothing of it runs any more."""
+    """The process has died, and must not continue."""
 
 
 class Watched:
-    """A `store.Store` in someone's hand. Without `conditional` it ignores conditions, as old S3 servers do."""
+    """A `store.Store` with a hook. Without `conditional` it ignores conditions, as old S3 servers do."""
 
     def __init__(self, store: Store, hand: Hand, *, conditional: bool = True) -> None:
         self._store, self._hand, self._conditional = store, hand, conditional
@@ -52,7 +54,7 @@ class Watched:
         return self._hand("range", key, lambda: self._store.range(key, start, end))
 
     def link(self, key: str) -> None:
-        """None: whatever is read is read through the hand."""
+        """Return None, so that all reads pass the hook."""
 
     def put(self, key: str, data: Any) -> str:
         return self._hand("put", key, lambda: self._store.put(key, data))
@@ -78,24 +80,24 @@ class Watched:
 
 
 class Turns:
-    """Writers, each in a thread of its own, of whose requests exactly one happens at a time.
+    """Scheduler of writers in separate threads, which lets exactly one request happen at a time.
 
-    Whenever all that live wait for a request to happen, `rng` chooses which one does. `after` is called when a write has
-    happened, while everybody waits.
+    Whenever all live writers wait for a request, `rng` chooses the next. `after` is called after each write, while all writers
+    wait.
     """
 
     def __init__(self, rng: random.Random, after: Callable[[], None] = lambda: None) -> None:
         self._rng, self._after = rng, after
         self._turn = threading.Condition()
         self._waiting: dict[int, str] = {}
-        """Tickets of those who wait, and who they are."""
+        """Waiting writers, by ticket."""
         self._tickets = 0
         self._granted: int | None = None
         self._alive: set[str] = set()
         self._problems: list[BaseException] = []
 
     def hand(self, who: str) -> Hand:
-        """The hand through which a writer's requests pass."""
+        """Return the hook of a writer's requests."""
 
         def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
             with self._turn:
@@ -125,7 +127,7 @@ class Turns:
             self._turn.notify_all()
 
     def run(self, **writers: Callable[[], Any]) -> dict[str, Any]:
-        """Let the writers run to their ends; what they returned. Raises what went wrong in them."""
+        """Run the writers to their ends, and return their results. Raises their errors."""
         results: dict[str, Any] = {}
         self._alive = set(writers)
 

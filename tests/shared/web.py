@@ -1,4 +1,4 @@
-"""A real HTTP server of files, which can do what servers and networks do on a bad day.
+"""Real HTTP server of files, which can simulate faults of servers and networks.
 
     def test_x(web):
         url = web.put("data.bin", b"...")
@@ -27,13 +27,13 @@ import pytest
 
 @dataclasses.dataclass
 class Request:
-    """What came."""
+    """Received request."""
 
     path: str
     headers: dict[str, str]
     """Names in lower case."""
     number: int
-    """From 0, over all requests."""
+    """Index among all requests."""
 
     @property
     def range(self) -> tuple[int, int] | None:
@@ -43,20 +43,20 @@ class Request:
 
 @dataclasses.dataclass
 class Fault:
-    """How an answer differs from a good one."""
+    """Difference of a response from a good one."""
 
     status: int = 0
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Added; an empty value removes one."""
+    """Additional headers; an empty value removes a header."""
     cut: int | None = None
-    """The connection ends after so many bytes of the body."""
+    """Number of bytes of the body after which the connection ends."""
     rate: float = 0.0
-    """Bytes per second."""
+    """Bytes per second; 0 means unlimited."""
     ranges: bool = True
-    """Whether `Range` is understood."""
+    """False to ignore `Range`."""
     chunked: bool = False
     content: bytes | None = None
-    """Other bytes."""
+    """Other content to send."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Web:
-    """The server."""
+    """HTTP server."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -83,7 +83,7 @@ class Web:
         self.requests: list[Request] = []
         self.fault: Callable[[Request], Fault | None] = lambda request: None
         self.slowed = threading.Event()
-        """Set by a slow answer that has begun."""
+        """Set when a slow response has begun."""
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
@@ -96,7 +96,7 @@ class Web:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def put(self, name: str, content: bytes, *, etag: str | None = '"1"', modified: str | None = None) -> str:
-        """Serve this; its URL."""
+        """Serve a file, and return its URL."""
         self.files[f"/{name}"] = content
         self.headers[f"/{name}"] = {k: v for k, v in (("ETag", etag), ("Last-Modified", modified)) if v}
         return f"{self.url}/{name}"

@@ -1,4 +1,5 @@
-"""Worlds of real processes without agents, forked from a clean server that has imported torch: a rank starts in milliseconds."""
+"""Worlds of real processes without agents, forked from a server that has imported torch, so that a rank starts in
+milliseconds."""
 
 from __future__ import annotations
 
@@ -33,42 +34,42 @@ fork = multiprocessing.get_context("forkserver")
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A small run: six epochs of 150 made-up images, dropout, a learning-rate schedule."""
+    """Small run: six epochs of 150 synthetic images, dropout, a learning-rate schedule."""
 
     net: str = "mlp"
-    """mlp | conv (with batch norm) | plain (without dropout)"""
+    """Network: mlp, conv (with batch norm) or plain (without dropout)."""
     optimizer: str = "sgd"
-    """sgd (with momentum) | adamw"""
+    """Optimizer: sgd (with momentum) or adamw."""
     batch: int = 32
     microbatch: int | None = None
     epochs: int = 4
     schedule: bool = True
     kill_at: int = 0
-    """Every rank of the first generation kills itself after this step, when a checkpoint has been committed."""
+    """Step after which every rank of the first generation kills itself, once a checkpoint has been committed."""
     leave_at: int = 0
-    """Rank 0's worker gets its notice in this step."""
+    """Step in which rank 0's worker gets its notice."""
     raise_at: int = 0
-    """Rank 1 raises in this step."""
+    """Step in which rank 1 raises."""
     limit_at: int = 0
-    """From this step on, rank `limited` cannot write files of more than 8 KiB, as if its disk were full."""
+    """First step at which rank `limited` cannot write files of more than 8 KiB, as on a full disk."""
     limited: int = 0
     unlimited_at: int = 0
-    """From this step on it can again."""
+    """First step at which it can write large files again."""
     hasty: bool = False
-    """Train on while a save is in flight; otherwise wait, so that saves come at the same steps every time."""
+    """True to train during a save; otherwise training waits, so that saves are always at the same steps."""
     pause_s: float = 0.0
     sharded: bool = False
-    """FSDP2 instead of DDP."""
+    """True to use FSDP2 instead of DDP."""
     eager: bool = False
-    """Take a snapshot at each step, however long that takes; be killed in any generation, without waiting for a checkpoint."""
+    """True to take a snapshot at each step, and to be killed in any generation without waiting for a checkpoint."""
     patient: bool = False
-    """End a step when the snapshot of the one before is complete, so that each is taken that is due."""
+    """True to wait in each step for the previous snapshot, so that no due snapshot is skipped."""
     reference: bool = False
-    """Record the hash of the weights after every step and after resuming."""
+    """True to record the hash of the weights after every step and after resuming."""
 
 
 LAST = 20
-"""The steps of a Training."""
+"""Number of steps of a Training."""
 
 
 def network(kind: str) -> Any:
@@ -82,7 +83,7 @@ def network(kind: str) -> Any:
 
 
 def hashed(net: Any, optimizer: Any) -> str:
-    """A hash of every bit of a model and its optimizer's state; of this rank's shards of them."""
+    """Return a hash of every bit of a model and its optimizer's state; for sharded ones, of this rank's shards."""
     digest = hashlib.sha256()
 
     def add(tensor: Any) -> None:
@@ -107,7 +108,7 @@ def _sharded(net: Any) -> Any:
 
 
 def train(plan: Training) -> None:
-    """What a rank does; leaves `rank-R.json` and `consumed-R-GENERATION.jsonl` in the output."""
+    """Train as a rank. Writes `rank-R.json` and `consumed-R-GENERATION.jsonl` to the output."""
     import numpy as np
     import torch
     from torch.nn import functional as F
@@ -181,24 +182,24 @@ def train(plan: Training) -> None:
 
 
 def steps(events: Iterable[Event]) -> list[int]:
-    """The steps that ended, as a ledger tells them: some of its events are of several."""
+    """Return the completed steps in a ledger, some of whose events cover several steps."""
     told = [(event["step"], event.get("steps", 1)) for event in events if event["kind"] == "step"]
     return [step for last, count in told for step in range(last - count + 1, last + 1)]
 
 
 @dataclasses.dataclass
 class Ended:
-    """How the ranks of a world ended."""
+    """Results of the ranks of a world."""
 
     codes: list[int]
     """Exit codes by rank, -9 for SIGKILL."""
     errors: list[str]
-    """What each wrote to stderr."""
+    """Output of each rank to stderr."""
     output: Path
     disks: Sequence[str] = ()
 
     def disk(self, rank: int) -> Path:
-        """The output directory of a rank."""
+        """Return the output directory of a rank."""
         return self.output / self.disks[rank] if self.disks else self.output
 
     @property
@@ -212,11 +213,11 @@ class Ended:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that ended, as the ledger tells them."""
+        """Return the completed steps in the ledger."""
         return steps(self.events)
 
     def kinds(self, *kinds: str) -> list[Event]:
-        """The events of these kinds, without time and source."""
+        """Return the events of these kinds, without time and source."""
         return [{k: v for k, v in e.items() if k not in ("t", "source")} for e in self.events if e["kind"] in kinds]
 
     @property
@@ -235,9 +236,9 @@ def started(
     local: int = 1,
     **env: str,
 ) -> list[ForkServerProcess]:
-    """The processes of a world; `env` adds to the environment or replaces what it says. `local` of them are of one worker.
+    """Start the processes of a world; `env` changes the environment. Each worker has `local` processes.
 
-    With `disks`, each name is a worker with an output directory of its own below `output`; ranks of the same name are its
+    With `disks`, each name is a worker with a separate output directory below `output`; ranks with the same name are its
     processes.
     """
     everybody = {
@@ -273,7 +274,7 @@ def started(
 
 
 def ended(processes: list[ForkServerProcess], output: Path, *, disks: Sequence[str] = (), timeout_s: float = 120) -> Ended:
-    """Wait until all have ended; kills them after `timeout_s`."""
+    """Wait until all processes have ended; kill them after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
         process.join(max(0.1, deadline - time.monotonic()))
@@ -285,7 +286,7 @@ def ended(processes: list[ForkServerProcess], output: Path, *, disks: Sequence[s
 
 
 def world(plan: Training, output: Path, ranks: int, **how: Any) -> Ended:
-    """Train with so many ranks until they end."""
+    """Train with this number of ranks until they end."""
     return ended(started(functools.partial(train, plan), output, ranks, **how), output, disks=how.get("disks", ()))
 
 
@@ -305,12 +306,12 @@ def fork_server() -> None:
 
 @pytest.fixture(scope="session")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    """The end of a training that nothing happened to; each is run once a session."""
+    """Return the results of undisturbed trainings, each of which runs once per session."""
     return functools.cache(lambda plan, ranks: world(plan, tmp_path_factory.mktemp("undisturbed"), ranks))
 
 
 def hashes(end: Ended) -> set[str]:
-    """Of the weights that the ranks end with; none may have failed."""
+    """Return the hashes of the ranks' final weights. No rank may have failed."""
     assert end.codes == [0] * len(end.codes), end.errors
     return {result["hash"] for result in end.results}
 
@@ -324,13 +325,13 @@ def damage(path: Path) -> None:
 
 
 def again(end: Ended) -> None:
-    """Take back the notices, as a new agent does."""
+    """Remove the notices, as a new agent does."""
     for notice in end.output.glob(f"workers/*/{contract.NOTICE}"):
         notice.unlink()
 
 
 def fresh(output: Path) -> Path:
-    """An empty directory."""
+    """Create an empty directory."""
     shutil.rmtree(output, ignore_errors=True)
     return output
 

@@ -17,7 +17,7 @@ JOBS = sorted(path.stem for path in (HERE / "jobs").glob("*.yaml"))
 
 
 def job(name: str) -> spec.Job:
-    """A job of jobs/; its paths stay as they are, and are not of the machine that this runs on."""
+    """Read a job of jobs/. Its paths are kept, and are independent of this machine."""
     return spec.parse((HERE / "jobs" / f"{name}.yaml").read_text())
 
 
@@ -26,7 +26,7 @@ def documents(name: str, topology: str) -> list[Document]:
 
 
 def pages() -> dict[str, str]:
-    """The text of each file, by its path below this directory."""
+    """Return the text of each file, by its path below this directory."""
     return {
         f"{topology}/{name}.yaml": render.text(documents(name, topology)) for topology in manifests.TOPOLOGIES for name in JOBS
     }

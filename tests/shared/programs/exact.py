@@ -1,6 +1,6 @@
-"""A small training run that leaves proof: which samples each step consumed, the loss of each step, the hash of the final weights.
+"""Small training run that proves its work: the samples and the loss of each step, and the hash of the final weights.
 
-Dropout, momentum and a learning-rate schedule are there because their state is easily forgotten. Arguments: see the parser.
+Dropout, momentum and a learning-rate schedule are included because their state is easily lost. Arguments: see the parser.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def sharded(module: nn.Sequential) -> nn.Module:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor of which each rank has a shard. A collective then."""
+    """Return the whole of a sharded tensor. A collective for such a tensor."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 

@@ -1,4 +1,4 @@
-"""A torchrun script that has never heard of Outlast."""
+"""Torchrun script that does not use Outlast."""
 
 import sys
 import time
