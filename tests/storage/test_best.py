@@ -274,7 +274,7 @@ def test_one_that_presses_is_best_and_allowed_and_otherwise_the_newest_goes(
 ) -> None:
     here = [on_disk.Checkpoint(step, Path(str(step)), RUN, 2, metric=metric) for step, metric in waiting]
     latest, rule = Latest(RUN, 2, tuple(sorted(there))), Retention(2, best)
-    chosen = register_rules.pressing(latest, here, rule)
+    chosen = register_rules.pressing(latest.places, here, rule)
     if chosen.step != max(steps(here)):
         assert chosen in rule.best_of([*here, *(place for place in there if place.step not in steps(here))])
         assert not register_rules.obsolete(latest, at(chosen.step, generation=2))

@@ -62,6 +62,11 @@ class Checkpoint:
         return self.commit.metric if self.commit else self.place.metric
 
     @property
+    def time(self) -> float:
+        """Time of the commit, seconds since the epoch; 0 if unknown."""
+        return self.commit.time if self.commit else 0.0
+
+    @property
     def bytes(self) -> int:
         """Total size of the checkpoint's files; 0 if unknown."""
         return self.commit.size if self.commit else 0
@@ -88,8 +93,8 @@ class Checkpoints:
     def __init__(self, store: Store, run: str) -> None:
         self.store, self.run = store, run
         self._generation: int | None = None
-        self._metrics: dict[Place, Metric | None] = {}
-        """Metrics from the COMMITs read so far; a COMMIT never changes."""
+        self._commits: dict[Place, on_disk.Commit] = {}
+        """The COMMITs known so far, of checkpoints that count; a COMMIT never changes."""
 
     @functools.cached_property
     def _register(self) -> register.Register:
@@ -126,9 +131,7 @@ class Checkpoints:
 
     def _read(self, place: Place) -> Checkpoint:
         try:
-            commit = self._parts(place).read_commit()
-            self._metrics[place] = commit.metric
-            return Checkpoint(place, commit)
+            return Checkpoint(place, self._parts(place).read_commit())
         except Damaged as problem:
             return Checkpoint(place, problem=str(problem))
 
@@ -161,7 +164,7 @@ class Checkpoints:
             if commit.run != self.run:
                 raise OutlastError(f"{local.path} is of run {commit.run or '(unnamed)'}, not of run {self.run}")
             place = Place.of(commit)
-            self._metrics[place] = commit.metric
+            self._commits[place] = commit
             latest, instead = self._fenced(), None
             if latest and (reason := register_rules.refused(latest, place)):
                 return Outcome("expired", reason)
@@ -195,15 +198,14 @@ class Checkpoints:
     def next_(self, waiting: Sequence[on_disk.Checkpoint], retention: Retention) -> on_disk.Checkpoint:
         """Return the local checkpoint to push next; see `register_rules.pressing`."""
         latest = self._fenced() if retention.best and len(waiting) > 1 else None
-        return register_rules.pressing(self._measured(latest) if latest else Latest(self.run, 0), waiting, retention)
+        return register_rules.pressing(self._counted(latest, retention) if latest else (), waiting, retention)
 
-    def _measured(self, latest: Latest) -> Latest:
-        """Return a copy of `latest`, with metrics from COMMIT where the register lacks them."""
-        for place in latest.places:
-            if not place.metric and place not in self._metrics:
-                self._read(place)
-        places = (dataclasses.replace(p, metric=p.metric or self._metrics.get(p)) for p in latest.places)
-        return dataclasses.replace(latest, places=tuple(places))
+    def _counted(self, latest: Latest, retention: Retention) -> list[Checkpoint]:
+        """Return the checkpoints in the register, with the COMMITs that `retention` needs."""
+        known = [Checkpoint(place, self._commits.get(place)) for place in latest.places]
+        counted = [self._read(c.place) if not c.commit and retention.needs_commit(c) else c for c in known]
+        self._commits = {c.place: c.commit for c in counted if c.commit}
+        return counted
 
     def forget(self, journals: Path) -> None:
         """Abort abandoned uploads once no checkpoint is left to push. `journals` must hold journals of checkpoints only."""
@@ -326,9 +328,8 @@ class Checkpoints:
         latest = register.read(self.store, self.run)
         if latest is None:
             return []
-        if retention.best:
-            latest = self._measured(latest)
-        expired = [place for place in retention.expired(latest.places) if not self._being_read(self._below(place.step))]
+        counted = self._counted(latest, retention)
+        expired = [c.place for c in retention.expired(counted) if not self._being_read(self._below(c.step))]
         if not dry_run:
             if expired:
                 latest = self._register.drop(expired) or latest

@@ -391,7 +391,7 @@ def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Che
     """
     own = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
     deleted = [checkpoint for checkpoint in expired(own, retention) if remove(checkpoint)]
-    recent = Retention(retention.keep).expired(c for c in own if not c.problem)  # a best one may be much older
+    recent = dataclasses.replace(retention, best=0).expired(c for c in own if not c.problem)  # a best one may be much older
     oldest = min((c.step for c in own if c not in deleted and c not in recent), default=newest.step)
     for name in os.listdir(directory):
         match = _LEFTOVER.fullmatch(name)

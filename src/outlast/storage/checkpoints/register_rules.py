@@ -128,7 +128,7 @@ def superseded(latest: Latest | None, run: str, generation: int) -> str:
     return ""
 
 
-def pressing(latest: Latest, waiting: Sequence[C], retention: Retention) -> C:
+def pressing(stored: Sequence[Committed], waiting: Sequence[C], retention: Retention) -> C:
     """Return the checkpoint on a disk to add to the register next.
 
     This is the newest, so that little is lost with the disk. One of the best checkpoints takes precedence, lowest step first, if
@@ -136,23 +136,23 @@ def pressing(latest: Latest, waiting: Sequence[C], retention: Retention) -> C:
     """
     waiting = sorted(waiting, key=lambda each: each.step)
     here = {each.step for each in waiting}
-    committed: list[Committed] = [*waiting, *(place for place in latest.places if place.step not in here)]
+    committed: list[Committed] = [*waiting, *(each for each in stored if each.step not in here)]
     best = {each.step for each in retention.best_of(committed)}
-    last = (each for each in waiting[:-1] if each.step in best and _above(latest, each) == OBSOLETE - 1)
+    last = (each for each in waiting[:-1] if each.step in best and _above(stored, each) == OBSOLETE - 1)
     return next(last, waiting[-1])
 
 
 def obsolete(latest: Latest, place: Place) -> bool:
     """Return whether a checkpoint is so old that it may never be added (again), so its files may be deleted."""
-    return _above(latest, place) >= OBSOLETE
+    return _above(latest.places, place) >= OBSOLETE
 
 
 OBSOLETE = 2
 """Number of committed checkpoints of higher steps, of its own generation or later, that make a checkpoint obsolete."""
 
 
-def _above(latest: Latest, checkpoint: Committed) -> int:
-    return sum(other.step > checkpoint.step and other.generation >= checkpoint.generation for other in latest.places)
+def _above(stored: Sequence[Committed], checkpoint: Committed) -> int:
+    return sum(other.step > checkpoint.step and other.generation >= checkpoint.generation for other in stored)
 
 
 def refused(latest: Latest, place: Place) -> str:

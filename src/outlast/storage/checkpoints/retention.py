@@ -129,6 +129,10 @@ class Retention:
         """Return the metric of a checkpoint, or None if the value is None or not finite: such a checkpoint is never best."""
         return Metric(value, self.by, self.mode) if value is not None and math.isfinite(value) else None
 
+    def needs_commit(self, checkpoint: Committed) -> bool:
+        """Return whether `expired` needs a checkpoint's COMMIT, given the checkpoint as its register describes it."""
+        return self.best > 0 and checkpoint.metric is None
+
     def expired(self, checkpoints: Iterable[C]) -> list[C]:
         """Return the committed checkpoints to remove, lowest step first."""
         checkpoints = sorted(checkpoints, key=lambda each: each.step)
