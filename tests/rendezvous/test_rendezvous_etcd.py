@@ -233,20 +233,6 @@ def test_training_goes_on_without_etcd_and_with_one_that_was_restarted(own_nodes
     assert "outlast | this worker reaches the others again" in said
 
 
-def test_a_later_process_of_the_same_index_is_the_worker(nodes: Nodes) -> None:
-    a, b = nodes.start((1, 3), id=0), nodes.start((1, 3), id=1)
-    nodes.until(nodes.training(1))
-    taken = nodes.start((1, 3), id=1)
-    nodes.until(lambda: b.closed)
-    assert b.closed == sockets.Closed(
-        f"another process is worker 1 of run {nodes.run} now, in the place of this one", contract.Exit.INTERRUPTED
-    )
-    nodes.all.remove(b)
-    b.close()
-    nodes.until(nodes.training(2))
-    assert {a.id, taken.id} == {0, 1}
-
-
 class Relay(socketserver.ThreadingTCPServer):
     """A way to a server, such as a Service; it may fall silent without being closed, for watches or as a whole."""
 

@@ -222,26 +222,6 @@ def test_who_connects_and_says_nothing_costs_little(run: Run, monkeypatch: pytes
         each.close()
 
 
-def test_of_two_processes_of_one_index_the_later_is_the_member_and_the_other_leaves(run: Run) -> None:
-    first = run.client(1)
-    until(lambda: 1 in run.host.reports)
-    second = run.client(1)
-    until(lambda: first.closed)
-    assert first.closed == sockets.Closed("another process is worker 1 of run run now, in the place of this one", 75)
-    assert second.closed is None
-    other = run.client(0)
-    until(lambda: other.world and second.world)
-
-
-def test_a_connection_that_breaks_is_made_again_by_the_same_member(run: Run) -> None:
-    client = run.client(0)
-    until(lambda: 0 in run.host.reports)
-    client._hang_up()
-    run.client(1)
-    until(lambda: client.world)
-    assert client.closed is None
-
-
 def test_decisions_that_fail_are_tried_again(run: Run, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     decide, fails = world.decide, [True, True]
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import apiserver
+from coordinators import Document, Operator
 from outlast.base import errors
 from outlast.job import contract, ledger
 from outlast.job.workerfiles import progress_file
@@ -23,32 +23,6 @@ from outlast.rendezvous import transport
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import World
 from waits import until
-
-Document = dict[str, Any]
-
-
-class Operator:
-    """An API server with the ElasticJob `train`, and what the operator writes there."""
-
-    def __init__(self) -> None:
-        self.api = apiserver.ApiServer(unserved=())
-        self.job: Document = {
-            "apiVersion": contract.API_VERSION,
-            "kind": contract.KIND,
-            "metadata": {"name": "train"},
-            "spec": {},
-        }
-        self.job = self.api.put(self.job)
-
-    def say(self, **rendezvous: Any) -> None:
-        self.api.put({**self.job, "metadata": {**self.job["metadata"]}, "status": {"rendezvous": {"run": "run", **rendezvous}}})
-
-    def lease(self, id: int = 0) -> Document | None:
-        return self.api.documents.get(("leases.coordination.k8s.io", "default", f"train-worker-{id}"))
-
-    def report(self, id: int = 0) -> Document:
-        lease = self.lease(id)
-        return dict(json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT])) if lease else {}
 
 
 @pytest.fixture
@@ -97,25 +71,9 @@ def test_a_report_is_the_lease_of_a_pod_and_goes_with_the_job(operator: Operator
     assert (spec["holderIdentity"], spec["leaseDurationSeconds"]) == ("uid-of-the-pod", 30)
     written = datetime.strptime(spec["renewTime"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
     assert abs((datetime.now(UTC) - written).total_seconds()) < 5
-    said = operator.report(3)
+    said = operator.said(3)
     assert sockets.Report.of(said) == sockets.Report("run", 3, "waiting", 0, said["since"], "10.0.0.7:4711")
     assert contract.Annotation.PROGRESS not in meta["annotations"]
-
-
-def test_what_the_operator_says_is_heard(operator: Operator, member) -> None:
-    client = member()
-    client.report("waiting")
-    until(operator.lease)
-    operator.say(world=a_world(4, 1, 0))
-    until(lambda: client.world)
-    assert client.world == World(4, (1, 0), "10.0.0.1:5", "all here", 5.0)
-    operator.say(
-        world=a_world(4, 1, 0), called={"generation": 5, "reason": "lost", "planned": True, "deadline": 7.0, "since 0.9": "x"}
-    )
-    until(lambda: client.called == sockets.Called(5, "lost", True, 7.0))
-    operator.say(world=a_world(5), called=None, closed={"reason": "all done", "code": 0})
-    until(lambda: client.closed)
-    assert (client.world, client.closed) == (World(5, (0,), "10.0.0.1:5", "all here", 5.0), sockets.Closed("all done", 0))
 
 
 def test_who_has_missed_a_call_hears_it_by_the_world_that_came_of_it(operator: Operator, member) -> None:
@@ -157,9 +115,9 @@ def test_an_operator_that_knows_less_than_the_output_is_told_the_newest_generati
     client = member()
     client.report("waiting", generation=0)
     until(operator.lease)
-    assert operator.report()["generation"] == generation
+    assert operator.said()["generation"] == generation
     client.report("training", generation=9)
-    until(lambda: operator.report()["generation"] == 9)
+    until(lambda: operator.said()["generation"] == 9)
 
 
 def test_a_lease_of_a_world_that_watches_itself_lasts_longer_and_says_at_once_who_is_unheard(operator: Operator, member) -> None:
@@ -168,12 +126,12 @@ def test_a_lease_of_a_world_that_watches_itself_lasts_longer_and_says_at_once_wh
     client.amend(mesh=True)
     until(lambda: (operator.lease() or {}).get("spec", {}).get("leaseDurationSeconds") == 100)
     client.amend(unheard=(1, 2), refused=(2,))
-    until(lambda: operator.report()["unheard"] == [1, 2])
-    assert (operator.report()["standing"], operator.report()["refused"]) == ("training", [2])
+    until(lambda: operator.said()["unheard"] == [1, 2])
+    assert (operator.said()["standing"], operator.said()["refused"]) == ("training", [2])
     client.report("waiting")
     until(lambda: operator.lease()["spec"]["leaseDurationSeconds"] == 30)
     client.report("training", generation=3)
-    until(lambda: operator.report()["unheard"] == [])
+    until(lambda: operator.said()["unheard"] == [])
 
 
 def test_the_lease_is_renewed_with_the_newest_progress(operator: Operator, member, tmp_path: Path, monkeypatch) -> None:
@@ -219,7 +177,7 @@ def test_an_outage_loses_nothing_and_is_said_once(operator: Operator, member, ca
     operator.say(world=a_world(1))
     until(lambda: client.world)
     client.report("training", generation=1)
-    until(lambda: operator.report()["standing"] == "training")
+    until(lambda: operator.said()["standing"] == "training")
     operator.api.well = False
     operator.api.cut()
     client.report("waiting", failed=True, failure={"code": 1})
@@ -227,22 +185,12 @@ def test_an_outage_loses_nothing_and_is_said_once(operator: Operator, member, ca
     assert client.world == World(1, (0,), "10.0.0.1:5", "all here", 5.0)
     operator.say(world=a_world(2))
     operator.api.well = True
-    until(lambda: operator.report()["failure"] == {"code": 1})
+    until(lambda: operator.said()["failure"] == {"code": 1})
     until(lambda: client.world == World(2, (0,), "10.0.0.1:5", "all here", 5.0))
     client.close()
     away, again = capfd.readouterr().out.splitlines()
     assert "the operator does not hear this worker; it goes on as it was and tries again: Lease train-worker-0 in" in away
     assert again == "outlast | the operator hears this worker again"
-
-
-def test_nothing_is_lost_when_the_server_is_away_before_the_first_word(operator: Operator, member) -> None:
-    operator.api.well = False
-    client = member()
-    client.report("waiting")
-    operator.api.until(lambda: len(operator.api.asked) > 1)
-    assert client.closed is None
-    operator.api.well = True
-    until(operator.lease)
 
 
 def test_a_server_that_does_not_answer_is_asked_again(operator: Operator, member, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +200,7 @@ def test_a_server_that_does_not_answer_is_asked_again(operator: Operator, member
     operator.api.prescribe("PATCH", lambda handler: frozen.wait(60))
     client.report("waiting")
     client.report("training", generation=1)
-    until(lambda: operator.report().get("standing") == "training")
+    until(lambda: operator.said().get("standing") == "training")
     frozen.set()
 
 
@@ -307,7 +255,7 @@ def test_the_operator_knows_the_run_by_the_word_that_it_gave_its_pods(operator: 
     operator.say(run="the-word")
     member().report("waiting")
     until(operator.lease)
-    assert operator.report()["run"] == "the-word"
+    assert operator.said()["run"] == "the-word"
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -353,7 +301,7 @@ def test_a_pod_that_was_replaced_ends_and_leaves_the_lease_to_its_successor(
     old.report("training", generation=1)
     renewed = operator.lease()["spec"]["renewTime"]
     until(lambda: operator.lease()["spec"]["renewTime"] > renewed)
-    assert (operator.lease()["spec"]["holderIdentity"], operator.report()["standing"]) == ("uid-of-its-successor", "waiting")
+    assert (operator.lease()["spec"]["holderIdentity"], operator.said()["standing"]) == ("uid-of-its-successor", "waiting")
     assert new.closed is None
     assert not (tmp_path / contract.END).exists()
 
@@ -367,9 +315,9 @@ def test_an_answer_that_was_lost_does_no_harm(operator: Operator, member) -> Non
         {**operator.lease(), "metadata": {**operator.lease()["metadata"], "annotations": {"outlast.dev/report": "{}"}}}
     )
     client.report("training", generation=1)
-    until(lambda: operator.report().get("standing") == "training")
+    until(lambda: operator.said().get("standing") == "training")
     client.report("done", generation=1)
-    until(lambda: operator.report()["standing"] == "done")
+    until(lambda: operator.said()["standing"] == "done")
     assert client.closed is None
 
 
@@ -379,7 +327,7 @@ def test_a_lease_that_somebody_deletes_is_made_again(operator: Operator, member)
     until(operator.lease)
     operator.api.remove("leases.coordination.k8s.io", "train-worker-0")
     client.report("training", generation=1)
-    until(lambda: operator.report().get("standing") == "training")
+    until(lambda: operator.said().get("standing") == "training")
 
 
 def test_who_goes_says_its_last_word_first_and_ends_its_threads(operator: Operator, member) -> None:
@@ -389,7 +337,7 @@ def test_who_goes_says_its_last_word_first_and_ends_its_threads(operator: Operat
     until(operator.lease)
     client.report("leaving")
     client.close()
-    assert operator.report()["standing"] == "leaving"
+    assert operator.said()["standing"] == "leaving"
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("outlast-")]
 
 

@@ -1,0 +1,143 @@
+"""What each transport does for a member, whoever coordinates: reports arrive, messages are heard, an outage loses neither."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import apiserver
+from coordinators import Coordinator, Etcd, Operator, Sockets
+from outlast.job import contract
+from outlast.rendezvous import transport
+from outlast.rendezvous.transports.sockets import Called, Closed
+from outlast.rendezvous.world import World
+from waits import until
+
+WORLD = World(1, (0, 1), "10.0.0.1:5", "all here", 5.0)
+FAILED = {"rank": 0, "code": 1, "reason": "it failed", "time": 0.0}
+Member = Callable[..., transport.Client]
+
+
+@pytest.fixture(params=["launcher", "worker 0", "etcd", "operator"])
+def coordinator(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
+    match request.param:
+        case "etcd":
+            yield Etcd(request.getfixturevalue("own_etcd"))
+        case "operator":
+            made = Operator()
+            with apiserver.serving(made.api) as url:
+                monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+                yield made
+        case _:
+            connected = Sockets(tmp_path / "socket" if request.param == "launcher" else None)
+            yield connected
+            connected.close()
+
+
+@pytest.fixture
+def member(coordinator: Coordinator, tmp_path: Path) -> Iterator[Member]:
+    """Makes members of the run, which go at the end."""
+    made: list[transport.Client] = []
+
+    def make(id: int, process: str = "p") -> transport.Client:
+        made.append(coordinator.client(id, process, state=tmp_path))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def standing(coordinator: Coordinator, id: int) -> str | None:
+    report = coordinator.report(id)
+    return str(report.standing) if report else None
+
+
+def test_a_report_arrives_and_keeps_what_is_not_said_anew(coordinator: Coordinator, member: Member) -> None:
+    one, other = member(0), member(1)
+    other.amend(unheard=(0,))
+    one.report("waiting", address="10.0.0.7:4711")
+    until(lambda: standing(coordinator, 0) == "waiting")
+    assert coordinator.report(1) is None, "nothing is sent before the first report"
+    one.report("training", generation=2)
+    one.amend(mesh=True, unheard=(1,), refused=(1,))
+    until(lambda: (report := coordinator.report(0)) and report.refused)
+    report = coordinator.report(0)
+    assert report
+    assert (report.run, report.standing, report.generation, report.address) == ("run", "training", 2, "10.0.0.7:4711")
+    assert (report.mesh, report.unheard, report.refused) == (True, (1,), (1,))
+    one.report("waiting", generation=3)
+    until(lambda: standing(coordinator, 0) == "waiting")
+    report = coordinator.report(0)
+    assert report
+    assert (report.mesh, report.unheard, report.refused) == (False, (), ())
+
+
+def test_worlds_calls_and_the_end_are_heard_by_all(coordinator: Coordinator, member: Member) -> None:
+    members = [member(id) for id in (0, 1)]
+    for id, each in enumerate(members):
+        each.report("waiting")
+        until(lambda id=id: coordinator.report(id))
+    assert [(each.world, each.called, each.closed) for each in members] == [(None, None, None)] * 2
+    coordinator.tell(world=WORLD)
+    until(lambda: all(each.world == WORLD for each in members))
+    coordinator.tell(called=Called(2, "more come", True, time.time() + 100, leave_s=100.0))
+    until(lambda: all(each.called and each.called.generation == 2 for each in members))
+    for each in members:
+        assert each.called
+        assert (each.called.reason, each.called.planned) == ("more come", True)
+        assert 0 < each.called.deadline - time.time() <= 100
+    coordinator.tell(world=World(2, (1, 0), "10.0.0.2:5", "more came", 6.0))
+    until(lambda: all(each.world and each.world.members == (1, 0) for each in members))
+    coordinator.tell(closed=Closed("all done", contract.Exit.DONE, "JobSucceeded"))
+    until(lambda: all(each.closed for each in members))
+    assert {each.closed for each in members} == {Closed("all done", contract.Exit.DONE, "JobSucceeded")}
+
+
+def test_an_outage_loses_nothing_of_either_side(coordinator: Coordinator, member: Member) -> None:
+    coordinator.cut()
+    one = member(0)
+    one.report("waiting")
+    coordinator.mend()
+    until(lambda: coordinator.report(0))
+    world = World(1, (0,), "10.0.0.1:5", "all here", 5.0)
+    coordinator.tell(world=world)
+    until(lambda: one.world)
+    coordinator.cut()
+    one.report("waiting", generation=1, failed=True, failure=FAILED)
+    assert (one.world, one.closed) == (world, None)
+    coordinator.mend()
+    until(lambda: (report := coordinator.report(0)) and report.failure == FAILED)
+    coordinator.tell(world=World(2, (0,), "10.0.0.1:5", "again", 6.0))
+    until(lambda: one.world and one.world.generation == 2)
+    assert one.closed is None, "it is the same process that connects again"
+
+
+def test_of_two_processes_of_one_index_the_later_is_the_member_and_the_other_leaves(
+    coordinator: Coordinator, member: Member
+) -> None:
+    old = member(0, "old")
+    old.report("training", generation=1)
+    until(lambda: coordinator.report(0))
+    new = member(0, "new")
+    new.report("waiting")
+    until(lambda: standing(coordinator, 0) == "waiting")
+    old.report("training", generation=1, failed=True)
+    until(lambda: old.closed)
+    assert old.closed
+    assert (old.closed.code, "in the place of this one" in old.closed.reason) == (contract.Exit.INTERRUPTED, True)
+    assert (standing(coordinator, 0), new.closed) == ("waiting", None)
+
+
+def test_who_goes_is_known_to_have_gone(coordinator: Coordinator, member: Member) -> None:
+    one, other = member(0), member(1)
+    for each in (one, other):
+        each.report("waiting")
+    until(lambda: coordinator.report(0) and coordinator.report(1))
+    one.report("leaving")
+    one.close()
+    until(lambda: coordinator.report(0) is None)
+    assert standing(coordinator, 1) == "waiting"

@@ -1,0 +1,188 @@
+"""Coordinators of the run `run`, one for each transport, for tests of members: they receive reports and say what tests tell."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+import apiserver
+import ports
+from etcds import Server
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.rendezvous import transport
+from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.etcd.gateway import put
+from outlast.rendezvous.transports import sockets
+from outlast.rendezvous.transports.sockets import Called, Closed, Report
+from outlast.rendezvous.world import Call, World
+
+Document = dict[str, Any]
+
+
+class Coordinator(Protocol):
+    """What a test of all transports uses."""
+
+    def client(self, id: int, process: str = "p", *, state: Path) -> transport.Client:
+        """A process of a member."""
+
+    def report(self, id: int) -> Report | None:
+        """The newest report of a member that is there."""
+
+    def tell(self, *, world: World | None = None, called: Called | None = None, closed: Closed | None = None) -> None:
+        """Publish these; what is left out stays as it was."""
+
+    def cut(self) -> None:
+        """Be out of reach until `mend`."""
+
+    def mend(self) -> None: ...
+
+
+class Sockets:
+    """One that members connect to: the launcher, on a Unix socket, or worker 0, over TCP with the key of the run."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._port, self._path = 0 if path else ports.free(), path
+        self._environ = {} if path else {Env.RENDEZVOUS_KEY: "secret"}
+        self._endpoint = f"{sockets.SCHEME}{path}" if path else f"{sockets.TCP}localhost:{self._port}"
+        self._reports: dict[int, Report] = {}
+        self._told: dict[str, Any] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.mend()
+
+    def client(self, id: int, process: str = "p", *, state: Path) -> transport.Client:
+        return transport.client(self._endpoint, transport.Member("run", id, state, 1, self._environ))
+
+    def report(self, id: int) -> Report | None:
+        return self._reports.get(id)
+
+    def tell(self, **told: Any) -> None:
+        async def send() -> None:
+            self._told |= told
+            for id in self._reports:
+                self._send(id)
+
+        self._do(send())
+
+    def mend(self) -> None:
+        key = self._environ.get(Env.RENDEZVOUS_KEY, "").encode()
+        self._server = sockets.Server(run="run", on_report=self._on_report, on_gone=self._on_gone, key=key)
+        self._do(self._server.start(self._path or socket.create_server(("127.0.0.1", self._port))))
+
+    def cut(self) -> None:
+        self._do(self._server.stop())
+
+    def close(self) -> None:
+        self.cut()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _do(self, what: Any) -> None:
+        asyncio.run_coroutine_threadsafe(what, self._loop).result(60)
+
+    def _on_report(self, report: Report) -> None:
+        self._reports[report.id] = report
+        self._send(report.id)
+
+    def _on_gone(self, id: int) -> None:
+        self._reports.pop(id, None)
+
+    def _send(self, id: int) -> None:
+        for kind, content in self._told.items():
+            self._server.send(id, kind, content)
+
+
+class Etcd:
+    """One that has been elected, and publishes in an etcd."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._keys = server, schema.Keys.of("/outlast", "run")
+        self._said = schema.Published(by="c", incarnation="i")
+
+    def client(self, id: int, process: str = "p", *, state: Path) -> transport.Client:
+        return transport.client(self._server.endpoint, transport.Member("run", id, state, 1, {}))
+
+    def _record(self, id: int) -> schema.Record | None:
+        client = self._server.client()
+        found = client.range(self._keys.member(id)).kvs
+        client.close()
+        return schema.Record.loads(found[0].value) if found else None
+
+    def report(self, id: int) -> Report | None:
+        record = self._record(id)
+        return record.report if record else None
+
+    def tell(self, *, world: World | None = None, called: Called | None = None, closed: Closed | None = None) -> None:
+        said: dict[str, Any] = {"closed": closed}
+        if world:
+            records = [self._record(id) for id in world.members]
+            said |= {"world": world, "tokens": tuple(record.token if record else "" for record in records)}
+        if called:
+            call = Call(called.generation, called.reason, called.planned, 0.0, ())
+            said |= {"called": call, "leave_s": called.leave_s or 0.0}
+        self._said = dataclasses.replace(self._said, **said)
+        client = self._server.client()
+        for key, value in ((self._keys.leader, schema.Leader("c")), (self._keys.published, self._said)):
+            client.txn([], [put(key, value.dumps())])
+        client.close()
+
+    def cut(self) -> None:
+        self._server.stop()
+
+    def mend(self) -> None:
+        self._server.start()
+
+
+class Operator:
+    """An API server with the ElasticJob `train`, and what the operator writes there."""
+
+    def __init__(self) -> None:
+        self.api = apiserver.ApiServer(unserved=())
+        self.job: Document = {
+            "apiVersion": contract.API_VERSION,
+            "kind": contract.KIND,
+            "metadata": {"name": "train"},
+            "spec": {},
+        }
+        self.job = self.api.put(self.job)
+        self._told: dict[str, Any] = {}
+
+    def client(self, id: int, process: str = "p", *, state: Path) -> transport.Client:
+        environ = {Env.MEMBER: f"uid-{process}", Env.NAMESPACE: "default"}
+        return transport.client("kubernetes://train", transport.Member("run", id, state, 1, environ))
+
+    def report(self, id: int) -> Report | None:
+        said = self.said(id)
+        return Report.of(said) if said and said["standing"] != "leaving" else None
+
+    def tell(self, **told: Any) -> None:
+        self._told |= {kind: {**dataclasses.asdict(content), "since 0.9": "x"} for kind, content in told.items()}
+        self.say(**self._told)
+
+    def cut(self) -> None:
+        self.api.well = False
+        self.api.cut()
+
+    def mend(self) -> None:
+        self.api.well = True
+
+    # Documents
+
+    def say(self, **rendezvous: Any) -> None:
+        self.api.put({**self.job, "metadata": {**self.job["metadata"]}, "status": {"rendezvous": {"run": "run", **rendezvous}}})
+
+    def lease(self, id: int = 0) -> Document | None:
+        return self.api.documents.get(("leases.coordination.k8s.io", "default", f"train-worker-{id}"))
+
+    def said(self, id: int = 0) -> Document:
+        """The report on a lease."""
+        lease = self.lease(id)
+        return dict(json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT])) if lease else {}
