@@ -139,30 +139,35 @@ FACTS: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
     (judged.server, {"version": "v1.34.0-eks-1"}, "pass", "Kubernetes v1.34.0-eks-1"),
     (judged.server, {"version": "v1.31.1"}, "warn", "Kubernetes v1.31.1; what we render is tested with 1.34 and newer"),
     (judged.server, {"version": "v1.24.0"}, "fail", "Kubernetes v1.24.0 is too old"),
-    (judged.namespace, {"home": a_namespace()}, "pass", "team, Pod Security level not set: workers need none of what it allows"),
     (
         judged.namespace,
-        {"home": RESTRICTED},
+        {"namespace_document": a_namespace()},
+        "pass",
+        "team, Pod Security level not set: workers need none of what it allows",
+    ),
+    (
+        judged.namespace,
+        {"namespace_document": RESTRICTED},
         "pass",
         "team, Pod Security level restricted: workers fit; a `template` may not ask",
     ),
-    (judged.namespace, {"unseen": BLIND}, "pass", "team (its Pod Security level may not be read; workers fit the strictest)"),
+    (judged.namespace, {"forbidden": BLIND}, "pass", "team (its Pod Security level may not be read; workers fit the strictest)"),
     (judged.namespace, {}, "fail", "team does not exist"),
-    (judged.namespace, {"home": GOING}, "fail", "team is being deleted"),
+    (judged.namespace, {"namespace_document": GOING}, "fail", "team is being deleted"),
     (judged.rights, {}, "pass", "all that submit, logs and why need"),
-    (judged.rights, {"lacking": (CREATE, LIST)}, "fail", "you may not create jobs.batch"),
-    (judged.rights, {"lacking": (LIST,)}, "warn", "enough to submit; you may not list storageclasses.storage.k8s.io"),
+    (judged.rights, {"missing_rights": (CREATE, LIST)}, "fail", "you may not create jobs.batch"),
+    (judged.rights, {"missing_rights": (LIST,)}, "warn", "enough to submit; you may not list storageclasses.storage.k8s.io"),
     (judged.definition, {}, "warn", "is not defined here"),
-    (judged.definition, {"served": DEFINED}, "pass", "is defined"),
+    (judged.definition, {"served_kinds": DEFINED}, "pass", "is defined"),
     (judged.operator, {"operator": a_deployment(2)}, "pass", "2 of 2 run in namespace outlast-system, operator:1"),
     (judged.operator, {"operator": a_deployment(0, "ml")}, "fail", "none of 2 runs in namespace ml, operator:1"),
-    (judged.operator, {"served": DEFINED}, "fail", "there is none: ElasticJobs are stored, and no operator acts on them"),
+    (judged.operator, {"served_kinds": DEFINED}, "fail", "there is none: ElasticJobs are stored, and no operator acts on them"),
     (judged.operator, {}, "warn", "there is none"),
-    (judged.operator, {"unseen": BLIND}, "warn", "you may not see it (outlast-system)"),
+    (judged.operator, {"forbidden": BLIND}, "warn", "you may not see it (outlast-system)"),
     (judged.nodes, {"nodes": (a_node(),)}, "pass", "1, all take pods: 8 cores and 32 GiB"),
     (judged.nodes, {"nodes": (a_node(), CORDONED)}, "warn", "1 of 2 take pods; not node-b"),
     (judged.nodes, {"nodes": (CORDONED, SILENT)}, "fail", "none of 2 takes pods"),
-    (judged.nodes, {"unseen": BLIND}, "warn", "you may not list them"),
+    (judged.nodes, {"forbidden": BLIND}, "warn", "you may not list them"),
     (judged.nodes, {"nodes": (tainted("nvidia.com/gpu"),)}, "pass", "1, all take pods"),
     (judged.nodes, {"nodes": (tainted("aws.amazon.com/neuron"),)}, "pass", "1, all take pods"),
     (judged.nodes, {"nodes": (tainted("cloud.google.com/gke-spot"),)}, "pass", "1, all take pods"),
@@ -179,17 +184,22 @@ FACTS: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
         "4 × amd.com/gpu, 32 × aws.amazon.com/neuroncore, 16 × aws.amazon.com/neurondevice and 7 × nvidia.com/mig-1g.10gb",
     ),
     (judged.devices, {"nodes": (a_node(),)}, "warn", "none is offered by any node"),
-    (judged.devices, {"unseen": BLIND}, "warn", "you may not list nodes"),
+    (judged.devices, {"forbidden": BLIND}, "warn", "you may not list nodes"),
     (
         judged.devices,
         {"nodes": (a_node(labels={"nvidia.com/gpu.present": "true"}),)},
         "fail",
         "node-a have GPUs that no device plugin offers",
     ),
-    (judged.storage, {"classes": (a_class("ebs", default=True), a_class("efs"))}, "pass", "ebs and efs; ebs is the default"),
-    (judged.storage, {"classes": (a_class("ebs"),)}, "warn", "ebs; none is the default"),
+    (
+        judged.storage,
+        {"storage_classes": (a_class("ebs", default=True), a_class("efs"))},
+        "pass",
+        "ebs and efs; ebs is the default",
+    ),
+    (judged.storage, {"storage_classes": (a_class("ebs"),)}, "warn", "ebs; none is the default"),
     (judged.storage, {}, "warn", "there are no storage classes: new claims stay pending"),
-    (judged.storage, {"unseen": BLIND}, "warn", "you may not list storage classes"),
+    (judged.storage, {"forbidden": BLIND}, "warn", "you may not list storage classes"),
     (judged.quotas, {"quotas": (FULL,)}, "warn", "team: pods is used up (4 of 4)"),
 )
 
@@ -204,7 +214,7 @@ def test_what_a_cluster_shows_is_judged(check: Any, shown: dict[str, Any], outco
 def test_workers_tolerate_what_doctor_takes_for_tolerated() -> None:
     rendered = manifests.render(spec.parse(json.dumps(A_JOB)), "job")[-1]
     assert all(each in TOLERATED for each in rendered["spec"]["template"]["spec"]["tolerations"])
-    assert inspection_pods.pod("outlast-doctor-a", 0, WANTED, rank=False)["spec"]["tolerations"] == TOLERATED
+    assert inspection_pods.pod("outlast-doctor-a", 0, WANTED, peer=False)["spec"]["tolerations"] == TOLERATED
 
 
 A_JOB = {
@@ -216,7 +226,7 @@ A_JOB = {
 
 
 def found(cluster: FakeCluster) -> dict[str, Finding]:
-    return {check.name: check for check in judged.checks(gather_evidence.place(cluster))}  # type: ignore[arg-type]
+    return {check.name: check for check in judged.checks(gather_evidence.namespace(cluster))}  # type: ignore[arg-type]
 
 
 def a_binding(namespace: str) -> Document:
@@ -354,7 +364,7 @@ WANTED = inspection_pods.Options(IMAGE, "s3://bucket/runs", ("s3-keys",), timeou
 @pytest.mark.parametrize("version", MINORS)
 @pytest.mark.parametrize("index", [0, 1])
 def test_kubernetes_takes_the_pods_and_they_are_restricted(index: int, version: str) -> None:
-    pod = inspection_pods.pod("outlast-doctor-a", index, WANTED, rank=True, on=accelerators.TABLE[0])
+    pod = inspection_pods.pod("outlast-doctor-a", index, WANTED, peer=True, accelerator=accelerators.TABLE[0])
     schemas.validate(pod, version, strict=True)
     spec, (container,) = pod["spec"], pod["spec"]["containers"]
     assert spec["securityContext"]["runAsNonRoot"]
@@ -456,11 +466,11 @@ def run(name: str, **arguments: Any) -> subprocess.Popen[str]:
 def told(process: subprocess.Popen[str]) -> dict[str, Finding]:
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
-    return {check.name: check for check in inspection_pods.answers(out.splitlines())}
+    return {check.name: check for check in inspection_pods.parse_findings(out.splitlines())}
 
 
 def test_an_image_is_looked_at_from_inside() -> None:
-    found = told(run("image", asking=__version__))
+    found = told(run("image", expected=__version__))
     names = ("python", "outlast", "torch", "obstore", "bytecode")
     assert {name: found[name].outcome for name in names} == dict.fromkeys(names, "pass")
 
@@ -483,7 +493,7 @@ def test_a_gpu_for_which_torch_has_no_kernels_is_found(capability: tuple[int, in
 
 def test_an_image_of_another_version_is_told() -> None:
     asked = dict(inspection_pods.calls(0, WANTED, {}, None))
-    assert asked["image"]["asking"] == __version__
+    assert asked["image"]["expected"] == __version__
     ((_, outcome, what, _),) = inspection.outlast("99.0")
     assert (outcome, what.partition(",")[0]) == ("warn", f"outlast {__version__}")
 
@@ -622,7 +632,9 @@ def test_a_real_cluster_is_looked_at_from_inside() -> None:
 
 def look_at(cluster: api.Cluster) -> None:
     bad = [
-        check for check in judged.checks(gather_evidence.place(cluster)) if check.outcome == "fail" and check.name != "operator"
+        check
+        for check in judged.checks(gather_evidence.namespace(cluster))
+        if check.outcome == "fail" and check.name != "operator"
     ]
     assert bad == []  # whether an operator is there is the cluster's business
     found = {

@@ -276,7 +276,7 @@ def test_a_binding_that_an_operator_has_left_behind_is_taken_over() -> None:
     bring(cluster, namespace="op1")
     cluster.delete(kinds.DEPLOYMENT, "outlast-operator", namespace="op1")
     assert "changed    ClusterRoleBinding outlast-operator" in bring(cluster)
-    assert gather_evidence.holder(cluster.get(kinds.CLUSTER_ROLE_BINDING, "outlast-operator")) == "outlast-system"
+    assert gather_evidence.operator_namespace(cluster.get(kinds.CLUSTER_ROLE_BINDING, "outlast-operator")) == "outlast-system"
 
 
 def test_a_definition_that_is_refused_is_told_and_nothing_is_built_on_it() -> None:

@@ -133,7 +133,7 @@ def test_every_situation_has_been_recorded_and_has_a_cause() -> None:
 def test_the_first_cause_is_the_one_that_was_made(name: str) -> None:
     first = causes(situations.seen(name))[0]
     assert (first.name, first.what) == FIRST[name]
-    assert first.wrong == (name not in ("suspended", "finished"))
+    assert first.failed == (name not in ("suspended", "finished"))
     assert first.remedy or name == "finished"
 
 
@@ -156,7 +156,7 @@ def test_what_may_not_be_read_costs_evidence_and_no_more(name: str) -> None:
     """Someone with the role `view`: no nodes, storage classes and Secrets."""
     it = situations.seen(name)
     blind = dict.fromkeys(("nodes", "storageclasses.storage.k8s.io", "secrets"), "you may not list them")
-    seen = Snapshot(**{**vars(it), "nodes": (), "classes": (), "secrets": frozenset(), "unseen": blind})
+    seen = Snapshot(**{**vars(it), "nodes": (), "storage_classes": (), "secrets": frozenset(), "forbidden": blind})
     rule = causes(seen)[0].name
     assert rule == {"claim-wrong-class": "claim-failed"}.get(name, FIRST[name][0])
 
@@ -185,7 +185,7 @@ def test_the_log_of_a_failing_script_is_shown_as_it_is() -> None:
 
 
 def test_a_paragraph_has_the_sentence_the_evidence_and_the_remedy() -> None:
-    text = diagnosis.text([Finding("a", "it is late", "go", ("the clock: 9:30",)), Finding("b", "well")], unseen=["nodes"])
+    text = diagnosis.text([Finding("a", "it is late", "go", ("the clock: 9:30",)), Finding("b", "well")], forbidden=["nodes"])
     assert text == "It is late\n  the clock: 9:30\n  → go\n\nWell\n\nNot checked, because you may not read them: nodes."
 
 
@@ -279,11 +279,11 @@ def test_what_the_scheduler_says_has_a_meaning(said: str) -> None:
 WORDS = {
     "admission": ("namespace", "amounts"),
     "scheduler": ("count", "number"),
-    "kueue": ("told", "queue", "known"),
+    "kueue": ("sentence", "queue", "known"),
     "images": ("image",),
     "starts": (),
     "mounts": ("node",),
-    "taken": ("whom", "where", "back"),
+    "taken": ("pods", "node", "restore"),
 }
 """What the rules give to the sentences of each who speaks."""
 
@@ -292,10 +292,10 @@ def test_every_sentence_about_a_message_is_made_of_words_that_are_given() -> Non
     assert {*WORDS, "taints"} == messages.tables().keys()
     for speaker, words in WORDS.items():
         *known, last = messages.tables()[speaker]["meanings"]
-        assert "says" not in last
+        assert "pattern" not in last
         for each in (*known, last):
-            groups = re.compile(each.get("says", "")).groupindex
-            given = dict.fromkeys(("said", *words, *groups), "x")
+            groups = re.compile(each.get("pattern", "")).groupindex
+            given = dict.fromkeys(("message", *words, *groups), "x")
             assert (each.get("what", "") + each["remedy"]).format(**given), each
             assert each.get("name") or messages.tables()[speaker]["name"], each
 
@@ -425,7 +425,7 @@ def claiming(claim: Document, storage_class: Document, *events: tuple[str, str])
     pod = a_pod()
     pod["spec"]["volumes"] = [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]
     told = tuple(an_event(claim, *event) for event in events)
-    return Snapshot("train", workload=a_job(), pods=(pod,), claims=(claim,), classes=(storage_class,), events=told)
+    return Snapshot("train", workload=a_job(), pods=(pod,), claims=(claim,), storage_classes=(storage_class,), events=told)
 
 
 def a_claim(phase: str = "Pending", **fields: Any) -> Document:
@@ -460,7 +460,7 @@ def in_queue(**status: Any) -> Snapshot:
     job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "research"}
     job["spec"]["suspend"] = True
     workload = {"kind": "Workload", "metadata": {"name": "w"}, "spec": {"queueName": "research"}, "status": status}
-    return Snapshot("train", workload=job, queued=(workload,), queues=({"metadata": {"name": "team-a"}},))
+    return Snapshot("train", workload=job, kueue_workloads=(workload,), queues=({"metadata": {"name": "team-a"}},))
 
 
 def refusal(message: str) -> Document:
@@ -596,7 +596,7 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
             "train",
             workload=a_job(2),
             pods=(*running(), a_pod("train-1", phase="Running", node="node-b", index=1, conditions=SILENT)),
-            unseen={"nodes": "you may not list nodes"},
+            forbidden={"nodes": "you may not list nodes"},
         ),
         "node-lost",
         "worker 1 is on node node-b, which does not answer",
@@ -643,7 +643,9 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
         "worker 0 was ended because node-a was shut down",
     ),
     (
-        dataclasses.replace(in_queue(conditions=[refusal("x")]), queued=(ADMITTED, *in_queue(conditions=[refusal("x")]).queued)),
+        dataclasses.replace(
+            in_queue(conditions=[refusal("x")]), kueue_workloads=(ADMITTED, *in_queue(conditions=[refusal("x")]).kueue_workloads)
+        ),
         "queue",
         "queue research has not admitted all of its workers",
     ),
@@ -654,12 +656,12 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
         "queue research has room, and waits for autoscaler",
     ),
     (
-        dataclasses.replace(in_queue(), queued=()),
+        dataclasses.replace(in_queue(), kueue_workloads=()),
         "queue",
         "it waits in queue research, and Kueue has created no Workload for it",
     ),
     (
-        Snapshot("train", workload=a_job(4), groups=(a_group("scheduling.volcano.sh/v1beta1", "Pending"),)),
+        Snapshot("train", workload=a_job(4), pod_groups=(a_group("scheduling.volcano.sh/v1beta1", "Pending"),)),
         "queue",
         "queue research of Volcano has not let it in",
     ),
@@ -684,25 +686,25 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
 def test_what_is_shown_is_explained(seen: Snapshot, name: str, what: str) -> None:
     first = causes(seen)[0]
     assert (first.name, first.what[: len(what)]) == (name, what)
-    assert first.wrong == (name not in ("training", "starting"))
+    assert first.failed == (name not in ("training", "starting"))
     assert first.remedy or name == "training"
 
 
 @pytest.mark.parametrize("code", [0, 75, 143])
 def test_who_left_as_asked_is_no_cause(code: int) -> None:
-    assert list(containers.ends(of_pod(ended(code)), NOW)) == []
+    assert list(containers.failures(of_pod(ended(code)), NOW)) == []
 
 
 def test_what_keeps_a_job_is_told_one_by_one_and_what_follows_from_it_after_it() -> None:
     seen = refusing("0/3 nodes are available: 1 Too many pods, 2 node(s) had untolerated taint {team: a}.")
     assert [cause.name for cause in causes(seen)] == ["unschedulable-pods", "unschedulable-taint"]
-    seen = refusing(FULL, groups=(a_group("scheduling.x-k8s.io/v1alpha1", "Pending"),))
+    seen = refusing(FULL, pod_groups=(a_group("scheduling.x-k8s.io/v1alpha1", "Pending"),))
     assert [cause.name for cause in causes(seen)] == ["unschedulable-pods", "gang"]
 
 
 def test_a_pod_that_was_replaced_is_no_cause() -> None:
     gone = disrupted("EvictionByEvictionAPI", "Eviction API: evicting")
-    assert list(nodes.taken(Snapshot("train", pods=(gone, later(a_pod(phase="Running", node="node-a")))), NOW)) == []
+    assert list(nodes.removed_pods(Snapshot("train", pods=(gone, later(a_pod(phase="Running", node="node-a")))), NOW)) == []
 
 
 def test_a_container_that_ran_out_of_memory_and_was_started_again_is_told() -> None:
@@ -714,8 +716,8 @@ def test_a_container_that_ran_out_of_memory_and_was_started_again_is_told() -> N
         an_event(pod, "Killing", "Stopping container worker"),
     )
     seen = Snapshot("train", workload={**a_job(), "kind": "StatefulSet"}, pods=(pod,), events=events)
-    assert not [*containers.probing(seen, NOW)]
-    (cause,) = containers.ends(seen, NOW)
+    assert not [*containers.failed_probes(seen, NOW)]
+    (cause,) = containers.failures(seen, NOW)
     assert (cause.what, cause.remedy) == (
         "worker 0 was killed for lack of memory: the node's memory was used up",
         "set resources.memory, so that the pod is put where there is room",
@@ -736,7 +738,7 @@ def test_a_node_that_is_lost_is_named_with_how_long_it_does_not_answer() -> None
 
 def test_who_may_not_see_nodes_is_told_nothing_of_their_labels() -> None:
     seen = situations.seen("node-selector")
-    (cause,) = causes(Snapshot(**{**vars(seen), "nodes": (), "unseen": {"nodes": "you may not list nodes"}}))
+    (cause,) = causes(Snapshot(**{**vars(seen), "nodes": (), "forbidden": {"nodes": "you may not list nodes"}}))
     assert not [each for each in cause.evidence if "no node has this label" in each]
 
 
@@ -815,9 +817,9 @@ def a_status(state: State, **fields: Any) -> JobStatus:
 
 def test_a_job_here_that_succeeded_is_not_well_while_there_are_warnings() -> None:
     (cause,) = local_job.causes(a_status(State.SUCCEEDED, reason="workers 0 and 1 are done"), [], NOW)
-    assert (cause.what, cause.wrong) == ("it is finished, and all is well: workers 0 and 1 are done", False)
+    assert (cause.what, cause.failed) == ("it is finished, and all is well: workers 0 and 1 are done", False)
     warned = a_status(State.SUCCEEDED, reason="workers 0 and 1 are done", warnings=["after its restart it began again"])
-    found = [(cause.what, cause.wrong) for cause in local_job.causes(warned, [], NOW)]
+    found = [(cause.what, cause.failed) for cause in local_job.causes(warned, [], NOW)]
     assert found == [("after its restart it began again", True), ("it is finished: workers 0 and 1 are done", False)]
 
 
@@ -850,7 +852,7 @@ def test_a_job_here_that_failed_shows_the_traceback_of_the_first_rank() -> None:
 )
 def test_a_job_here_says_where_it_stands(status: JobStatus, rule: str, wrong: bool) -> None:
     (cause,) = local_job.causes(status, [], NOW)
-    assert (cause.name, cause.wrong) == (rule, wrong)
+    assert (cause.name, cause.failed) == (rule, wrong)
 
 
 def test_the_file_that_a_job_here_is_started_with_again_is_one_that_is_there(tmp_path: Path) -> None:
@@ -873,12 +875,12 @@ def test_a_job_here_that_starts_for_long_is_wrong() -> None:
     worker = WorkerStatus(index=0, state="fetching")
     status = a_status(State.PENDING, reason="starting", workers=[worker])
     (cause,) = local_job.causes(status, [{"t": NOW - 300, "kind": "launcher"}], NOW)
-    assert (cause.what, cause.wrong, cause.evidence) == (
+    assert (cause.what, cause.failed, cause.evidence) == (
         "it has been starting for 5m00s: starting",
         True,
         ("worker 0 is fetching",),
     )
-    assert not local_job.causes(status, [{"t": NOW - 3, "kind": "launcher"}], NOW)[0].wrong
+    assert not local_job.causes(status, [{"t": NOW - 3, "kind": "launcher"}], NOW)[0].failed
 
 
 def test_a_hang_names_the_file_with_its_stacks() -> None:
@@ -908,7 +910,7 @@ def a_run_that_goes_on(**fields: Any) -> JobStatus:
 def test_a_run_that_hangs_again_and_again_at_one_step_is_not_well() -> None:
     stacks = {"kind": "hang", "t": NOW, "stacks": "/out/stacks.txt"}
     (cause,) = local_job.causes(a_run_that_goes_on(), [*failures(4, 5, 5, 5), stacks], NOW)
-    assert (cause.name, cause.wrong, cause.evidence) == ("failing", True, (HUNG,))
+    assert (cause.name, cause.failed, cause.evidence) == ("failing", True, (HUNG,))
     said = "it has hung 3 times in a row at step 5 (4 failures without a new checkpoint)"
     assert cause.what == f"2 of 2 workers train, at step 5 of 24, but {said}"
     assert cause.remedy == "correct it; the stacks are in /out/stacks.txt; `outlast logs digits` shows all"
@@ -929,14 +931,14 @@ def test_a_run_that_fails_without_progress_is_not_well_and_one_that_gets_on_is(
     status: JobStatus, events: list[dict[str, Any]], said: str
 ) -> None:
     (cause,) = local_job.causes(status, events, NOW)
-    assert cause.wrong is bool(said)
+    assert cause.failed is bool(said)
     assert said in cause.what
 
 
 def test_a_run_that_stands_still_says_where() -> None:
     worker = WorkerStatus(index=0, state="training", reason="stands still: rank 0 is in lock.acquire() (train.py:9)")
     (cause,) = local_job.causes(a_run_that_goes_on(workers=[worker], restarts=0, failure=None), [], NOW)
-    assert (cause.name, cause.wrong) == ("still", True)
+    assert (cause.name, cause.failed) == ("still", True)
     assert cause.what == "2 of 2 workers train, at step 5 of 24, and it stands still: rank 0 is in lock.acquire() (train.py:9)"
 
 
@@ -957,7 +959,7 @@ def test_an_elastic_job_that_hangs_again_and_again_is_not_well() -> None:
         return [cause for cause in causes(Snapshot("train", workload=workload, pods=(pod,))) if cause.name == "failing"]
 
     (cause,) = found()
-    assert (cause.what, cause.wrong) == ("it trains at step 5, but it has hung 2 times in a row at step 5", True)
+    assert (cause.what, cause.failed) == ("it trains at step 5, but it has hung 2 times in a row at step 5", True)
     assert cause.evidence == (HUNG,)
     for better in ({"step": 6}, {"checkpoint": {"step": 5}}, {"failures": [record]}):
         assert not found(**better)
@@ -969,7 +971,7 @@ def test_a_worker_that_is_kept_out_because_the_others_did_not_hear_it_is_named_w
     def found(world: list[int], **more: object) -> list[Finding]:
         status = {"state": "Running", "world": world, "judged": {"lost": [{**lost, **more}]}}
         job = {"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {}, "status": status}
-        return [cause for cause in causes(Snapshot("train", workload=job, pods=(a_pod(phase="Running"),))) if cause.wrong]
+        return [cause for cause in causes(Snapshot("train", workload=job, pods=(a_pod(phase="Running"),))) if cause.failed]
 
     (cause,) = found([0, 1])
     assert cause == Finding(
@@ -1048,13 +1050,13 @@ def test_what_is_read_of_a_cluster_gives_the_same_cause(name: str) -> None:
 
 def test_what_is_forbidden_is_named_and_the_rest_is_told() -> None:
     seen = gather_evidence.job(a_cluster("gpu", forbidden=(kinds.NODE, kinds.EVENT)), "train")  # type: ignore[arg-type]
-    assert seen.unseen == {"nodes": "you may not list nodes", "events": "you may not list events"}
+    assert seen.forbidden == {"nodes": "you may not list nodes", "events": "you may not list events"}
     assert causes(seen)[0].name == "unschedulable-gpu"
 
 
 def test_a_kind_that_is_not_installed_is_not_said_to_be_forbidden() -> None:
     cluster = a_cluster("gpu", forbidden=(kinds.ELASTIC_JOB, kinds.WORKLOAD))
-    assert gather_evidence.job(cluster, "train").unseen == {}  # type: ignore[arg-type]
+    assert gather_evidence.job(cluster, "train").forbidden == {}  # type: ignore[arg-type]
 
 
 def test_secrets_that_outlast_has_made_are_not_offered_in_place_of_a_missing_one() -> None:

@@ -198,9 +198,9 @@ def seen(name: str) -> Snapshot:
         events=tuple(found["events"]),
         nodes=tuple(found["nodes"]),
         claims=tuple(found["persistentvolumeclaims"]),
-        classes=tuple(found["storageclasses"]),
+        storage_classes=tuple(found["storageclasses"]),
         secrets=frozenset(found["secrets"]),
-        configs=frozenset(found["configmaps"]),
+        config_maps=frozenset(found["configmaps"]),
         logs=found["logs"],
     )
 

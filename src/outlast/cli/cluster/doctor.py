@@ -62,7 +62,7 @@ def doctor(
         tables_and_pages.data(
             [dict(zip(keys, (where, e.name, e.outcome, e.what, e.remedy), strict=True)) for where, e in findings], output
         )
-    if any(check.wrong for _, check in findings):
+    if any(check.failed for _, check in findings):
         raise typer.Exit(1)
 
 
@@ -101,7 +101,7 @@ def _of(cluster: Cluster) -> Iterator[Finding]:
     from outlast.kubernetes.diagnosis import cluster as judged
     from outlast.kubernetes.diagnosis import gather_evidence, machine
 
-    seen = gather_evidence.place(cluster)
+    seen = gather_evidence.namespace(cluster)
     yield from judged.checks(seen)
     yield from machine.kubectl(seen.version)
 

@@ -34,14 +34,14 @@ def why(
 
     place = find_job.place(ctx, name, namespace, context)
     job = find_job.job(place, name)
-    unseen: dict[str, str] = {}
+    forbidden: dict[str, str] = {}
     if (there := find_job.in_cluster(place)) is None:
         causes = local_job.causes(place.status(job), place.events(job), time.time())
     else:
         seen = gather_evidence.job(there.cluster, job)
-        causes, unseen = diagnosis.causes(seen, time.time()), dict(seen.unseen)
+        causes, forbidden = diagnosis.causes(seen, time.time()), dict(seen.forbidden)
     if output is Output.TABLE:
-        print(diagnosis.text(causes, unseen=unseen))
+        print(diagnosis.text(causes, forbidden=forbidden))
         return
-    rows = [{"rule": e.name, "what": e.what, "evidence": e.evidence, "remedy": e.remedy, "wrong": e.wrong} for e in causes]
-    tables_and_pages.data({"causes": rows, "unseen": unseen}, output)
+    rows = [{"rule": e.name, "what": e.what, "evidence": e.evidence, "remedy": e.remedy, "wrong": e.failed} for e in causes]
+    tables_and_pages.data({"causes": rows, "unseen": forbidden}, output)

@@ -1,16 +1,16 @@
 """Findings, each with its remedy: why a job does not train (`outlast why`), and whether jobs would train (`outlast doctor`).
 
-    gather.job(cluster, name) -> Snapshot        reads what a cluster shows of a job
-    causes(snapshot, now)     -> [Finding]       why it does not train; pure
-    local_job.causes(status, events, now)        the same for a job on this machine
+    gather_evidence.job(cluster, name) -> Snapshot   reads the documents of a job from a cluster
+    causes(snapshot, now) -> [Finding]               why the job does not train; pure
+    local_job.causes(status, events, now)            the same for a job on this machine
 
-    gather.place(cluster)     -> Snapshot        reads what a cluster shows of a place for jobs
-    cluster.checks(snapshot)  -> [Finding]       whether jobs would train there; pure
-    machine.checks(), inside.checks(cluster)     the same for this machine, and from inside temporary pods
+    gather_evidence.namespace(cluster) -> Snapshot   reads the documents of a namespace for jobs
+    cluster.checks(snapshot) -> [Finding]            whether jobs would train there; pure
+    machine.checks(), inspection_pods.checks(...)    the same for this machine, and from inside temporary pods
 
-A rule is a function from a `Snapshot` to findings. `RULES` has them in order: first causes that ended the job, then causes that
-keep pods from being created, from getting a node, from starting, and from training. messages.yaml has the meanings of messages
-from Kubernetes.
+A rule is a function from a `Snapshot` to findings. `RULES` lists rules in order: first causes that ended the job, then causes
+that prevent the creation, the scheduling and the start of pods, and finally causes that stop training. messages.yaml has the
+meanings of messages from Kubernetes.
 """
 
 from __future__ import annotations
@@ -26,78 +26,80 @@ from outlast.kubernetes.diagnosis.finding import Finding, joined, passed
 __all__ = ["RULES", "Finding", "Snapshot", "causes", "line", "text"]
 
 RULES: tuple[Rule, ...] = (
-    job.given_up,
-    job.absent,
-    job.stopped,
+    job.permanent_failure,
+    job.not_reconciled,
+    job.suspended,
     job.queues,
-    containers.ends,
-    nodes.lost,
-    nodes.taken,
-    job.cut_off,
-    job.creations,
+    containers.failures,
+    nodes.lost_pods,
+    nodes.removed_pods,
+    job.excluded_workers,
+    job.failed_creations,
     claims_and_secrets.claims,
     claims_and_secrets.references,
     nodes.unschedulable,
     claims_and_secrets.mounts,
     containers.images,
-    containers.starts,
-    containers.probing,
+    containers.start_failures,
+    containers.failed_probes,
     job.gangs,
     job.gates,
-    job.failing,
-    job.beginning,
-    job.others,
+    job.repeatedly_failing,
+    job.starting,
+    job.waiting_for_workers,
 )
-_FOLLOWS = ("failed", "gang", "others")
-"""Names of findings that are consequences of other findings, and are listed after them."""
+_CONSEQUENCES = ("failed", "gang", "others")
+"""Names of findings that follow from other findings. They are listed last."""
 _WIDTH = 110
 
 
 def causes(snapshot: Snapshot, now: float) -> list[Finding]:
-    """The causes that keep a job on a cluster from training, the most important first; for a job that trains, a single finding
-    that says so."""
-    if done := job.finished(snapshot):
-        return [done]
-    found = [each for rule in RULES for each in rule(snapshot, now)]
-    found.sort(key=lambda each: each.name in _FOLLOWS)
-    if any(each.name == "suspended" for each in found):
-        found = [each for each in found if each.name in ("suspended", "deleted")]  # earlier findings explain it, or are over
-    if any(each.wrong for each in found):
-        found = [each for each in found if each.wrong or each.name != "starting"]
-    return found or [_well(snapshot)]
+    """Return the causes that keep a job on a cluster from training, the most important first. For a job that trains, return a
+    single finding that confirms it."""
+    if finished_ := job.finished(snapshot):
+        return [finished_]
+    findings = [each for rule in RULES for each in rule(snapshot, now)]
+    findings.sort(key=lambda each: each.name in _CONSEQUENCES)
+    if any(each.name == "suspended" for each in findings):
+        findings = [
+            each for each in findings if each.name in ("suspended", "deleted")
+        ]  # the others explain the suspension, or are outdated
+    if any(each.failed for each in findings):
+        findings = [each for each in findings if each.failed or each.name != "starting"]
+    return findings or [_healthy(snapshot)]
 
 
-def _well(snapshot: Snapshot) -> Finding:
+def _healthy(snapshot: Snapshot) -> Finding:
     if not snapshot.workload and not snapshot.pods:
         what = f"there is no job {snapshot.name} in namespace {snapshot.namespace}"
         return Finding("absent", what, "`outlast list` shows those there are")
     running = [pod for pod in snapshot.pods if pod_status.phase(pod) == "Running"]
     if not running:
         return passed("starting", "no worker has a pod yet, and no event says why", "look again in a few seconds")
-    inside, wanted = (snapshot.workload.get("status") or {}).get("world"), snapshot.wanted()
-    if snapshot.kind == "ElasticJob" and inside and len(inside) < wanted:
-        return passed("training", f"it trains with {len(inside)} of {wanted} workers; the others are joining")
-    return passed("training", f"nothing is wrong: {len(running)} of {wanted} workers run")
+    world, replicas = (snapshot.workload.get("status") or {}).get("world"), snapshot.replicas()
+    if snapshot.kind == "ElasticJob" and world and len(world) < replicas:
+        return passed("training", f"it trains with {len(world)} of {replicas} workers; the others are joining")
+    return passed("training", f"nothing is wrong: {len(running)} of {replicas} workers run")
 
 
-def text(findings: Iterable[Finding], *, unseen: Iterable[str] = ()) -> str:
-    """One paragraph for each finding: the sentence, its evidence and its remedy."""
+def text(findings: Iterable[Finding], *, forbidden: Iterable[str] = ()) -> str:
+    """Format findings as paragraphs: sentence, evidence and remedy."""
     paragraphs = []
     for each in findings:
         lines = _wrapped(each.what[:1].upper() + each.what[1:], "", "")
-        for said in each.evidence:  # keep lines of logs unchanged
-            lines += [f"  {said}"] if said.startswith(" ") else _wrapped(said, "  ", "    ")
+        for line_ in each.evidence:  # do not wrap lines of logs
+            lines += [f"  {line_}"] if line_.startswith(" ") else _wrapped(line_, "  ", "    ")
         paragraphs.append("\n".join([*lines, *_wrapped(each.remedy, "  → ", "    ")]))
-    if blind := joined(unseen):
-        paragraphs.append(f"Not checked, because you may not read them: {blind}.")
+    if kinds := joined(forbidden):
+        paragraphs.append(f"Not checked, because you may not read them: {kinds}.")
     return "\n\n".join(paragraphs)
 
 
 def line(check: Finding) -> str:
-    """A check as text: outcome, name and sentence, wrapped if necessary, and the remedy below."""
+    """Format a check as text: outcome, name and sentence, wrapped if necessary, with the remedy below."""
     head = f"{check.outcome}  {check.name:<18}  "
-    deep = " " * len(head)
-    return "\n".join([*_wrapped(check.what, head, deep), *_wrapped(check.remedy, f"{deep}→ ", f"{deep}  ")])
+    indent = " " * len(head)
+    return "\n".join([*_wrapped(check.what, head, indent), *_wrapped(check.remedy, f"{indent}→ ", f"{indent}  ")])
 
 
 def _wrapped(text: str, first: str, others: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whether jobs would train in this cluster: the checks of `outlast doctor` on a snapshot of it. Pure."""
+"""Checks of `outlast doctor` on a snapshot of a cluster: whether jobs would train there. Pure."""
 
 from __future__ import annotations
 
@@ -18,39 +18,40 @@ from outlast.kubernetes.diagnosis.finding import Finding, amount_text, joined, p
 from outlast.kubernetes.diagnosis.nodes import offered, usable
 from outlast.kubernetes.manifests.render_request import Document
 
-LEAST_MINOR, TESTED_MINOR = 29, 34
-"""Kubernetes 1.29 is the first that accepts the rules of the CRD; from 1.34 on, all features that we render are stable."""
-_WITHOUT = "`outlast submit --as indexed-job` works without"
+MIN_MINOR, TESTED_MINOR = 29, 34
+"""Kubernetes 1.29 is the first version that accepts the rules of the CRD. From 1.34 on, all features that Outlast renders are
+stable."""
+_WITHOUT_OPERATOR = "`outlast submit --as indexed-job` works without"
 
 
 def minor(version: str) -> int:
-    """The minor version: 36 for `v1.36.2`. Raises ClusterError if `version` is no version."""
+    """Return the minor version: 36 for `v1.36.2`. Raises ClusterError if `version` is not a version."""
     match = re.match(r"v?1\.(\d+)", version)
     if not match:
         raise ClusterError(f"the API server says that its version is {version!r}; expected v1.N")
     return int(match[1])
 
 
-def server(it: Snapshot) -> Iterator[Finding]:
-    """Whether the API server has all features that we need."""
-    version = f"Kubernetes {it.version}"
-    if minor(it.version) < LEAST_MINOR:
-        yield Finding("server", f"{version} is too old", f"upgrade it to 1.{LEAST_MINOR} or newer")
-    elif minor(it.version) < TESTED_MINOR:
+def server(snapshot: Snapshot) -> Iterator[Finding]:
+    """Check that the API server has all required features."""
+    version = f"Kubernetes {snapshot.version}"
+    if minor(snapshot.version) < MIN_MINOR:
+        yield Finding("server", f"{version} is too old", f"upgrade it to 1.{MIN_MINOR} or newer")
+    elif minor(snapshot.version) < TESTED_MINOR:
         remedy = f"upgrade to 1.{TESTED_MINOR}, or look at `outlast submit --dry-run`"
         yield warned("server", f"{version}; what we render is tested with 1.{TESTED_MINOR} and newer", remedy)
     else:
         yield passed("server", version)
 
 
-def namespace(it: Snapshot) -> Iterator[Finding]:
-    """Whether the namespace exists, and its Pod Security level,
+def namespace(snapshot: Snapshot) -> Iterator[Finding]:
+    """Check that the namespace exists, and report its Pod Security level,
     https://kubernetes.io/docs/concepts/security/pod-security-admission/."""
-    name, meta = it.namespace, (it.home or {}).get("metadata", {})
+    name, meta = snapshot.namespace, (snapshot.namespace_document or {}).get("metadata", {})
     level = (meta.get("labels") or {}).get("pod-security.kubernetes.io/enforce")
-    if "namespaces" in it.unseen:
+    if "namespaces" in snapshot.forbidden:
         yield passed("namespace", f"{name} (its Pod Security level may not be read; workers fit the strictest)")
-    elif it.home is None:
+    elif snapshot.namespace_document is None:
         yield Finding("namespace", f"{name} does not exist", f"make it (kubectl create namespace {name}), or choose one with -n")
     elif meta.get("deletionTimestamp"):
         yield Finding("namespace", f"{name} is being deleted", "choose another with -n")
@@ -60,98 +61,110 @@ def namespace(it: Snapshot) -> Iterator[Finding]:
         yield passed("namespace", f"{name}, Pod Security level {level or 'not set'}: workers need none of what it allows")
 
 
-def rights(it: Snapshot) -> Iterator[Finding]:
-    """Whether we have the rights that our commands need."""
-    missing = [right for right in it.lacking if right.kind != kinds.ELASTIC_JOB]
-    if hard := [right for right in missing if right.needed]:
+def rights(snapshot: Snapshot) -> Iterator[Finding]:
+    """Check the rights that Outlast's commands require."""
+    missing = [right for right in snapshot.missing_rights if right.kind != kinds.ELASTIC_JOB]
+    if required := [right for right in missing if right.required]:
         remedy = "ask the cluster's administrator for the role `edit` in this namespace"
-        yield Finding("rights", f"you may not {joined(map(str, hard), 'or')}", remedy)
+        yield Finding("rights", f"you may not {joined(map(str, required), 'or')}", remedy)
     elif missing:
-        less = "`why` and `top` show less, `chaos` can do less; the role `edit`, and `view` of nodes, have all"
-        yield warned("rights", f"enough to submit; you may not {joined(map(str, missing), 'or')}", less)
+        remedy = "`why` and `top` show less, `chaos` can do less; the role `edit`, and `view` of nodes, have all"
+        yield warned("rights", f"enough to submit; you may not {joined(map(str, missing), 'or')}", remedy)
     else:
         yield passed("rights", "all that submit, logs and why need")
 
 
-def definition(it: Snapshot) -> Iterator[Finding]:
-    """Whether the CRD of ElasticJob is installed, and we may use it."""
-    if kinds.ELASTIC_JOB not in it.served:
-        yield warned("ElasticJob", "is not defined here", f"outlast install; {_WITHOUT}")
-    elif lacking := [right.verb for right in it.lacking if right.kind == kinds.ELASTIC_JOB]:
-        said = f"is defined; you may not {joined(lacking, 'or')} {kinds.ELASTIC_JOB.plural}"
+def definition(snapshot: Snapshot) -> Iterator[Finding]:
+    """Check that the CRD of ElasticJob is installed and the user may use it."""
+    if kinds.ELASTIC_JOB not in snapshot.served_kinds:
+        yield warned("ElasticJob", "is not defined here", f"outlast install; {_WITHOUT_OPERATOR}")
+    elif missing := [right.verb for right in snapshot.missing_rights if right.kind == kinds.ELASTIC_JOB]:
+        what = f"is defined; you may not {joined(missing, 'or')} {kinds.ELASTIC_JOB.plural}"
         remedy = "the ClusterRole outlast-edit (of `outlast install`) adds that to `edit`; ask your administrator for both"
-        yield warned("ElasticJob", said, f"{remedy}; {_WITHOUT}")
+        yield warned("ElasticJob", what, f"{remedy}; {_WITHOUT_OPERATOR}")
     else:
         yield passed("ElasticJob", "is defined")
 
 
-def operator(it: Snapshot) -> Iterator[Finding]:
-    """Whether an operator runs that reconciles ElasticJobs."""
-    served = kinds.ELASTIC_JOB in it.served
-    if it.operator is None and "deployments.apps" in it.unseen:
+def operator(snapshot: Snapshot) -> Iterator[Finding]:
+    """Check that an operator runs and reconciles ElasticJobs."""
+    defined = kinds.ELASTIC_JOB in snapshot.served_kinds
+    if snapshot.operator is None and "deployments.apps" in snapshot.forbidden:
         yield warned("operator", f"you may not see it ({OPERATOR_NAMESPACE})", "ask the cluster's administrator whether it runs")
-    elif it.operator is None:
-        said = "there is none" + (": ElasticJobs are stored, and no operator acts on them" if served else "")
+    elif snapshot.operator is None:
+        what = "there is none" + (": ElasticJobs are stored, and no operator acts on them" if defined else "")
         remedy = "outlast install --wait; `outlast submit --as indexed-job` needs none"
-        yield Finding("operator", said, remedy, outcome="fail" if served else "warn")
+        yield Finding("operator", what, remedy, outcome="fail" if defined else "warn")
     else:
-        ready, replicas = it.operator.get("status", {}).get("availableReplicas", 0), it.operator["spec"].get("replicas", 1)
-        where, image = it.operator["metadata"]["namespace"], pod_status.container(it.operator["spec"]["template"]).get("image")
-        at = f"in namespace {where}, {image}"
+        ready, replicas = (
+            snapshot.operator.get("status", {}).get("availableReplicas", 0),
+            snapshot.operator["spec"].get("replicas", 1),
+        )
+        where, image = (
+            snapshot.operator["metadata"]["namespace"],
+            pod_status.container(snapshot.operator["spec"]["template"]).get("image"),
+        )
+        detail = f"in namespace {where}, {image}"
         remedy = f"outlast install --wait{f' --namespace {where}' * (where != OPERATOR_NAMESPACE)} says why"
-        some = passed("operator", f"{ready} of {replicas} run {at}")
-        yield some if ready else Finding("operator", f"none of {replicas} runs {at}", remedy)
+        running = passed("operator", f"{ready} of {replicas} run {detail}")
+        yield running if ready else Finding("operator", f"none of {replicas} runs {detail}", remedy)
 
 
-def rivals(it: Snapshot) -> Iterator[Finding]:
-    """Whether a controller that the operator replaces runs, too."""
-    if it.rivals:
-        yield Finding("controller", f"{joined(it.rivals)} runs too and makes the same pods", stop(it.rivals))
+def conflicting_controllers(snapshot: Snapshot) -> Iterator[Finding]:
+    """Check that no controller runs that the operator replaces."""
+    if snapshot.conflicting_controllers:
+        yield Finding(
+            "controller",
+            f"{joined(snapshot.conflicting_controllers)} runs too and makes the same pods",
+            stop(snapshot.conflicting_controllers),
+        )
 
 
 def stop(controllers: Sequence[str]) -> str:
-    """The commands that stop these controllers."""
+    """Return the commands that stop these controllers."""
     names = [controller.split("/") for controller in controllers]
     return " && ".join(f"kubectl -n {namespace} scale deployment {name} --replicas=0" for namespace, name in names)
 
 
-def nodes(it: Snapshot) -> Iterator[Finding]:
-    """Whether there are nodes that accept pods."""
-    ready = [node for node in it.nodes if usable(node)]
-    out = joined(sorted(pod_status.name(node) for node in it.nodes if not usable(node)))
-    if "nodes" in it.unseen:
+def nodes(snapshot: Snapshot) -> Iterator[Finding]:
+    """Check that nodes accept pods."""
+    ready = [node for node in snapshot.nodes if usable(node)]
+    unusable = joined(sorted(pod_status.name(node) for node in snapshot.nodes if not usable(node)))
+    if "nodes" in snapshot.forbidden:
         yield warned("nodes", "you may not list them", "`why` and this check need the right to list nodes")
     elif not ready:
         remedy = "add nodes, uncordon them, or see why they are not ready"
-        yield Finding("nodes", f"none of {len(it.nodes)} takes pods", remedy)
-    elif out:
-        yield warned("nodes", f"{len(ready)} of {len(it.nodes)} take pods; not {out}", "kubectl describe node says why")
+        yield Finding("nodes", f"none of {len(snapshot.nodes)} takes pods", remedy)
+    elif unusable:
+        yield warned(
+            "nodes", f"{len(ready)} of {len(snapshot.nodes)} take pods; not {unusable}", "kubectl describe node says why"
+        )
     else:
         yield passed("nodes", f"{len(ready)}, all take pods: {joined(sorted({_size(node) for node in ready}))}")
 
 
 def _size(node: Document) -> str:
-    has, name = offered(node), node["metadata"].get("labels", {}).get("node.kubernetes.io/instance-type", "")
-    return f"{name + ' with ' if name else ''}{has.get('cpu', 0):g} cores and {amount_text('memory', has.get('memory', 0))}"
+    offer, name = offered(node), node["metadata"].get("labels", {}).get("node.kubernetes.io/instance-type", "")
+    return f"{name + ' with ' if name else ''}{offer.get('cpu', 0):g} cores and {amount_text('memory', offer.get('memory', 0))}"
 
 
-def devices(it: Snapshot) -> Iterator[Finding]:
-    """Which accelerators the nodes offer through their device plugins."""
-    if "nodes" in it.unseen:
+def devices(snapshot: Snapshot) -> Iterator[Finding]:
+    """Report the accelerators that the nodes offer through their device plugins."""
+    if "nodes" in snapshot.forbidden:
         remedy = "a job with resources.gpu that waits is explained by `outlast why`"
         yield warned("accelerators", "you may not list nodes", remedy)
         return
-    total: Counter[str] = Counter()
-    for node in it.nodes:
-        total.update({name: round(amount) for name, amount in offered(node).items() if accelerators.is_accelerator(name)})
-    hidden: dict[str, str] = {}
+    amounts: Counter[str] = Counter()
+    for node in snapshot.nodes:
+        amounts.update({name: round(amount) for name, amount in offered(node).items() if accelerators.is_accelerator(name)})
+    labelled: dict[str, str] = {}
     for row in accelerators.TABLE:
-        names = [pod_status.name(node) for node in it.nodes if node["metadata"].get("labels", {}).get(row.label) == "true"]
-        hidden |= {row.vendor: joined(names)} if names else {}
-    if has := [f"{count} × {name}" for name, count in sorted(total.items()) if count]:
-        yield passed("accelerators", joined(has))
-    elif hidden:
-        vendor, names_ = next(iter(hidden.items()))
+        names = [pod_status.name(node) for node in snapshot.nodes if node["metadata"].get("labels", {}).get(row.label) == "true"]
+        labelled |= {row.vendor: joined(names)} if names else {}
+    if offers := [f"{count} × {name}" for name, count in sorted(amounts.items()) if count]:
+        yield passed("accelerators", joined(offers))
+    elif labelled:
+        vendor, names_ = next(iter(labelled.items()))
         remedy = f"install the {vendor} device plugin or GPU operator"
         yield Finding("accelerators", f"{names_} have GPUs that no device plugin offers", remedy)
     else:
@@ -159,58 +172,58 @@ def devices(it: Snapshot) -> Iterator[Finding]:
         yield warned("accelerators", "none is offered by any node", remedy)
 
 
-def storage(it: Snapshot) -> Iterator[Finding]:
-    """Whether a claim that names no storage class gets a volume."""
-    names = joined(sorted(map(pod_status.name, it.classes)))
-    if "storageclasses.storage.k8s.io" in it.unseen:
+def storage(snapshot: Snapshot) -> Iterator[Finding]:
+    """Check that a claim without a storage class gets a volume."""
+    names = joined(sorted(map(pod_status.name, snapshot.storage_classes)))
+    if "storageclasses.storage.k8s.io" in snapshot.forbidden:
         remedy = "name storageClass in the job file if a claim stays pending"
         yield warned("storage", "you may not list storage classes", remedy)
-    elif not it.classes:
+    elif not snapshot.storage_classes:
         remedy = "keep the output in a store, or ask the cluster's administrator for a provisioner"
         yield warned("storage", "there are no storage classes: new claims stay pending", remedy)
-    elif default := default_class(it):
+    elif default := default_class(snapshot):
         yield passed("storage", f"{names}; {default} is the default")
     else:
         yield warned("storage", f"{names}; none is the default", "name storageClass under volumes in the job file")
 
 
-def optional(it: Snapshot) -> Iterator[Finding]:
-    """Which optional add-ons are installed: metrics, queues and gangs."""
-    if kinds.POD_METRICS in it.served:
+def optional(snapshot: Snapshot) -> Iterator[Finding]:
+    """Report which optional add-ons are installed: metrics, queues and gangs."""
+    if kinds.POD_METRICS in snapshot.served_kinds:
         yield passed("metrics", "served")
     else:
         remedy = "ask the cluster's administrator for metrics-server"
         yield warned("metrics", "not served: `outlast top` has no numbers", remedy)
-    by = {"Kueue": kinds.LOCAL_QUEUE, "Volcano": kinds.VOLCANO_GROUP, "coscheduling": kinds.POD_GROUP}
-    have = joined(name for name, kind in by.items() if kind in it.served)
-    yield passed("queues and gangs", have or f"none of {joined(by)}; none is needed")
+    addons = {"Kueue": kinds.LOCAL_QUEUE, "Volcano": kinds.VOLCANO_GROUP, "coscheduling": kinds.POD_GROUP}
+    installed = joined(name for name, kind in addons.items() if kind in snapshot.served_kinds)
+    yield passed("queues and gangs", installed or f"none of {joined(addons)}; none is needed")
 
 
-def quotas(it: Snapshot) -> Iterator[Finding]:
-    """Whether quotas of the namespace are used up."""
-    for quota in it.quotas:
+def quotas(snapshot: Snapshot) -> Iterator[Finding]:
+    """Report quotas of the namespace that are used up."""
+    for quota in snapshot.quotas:
         status = quota.get("status", {})
         for resource, hard in status.get("hard", {}).items():
             used = status.get("used", {}).get(resource, "0")
             if units.quantity(used) >= units.quantity(hard):
-                said = f"{pod_status.name(quota)}: {resource} is used up ({used} of {hard})"
-                yield warned("quota", said, "remove what is no longer needed, or have the quota raised")
+                what = f"{pod_status.name(quota)}: {resource} is used up ({used} of {hard})"
+                yield warned("quota", what, "remove what is no longer needed, or have the quota raised")
 
 
-def worker(it: Snapshot) -> Iterator[Finding]:
-    """Whether the API server would admit a small worker."""
-    error, said = it.trial, str(it.trial)
+def worker(snapshot: Snapshot) -> Iterator[Finding]:
+    """Check that the API server would admit a small worker."""
+    error, message = snapshot.dry_run_error, str(snapshot.dry_run_error)
     if error is None:
         yield passed("worker", f"one with {sample_pod.LITTLE} would be let in")
     elif isinstance(error, Forbidden):
-        yield warned("worker", f"not tried: {said}", "a job's pods are made for you; `outlast why` says what refuses them")
-    elif "does not support dry run" in said:
-        yield warned("worker", f"not tried: {said}", "`outlast why` says what refuses a job's pods")
+        yield warned("worker", f"not tried: {message}", "a job's pods are made for you; `outlast why` says what refuses them")
+    elif "does not support dry run" in message:
+        yield warned("worker", f"not tried: {message}", "`outlast why` says what refuses a job's pods")
     elif not isinstance(error, Absent):  # `namespace` reports it
-        found = messages.refusal(it.namespace, said)
-        within = found.name == "limit-range"  # a worker that requests more, or less, may be admitted
-        what = f"one with {sample_pod.LITTLE} would not be let in: {found.what}"
-        yield Finding("worker", what, found.remedy, outcome="warn" if within else "fail")
+        refusal = messages.refusal(snapshot.namespace, message)
+        may_fit = refusal.name == "limit-range"  # a worker that requests more, or less, may be admitted
+        what = f"one with {sample_pod.LITTLE} would not be let in: {refusal.what}"
+        yield Finding("worker", what, refusal.remedy, outcome="warn" if may_fit else "fail")
 
 
 CHECKS: tuple[Callable[[Snapshot], Iterator[Finding]], ...] = (
@@ -219,7 +232,7 @@ CHECKS: tuple[Callable[[Snapshot], Iterator[Finding]], ...] = (
     rights,
     definition,
     operator,
-    rivals,
+    conflicting_controllers,
     nodes,
     devices,
     storage,
@@ -229,7 +242,7 @@ CHECKS: tuple[Callable[[Snapshot], Iterator[Finding]], ...] = (
 )
 
 
-def checks(it: Snapshot) -> Iterator[Finding]:
-    """All checks of `outlast doctor` on a place for jobs. Raises ClusterError for an invalid version."""
+def checks(snapshot: Snapshot) -> Iterator[Finding]:
+    """Run all checks of `outlast doctor` on a namespace for jobs. Raises ClusterError for an invalid version."""
     for check in CHECKS:
-        yield from check(it)
+        yield from check(snapshot)

@@ -1,11 +1,11 @@
-"""Checks of Python, of an image, and of everything that a pod must reach. Only `outlast doctor` runs them, on this machine or in
-a pod.
+"""Checks of Python, of an image, and of the services that a pod must reach. `outlast doctor` runs them, on this machine or in a
+pod.
 
-    python -c SOURCE '[["image", {"asking": "0.1"}], ["dns", {"names": ["kubernetes.default"]}]]'
+    python -c SOURCE '[["image", {"expected": "0.1"}], ["dns", {"names": ["kubernetes.default"]}]]'
 
-Each check is a line of JSON on standard output, after MARK: name, outcome (pass, warn, fail), what, remedy. The source of this
-file is sent along, so that images with an older Outlast or Python, or without Outlast, can be checked. At the top, it therefore
-imports only the standard library; other packages are imported in the checks that try them.
+Each check prints a line of JSON on standard output, after MARK: name, outcome (pass, warn, fail), what, remedy. A pod receives
+the source of this file, so that images without Outlast, or with an older Outlast or Python, can be checked. The top of the file
+therefore imports only the standard library. Each check imports the packages that it tests.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 MARK = "outlast-doctor "
-"""Prefix of output lines that contain a check."""
-LEAST_PYTHON = (3, 11)
+"""Prefix of output lines with a check."""
+MIN_PYTHON = (3, 11)
 SEND_S = 2.0
 """Duration of the bandwidth measurement in seconds."""
-REDUCED = 4 * 2**20
-"""Number of elements in the tensor of the all-reduce, which takes 16 MiB."""
+ELEMENTS = 4 * 2**20
+"""Number of elements in the tensor of the all-reduce (16 MiB)."""
 ROUNDS = 5
 if TYPE_CHECKING:
     Check = tuple[str, str, str, str]
     """Name, outcome, what, remedy."""
 
 
-def judged(name: str, good: bool, what: str, remedy: str, otherwise: str = "fail") -> Check:
-    """A check that passes if `good`, and otherwise has the outcome `otherwise`."""
-    return (name, "pass", what, "") if good else (name, otherwise, what, remedy)
+def check_result(name: str, passed: bool, what: str, remedy: str, failure_outcome: str = "fail") -> Check:
+    """Return a check that passes if `passed`, and otherwise has the outcome `failure_outcome`."""
+    return (name, "pass", what, "") if passed else (name, failure_outcome, what, remedy)
 
 
-def tried(name: str, remedy: str, check: Callable[[], str], otherwise: str = "fail") -> Iterator[Check]:
-    """A check that passes with the text that `check` returns, or has the outcome `otherwise` if `check` raises. An empty text
+def attempt(name: str, remedy: str, check: Callable[[], str], failure_outcome: str = "fail") -> Iterator[Check]:
+    """Yield a check that passes with the text that `check` returns, or has `failure_outcome` if `check` raises. An empty text
     yields no check."""
     try:
         if what := check():
             yield name, "pass", what, ""
     except Exception as error:  # a missing system library may raise anything
-        yield name, otherwise, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, remedy
+        yield name, failure_outcome, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, remedy
 
 
 # The image
 
 
-def image(asking: str, accelerators: Sequence[str] = ()) -> Iterator[Check]:
-    """Checks of Python, Outlast (whose version should be `asking`), torch and the command; `accelerators` as for `torch`."""
+def image(expected: str, accelerators: Sequence[str] = ()) -> Iterator[Check]:
+    """Check Python, Outlast (whose version should be `expected`), torch and the command. `accelerators` as for `torch`."""
     yield python()
-    yield from outlast(asking)
+    yield from outlast(expected)
     yield from torch(accelerators)
     yield from package("obstore", "for outputs in a store: pip install outlast[store]", "warn")
     yield from package("numpy", "pip install outlast[train]")
@@ -72,46 +72,51 @@ def image(asking: str, accelerators: Sequence[str] = ()) -> Iterator[Check]:
 
 def python(version: Sequence[int] = sys.version_info[:2]) -> Check:
     """Check that this Python is new enough."""
-    least = ".".join(map(str, LEAST_PYTHON))
-    have = platform.python_version() if tuple(version) == sys.version_info[:2] else ".".join(map(str, version))
-    return judged("python", tuple(version) >= LEAST_PYTHON, have, f"install Python {least} or newer")
+    minimum = ".".join(map(str, MIN_PYTHON))
+    version_text = platform.python_version() if tuple(version) == sys.version_info[:2] else ".".join(map(str, version))
+    return check_result("python", tuple(version) >= MIN_PYTHON, version_text, f"install Python {minimum} or newer")
 
 
-def package(name: str, remedy: str, otherwise: str = "fail") -> Iterator[Check]:
+def package(name: str, remedy: str, failure_outcome: str = "fail") -> Iterator[Check]:
     """Check that a package can be imported, and report its version."""
 
     def version() -> str:
         importlib.import_module(name)
         return f"{name} {importlib.metadata.version(name)}"
 
-    return tried(name, remedy, version, otherwise)
+    return attempt(name, remedy, version, failure_outcome)
 
 
-def outlast(asking: str) -> Iterator[Check]:
-    """Check that Outlast is installed; `asking` is the version that it should have."""
+def outlast(expected: str) -> Iterator[Check]:
+    """Check that Outlast is installed, and warn if its version is not `expected`."""
     for check in package("outlast", "install Outlast in the image: pip install outlast[train,store]"):
-        what = f"{check[2]}, and the one asking has {asking}: what one writes the other may not read"
-        other = check[1] == "pass" and check[2] != f"outlast {asking}"
-        yield ("outlast", "warn", what, "use an image and a command line of the same version") if other else check
+        what = f"{check[2]}, and the one asking has {expected}: what one writes the other may not read"
+        mismatch = check[1] == "pass" and check[2] != f"outlast {expected}"
+        yield ("outlast", "warn", what, "use an image and a command line of the same version") if mismatch else check
 
 
 def torch(accelerators: Sequence[str] = ()) -> Iterator[Check]:
-    """Check torch and the GPUs that it can use. Each accelerator is given as torch's device type, the package that adds it to
-    torch, and the pattern of files in /dev that show such a device, if there are any: `cuda::nvidia[0-9]*`."""
-    found = list(package("torch", "pip install 'outlast[train]'"))
-    yield from found
-    if found[0][1] != "pass":
+    """Check torch and the GPUs that it can use. Each accelerator is a text such as `cuda::nvidia[0-9]*`: torch's device type, the
+    package that adds the device to torch, and the pattern of the device's files in /dev. Package and pattern may be empty."""
+    checks = list(package("torch", "pip install 'outlast[train]'"))
+    yield from checks
+    if checks[0][1] != "pass":
         return
-    import torch as it
+    import torch as torch_module
 
-    if not it.distributed.is_available():
-        yield "torch", "fail", f"{it.__version__} is built without torch.distributed", "install one with it: pip install torch"
-    for device, needs, files in (each.split(":") for each in accelerators):
+    if not torch_module.distributed.is_available():
+        yield (
+            "torch",
+            "fail",
+            f"{torch_module.__version__} is built without torch.distributed",
+            "install one with it: pip install torch",
+        )
+    for device, package_name, files in (each.split(":") for each in accelerators):
         with contextlib.suppress(ImportError):
-            needs and importlib.import_module(needs)
-        module = getattr(it, device, None)
+            package_name and importlib.import_module(package_name)
+        module = getattr(torch_module, device, None)
         if module and module.is_available():
-            version = f"{device.upper()} {getattr(it.version, device, None) or 'of unknown version'}"
+            version = f"{device.upper()} {getattr(torch_module.version, device, None) or 'of unknown version'}"
             what, capability = f"{module.device_count()} × {module.get_device_name(0)}, {version}", (0, 0)
             if device == "cuda":
                 capability = module.get_device_capability(0)
@@ -127,26 +132,26 @@ def torch(accelerators: Sequence[str] = ()) -> Iterator[Check]:
 
 
 def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Whether a build of torch (`torch.cuda.get_arch_list()`) has kernels for a GPU of this compute capability.
+    """Return whether a build of torch (`torch.cuda.get_arch_list()`) has kernels for a GPU of this compute capability.
 
     `sm_80` runs on capability 8.0 and higher capabilities of the same generation; `compute_90`, which the driver compiles, runs
     on 9.0 and all newer capabilities.
     """
-    found = re.findall(r"\b(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built))
-    pairs = [(kind, (int(major), int(minor))) for kind, major, minor in found]
+    matches = re.findall(r"\b(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built))
+    pairs = [(kind, (int(major), int(minor))) for kind, major, minor in matches]
     return not pairs or any(at <= capability and (kind == "compute" or at[0] == capability[0]) for kind, at in pairs)
 
 
 def bytecode() -> Iterator[Check]:
-    """Check that torch and Outlast have bytecode. This check runs after the imports above, which would have written missing
-    bytecode if they could."""
+    """Check that torch and Outlast have bytecode. This check runs after the imports above, which write missing bytecode if the
+    directory is writable."""
     try:
         from outlast.worker.launch import bytecode
-    except ImportError:  # `outlast` has reported that
+    except ImportError:  # the check `outlast` reports it
         return
-    if lacking := bytecode.missing("torch", "outlast"):
-        what = f"no compiled bytecode of {', '.join(lacking)}: every start of a worker compiles it anew, in 15 s and more"
-        yield "bytecode", "warn", what, bytecode.remedy(lacking)
+    if missing := bytecode.missing("torch", "outlast"):
+        what = f"no compiled bytecode of {', '.join(missing)}: every start of a worker compiles it again, in 15 s and more"
+        yield "bytecode", "warn", what, bytecode.remedy(missing)
     else:
         yield "bytecode", "pass", "torch and outlast are compiled", ""
 
@@ -154,16 +159,17 @@ def bytecode() -> Iterator[Check]:
 def command() -> Check:
     """Check that pods would find the command `outlast`."""
     remedy = "put the directory of `outlast` on the image's PATH: pods run `outlast agent`"
-    if (found := shutil.which("outlast")) is None:
+    if (path := shutil.which("outlast")) is None:
         return "command", "fail", f"there is no outlast on PATH ({os.environ.get('PATH', '')})", remedy
-    done = subprocess.run([found, "version"], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([path, "version"], capture_output=True, text=True, check=False, timeout=60)
     text = (done.stdout or done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-    return judged("command", not done.returncode, text[-1], remedy)
+    return check_result("command", not done.returncode, text[-1], remedy)
 
 
-def memory(group: str = "/sys/fs/cgroup/memory.oom.group") -> Iterator[Check]:
-    """Check whether the kernel kills all processes of our cgroup (v2) at once, as kubelets request since Kubernetes 1.28."""
-    with contextlib.suppress(OSError), open(group) as file:
+def memory(path: str = "/sys/fs/cgroup/memory.oom.group") -> Iterator[Check]:
+    """Warn if the kernel kills all processes of this cgroup (v2) at once, which is the kubelet's default since Kubernetes
+    1.28."""
+    with contextlib.suppress(OSError), open(path) as file:
         if file.read().strip() == "1":
             what = "when this container's memory runs out, all its processes are killed: "
             what += "a worker's agent and its snapshots with the training"
@@ -183,7 +189,7 @@ def dns(names: Sequence[str]) -> Iterator[Check]:
         return f"{name} is {address} ({(time.monotonic() - began) * 1000:.0f} ms)"
 
     remedy = "see whether the cluster's DNS runs (kubectl get pods -n kube-system -l k8s-app=kube-dns) and pods may reach port 53"
-    return tried("dns", remedy, lambda: "; ".join(map(resolve, names)))
+    return attempt("dns", remedy, lambda: "; ".join(map(resolve, names)))
 
 
 # The other pod
@@ -193,12 +199,12 @@ def peer(rank: int, address: str, port: int, backend: str, timeout_s: float, dev
     """Check the bandwidth between two pods, and an all-reduce between them of tensors on `device`. Rank 0 listens on
     `address`."""
     remedy = f"let pods reach each other on all ports (network policies, security groups, the network plugin); {port} was tried"
-    yield from tried("network", remedy, lambda: _send(address, port, timeout_s) if rank else _take(port, timeout_s))
+    yield from attempt("network", remedy, lambda: _send(address, port, timeout_s) if rank else _receive(port, timeout_s))
     remedy = f"see the network above; {backend} needs all ports between pods, and the same interface on both"
-    yield from tried("all-reduce", remedy, lambda: _all_reduce(rank, address, port + 1, backend, timeout_s, device))
+    yield from attempt("all-reduce", remedy, lambda: _all_reduce(rank, address, port + 1, backend, timeout_s, device))
 
 
-def _take(port: int, timeout_s: float) -> str:
+def _receive(port: int, timeout_s: float) -> str:
     """Count the bytes that arrive over one connection, and report the number to the other side."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -224,7 +230,7 @@ def _send(address: str, port: int, timeout_s: float) -> str:
         except OSError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.2)  # it does not listen yet
+            time.sleep(0.2)  # the other pod does not listen yet
     with connection:
         connection.settimeout(timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -240,7 +246,7 @@ def _send(address: str, port: int, timeout_s: float) -> str:
 
 
 def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str) -> str:
-    """All-reduce between the two pods. Rank 0 returns the bandwidth as text, rank 1 an empty text."""
+    """Run all-reduces between the two pods. Rank 0 returns the bandwidth as text, rank 1 an empty text."""
     from datetime import timedelta
 
     import torch
@@ -249,7 +255,7 @@ def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: flo
     method = f"tcp://{address if ':' not in address else f'[{address}]'}:{port}"
     dist.init_process_group(backend, init_method=method, rank=rank, world_size=2, timeout=timedelta(seconds=timeout_s))
     try:
-        tensor = torch.full((REDUCED,), float(rank + 1), device=device)  # (n,)
+        tensor = torch.full((ELEMENTS,), float(rank + 1), device=device)  # (n,)
         dist.all_reduce(tensor)
         if tensor[0].item() != 3.0 or tensor[-1].item() != 3.0:
             raise RuntimeError(f"the sum of 1 and 2 was {tensor[0].item()}")
@@ -260,16 +266,16 @@ def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: flo
         seconds = (time.monotonic() - began) / ROUNDS
     finally:
         dist.destroy_process_group()
-    size = REDUCED * 4
-    said = f"{backend} of {size / 2**20:.0f} MiB over two pods: {seconds * 1000:.0f} ms, {size / seconds / 1e9:.2f} GB/s"
-    return "" if rank else said
+    size = ELEMENTS * 4
+    report = f"{backend} of {size / 2**20:.0f} MiB over two pods: {seconds * 1000:.0f} ms, {size / seconds / 1e9:.2f} GB/s"
+    return "" if rank else report
 
 
 # The store
 
 
 def store(url: str) -> Iterator[Check]:
-    """Check put, get, list, conditional put and delete, with a small object below a URL."""
+    """Check put, get, list, conditional put and delete with a small object below a URL."""
     name, key = "store", f".outlast-doctor-{uuid.uuid4().hex}"
     done: list[str] = []
     place: Any = None
@@ -290,12 +296,12 @@ def store(url: str) -> Iterator[Check]:
             raise RuntimeError(f"{key} is not what was written")
         if key not in timed("list", lambda: [entry.key for entry in place.entries()]):
             raise RuntimeError(f"{key} was written and is not in the list")
-        knows = timed("conditional", place.conditional)
+        supported = timed("conditional", place.conditional)
         timed("delete", lambda: place.delete([key]))
     except ImportError as error:
         yield name, "fail", f"stores cannot be used: {error}", "pip install outlast[store] in the image"
     except Exception as error:
-        with contextlib.suppress(Exception):  # it may not exist
+        with contextlib.suppress(Exception):  # the object may not exist
             place.delete([key])
         remedy = "give the pods credentials that may do this: --secret, `secrets` in the job file, or the pod's account"
         yield name, "fail", f"{type(error).__name__}: {error}", remedy
@@ -303,8 +309,8 @@ def store(url: str) -> Iterator[Check]:
         remedy = (
             "use a store that knows conditional writes (S3, GCS, Azure, MinIO), so that a zombie cannot overwrite a newer run"
         )
-        what = f"{url}: writes under a condition are {'told apart' if knows else 'not known to it'}"
-        yield judged("store conditional", knows, what, remedy, "warn")
+        what = f"{url}: writes under a condition are {'told apart' if supported else 'not known to it'}"
+        yield check_result("store conditional", supported, what, remedy, "warn")
         yield "store", "pass", f"{url}: {', '.join(done)}", ""
 
 
@@ -312,7 +318,7 @@ CHECKS: dict[str, Callable[..., Iterator[Check]]] = {"image": image, "torch": to
 
 
 def main(calls: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Run these checks, in this order, and print each result at once."""
+    """Run these checks in order, and print each result immediately."""
     for name, arguments in calls:
         for check in CHECKS[name](**arguments):
             print(MARK + json.dumps(check), flush=True)

@@ -1,4 +1,4 @@
-"""Why a job on this machine does not train, according to its status and its ledger."""
+"""Finds out from its status and its ledger why a job on this machine does not train."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from outlast.job.ledger import Event
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes.diagnosis.finding import Finding, passed, repeated_failures
 
-_LAST = 3
-"""Number of the newest incidents that are given as evidence."""
+_MAX_INCIDENTS = 3
+"""Maximum number of incidents in the evidence; the newest are used."""
 _SLOW_START_S = 120.0
-_USED = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
-"""Kinds of events that the rules use; a ledger has many other kinds."""
+_KINDS = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
+"""Kinds of events that the rules use. A ledger has many other kinds."""
 
 
 def causes(status: JobStatus, events: Iterable[Event], now: float) -> list[Finding]:
-    """Causes that keep the job from training, the most important first. For a job that trains, a finding says so."""
-    told = [event for event in events if event["kind"] in _USED]
-    found = [each for rule in (_state, _store, _warnings) for each in rule(status, told, now)]
-    return sorted(found, key=lambda each: not each.wrong)
+    """Return the causes that keep the job from training, the most important first. For a job that trains, return a finding that
+    confirms it."""
+    relevant = [event for event in events if event["kind"] in _KINDS]
+    findings = [each for rule in (_state, _store, _warnings) for each in rule(status, relevant, now)]
+    return sorted(findings, key=lambda each: not each.failed)
 
 
 def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[Finding]:
@@ -35,7 +36,7 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[F
         case State.SUCCEEDED:
             yield passed("finished", f"it is finished{'' if status.warnings else ', and all is well'}: {reason}")
         case State.CANCELLED:
-            yield passed("cancelled", reason or "it was cancelled", _go_on(status))
+            yield passed("cancelled", reason or "it was cancelled", _resume_hint(status))
         case State.SUSPENDED:
             yield passed("suspended", f"it is suspended: {reason}", f"go on with: outlast resume {name}")
         case State.INTERRUPTED:
@@ -46,12 +47,14 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[F
             remedy = f"wait; `outlast logs -f {name}` shows what the workers do"
             yield Finding("restarting", f"it forms a new world: {reason}", remedy, _evidence(status.failure, events))
         case State.PENDING:
-            since = next((event["t"] for event in reversed(events) if event["kind"] in ("launcher", "submitted", "resumed")), now)
-            late = now - since > _SLOW_START_S
-            doing = "; ".join(f"worker {each.index} is {each.state}" for each in status.workers)
-            what = f"it has been starting for {units.human_seconds(now - since)}: {reason}"
-            remedy = f"see what it does with: outlast logs -f {name}" if late else "wait"
-            yield Finding("starting", what, remedy, (doing,) if doing else (), "fail" if late else "pass")
+            started = next(
+                (event["t"] for event in reversed(events) if event["kind"] in ("launcher", "submitted", "resumed")), now
+            )
+            slow = now - started > _SLOW_START_S
+            workers = "; ".join(f"worker {each.index} is {each.state}" for each in status.workers)
+            what = f"it has been starting for {units.human_seconds(now - started)}: {reason}"
+            remedy = f"see what it does with: outlast logs -f {name}" if slow else "wait"
+            yield Finding("starting", what, remedy, (workers,) if workers else (), "fail" if slow else "pass")
         case _ if status.launcher is None:
             what = f"its launcher is gone, so nothing drives it ({reason})"
             yield Finding("launcher", what, f"go on with: outlast resume {name}")
@@ -65,68 +68,72 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[F
                 remedy = f"correct it{stacks}; `outlast logs {name}` shows all"
                 yield Finding("failing", f"{train}, but {repeated}", remedy, _evidence(status.failure, events))
                 return
-            if still := next((worker.reason for worker in status.workers if worker.reason), ""):
+            if stall := next((worker.reason for worker in status.workers if worker.reason), ""):
                 remedy = "wait; after hang.limit it is a hang, and the training restarts"
-                yield Finding("still", f"{train}, and it {still}", remedy)
+                yield Finding("still", f"{train}, and it {stall}", remedy)
                 return
             what = f"{'' if status.warnings else 'nothing is wrong: '}{train}{restarts}"
             yield passed("training", what, "", _evidence(status.failure, events) if status.restarts else ())
 
 
-def _go_on(status: JobStatus) -> str:
-    which = "" if status.file or status.command else " (its job file)"
-    return f"go on{status.from_step} with: {status.again}{which}"
+def _resume_hint(status: JobStatus) -> str:
+    suffix = "" if status.file or status.command else " (its job file)"
+    return f"go on{status.from_step} with: {status.again}{suffix}"
 
 
 def _failed(status: JobStatus, events: Sequence[Event]) -> Finding:
-    failure, again = status.failure, _go_on(status)
+    failure, hint = status.failure, _resume_hint(status)
     code = status.exit_code if failure is None or failure.code < 0 else failure.code
-    tried = f"`outlast logs {status.name}` shows all; correct it and {again}"
-    name, remedy = "failing-script", tried
+    default_remedy = f"`outlast logs {status.name}` shows all; correct it and {hint}"
+    name, remedy = "failing-script", default_remedy
     if code == contract.Exit.MISCONFIGURED:
-        name, remedy = "configuration", f"correct the job file or the script as it says, and {again}"
+        name, remedy = "configuration", f"correct the job file or the script as it says, and {hint}"
     elif failure is not None and failure.cause is FailureCause.HANG and any(event["kind"] == "hang" for event in events):
-        same = "ranks that wait for each other must make the same collective calls in the same order"
-        name, remedy = "hang", f"see what it waits for; {same}{_stacks(events)}; {tried}"
+        advice = "ranks that wait for each other must make the same collective calls in the same order"
+        name, remedy = "hang", f"see what it waits for; {advice}{_stacks(events)}; {default_remedy}"
     elif code == 137:
-        memory = "unless you killed it, the machine had no memory left (see dmesg): lower the batch or processesPerWorker"
-        name, remedy = "killed", f"{memory}, and {again}"
+        cause = "unless you killed it, the machine had no memory left (see dmesg): lower the batch or processesPerWorker"
+        name, remedy = "killed", f"{cause}, and {hint}"
     elif status.end in (End.DEADLINE, End.STARTUP_DEADLINE):
-        name, remedy = "deadline", f"raise the deadline and {again}"
+        name, remedy = "deadline", f"raise the deadline and {hint}"
     return Finding(name, f"it has failed: {status.reason}", remedy, _evidence(failure, events))
 
 
 def _repeated(status: JobStatus, events: Sequence[Event], now: float) -> str:
-    """A sentence if the job has failed several times without progress; otherwise empty."""
-    told = [event for event in events if event["kind"] == "committed" or (event["kind"] == "failure" and event.get("counted"))]
-    since = list(takewhile(lambda event: event["kind"] == "failure", reversed(told)))
-    last = [event.get("step") or 0 for event in since]
-    if len(since) < 2 or status.step > max(last):
+    """Return a sentence if the job has failed several times without progress; otherwise an empty text."""
+    relevant = [
+        event for event in events if event["kind"] == "committed" or (event["kind"] == "failure" and event.get("counted"))
+    ]
+    failures = list(takewhile(lambda event: event["kind"] == "failure", reversed(relevant)))
+    steps = [event.get("step") or 0 for event in failures]
+    if len(failures) < 2 or status.step > max(steps):
         return ""
-    if status.steps is None and not status.step and now - since[0]["t"] > since[0]["t"] - since[1]["t"]:
-        return ""  # reports no steps, and has run for longer than before the last failure
-    return repeated_failures(list(takewhile(lambda step: step == last[0], last)), len(since), str(since[0].get("cause", "")))
+    if status.steps is None and not status.step and now - failures[0]["t"] > failures[0]["t"] - failures[1]["t"]:
+        return ""  # the job reports no steps, and has run longer than before the last failure
+    return repeated_failures(
+        list(takewhile(lambda step: step == steps[0], steps)), len(failures), str(failures[0].get("cause", ""))
+    )
 
 
 def _stacks(events: Sequence[Event]) -> str:
-    found = [event["stacks"] for event in events if event["kind"] == "hang" and event.get("stacks")]
-    return f"; the stacks are in {found[-1]}" if found else ""
+    files = [event["stacks"] for event in events if event["kind"] == "hang" and event.get("stacks")]
+    return f"; the stacks are in {files[-1]}" if files else ""
 
 
 def _evidence(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:
-    """The first failing rank with its traceback, or else the newest failures in the ledger."""
+    """Return the first failing rank with its traceback, else the newest failures in the ledger."""
     if failure is not None:
-        at = f" at step {failure.step}" if failure.step is not None and failure.cause is not FailureCause.HANG else ""
-        return (f"{failure.reason}{at}", *(f"    {line}" for line in failure.traceback.rstrip().splitlines()))
-    return tuple(str(event.get("reason", "")) for event in events if event["kind"] == "failure")[-_LAST:]
+        step = f" at step {failure.step}" if failure.step is not None and failure.cause is not FailureCause.HANG else ""
+        return (f"{failure.reason}{step}", *(f"    {line}" for line in failure.traceback.rstrip().splitlines()))
+    return tuple(str(event.get("reason", "")) for event in events if event["kind"] == "failure")[-_MAX_INCIDENTS:]
 
 
 def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Finding]:
-    there = status.store
-    if there is not None and there.since is not None:
-        held = f", {units.human_bytes(there.backlog)} of checkpoints wait" if there.backlog else ""
-        what = f"its output cannot be uploaded to {there.url} since {units.human_seconds(now - there.since)}{held}"
-        yield Finding("store", what, "fix what the store reports; training continues, and the upload is retried", (there.error,))
+    store = status.store
+    if store is not None and store.since is not None:
+        backlog = f", {units.human_bytes(store.backlog)} of checkpoints wait" if store.backlog else ""
+        what = f"its output cannot be uploaded to {store.url} since {units.human_seconds(now - store.since)}{backlog}"
+        yield Finding("store", what, "fix what the store reports; training continues, and the upload is retried", (store.error,))
 
 
 def _warnings(status: JobStatus, _: Sequence[Event], __: float) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""A worker's pod with small requests. `outlast doctor` creates it in a dry run, or with the inspection in it. Pure."""
+"""A worker's pod with small requests. `outlast doctor` creates the pod in a dry run, or runs the inspection in it. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ CORES, MEMORY = "100m", "256Mi"
 LITTLE = f"{CORES} cores and {MEMORY}"
 
 
-def worker(image: str = "ghcr.io/outlast/outlast:0.1", secrets: Sequence[str] = (), **where: str) -> Document:
-    """The pod as the operator or a Job would make it. `secrets` are names of Secrets that become environment variables; `where`
-    may contain the pod's namespace. Raises InvalidJob for values that no worker may have."""
+def worker(image: str = "ghcr.io/outlast/outlast:0.1", secrets: Sequence[str] = (), **metadata: str) -> Document:
+    """Return the pod as the operator or a Job would create it. `secrets` are names of Secrets that become environment variables;
+    `metadata` may contain the pod's namespace. Raises InvalidJob for invalid values."""
     fields = {"image": image, "module": "train", "resources": {"cpu": CORES, "memory": MEMORY}}
-    asked = {**fields, "secrets": [{"name": each} for each in secrets]}
-    meta = {"name": NAME, **where}
-    job = spec.parse(json.dumps({"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": meta, "spec": asked}))
+    spec_fields = {**fields, "secrets": [{"name": each} for each in secrets]}
+    pod_metadata = {"name": NAME, **metadata}
+    job = spec.parse(
+        json.dumps({"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": pod_metadata, "spec": spec_fields})
+    )
     template = manifests.render(job, "job")[-1]["spec"]["template"]
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**meta, **template["metadata"]}, "spec": template["spec"]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**pod_metadata, **template["metadata"]}, "spec": template["spec"]}

@@ -93,7 +93,7 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
     _check_rivals(cluster)
     shared = [kind.resource for kind in dropins.KINDS]  # another controller may have created the definition
     for document in desired:
-        if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := gather_evidence.holder(document)):
+        if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := gather_evidence.operator_namespace(document)):
             _check_alone(cluster, namespace)
     own = [each for each in desired if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
     apply_documents.check(cluster, own, instead="have it renamed or removed, or install into another --namespace")
@@ -119,7 +119,7 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
 
 
 def _check_rivals(cluster: Cluster) -> None:
-    if rivals := gather_evidence.rivals(cluster):
+    if rivals := gather_evidence.conflicting_controllers(cluster):
         raise OutlastError(
             f"{', '.join(rivals)} runs here and makes the pods of ElasticJobs of another API, as the operator would; "
             f"stop it first: {conditions.stop(rivals)}. Its definition and its jobs stay, and train on"
@@ -127,7 +127,7 @@ def _check_rivals(cluster: Cluster) -> None:
 
 
 def _check_alone(cluster: Cluster, namespace: str) -> None:
-    other = gather_evidence.holder(cluster.find(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
+    other = gather_evidence.operator_namespace(cluster.find(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
     if other and other != namespace and cluster.find(kinds.DEPLOYMENT, OPERATOR, namespace=other):
         raise OutlastError(
             f"the operator of this cluster is in namespace {other}; pass --namespace {other}, "

@@ -188,7 +188,7 @@ class Waiter:
             causes = diagnosis.causes(gather_evidence.job(self.workloads.cluster, self.name), time.time())
         except OutlastError:  # the status knows as well
             causes = []
-        return next((cause.what for cause in causes if cause.wrong), status.reason)
+        return next((cause.what for cause in causes if cause.failed), status.reason)
 
     def _gone(self, last: JobStatus | None) -> Ended:
         """The result for a job that is gone: it was cancelled or replaced, unless its store shows that it had ended before."""
