@@ -247,10 +247,10 @@ def machine(threads: str) -> str:
     """Describe the machine."""
     import torch
 
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
-    )
-    what = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{model}, {os.cpu_count()} cores, {threads} threads"
+    from outlast.training import device
+
+    name = device.of(device.computing()).name()
+    what = name if torch.cuda.is_available() else f"{name}, {os.cpu_count()} cores, {threads} threads"
     return f"{what}; Python {platform.python_version()}, torch {torch.__version__}. Load before: {os.getloadavg()[0]:.2f}."
 
 

@@ -236,20 +236,21 @@ def asked(logs: list[Path]) -> float | None:
 
 
 @contextlib.contextmanager
-def marked() -> Iterator[dict[str, str]]:
-    """Yield an environment, and kill all processes with it afterwards."""
+def marked(**variables: str) -> Iterator[tuple[dict[str, str], Callable[[], list[psutil.Process]]]]:
+    """Yield an environment and a function that lists its processes, and kill the processes afterwards."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    try:
-        yield {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"}
-    finally:
+
+    def living() -> list[psutil.Process]:
         entry = f"{MARK}={mark}".encode()
-        while True:
-            found = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _has(p / "environ", entry)]
-            if not found:
-                break
-            for pid in found:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        return [process for process in psutil.process_iter() if _has(Path(f"/proc/{process.pid}/environ"), entry)]
+
+    try:
+        yield {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", **variables}, living
+    finally:
+        while processes := living():
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             time.sleep(0.05)
 
 
@@ -285,7 +286,7 @@ def trial(system: System, scenario: str, limit_s: float, rng: random.Random) -> 
 
 def attempt(system: System, directory: Path, scenario: str, limit_s: float, rng: random.Random) -> Trial:
     """Start the job, wait for training, inject the fault, and observe."""
-    with marked() as environ:
+    with marked(LOGLEVEL="INFO") as (environ, _):
         (directory / "steps").touch()
         book = Book(directory / "steps")
         system.start(directory, environ)
@@ -429,7 +430,7 @@ def lost(args: argparse.Namespace, scenarios: list[str]) -> list[str]:
     for repeat in range(args.repeats):
         for scenario in scenarios:
             for name in systems if repeat % 2 == 0 else reversed(systems):
-                with marked() as environ:
+                with marked(LOGLEVEL="INFO") as (environ, _):
                     done = failures.trial(known[name], scenario, plan, rng, environ)
                 results[name][scenario].append(done)
                 print(f"{repeat + 1}/{args.repeats} {scenario:<12} {name:<9} {done}", flush=True)

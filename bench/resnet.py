@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import itertools
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -27,6 +26,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from gpt import machine
 
 HERE = Path(__file__).parent
 ITERATION = re.compile(r"epoch: \d+, iteration: (\d+),")
@@ -126,16 +127,6 @@ def table(plan: Plan, runs: Mapping[str, Sequence[Sequence[float]]]) -> list[str
     return lines
 
 
-def machine(threads: str, gpu: bool) -> str:
-    """Describe the machine."""
-    import torch
-
-    from outlast.training import device
-
-    what = device.of(device.computing()).name() + ("" if gpu else f", {os.cpu_count()} cores, {threads} threads")
-    return f"{what}; Python {platform.python_version()}, torch {torch.__version__}. Load before: {os.getloadavg()[0]:.2f}."
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one run of each, small")
@@ -153,7 +144,7 @@ def main() -> None:
         plain(plan, tuned=options.plain == "tuned")
         return
     text = f"\n## {time.strftime('%H:%M')}: {plan.arch}, {plan.batch} images of {plan.size} x {plan.size} a step\n\n"
-    text += machine(options.threads, options.gpu) + f" {plan.repeats} runs of {plan.steps} steps each, in turn.\n\n"
+    text += machine(options.threads) + f" {plan.repeats} runs of {plan.steps} steps each, in turn.\n\n"
     env = {"OMP_NUM_THREADS": options.threads, "HF_HUB_OFFLINE": "1"}
     systems = commands(plan, options.gpu)
     runs: dict[str, list[list[float]]] = {name: [] for name in systems}

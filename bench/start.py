@@ -20,18 +20,16 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -39,14 +37,13 @@ import psutil
 from outlast.job import contract
 from outlast.job.contract import Env
 from push import serve
-from recovery import machine
+from recovery import machine, marked
 
 HERE = Path(__file__).parent
 PROBE = HERE / "starting"
 OUTLAST = str(Path(sys.executable).with_name("outlast"))
 WORKERS = 2
 LIMIT_S = 120.0
-MARK, NOTES = "OUTLAST_BENCH_MARK", "OUTLAST_BENCH_NOTES"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,34 +202,6 @@ def free_port() -> int:
 # One trial
 
 
-@contextlib.contextmanager
-def marked(notes: Path) -> Iterator[tuple[dict[str, str], Callable[[], list[psutil.Process]]]]:
-    """Yield an environment and a function that lists its processes, and kill the processes afterwards."""
-    mark = f"{os.getpid()}-{time.monotonic_ns()}"
-
-    def found() -> list[psutil.Process]:
-        entry = f"{MARK}={mark}".encode()
-        return [p for p in psutil.process_iter() if has(Path(f"/proc/{p.pid}/environ"), entry)]
-
-    environ = {**os.environ, MARK: mark, NOTES: str(notes), "PYTHONPATH": str(PROBE), "OMP_NUM_THREADS": "1"}
-    environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    try:
-        yield environ, found
-    finally:
-        while left := found():
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGKILL)
-            time.sleep(0.05)
-
-
-def has(environ: Path, entry: bytes) -> bool:
-    try:
-        return entry in environ.read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
 def read(path: Path) -> list[Note]:
     """Read all notes so far."""
     lines = path.read_text().splitlines() if path.exists() else []
@@ -245,7 +214,8 @@ def trial(case: str) -> Trial:
     with tempfile.TemporaryDirectory(prefix="outlast-start-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         notes = directory / "notes"
-        with marked(notes) as (environ, alive):
+        with marked(OUTLAST_BENCH_NOTES=str(notes), PYTHONPATH=str(PROBE)) as (environ, alive):
+            environ.pop("PYTHONDONTWRITEBYTECODE", None)
             begun = time.time()
             ours = CASES[case](directory, environ)
             while sum(note.what == "step 1" for note in read(notes)) < WORKERS:
