@@ -143,15 +143,15 @@ FACTS: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
         judged.namespace,
         {"namespace_document": a_namespace()},
         "pass",
-        "team, Pod Security level not set: workers need none of what it allows",
+        "team, Pod Security level not set: workers comply with the strictest level",
     ),
     (
         judged.namespace,
         {"namespace_document": RESTRICTED},
         "pass",
-        "team, Pod Security level restricted: workers fit; a `template` may not ask",
+        "team, Pod Security level restricted: workers comply; a `template` must com",
     ),
-    (judged.namespace, {"forbidden": BLIND}, "pass", "team (its Pod Security level may not be read; workers fit the strictest)"),
+    (judged.namespace, {"forbidden": BLIND}, "pass", "team (its Pod Security level may not be read; workers comply with the strictest)"),
     (judged.namespace, {}, "fail", "team does not exist"),
     (judged.namespace, {"namespace_document": GOING}, "fail", "team is being deleted"),
     (judged.rights, {}, "pass", "all that submit, logs and why need"),
@@ -287,7 +287,7 @@ def test_who_may_not_make_elasticjobs_is_told_of_the_role_and_that_jobs_work_wit
 
 
 SMALL = "one with 100m cores and 256Mi"
-NOT_IN = f"{SMALL} would not be let in: "
+NOT_IN = f"{SMALL} would not be admitted: "
 
 
 class Refusing(FakeCluster):
@@ -334,7 +334,7 @@ def test_the_worker_that_is_tried_is_a_pod_and_restricted(version: str) -> None:
     tried: list[Document] = []
     cluster = FakeCluster(a_namespace())
     cluster.apply = lambda document, dry_run: tried.append(document) or document  # type: ignore[func-returns-value,method-assign,misc]
-    assert found(cluster)["worker"] == passed("worker", f"{SMALL} would be let in")
+    assert found(cluster)["worker"] == passed("worker", f"{SMALL} would be admitted")
     schemas.validate(tried[0], version, strict=True)
     assert tried[0]["spec"]["securityContext"]["runAsNonRoot"]
     assert tried[0]["spec"]["containers"][0]["resources"]["limits"] == {"memory": "256Mi"}

@@ -649,7 +649,7 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
         "queue",
         "queue research has not admitted all of its workers",
     ),
-    (in_queue(conditions=[refusal("x"), EVICTED]), "queue", "queue research has put it back (Preempted)"),
+    (in_queue(conditions=[refusal("x"), EVICTED]), "queue", "queue research has evicted it (Preempted)"),
     (
         in_queue(conditions=[{"type": "QuotaReserved", "status": "True"}], admissionChecks=CHECKED),
         "queue",
@@ -663,9 +663,9 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
     (
         Snapshot("train", workload=a_job(4), pod_groups=(a_group("scheduling.volcano.sh/v1beta1", "Pending"),)),
         "queue",
-        "queue research of Volcano has not let it in",
+        "queue research of Volcano has not admitted it",
     ),
-    (of_pod(SCHEDULED_BY), "scheduler", "worker 0 waits for the scheduler volcano, which says nothing"),
+    (of_pod(SCHEDULED_BY), "scheduler", "worker 0 waits for the scheduler volcano, which does not react"),
     (
         Snapshot("train", workload=a_job(2), pods=running(2), nodes=(a_node(),)),
         "training",

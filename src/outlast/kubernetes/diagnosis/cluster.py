@@ -50,15 +50,15 @@ def namespace(snapshot: Snapshot) -> Iterator[Finding]:
     name, meta = snapshot.namespace, (snapshot.namespace_document or {}).get("metadata", {})
     level = (meta.get("labels") or {}).get("pod-security.kubernetes.io/enforce")
     if "namespaces" in snapshot.forbidden:
-        yield passed("namespace", f"{name} (its Pod Security level may not be read; workers fit the strictest)")
+        yield passed("namespace", f"{name} (its Pod Security level may not be read; workers comply with the strictest)")
     elif snapshot.namespace_document is None:
         yield Finding("namespace", f"{name} does not exist", f"make it (kubectl create namespace {name}), or choose one with -n")
     elif meta.get("deletionTimestamp"):
         yield Finding("namespace", f"{name} is being deleted", "choose another with -n")
     elif level == "restricted":
-        yield passed("namespace", f"{name}, Pod Security level restricted: workers fit; a `template` may not ask for more")
+        yield passed("namespace", f"{name}, Pod Security level restricted: workers comply; a `template` must comply, too")
     else:
-        yield passed("namespace", f"{name}, Pod Security level {level or 'not set'}: workers need none of what it allows")
+        yield passed("namespace", f"{name}, Pod Security level {level or 'not set'}: workers comply with the strictest level")
 
 
 def rights(snapshot: Snapshot) -> Iterator[Finding]:
@@ -68,7 +68,7 @@ def rights(snapshot: Snapshot) -> Iterator[Finding]:
         remedy = "ask the cluster's administrator for the role `edit` in this namespace"
         yield Finding("rights", f"you may not {joined(map(str, required), 'or')}", remedy)
     elif missing:
-        remedy = "`why` and `top` show less, `chaos` can do less; the role `edit`, and `view` of nodes, have all"
+        remedy = "`why` and `top` show less, `chaos` can do less; the role `edit`, and `view` of nodes, have all rights"
         yield warned("rights", f"enough to submit; you may not {joined(map(str, missing), 'or')}", remedy)
     else:
         yield passed("rights", "all that submit, logs and why need")
@@ -214,7 +214,7 @@ def worker(snapshot: Snapshot) -> Iterator[Finding]:
     """Check that the API server would admit a small worker."""
     error, message = snapshot.dry_run_error, str(snapshot.dry_run_error)
     if error is None:
-        yield passed("worker", f"one with {sample_pod.LITTLE} would be let in")
+        yield passed("worker", f"one with {sample_pod.LITTLE} would be admitted")
     elif isinstance(error, Forbidden):
         yield warned("worker", f"not tried: {message}", "a job's pods are made for you; `outlast why` says what refuses them")
     elif "does not support dry run" in message:
@@ -222,7 +222,7 @@ def worker(snapshot: Snapshot) -> Iterator[Finding]:
     elif not isinstance(error, Absent):  # `namespace` reports it
         refusal = messages.refusal(snapshot.namespace, message)
         may_fit = refusal.name == "limit-range"  # a worker that requests more, or less, may be admitted
-        what = f"one with {sample_pod.LITTLE} would not be let in: {refusal.what}"
+        what = f"one with {sample_pod.LITTLE} would not be admitted: {refusal.what}"
         yield Finding("worker", what, refusal.remedy, outcome="warn" if may_fit else "fail")
 
 

@@ -90,7 +90,7 @@ def package(name: str, remedy: str, failure_outcome: str = "fail") -> Iterator[C
 def outlast(expected: str) -> Iterator[Check]:
     """Check that Outlast is installed, and warn if its version is not `expected`."""
     for check in package("outlast", "install Outlast in the image: pip install outlast[train,store]"):
-        what = f"{check[2]}, and the one asking has {expected}: what one writes the other may not read"
+        what = f"{check[2]}, but the command line has {expected}; they may not read each other's files"
         mismatch = check[1] == "pass" and check[2] != f"outlast {expected}"
         yield ("outlast", "warn", what, "use an image and a command line of the same version") if mismatch else check
 
@@ -307,9 +307,9 @@ def store(url: str) -> Iterator[Check]:
         yield name, "fail", f"{type(error).__name__}: {error}", remedy
     else:
         remedy = (
-            "use a store that knows conditional writes (S3, GCS, Azure, MinIO), so that a zombie cannot overwrite a newer run"
+            "use a store that supports conditional writes (S3, GCS, Azure, MinIO), so that a zombie cannot overwrite a newer run"
         )
-        what = f"{url}: writes under a condition are {'told apart' if supported else 'not known to it'}"
+        what = f"{url}: conditional writes are {'supported' if supported else 'not supported'}"
         yield check_result("store conditional", supported, what, remedy, "warn")
         yield "store", "pass", f"{url}: {', '.join(done)}", ""
 

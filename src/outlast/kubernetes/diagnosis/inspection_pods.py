@@ -72,7 +72,7 @@ def checks(cluster: Cluster, options: Options) -> Iterator[Finding]:
     accelerator = _common_accelerator(usable_nodes) if test_network else None
     if options.network and not test_network:
         yield warned(
-            "network", f"{len(usable_nodes)} node takes pods: there is no other one to reach", "add a node to try the network"
+            "network", f"{len(usable_nodes)} node takes pods: the network test needs two", "add a node to test the network"
         )
     try:
         names = [pod_status.name(cluster.create(pod(name, 0, options, peer=test_network, accelerator=accelerator)))]
@@ -178,7 +178,7 @@ def _unfinished(cluster: Cluster, name: str, options: Options) -> Iterator[Findi
     snapshot = gather_evidence.workload(cluster, name, cluster.namespace, labels=f"{LABEL}={name}", kind=kinds.POD)
     causes = [each for each in diagnosis.causes(snapshot, time.time()) if each.failed and each.name != "absent"]
     what = f"they had not ended after {options.timeout_s:.0f} s"
-    timeout_finding = Finding("pods", what, "give them longer with --timeout, or see what holds them: kubectl describe pod")
+    timeout_finding = Finding("pods", what, "give them longer with --timeout, or see what delays them: kubectl describe pod")
     yield from [Finding("pods", each.what, each.remedy) for each in causes] or [timeout_finding]
 
 

@@ -128,7 +128,7 @@ def _queued(snapshot: Snapshot, workload: Document, queue: str) -> Finding:
     )  # an ElasticJob with additional workers
     what = f"queue {queue} has not admitted {'all of its workers' if growing else 'it'}"
     if evicted:
-        what = f"queue {queue} has put it back ({evicted.get('reason', '')})"
+        what = f"queue {queue} has evicted it ({evicted.get('reason', '')})"
     names = sorted(map(pod_status.name, snapshot.queues))
     hint = f" (there are: {joined(names)})" if names else ""
     evidence = (*_condition_text(refused), *_condition_text(evicted))
@@ -155,9 +155,9 @@ def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
         if state == "Pending" and str(group.get("apiVersion", "")).startswith("scheduling.volcano"):
             remedy = "wait until others leave the queue, or ask for less; `kubectl describe queue` says what it may use"
             queue = group.get("spec", {}).get("queue") or "default"
-            yield Finding("queue", f"queue {queue} of Volcano has not let it in", remedy, evidence)
+            yield Finding("queue", f"queue {queue} of Volcano has not admitted it", remedy, evidence)
             continue
-        remedy = f"the first cause said here for a worker, or lower workers.min ({minimum}) to what there is room for"
+        remedy = f"fix the first cause that is listed for a worker, or lower workers.min ({minimum}) to what there is room for"
         what = f"its {minimum} workers start together, and there is not room for all of them"
         yield Finding("gang", what, remedy, evidence)
 
@@ -174,7 +174,7 @@ def gates(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
         and not pod_status.condition(pod, "PodScheduled", "False")
     ):
         remedy = f"install it, or remove scheduling.gang ({scheduler}) from the job file"
-        yield Finding("scheduler", f"waits for the scheduler {scheduler}, which says nothing", remedy)
+        yield Finding("scheduler", f"waits for the scheduler {scheduler}, which does not react", remedy)
     if names := [gate["name"] for gate in pod["spec"].get("schedulingGates", [])]:
         yield Finding("gate", f"is held back by {joined(names)}", "wait for whoever removes it")
 
@@ -281,7 +281,7 @@ def permanent_failure(snapshot: Snapshot, _: float) -> Iterator[Finding]:
         remedy = "raise activeDeadlineSeconds, and submit it again: it goes on from its newest checkpoint"
         yield Finding("deadline", what, remedy, evidence)
         return
-    remedy = f"fix the cause, and submit it again; `outlast logs {snapshot.name}` shows what the workers said"
+    remedy = f"fix the cause, and submit it again; `outlast logs {snapshot.name}` shows the output of the workers"
     yield Finding("failed", what, remedy if reason in _REASONS else "", _condition_text(failed))
 
 

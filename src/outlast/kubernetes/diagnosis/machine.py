@@ -81,7 +81,9 @@ def devices() -> Finding:
     names = done.stdout.strip().splitlines()
     if done.returncode or not names:
         error = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        return warned("devices", f"{row.query[0]} knows none: {error}", "see whether the driver is loaded (dmesg), or use CPUs")
+        return warned(
+            "devices", f"{row.query[0]} lists no devices: {error}", "see whether the driver is loaded (dmesg), or use CPUs"
+        )
     return passed("devices", f"{len(names)} × {names[0]}")
 
 
