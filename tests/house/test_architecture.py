@@ -33,6 +33,11 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def blocks(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements, handlers and cases directly below a node; expressions hold no import or function."""
+    return (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case))
+
+
 def wings() -> set[str]:
     """Packages and modules at the top: `worker`, `checkpoints`."""
     packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
@@ -62,7 +67,10 @@ def names(module: ast.Module) -> set[str]:
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(tree(path)):
+        left = [*blocks(tree(path))]
+        while left:
+            node = left.pop()
+            left += blocks(node)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield f"{path.relative_to(SOURCE)}:{node.name}", node
 
@@ -142,7 +150,7 @@ def imported(node: ast.AST) -> Iterator[Path]:
         for module in (package / each.name for each in node.names):
             files = (module.with_suffix(".py"), module / "__init__.py", package.with_suffix(".py"), package / "__init__.py")
             yield next(file for file in files if file.is_file())
-    for child in ast.iter_child_nodes(node):
+    for child in blocks(node):
         yield from imported(child)
 
 

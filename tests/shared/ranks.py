@@ -43,6 +43,7 @@ class Agents:
         place = {Env.NODE: f"n{worker if node is None else node}"}
         environ = {Env.RUN: "r", Env.STATE: str(state), Env.RENDEZVOUS_KEY: "secret", **place}
         self.servers[worker] = server.Server(environ, budget, lambda: self.store_reads.append(worker))
+        self.servers[worker].rooms.headroom = lambda: 1 << 40  # whatever else fills this machine
         self.servers[worker].start()
 
     def lose(self, worker: int) -> None:
@@ -117,6 +118,7 @@ class Rank:
     def __init__(self, directory: Path) -> None:
         environ = {Env.RUN: "r", Env.STATE: str(directory), Env.RENDEZVOUS_KEY: "secret"}
         self.server = server.Server(environ, 64 << 20, lambda: None)
+        self.server.rooms.headroom = lambda: 1 << 40  # whatever else fills this machine
         self.server.start()
         connected = client.connect(environ)
         assert connected is not None

@@ -44,6 +44,7 @@ class Workers:
 
     def agent(self, worker: int, budget: int = LARGE, **others: str) -> server.Server:
         agent = server.Server(self.environ(worker, **others), budget, lambda: self.restored.append(worker))
+        agent.rooms.headroom = lambda: 1 << 40  # whatever else fills this machine
         agent.start()
         self.stack.callback(agent.close)
         self.addresses[worker] = agent.address
