@@ -64,7 +64,8 @@ def measured(agents: int, seconds: float) -> list[str]:
     addresses = {mesh.id: mesh.address for mesh in meshes}
     begun = time.monotonic()
     for mesh in meshes:
-        mesh.enter(1, members, {id: addresses[id] for id in (0, *watched_peers.watched(mesh.id, members))})
+        mesh.enter(1, members)
+        mesh.learn(1, {id: addresses[id] for id in (0, *watched_peers.watched(mesh.id, members))})
     formed_s = until(lambda: all(mesh.complete for mesh in meshes), begun)
     watched = statistics.mean(len(watched_peers.watched(id, members)) for id in members)
 

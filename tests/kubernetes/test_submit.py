@@ -156,7 +156,7 @@ def test_a_job_that_has_failed_goes_on_when_the_same_file_is_submitted(api: apis
 
     def taken(job: kube.Document) -> object:
         word = job["metadata"]["labels"]["outlast.dev/run"]
-        return join_run.take(place, join_run.record("train", word, word))
+        return join_run.take(place, join_run.record("train", word))
 
     outlast("submit", "job.yaml", "--as", "indexed-job")
     (first,) = the(api, "jobs.batch")
@@ -195,7 +195,7 @@ def test_a_job_that_has_succeeded_goes_on_when_it_asks_for_more_steps(
 
     def ended(word: str) -> str:
         """The run that its workers take up; it ends with success, at step 60."""
-        run = str(join_run.take(place, join_run.record("train", word, word)))
+        run = str(join_run.take(place, join_run.record("train", word)))
         book = register.open_(place, run)
         book.acquire(1)
         book.add(register_rules.Place(60, 1, "parts"), 1)
@@ -222,7 +222,7 @@ def test_a_job_that_has_failed_and_was_removed_goes_on_with_its_run(api: apiserv
 
     def taken() -> object:
         word = the(api, "jobs.batch")[-1]["metadata"]["labels"]["outlast.dev/run"]
-        return join_run.take(place, join_run.record("train", word, word))
+        return join_run.take(place, join_run.record("train", word))
 
     outlast("submit", "job.yaml", "--as", "indexed-job")
     run = taken()
@@ -297,7 +297,7 @@ def test_who_takes_over_is_another_owner_although_the_file_is_the_same(
         return str(job["metadata"]["labels"]["outlast.dev/run"])
 
     def taken(word: str, home: str) -> object:
-        return join_run.take(place, join_run.record("train", word, word), home=home)
+        return join_run.take(place, join_run.record("train", word), home=home)
 
     assert outlast("submit", "job.yaml", "--as", "indexed-job")[0] == 0
     run = taken(word(), "team-a/train")

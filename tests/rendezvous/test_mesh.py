@@ -45,7 +45,8 @@ def made() -> Iterator[Callable[..., Mesh]]:
 def joined(*meshes: Mesh, generation: int = 1) -> None:
     """All enter one world, and have heard one another."""
     for mesh in meshes:
-        mesh.enter(generation, [each.id for each in meshes], {each.id: each.address for each in meshes})
+        mesh.enter(generation, [each.id for each in meshes])
+        mesh.learn(generation, {each.id: each.address for each in meshes})
     until(lambda: all(mesh.complete for mesh in meshes))
 
 
@@ -159,7 +160,8 @@ def test_a_member_that_comes_back_at_another_address_is_heard_in_the_next_world(
     again = made(2)
     one.enter(2, (1, 2))
     assert (one.generation, one.unheard, one.complete) == (2, (), False)
-    again.enter(2, (1, 2), {1: one.address})  # it calls, and so its address is known
+    again.enter(2, (1, 2))
+    again.learn(2, {1: one.address})  # it calls, and so its address is known
     until(lambda: one.complete)
     assert one.unheard == ()
 
@@ -168,7 +170,8 @@ def test_a_peer_that_was_never_heard_is_not_accused(made: Callable[..., Mesh]) -
     one = made(1)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-    one.enter(1, (1, 2, 3), {2: address})
+    one.enter(1, (1, 2, 3))
+    one.learn(1, {2: address})
     until(lambda: "refuses connections" in str(one.send(2, {"kind": "x"}).exception(SOON_S)))
     assert (one.unheard, one.complete) == ((), False)
     problem = one.send(3, {"kind": "x"}, within_s=0.01).exception(SOON_S)
@@ -201,7 +204,8 @@ def test_a_peer_that_nobody_watched_may_be_another_process_in_the_next_world(mad
     one.enter(3, (0, 5))
     assert (one._peers[5].address, one._peers[5].met) == ("", False)
     again = made(5)
-    again.enter(3, (0, 5), {0: one.address})
+    again.enter(3, (0, 5))
+    again.learn(3, {0: one.address})
     until(lambda: one.complete)
     assert changes == [()]
 
@@ -209,11 +213,13 @@ def test_a_peer_that_nobody_watched_may_be_another_process_in_the_next_world(mad
 def test_who_calls_from_an_older_world_is_not_taken_for_its_successor(made: Callable[..., Mesh]) -> None:
     one, two = made(1), made(2)
     one.enter(2, (1, 2))
-    two.enter(1, (1, 2), {1: one.address})
+    two.enter(1, (1, 2))
+    two.learn(1, {1: one.address})
     until(lambda: two.complete)
     assert (one._peers[2].address, one.complete) == ("", False)
     again = made(2)
-    again.enter(2, (1, 2), {1: one.address})
+    again.enter(2, (1, 2))
+    again.learn(2, {1: one.address})
     until(lambda: one.complete)
     assert one._peers[2].address == again.address
 
@@ -221,7 +227,8 @@ def test_who_calls_from_an_older_world_is_not_taken_for_its_successor(made: Call
 @pytest.mark.parametrize(("key", "run"), [(b"another", "run"), (KEY, "another")])
 def test_who_has_another_key_or_is_of_another_run_is_no_member(made: Callable[..., Mesh], key: bytes, run: str) -> None:
     one, stranger = made(1), made(2, key=key, run=run)
-    one.enter(1, (1, 2), {2: stranger.address})
+    one.enter(1, (1, 2))
+    one.learn(1, {2: stranger.address})
     problem = one.send(2, {"kind": "x"}).exception(SOON_S)
     assert isinstance(problem, Undelivered)
     assert str(problem) == "worker 2 refuses connections"
@@ -230,7 +237,8 @@ def test_who_has_another_key_or_is_of_another_run_is_no_member(made: Callable[..
 
 def test_who_is_somebody_else_is_not_taken_for_a_member(made: Callable[..., Mesh]) -> None:
     one, three = made(1), made(3)
-    one.enter(1, (1, 2), {2: three.address})
+    one.enter(1, (1, 2))
+    one.learn(1, {2: three.address})
     assert str(one.send(2, {"kind": "x"}).exception(SOON_S)) == "worker 2 refuses connections"
 
 

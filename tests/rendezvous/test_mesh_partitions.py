@@ -50,7 +50,8 @@ def meshes(network: netns.Network) -> Iterator[list[Watched]]:
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(contextlib.closing(Watched(id, host))) for id, host in enumerate(network.hosts)]
         for mesh in made:
-            mesh.enter(1, range(len(made)), {each.id: each.address for each in made})
+            mesh.enter(1, range(len(made)))
+            mesh.learn(1, {each.id: each.address for each in made})
         until(lambda: all(mesh.complete for mesh in made))
         yield made
 
@@ -142,7 +143,8 @@ import sys, time
 from outlast.rendezvous.mesh.mesh import Mesh
 mesh = Mesh(2, sys.argv[1], b"key of the run")
 print(mesh.address, flush=True)
-mesh.enter(1, range(3), dict(enumerate(sys.argv[2:])))
+mesh.enter(1, range(3))
+mesh.learn(1, dict(enumerate(sys.argv[2:])))
 time.sleep(600)
 """
 
@@ -157,7 +159,8 @@ def process_of_member_2(network: netns.Network, meshes: list[Watched]) -> Iterat
         assert process.stdout
         addresses.append(process.stdout.readline().strip())
         for mesh in meshes:
-            mesh.enter(1, range(3), dict(enumerate(addresses)))
+            mesh.enter(1, range(3))
+            mesh.learn(1, dict(enumerate(addresses)))
         until(lambda: all(mesh.complete for mesh in meshes))
         yield process
     finally:

@@ -22,7 +22,7 @@ def place(memory: store.Store) -> store.Store:
 
 
 def taken(place: store.Store, word: str, home: str) -> object:
-    return join_run.take(place, join_run.record("cifar10", word, word), home=home)
+    return join_run.take(place, join_run.record("cifar10", word), home=home)
 
 
 def a_heart(place: store.Store, run: str, home: str, *, index: int = 0, owner: str = "a") -> heartbeat.Heartbeats:
@@ -67,7 +67,7 @@ def test_pods_of_another_namespace_wait_and_then_end_with_the_sentence(
         heartbeat.beat(place, "a", A)
 
     with pytest.raises(AlreadyRunning, match=r"end it there, or give this job another name.*--take-over.*--fresh"):
-        join_run.take(place, join_run.record("cifar10", "b", "b"), home=B, say=say)
+        join_run.take(place, join_run.record("cifar10", "b"), home=B, say=say)
     assert len(said) == 1
 
 

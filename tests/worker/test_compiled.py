@@ -131,7 +131,7 @@ def test_the_warm_up_runs_once_in_a_run_and_its_output_is_thrown_away(tmp_path: 
     other = a_worker(tmp_path, "worker-1")  # without the compiler: it need not compile
     compile_cache.prepare(Cache.of(other), command, other, sys.executable, said.append, STOP)
     assert Path(other["NEURON_COMPILE_CACHE_URL"], "MODULE_1", "model.neff").read_text() == "--max-steps 5"
-    assert said[2:] == ["fetched 2 files that were compiled before"]
+    assert said[2:] == ["fetched 2 compiled files"]
     assert not Path(other["NEURON_COMPILE_CACHE_URL"], "MODULE_2").exists(), "it would stay half a file in the store for ever"
 
 
@@ -139,7 +139,7 @@ def test_the_warm_up_runs_once_in_a_run_and_its_output_is_thrown_away(tmp_path: 
     ("command", "sentence"),
     [
         (["neuron_parallel_compile", "x"], "compile.warmUp: there is no neuron_parallel_compile on PATH; install it"),
-        (["python", "-c", "raise ValueError('no graph')"], "compile.warmUp: python says: ValueError: no graph; correct"),
+        (["python", "-c", "raise ValueError('no graph')"], "compile.warmUp: python failed: ValueError: no graph; correct"),
     ],
 )
 def test_a_warm_up_that_fails_says_why_and_leaves_no_marker(tmp_path: Path, command: list[str], sentence: str) -> None:
@@ -172,7 +172,7 @@ def test_a_store_that_fails_is_no_reason_not_to_train(tmp_path: Path) -> None:
     assert cache.place is not None
     cache.place.put("inductor/ab/code.py", b"x")
     compile_cache.prepare(cache, (), environ, sys.executable, said.append, STOP)
-    assert [line.partition(":")[0] for line in said] == ["what was compiled before is not fetched, and may be compiled again"]
+    assert [line.partition(":")[0] for line in said] == ["compiled code could not be fetched, and may be compiled again"]
     assert environ["TRITON_CACHE_DIR"].startswith(str(cache.directory))
 
 
@@ -184,7 +184,7 @@ def test_a_cache_larger_than_half_the_free_disk_is_not_fetched(tmp_path: Path, m
     cache.place.put("inductor/ab/code.py", b"x" * 600)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     compile_cache.prepare(cache, (), environ, sys.executable, said.append, STOP)
-    assert ["has 600 B for us, more than half of 1000 B that are free" in line for line in said] == [True], said
+    assert ["has 600 B to fetch, more than half of 1000 B that are free" in line for line in said] == [True], said
     assert not (cache.directory / "inductor").exists()
 
 
@@ -270,7 +270,7 @@ def test_a_machine_without_a_cache_compiles_nothing_that_another_one_compiled(
         assert status.state is State.SUCCEEDED, status.reason
         assert json.loads((machine.backend.output("compiling") / "found.json").read_text()) == found
         log = "\n".join(line.text for line in machine.backend.logs("compiling"))
-        assert ("files that were compiled before" in log) == (cache == "two")
+        assert ("compiled files" in log) == (cache == "two")
     assert not [key for key in held(store.open_(s3.url)) if "warm-up/checkpoints" in key]
 
 

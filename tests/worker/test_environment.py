@@ -124,7 +124,7 @@ def test_a_package_that_is_developed_beside_the_job_counts_by_its_files(tmp_path
         ),
         (
             {"requirements.txt": b"\xff\xfe"},
-            "environment.requirements: {0}/requirements.txt is not text in UTF-8; save it as that",
+            "environment.requirements: {0}/requirements.txt is not text in UTF-8; save it in UTF-8",
         ),
     ],
 )
@@ -208,8 +208,8 @@ def test_an_environment_depends_on_what_the_file_includes_and_on_our_packages(ma
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
-        (("--no-index", "nosuch==1"), "pip says: No matching distribution found for nosuch==1; correct the file"),
-        (("what is this?",), "pip says: Invalid requirement: 'what is this?'"),
+        (("--no-index", "nosuch==1"), "pip failed: No matching distribution found for nosuch==1; correct the file"),
+        (("what is this?",), "pip failed: Invalid requirement: 'what is this?'"),
         (
             ("--no-index", "--find-links .", "liar"),
             "training needs PyTorch, which cannot be imported (ImportError: sorry); add or correct",
@@ -355,7 +355,7 @@ environment.make(asked, here / "cache", here, os.environ, say=lambda text: print
     ],
 )
 def test_the_last_words_of_a_program_are_what_it_died_of(lines: list[str], words: str):
-    assert installers.last_words(lines) == words
+    assert installers.error_message(lines) == words
 
 
 # Conda
@@ -386,9 +386,9 @@ def test_an_environment_of_conda_stands_alone_and_sees_outlast(maker: Maker, mam
     [
         (
             "[impossible]",
-            "environment.conda (environment.yml): micromamba says: Could not solve for environment specs; correct the file",
+            "environment.conda (environment.yml): micromamba failed: Could not solve for environment specs; correct the file",
         ),
-        ("[old]", "environment.conda (environment.yml) brings Python 3.9.1; Outlast needs 3.11 or newer: add python>=3.11"),
+        ("[old]", "environment.conda (environment.yml) has Python 3.9.1; Outlast needs 3.11 or newer: add python>=3.11"),
         (
             "[python]",
             "environment.conda (environment.yml): training needs PyTorch, which cannot be imported "

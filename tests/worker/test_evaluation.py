@@ -25,7 +25,7 @@ pathlib.Path(os.environ["OUTLAST_STORE"].removeprefix("file://"), "model.pt").wr
 
 def stored(place: store.Store, directory: Path, run: str) -> None:
     """A run in the store with a checkpoint of step 7."""
-    runs.claim(place, join_run.record("job", run, run), replace=False)
+    runs.claim(place, join_run.record("job", run), replace=False)
     checkpoints.acquire(directory, run, 1)
     draft = checkpoints.saving(directory, 7, 1)
     draft.mkdir(parents=True)

@@ -23,7 +23,7 @@ def place(memory: store.Store) -> store.Store:
 
 
 def taken(place: store.Store, word: str, *, fresh: bool = False) -> str | Ended:
-    return join_run.take(place, join_run.record("job", word, word), fresh=fresh)
+    return join_run.take(place, join_run.record("job", word), fresh=fresh)
 
 
 def test_a_worker_without_a_record_is_told_of_the_end_by_those_who_stay_up() -> None:

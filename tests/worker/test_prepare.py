@@ -141,9 +141,7 @@ def test_a_run_whose_data_is_lost_here_and_changed_there_does_not_go_on_with_oth
     (version.tree.parent / "listing.json").unlink()
     (version.tree / "a").unlink()
     put(place, b="more")
-    with pytest.raises(
-        OutlastError, match=r"^data\[0\].from \(.*\) is no longer what this run began with, and this machine has no"
-    ):
+    with pytest.raises(OutlastError, match=r"^data\[0\].from \(.*\) has changed since this run began, and this machine has no"):
         runs.source().acquire()
     place.delete(["b"])
     assert contents(runs.source().acquire().tree) == {"a": "one"}, "it is the same again"
@@ -167,7 +165,7 @@ def test_files_replaced_while_they_are_fetched_are_never_mixed(runs: Runs, place
 
     runs.when_fetching = replace
     assert contents(runs.source().acquire().tree) == {"a": "new", "b": "new"}
-    assert f"data[0].from ({place.url}) has changed while it was fetched; looking again" in runs.said
+    assert f"data[0].from ({place.url}) has changed while it was fetched; fetching again" in runs.said
     assert len(runs.trees()) == 1, "what was begun is removed"
 
 
@@ -209,13 +207,13 @@ def test_a_dataset_that_is_still_being_sent_is_no_data(runs: Runs, place: Store)
 def test_a_url_with_nothing_behind_it_is_said(runs: Runs, place: Store):
     with pytest.raises(OutlastError) as caught:
         runs.source().acquire()
-    assert str(caught.value) == f"data[0].from ({place.url}) holds nothing; put something there, or correct the URL"
+    assert str(caught.value) == f"data[0].from ({place.url}) is empty; put files there, or correct the URL"
 
 
 def test_a_file_that_is_a_directory_too_is_said(runs: Runs, place: Store):
     put(place, a="", a__b="x")
     place.put("a", b"not empty")
-    with pytest.raises(OutlastError, match=r"holds both a and a/b, which no directory can; rename one of them"):
+    with pytest.raises(OutlastError, match=r"has both a and a/b, which no directory can have; rename one of them"):
         runs.source().acquire()
 
 
@@ -310,7 +308,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path):
     with pytest.raises(OutlastError) as caught:
         data_cache.writable({"OUTLAST_CACHE": str(tmp_path / "file" / "cache")})
     remedy = "correct its permissions, or let OUTLAST_CACHE name another directory"
-    assert str(caught.value) == f"the cache {tmp_path}/file/cache cannot be made: Not a directory; {remedy}"
+    assert str(caught.value) == f"the cache {tmp_path}/file/cache cannot be created: Not a directory; {remedy}"
 
 
 def test_a_long_fetch_says_how_far_it_is():
@@ -500,7 +498,7 @@ def test_code_that_is_not_there_is_said(worker: Worker, place: Store):
     with pytest.raises(OutlastError) as caught:
         worker.place(f"{place.url}/code.tgz")
     assert str(caught.value) == f"code ({place.url}/code.tgz) does not exist; correct the URL"
-    with pytest.raises(OutlastError, match=r"code \(memory://.*\) holds nothing; put something there, or correct the URL"):
+    with pytest.raises(OutlastError, match=r"code \(memory://.*\) is empty; put files there, or correct the URL"):
         worker.place(place.url)
 
 
@@ -549,7 +547,7 @@ def prepared(tmp_path: Path) -> Callable[..., dict[str, str]]:
 
 def test_a_module_that_does_not_exist_is_named(tmp_path: Path, prepared, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(OutlastError, match=f"^module: Python finds no 'no' from {tmp_path}; correct the name or install its"):
+    with pytest.raises(OutlastError, match=f"^module: Python finds no 'no' in {tmp_path}; correct the name or install its"):
         prepared(module="no.such.module")
 
 

@@ -390,7 +390,7 @@ def test_a_uri_that_mlflow_does_not_know_is_one_sentence(tmp_path: Path):
     run = a_run(tmp_path)
     Forwarder(MLflow("strange://user:secret@nowhere", "", run), run, said.append).run()
     assert said == [
-        "MLflow (strange://nowhere): MLflow knows no such URI: strange://nowhere; set tracking.mlflow, e.g. to "
+        "MLflow (strange://nowhere): MLflow does not support the URI strange://nowhere; set tracking.mlflow, e.g. to "
         "http://mlflow:5000; training goes on, nothing goes there"
     ]
 

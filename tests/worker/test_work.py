@@ -174,7 +174,7 @@ def test_in_pods_the_files_of_rank_0_are_pushed_and_a_new_pod_gets_them(tmp_path
     third.start()
     assert third.holds() == {"train.py": "x", "checkpoint.pt": "of rank 0"}
     assert (third.output / "trainer" / "checkpoint-20" / "optimizer.pt").read_text() == "of rank 0"
-    assert third.said == ["fetched 2 files that the script wrote before"]
+    assert third.said == ["fetched 2 files that the script has written"]
     third.train(2, 0, checkpoint="newer")
     third.push()
     write(first.output / "work" / "checkpoint.pt", "of a zombie")
@@ -193,7 +193,7 @@ def test_larger_code_runs_where_it_lies_and_that_is_said(tmp_path: Path, monkeyp
     before = disk.environ[Env.CODE]
     disk.start()
     assert disk.environ[Env.CODE] == before
-    assert "goes with this pod; write to $OUTLAST_OUTPUT" in disk.said[0]
+    assert "are lost with this pod; write to $OUTLAST_OUTPUT" in disk.said[0]
 
 
 def test_code_of_a_newer_image_comes_and_what_the_job_wrote_stays(tmp_path: Path) -> None:

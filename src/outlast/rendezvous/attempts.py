@@ -229,7 +229,7 @@ class Stage(enum.Enum):
 
 class Participant:
     """One member's side of the attempts of one world. `members` are in rank order. `limit` is the maximum number of attempts
-    without a new checkpoint, as in `restarts.Policy.limit`."""
+    without a new checkpoint, as in `restart_budget.Policy.limit`."""
 
     def __init__(self, id: int, members: tuple[int, ...], generation: int, limit: int) -> None:
         self.id, self.members, self.generation, self.limit = id, members, generation, limit

@@ -20,8 +20,8 @@ from outlast.job import contract
 from outlast.job.failure import Failure
 
 SAME_STEP, FULL_DISK = 3, 10
-"""Number of consecutive errors at one step that end a job: in general, and for a full disk, which a user may clean up during the
-pauses of minutes."""
+"""Number of consecutive errors at one step that end a job, whatever its limit: in general, and for a full disk, which a user may
+clean up during the pauses of minutes."""
 LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
 """Thresholds of `Kills`, in seconds; arbitrary."""
 
@@ -33,8 +33,6 @@ class Policy:
     limit: int
     """Maximum number of restarts within `window` while the committed step does not advance."""
     window: timedelta
-    same_step: int = SAME_STEP
-    """Number of consecutive errors at one step that end the job, whatever the limit."""
 
 
 class Record(NamedTuple):
@@ -104,7 +102,7 @@ def judge(
     """
     # After the clock is set back, date future failures now, or they would stay in the window for too long.
     window = policy.window.total_seconds()
-    past = _relevant([record._replace(time=min(record.time, now)) for record in history], now, window, policy)
+    past = _relevant([record._replace(time=min(record.time, now)) for record in history], now, window)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)
     starved = failure.cause is contract.FailureCause.OUT_OF_MEMORY
     # Reasons of these failures name the place or the remedy; step 0: at the start, or the script reports no steps.
@@ -121,7 +119,7 @@ def judge(
         return Stop(f"{failure.reason}; {again}", contract.Exit.MISCONFIGURED, contract.End.MISCONFIGURED)
     step = None if contract.killed(failure.code) and not failure.hung and not starved else failure.step
     past, number = (*past, Record(now, committed_step, step)), used + 1
-    tries = FULL_DISK if failure.cause is contract.FailureCause.DISK_FULL else policy.same_step
+    tries = FULL_DISK if failure.cause is contract.FailureCause.DISK_FULL else SAME_STEP
     if step is not None and _consecutive(past) >= tries:
         again = "it has hung here" if failure.hung else "this step has failed" if step else "it has failed soon after its start"
         if starved:
@@ -131,13 +129,13 @@ def judge(
     if number > policy.limit:
         budget = f"{policy.limit} within {units.duration_text(policy.window)} without a new checkpoint"
         return Stop(f"{what}; restarts.limit ({budget}) is used up", failure.code, contract.End.LIMIT)
-    return Restart(past[-max(policy.limit, policy.same_step, FULL_DISK) :], number, f"{what}; restart {number} of {policy.limit}")
+    return Restart(past[-max(policy.limit, FULL_DISK) :], number, f"{what}; restart {number} of {policy.limit}")
 
 
-def _relevant(failures: list[Record], now: float, window: float, policy: Policy) -> tuple[Record, ...]:
+def _relevant(failures: list[Record], now: float, window: float) -> tuple[Record, ...]:
     """Return the failures in the window, and the last failures of a step, so that the history stays short even with a huge
     limit."""
-    raised = [record for record in failures if record.failed_step is not None][-max(policy.same_step, FULL_DISK) :]
+    raised = [record for record in failures if record.failed_step is not None][-FULL_DISK:]
     return tuple(record for record in failures if now - record.time < window or record in raised)
 
 

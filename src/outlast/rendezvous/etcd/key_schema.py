@@ -162,7 +162,7 @@ class Published(_Value):
     """The newest generation with a counted failure."""
     restarts: int = 0
     failures: tuple[tuple[float, int, int | None], ...] = field(default=())
-    """`restarts.Record`s, each with its age in seconds when the state was written, instead of its time."""
+    """`restart_budget.Record`s, each with its age in seconds when the state was written, instead of its time."""
     failure: Mapping[str, Any] | None = None
     """The last counted failure, a `failure.Failure`."""
     attempt: int = 0

@@ -55,7 +55,7 @@ class Identity:
     """Identifier of the process, by which it recognises its own key."""
     ttl: int = TTL_S
     nnodes: str = ""
-    """`min:max`, see `schema.Record.nnodes`."""
+    """`min:max`, see `key_schema.Record.nnodes`."""
     most: int = 1
     """Maximum number of members of the run."""
     generation: int = 0
@@ -203,7 +203,7 @@ class Membership:
     # Receiving
 
     def listed(self, listing: Outcome) -> None:
-        """Process a listing of all keys below `schema.Keys.decided`."""
+        """Process a listing of all keys below `key_schema.Keys.decided`."""
         self._at = listing.revision
         current = {kv.key: kv for kv in listing.kvs}
         self._on_leader(current.get(self._keys.leader))
@@ -217,7 +217,7 @@ class Membership:
         self.synced = True
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
-        """Process events of keys below `schema.Keys.decided`."""
+        """Process events of keys below `key_schema.Keys.decided`."""
         for event in events:
             if event.modified <= self._at:
                 continue

@@ -38,8 +38,8 @@ def resolved(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
 
 
 class Connection:
-    """A non-blocking connection. Its methods raise OSError if it breaks, and ValueError (such as `seal.Forged`) if the peer is
-    not a member."""
+    """A non-blocking connection. Its methods raise OSError if it breaks, and ValueError (such as `sealed_lines.Forged`) if the
+    peer is not a member."""
 
     def __init__(self, sock: socket.socket, side: sealed_lines.Side, key: bytes) -> None:
         self.sock = sock

@@ -3,7 +3,8 @@
     mesh = Mesh(3, "10.0.0.7", key, run="digits-1a2b")
     mesh.changed = lambda: report(mesh.unheard)
     mesh.handlers["attempt"] = lambda id, message: ...
-    mesh.enter(4, (0, 1, 3, 7), {0: "10.0.0.4:41123", ...})      addresses may come later, by `learn`
+    mesh.enter(4, (0, 1, 3, 7))
+    mesh.learn(4, {0: "10.0.0.4:41123", ...})
     mesh.send(7, {"kind": "attempt", ...}).result()                raises Undelivered
     mesh.close()                                                   sends a goodbye
 
@@ -113,13 +114,13 @@ class Mesh:
 
     # Called from any thread
 
-    def enter(self, generation: int, members: Sequence[int], addresses: Mapping[int, str] | None = None) -> None:
-        """Enter a world, and watch only our neighbours in it. Peers without a given address keep a connected previous address. On
-        return, `unheard` describes this world."""
+    def enter(self, generation: int, members: Sequence[int]) -> None:
+        """Enter a world, and watch only our neighbours in it. Connected peers keep their addresses. On return, `unheard`
+        describes this world."""
         done = threading.Event()
 
         def do(now: float) -> None:
-            self._enter(generation, tuple(members), dict(addresses or {}), now)
+            self._enter(generation, tuple(members), now)
             done.set()
 
         self._do(do)
@@ -294,7 +295,7 @@ class Mesh:
             self._peers[id] = Peer(id, self._selector, self._hello, self._key)
         return self._peers[id]
 
-    def _enter(self, generation: int, members: tuple[int, ...], addresses: dict[int, str], now: float) -> None:
+    def _enter(self, generation: int, members: tuple[int, ...], now: float) -> None:
         watched = set(watched_peers.watched(self.id, members))
         for id in [each for each in self._peers if each not in members]:
             self._peers.pop(id).close()
@@ -302,11 +303,9 @@ class Mesh:
             self._peer(id)
         for id, peer in self._peers.items():
             peer.watched, peer.due = id in watched, now
-            if id not in addresses:
-                peer.forget(now)
+            peer.forget(now)
         self.unheard, self.refused, self.complete = (), (), False
         self.generation = self._hello["generation"] = generation  # set last, since other threads read it
-        self._learn(generation, addresses, now)
         self._publish()
 
     def _learn(self, generation: int, addresses: dict[int, str], now: float) -> None:

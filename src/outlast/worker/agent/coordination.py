@@ -71,7 +71,7 @@ class Coordination:
             if end := join_run.query_end(others, self._owner):
                 return end
         self.output.mkdir(parents=True, exist_ok=True)
-        new = join_run.record(self._job.metadata.name, self._owner, self._owner)
+        new = join_run.record(self._job.metadata.name, self._owner)
         home, fresh = join_run.home(environ), environ.get(Env.FRESH) == "1"
         run = join_run.take(where, new, home=home, fresh=fresh, say=_say)
         if isinstance(run, join_run.Ended):

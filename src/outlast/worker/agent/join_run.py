@@ -163,9 +163,9 @@ def newest_generation(where: store.Store, output: Path, run: str, *, stored: boo
     return max(here, latest.generation if latest else 0)
 
 
-def record(job: str, run: str, owner: str) -> runs.Run:
-    """Create the record of a run that starts now."""
-    return runs.Run(run, job, time.time(), state="Running", owner=owner)
+def record(job: str, owner: str) -> runs.Run:
+    """Create the record of a run that starts now, whose id is the name of its owner."""
+    return runs.Run(owner, job, time.time(), state="Running", owner=owner)
 
 
 def fetch_own(where: store.Store, output: Path, worker: int) -> None:

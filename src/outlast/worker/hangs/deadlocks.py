@@ -1,9 +1,9 @@
 """Detection of deadlocks between ranks within seconds, and the heartbeat of each rank.
 
 A thread of every training process samples its main thread about once a second (`hangs.motion`), and writes a heartbeat for the
-agent to a small file (`progress.Pulse`). If the main thread has not moved for a while, the sampling thread publishes the state of
-the rank in the store of the process group: the session's current call, the place in the script, and the number of collectives
-begun in each group.
+agent to a small file (`progress_file.Pulse`). If the main thread has not moved for a while, the sampling thread publishes the
+state of the rank in the store of the process group: the session's current call, the place in the script, and the number of
+collectives begun in each group.
 
 While another rank moves, the ranks that wait for it count as moving. If no rank moves, each rank compares the states of all. If
 rank A waits in a call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue. Then the

@@ -38,7 +38,7 @@ class Process:
     where: str = ""
     """The process's place in the script, or the places of all ranks if all are still."""
     alone: int = 0
-    """See `progress.Pulse.alone`."""
+    """See `progress_file.Pulse.alone`."""
 
     @property
     def early(self) -> bool:

@@ -1,4 +1,4 @@
-"""Checks that torch and Outlast have compiled bytecode: without it each start of a worker takes at least 15 s longer."""
+"""A check for compiled bytecode of torch and Outlast, without which each start of a worker takes at least 15 s longer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import sys
 
 
 def warning(*, image: bool) -> str:
-    """Return a warning that training processes start slowly in this Python, with a remedy; empty if there is nothing to warn
-    of."""
-    found = missing("torch", "outlast")
-    if not found:
+    """Return a warning with a remedy if training processes start slowly in this Python; otherwise empty."""
+    slow = missing("torch", "outlast")
+    if not slow:
         return ""
-    packages = f"{' and '.join(found)} {'has' if len(found) == 1 else 'have'} no compiled bytecode"
-    return f"{packages}: each start takes longer; {remedy(found, image=image)}"
+    packages = f"{' and '.join(slow)} {'has' if len(slow) == 1 else 'have'} no compiled bytecode"
+    return f"{packages}: each start takes longer; {remedy(slow, image=image)}"
 
 
 def missing(*packages: str) -> dict[str, str]:
-    """Packages whose bytecode is missing or stale and cannot be written, with the directory of each package."""
-    found = {}
+    """Return the directories, by name, of packages whose bytecode is missing or stale and cannot be written."""
+    directories = {}
     for package in packages:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
@@ -27,12 +26,12 @@ def missing(*packages: str) -> dict[str, str]:
         cached = importlib.util.cache_from_source(spec.origin)
         place = os.path.dirname(cached) if os.path.isdir(os.path.dirname(cached)) else os.path.dirname(spec.origin)
         if not _valid(spec.origin, cached) and (sys.dont_write_bytecode or not os.access(place, os.W_OK)):
-            found[package] = os.path.dirname(spec.origin)
-    return found
+            directories[package] = os.path.dirname(spec.origin)
+    return directories
 
 
 def _valid(source: str, cached: str) -> bool:
-    """Return whether Python would use this bytecode, that is, whether this Python made it from this source (PEP 552)."""
+    """Return whether this Python would use this bytecode for this source (PEP 552)."""
     try:
         with open(cached, "rb") as file:
             head = file.read(16)
@@ -45,7 +44,7 @@ def _valid(source: str, cached: str) -> bool:
 
 
 def remedy(packages: dict[str, str], *, image: bool = True) -> str:
-    """Return the command that compiles these `packages` (directories by name), in the `image` of a pod or on this machine."""
+    """Return advice to compile these `packages` (directories by name), in the `image` of a pod or on this machine."""
     where = " ".join(sorted({os.path.dirname(path) for path in packages.values()}))
     how = "compile in the Dockerfile: RUN" if image else "compile once:"
     return f"{how} python3 -m compileall -q {where} (pip does so by itself, uv with UV_COMPILE_BYTECODE=1)"

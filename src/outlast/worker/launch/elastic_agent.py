@@ -1,9 +1,9 @@
-"""The worker's elastic agent: torchrun's agent class, kept alive from one world to the next.
+"""The worker's elastic agent: torchrun's agent class in a loop over worlds.
 
-torchrun ends when its processes fail for good, and its next start imports torch again. Here the same agent class runs in a loop:
-it reports how each world ended (which process failed first, and why) and waits for the next world. Forked from
-`launch.warm_process` at the request of the worker's agent. It exits with a code of `contract.Exit`, or with the code that the
-coordinator has published.
+torchrun ends when its processes fail permanently, and its next start imports torch again. Here the same agent class runs in a
+loop: it reports the end of each world (the first failed process and its error), and waits for the next world.
+`launch.warm_process` forks it at the request of the worker's agent. It exits with a code of `contract.Exit`, or with the code
+that the coordinator has published.
 
     elastic PROCESSES GRACE_S RESTARTS COMMAND [ARG ...]        COMMAND as for `launch.training_process`
 """
@@ -39,28 +39,28 @@ from outlast.worker.launch.training_process import is_secondary
 
 MONITOR_INTERVAL_S = 0.05
 EXIT_TIMEOUT_S = 5.0
-"""Longest time between the error record of a process and the end of that process."""
+"""Longest time in seconds from the error record of a process to its end."""
 MAX_BACKOFF_S = 30.0
-"""Longest delay before a script that exits as if interrupted, although nobody interrupted it, is restarted."""
+"""Longest delay in seconds before the restart of a script that exits as if interrupted, but was not."""
 EARLY_S = 30.0
-"""How long a script that does not report its steps counts as before its first step; arbitrary."""
+"""Time in seconds for which a script without reported steps counts as before its first step; arbitrary."""
 _SCRIPT_ERRORS = (
     *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
     *("TypeError", "NameError", "UnboundLocalError", "AttributeError", "SystemExit"),
 )
-"""Errors of a script that is wrong, does not fit the installed packages, or rejects its arguments."""
+"""Errors of a script that has a mistake, does not match the installed packages, or rejects its arguments."""
 _MEMORY = ("OutOfMemoryError", "MemoryError")
 """Out-of-memory errors of torch, for any accelerator, and of Python."""
 _LOADER = "killed by signal: Killed"
-"""torch's message when the kernel has killed a data loader process."""
+"""torch's message after the kernel has killed a data loader process."""
 _STEPS = ("first step", "train")
-"""Phases in which a hang is blamed on the step. In the other phases (opening, restoring, saving) a process waits for a store or a
-disk. A plain script that reports no steps counts as being at step 0 if it was silent for longer than it was active."""
+"""Phases in which a hang is attributed to the step. In other phases (opening, restoring, saving) a process waits for a store or a
+disk. A plain script without reported steps counts as at step 0 if it was silent longer than it was active."""
 
 
 def main(argv: list[str], *, ready_fd: int | None = None) -> None:
-    """Train in one world after another until the run has ended. `ready_fd` is a pipe that is closed once ranks can be forked.
-    Raises SystemExit."""
+    """Train in successive worlds until the run has ended. `ready_fd` is a pipe that is closed once ranks can be forked. Raises
+    SystemExit."""
     import torch.distributed.elastic.rendezvous as rendezvous
 
     processes, grace_s, limit, command = int(argv[0]), argv[1], int(argv[2]), argv[3:]
@@ -81,7 +81,7 @@ def main(argv: list[str], *, ready_fd: int | None = None) -> None:
 
         def joining() -> None:
             _forget(state, processes)
-            handler.repairs = handler.repairs or Repairs(id, limit)  # none from earlier worlds
+            handler.repairs = handler.repairs or Repairs(id, limit)
 
         handler.joining = joining
         handler.dies = lambda: any(
@@ -104,7 +104,7 @@ def main(argv: list[str], *, ready_fd: int | None = None) -> None:
             elif not any(_is_cause(failure) for failure in failures) and any(_was_interrupted(failure) for failure in failures):
                 if handler.leaving():
                     sys.exit(_left(handler))
-                if not handler.called():  # do not restart a script that always exits with 75 in a tight loop
+                if not handler.called():  # backoff for a script that always exits with 75
                     early = early + 1 if time.monotonic() - begun < MAX_BACKOFF_S else 0
                     handler.pause_s = backoff.exponential(early - 1, 0.5, MAX_BACKOFF_S) if early else 0.0
             else:
@@ -116,13 +116,13 @@ def main(argv: list[str], *, ready_fd: int | None = None) -> None:
                     first["early"] = ""
                 outside = contract.killed(first["code"]) or first["cause"] is FailureCause.DISK_FULL
                 kills = kills.after(outside, first["step"], time.monotonic() - begun)
-                handler.pause_s = kills.pause_s  # applies to the next start, so that this failure is reported at once
+                handler.pause_s = kills.pause_s  # before the next start; this failure is reported at once
                 handler.failed({**first, "log_tail": log_pipe.tail(log, line, since=logged, prefix=prefix)})
 
 
 def _left(handler: Handler) -> int:
-    """Leave once the other workers can resume from the state that was saved here. Returns the exit code. The agent kills this
-    process if that takes too long."""
+    """Leave once the other workers can load the state that was saved here. Returns the exit code. The agent kills this process if
+    that takes too long."""
     handler.left(reached=False)
     if handler.rank == 0:
         rank0_files.leave(os.environ, handler.generation, over=lambda: handler.closed is not None)
@@ -131,7 +131,7 @@ def _left(handler: Handler) -> int:
 
 
 def _replace(handler: Handler, client: transport.Client, generation: int, attempt: int, failure: dict[str, Any]) -> None:
-    """Take the place of an elastic agent that was killed, and report that its training processes have ended with it."""
+    """Replace a killed elastic agent, and report that its training processes have ended with it."""
     handler.world, handler.attempt = World(generation, (client.id,), "", ""), attempt
     client.amend(generation=generation, attempt=attempt, again=True)
     handler.failed(failure)
@@ -155,18 +155,18 @@ def _train(
                 )
 
         def _exit_barrier(self) -> None:
-            """No barrier is needed: workers that are done wait at the rendezvous, which notices the death of another worker."""
+            """Do nothing: workers that are done wait at the rendezvous, which detects the death of another worker."""
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-            """Training that saves on SIGTERM has the job's grace period rather than torch's 30 s; `launch.shim` kills other
+            """Give training that saves on SIGTERM the job's grace period, instead of torch's 30 s. `launch.shim` kills other
             processes."""
             if self._pcontext:
                 self._pcontext.close(death_sig, math.ceil(grace_s) + 5)
             super()._shutdown(death_sig)
 
     class NoFiles(LogsSpecs):
-        """Creates no log files: ranks inherit our output, and `launch.training_process` records errors, so a full disk cannot
-        prevent a start."""
+        """Log settings without files, so a full disk cannot prevent a start: ranks inherit our output, and
+        `launch.training_process` records errors."""
 
         root_log_dir = ""
 
@@ -187,7 +187,7 @@ def _train(
     kills = machine_memory.Machine().oom_kills()
     result = Agent(spec, NoFiles()).run()
     oom = machine_memory.Machine().oom_kills() > kills
-    # The process that failed first may be the last to end: it made others fail, and then torch's agent stopped all of them.
+    # The first failed process may end last: it made others fail, and then torch's agent stopped all of them.
     ended = {process.local_rank for process in result.failures.values()}
     causes = _causes(state, processes) if ended else {}
     stopped = {
@@ -210,21 +210,20 @@ def _repaired(past: Past, *, first: bool) -> None:
     reason = str(past.failure.get("reason", ""))
     print(f"outlast | attempt {past.attempt} of generation {past.generation}: {reason}", file=sys.stderr, flush=True)
     if first:
-        book = Ledger(Path(os.environ[contract.Env.OUTPUT]) / contract.LEDGER, f"elastic-{os.environ[contract.Env.WORKER]}")
+        ledger = Ledger(Path(os.environ[contract.Env.OUTPUT]) / contract.LEDGER, f"elastic-{os.environ[contract.Env.WORKER]}")
         event = {"generation": past.generation, "attempt": past.attempt, "worker": past.worker, "reason": reason}
-        book.write("attempt", **event, rank=past.failure.get("rank"))
-        book.close()
+        ledger.write("attempt", **event, rank=past.failure.get("rank"))
+        ledger.close()
 
 
 def _causes(state: Path, processes: int) -> dict[int, dict[str, Any]]:
-    """Error records of the current world's training processes by local rank, without secondary failures."""
+    """Return the error records of the current world's training processes by local rank, without secondary failures."""
     records = {each: _read(state / contract.ERROR.format(local_rank=each)) for each in range(processes)}
     return {each: record for each, record in records.items() if "code" in record and not is_secondary(record)}
 
 
 def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[str, Any]:
-    """Return the failure that led to the others. If all are secondary, a rank of this worker that exited with code 0 may be the
-    cause."""
+    """Return the root failure. If all failures are secondary, a rank of this worker that exited with code 0 may be the cause."""
     first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
     records = (_read(state / contract.ERROR.format(local_rank=each)) for each in range(processes))
     rank = next((record["rank"] for record in records if record.get("left")), None)
@@ -235,8 +234,8 @@ def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[
 
 
 def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: bool = False) -> dict[str, Any]:
-    """Return the failure of one training process, as the rendezvous reports it. `oom`: whether the kernel's OOM killer has killed
-    a process of this worker meanwhile."""
+    """Return the failure of one training process for the rendezvous. `oom`: the kernel's OOM killer has killed a process of this
+    worker meanwhile."""
     record = _read(state / contract.ERROR.format(local_rank=process.local_rank))
     verdict = _read(state / contract.VERDICT.format(local_rank=process.local_rank))
     # The error record wins: threads of torch may end the process with SIGABRT while it exits.
@@ -256,7 +255,9 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: boo
     echo = is_secondary(record)
     young = verdict.get("early") or (echo and record.get("age_s", math.inf) < EARLY_S)
     plain = reached is None and bool(reported or young)
-    stopped_by_us = process.exitcode == -signal.SIGTERM and "code" not in record  # with a code it was exiting by itself
+    stopped_by_us = (
+        process.exitcode == -signal.SIGTERM and "code" not in record
+    )  # a record with a code means that it was exiting already
     return {
         "rank": rank,
         "code": code,
@@ -273,8 +274,8 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: boo
 
 
 def _cause(record: dict[str, Any]) -> FailureCause:
-    """Return the cause of a failure: whether a script ran out of memory or disk space. A driver's error is a RuntimeError, which
-    only CUDA's text distinguishes."""
+    """Return the cause of a failure, if the script ran out of memory or disk space. A driver's out-of-memory error is a
+    RuntimeError with CUDA's text."""
     kind, message = record.get("type"), record.get("message", "")
     if kind == "OSError" and any(f"[Errno {number}]" in message for number in (errno.ENOSPC, errno.EDQUOT)):
         return FailureCause.DISK_FULL
@@ -283,7 +284,7 @@ def _cause(record: dict[str, Any]) -> FailureCause:
 
 
 def _early(record: dict[str, Any], reached: progress_file.Progress | None) -> bool:
-    """Return whether the script itself, not the machine, failed before its first step, as far as we know."""
+    """Return whether the script, not the machine, probably caused a failure before its first step."""
     began = record.get("age_s", math.inf) < EARLY_S if reached is None else reached.phase in ("open", "restore", "first step")
     return began and record.get("type") in _SCRIPT_ERRORS
 

@@ -1,8 +1,8 @@
-"""Requests to the operating system: daemons, children that die with their parent, process titles, glibc's settings.
+"""Calls to the operating system: daemons, children that die with their parent, process titles, glibc's settings.
 
-A daemon, such as the launcher, outlives the process that starts it (the command line or a worker). Titles are shown by `ps` and
-`top` (`outlast: rank 3 train.py`); without them all forks would have the title of one process. The environment stays readable in
-/proc: it shows which worker a process belongs to.
+A daemon, such as the launcher, outlives the process that starts it (the command line or a worker). `ps` and `top` show titles
+(`outlast: rank 3 train.py`), without which all forks would have the same title. The environment remains readable in /proc, since
+it identifies the worker of a process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from outlast.job import contract
 
 
 def daemon(argv: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None) -> None:
-    """Start a command in a session of its own, with its output appended to `log`. The command is not our child, so we need not
-    reap it."""
+    """Start a command in a new session, with its output appended to `log`. It is not our child, so we need not reap it."""
     with open(log, "ab") as file:
         subprocess.run(
             ["sh", "-c", '"$@" &', "sh", *argv],
@@ -40,14 +39,14 @@ _ANYBODY = 0xFFFFFFFFFFFFFFFF
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process the signal `number` when its `parent` dies."""
+    """Make the kernel send the signal `number` to this process when its `parent` dies."""
     _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os._exit(contract.exit_code(-number))
 
 
 def be_traced() -> None:
-    """Let any process of this user, not only a parent, read our stacks: py-spy runs in a sibling of this process."""
+    """Allow any process of this user to read our stacks, since py-spy runs in a sibling of this process."""
     _prctl(_PR_SET_PTRACER, _ANYBODY)
 
 
@@ -57,11 +56,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 _NO_ENV = "SPT_NOENV"
-"""Keeps setproctitle from overwriting the environment. As a consequence titles are cut at the length of the arguments."""
+"""Variable that prevents setproctitle from overwriting the environment, and thereby limits titles to the length of the
+arguments."""
 
 
 def entitle(title: str) -> None:
-    """Set the title of this process. Without setproctitle (extra `train`) only `top` shows the title, cut to 15 characters."""
+    """Set the title of this process. Without setproctitle (extra `train`), only `top` shows the title, cut to 15 characters."""
     os.environ[_NO_ENV] = "1"
     try:
         import setproctitle
@@ -75,21 +75,20 @@ def entitle(title: str) -> None:
 
 
 VARIABLE = "GLIBC_TUNABLES"
-"""https://sourceware.org/glibc/manual/latest/html_node/Tunables.html; glibc reads the variable when a program starts, and ignores
-unknown names."""
+"""Variable that glibc reads at the start of a program, ignoring unknown names.
+https://sourceware.org/glibc/manual/latest/html_node/Tunables.html"""
 _NAME = "glibc.cpu.x86_non_temporal_threshold"
 LARGE = 1 << 20
-"""Size in bytes from which a copy bypasses the caches: glibc's value for 1.5 MB of shared cache per core, half of a large core's
-L2."""
+"""Minimum size in bytes of a copy that bypasses the caches: glibc's value for 1.5 MB of shared cache per core, half of a large
+core's L2."""
 
 
 def streaming(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that make copies of `LARGE` bytes bypass the caches, unless `environ` sets another limit.
 
-    To write memory in the usual way, a core reads it first. `memcpy` avoids that for copies that are too large for the caches,
-    and derives the limit from the cache size that the processor reports. A virtual machine often reports the cache size of its
-    whole host, e.g. 480 MB for 2 cores, and then no copy is large enough. With this setting the training state is copied in 0.6
-    of the time (decision 0043).
+    A normal write to memory first reads it into the cache. `memcpy` avoids that for copies larger than a limit, which it derives
+    from the reported cache size. A virtual machine often reports the cache size of its whole host, e.g. 480 MB for 2 cores, so no
+    copy is large enough. With this setting, a copy of the training state takes 0.6 of the time (decision 0043).
     """
     tunables = [each for each in environ.get(VARIABLE, "").split(":") if each]
     if any(each.partition("=")[0] == _NAME for each in tunables):

@@ -1,10 +1,10 @@
-"""Preloads a script's imports in the warm process, so that a restart need not repeat them: `import transformers` takes seconds.
+"""Preloading of a script's imports in the warm process, so that a restart need not repeat them: `import transformers` takes
+seconds.
 
-Some seconds after its last import, a rank reports to the warm process which modules it has loaded. In a trial, a fork of the warm
-process imports the modules that belong to installed packages, and checks that importing them has no side effects. Environment
-variables that a package reads must be equal in both processes; a package that starts threads or processes, opens devices or
-connections, writes files, draws random numbers or crashes is left to the script. The warm process imports all other packages
-while it is idle. Docs: docs/decisions/0042-starting.md.
+Some seconds after its last import, a rank reports its modules to the warm process. In a trial, a fork of the warm process imports
+the modules of installed packages, and checks for side effects. Environment variables that a package reads must be equal in both
+processes. A package that starts threads or processes, opens devices or connections, writes files, draws random numbers or crashes
+is left to the script. The warm process imports all other packages while it is idle. Docs: docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any
 from outlast.job import accelerators
 
 SETTLED_S = 5.0
-"""A rank that has imported nothing for this long counts as training; arbitrary."""
+"""Time in seconds without an import after which a rank counts as training; arbitrary."""
 LEAST = 20
-"""Minimum number of modules that are worth a trial; arbitrary."""
+"""Minimum number of modules for a trial; arbitrary."""
 TRIALS = 5
 """Maximum number of trials, each without the package that failed the previous one."""
 TRIAL_S = 120
@@ -40,23 +40,24 @@ _NEVER = {
     *("mpi4py", "horovod", "deepspeed", "jax", "jaxlib", "tensorflow", "cupy"),
     *(accelerator.package.partition(".")[0] for accelerator in accelerators.TABLE if accelerator.package),
 }
-"""Packages that acquire a device or start other processes when they are imported."""
-_SPOILS = {
+"""Packages whose import acquires a device or starts other processes."""
+_SIDE_EFFECTS = {
     *("os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system", "subprocess.Popen", "pty.spawn"),
     *("socket.connect", "os.putenv", "os.unsetenv", "os.chdir", "tempfile.mkdtemp", "tempfile.mkstemp"),
 }
-"""Audit events that show that an import has side effects. https://docs.python.org/3/library/audit_events.html"""
-_OF_A_RANK = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|OUTLAST_)\w*|RANK|WORLD_SIZE")
+"""Audit events that are side effects of an import. https://docs.python.org/3/library/audit_events.html"""
+_PER_RANK = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|OUTLAST_)\w*|RANK|WORLD_SIZE")
 """Environment variables that differ between ranks or worlds."""
-_TORCHS = "TORCHINDUCTOR_CACHE_DIR"
-"""Set by torch itself on first use, always to the same value."""
-_ALONE = ("OPENBLAS_NUM_THREADS", "1")
-"""Set in trials: otherwise OpenBLAS, a dependency of scipy, starts threads, although it stops them around a fork."""
+_SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
+"""Variable that torch itself sets on first use, always to the same value."""
+_SINGLE_THREAD = ("OPENBLAS_NUM_THREADS", "1")
+"""Variable set in trials, without which OpenBLAS, a dependency of scipy, starts threads (although it stops them around a
+fork)."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A rank's report: its environment, and the modules that it has imported itself, in order, each with its file."""
+    """A rank's report: its environment, and the files of its own imported modules by name, in order."""
 
     modules: Mapping[str, str]
     environ: Mapping[str, str]
@@ -75,7 +76,7 @@ def dumps(preloaded: Collection[str]) -> bytes:
 
 
 def loads(data: bytes) -> Imported | None:
-    """Return the inverse of `dumps`; None if the rank ended before it wrote everything."""
+    """Parse the output of `dumps`; returns None if the rank ended before it wrote everything."""
     try:
         fields = json.loads(data)
     except ValueError:
@@ -90,7 +91,7 @@ def report(pipe: int, preloaded: Collection[str], settled_s: float = SETTLED_S) 
         count = -1
         while count != (count := len(sys.modules)):
             time.sleep(settled_s)
-        with contextlib.suppress(OSError), open(pipe, "wb") as file:  # the warm process may be gone
+        with contextlib.suppress(OSError), open(pipe, "wb") as file:  # the warm process may have ended
             file.write(dumps(preloaded) + b"\n")
 
     threading.Thread(target=write, name="outlast-imports", daemon=True).start()
@@ -102,8 +103,7 @@ def places() -> list[str]:
 
 
 def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str], where: Sequence[str]) -> list[str]:
-    """Return the modules worth a trial. Modules of the script's own code are not, since that code may differ at the next
-    start."""
+    """Return the modules for a trial. They exclude the script's own code, which may change before the next start."""
     names = [
         name
         for name, origin in imported.modules.items()
@@ -116,8 +116,7 @@ def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str
 
 
 def trial(names: Sequence[str], imported: Imported) -> Iterator[str]:
-    """Import modules in a process that is thrown away. Yields the packages that may be preloaded, up to the first that may
-    not."""
+    """Import modules in a disposable process. Yields the packages that may be preloaded, and stops at the first other package."""
     sys.dont_write_bytecode = True
     tempfile.gettempdir()  # writes a file the first time
     watch = _Watch(imported.environ)
@@ -133,29 +132,29 @@ def trial(names: Sequence[str], imported: Imported) -> Iterator[str]:
                 return
             if getattr(vars(sys.modules[name]).get("__spec__"), "origin", None) != imported.modules[name]:
                 return
-        if watch.spoilt or _state() != initial:
+        if watch.side_effect or _state() != initial:
             return
         yield package
 
 
 class _Watch:
-    """Watches a trial through audit hooks. These cannot be removed, but the process is thrown away."""
+    """The watch of a trial by audit hooks, which cannot be removed, but end with the process."""
 
     def __init__(self, rank_environ: Mapping[str, str]) -> None:
-        self.spoilt = ""
-        """The first side effect that was seen; empty if none was."""
+        self.side_effect = ""
+        """The first side effect; empty without one."""
         own = dict(os.environ)
-        os.environ[_ALONE[0]] = _ALONE[1]
+        os.environ[_SINGLE_THREAD[0]] = _SINGLE_THREAD[1]
         read, all_ = os._Environ.__getitem__, os._Environ.__iter__
 
         def item(environ: Any, name: str) -> str:
-            if name != _TORCHS and own.get(name) != rank_environ.get(name):
-                self.spoilt = self.spoilt or f"reads {name}"
+            if name != _SET_BY_TORCH and own.get(name) != rank_environ.get(name):
+                self.side_effect = self.side_effect or f"reads {name}"
             return str(read(environ, name))
 
         def each(environ: Any) -> Iterator[str]:
             if own != rank_environ:
-                self.spoilt = self.spoilt or "reads the environment"
+                self.side_effect = self.side_effect or "reads the environment"
             return all_(environ)
 
         os._Environ.__getitem__ = item  # type: ignore[method-assign,assignment]
@@ -163,10 +162,10 @@ class _Watch:
         sys.addaudithook(self._event)
 
     def _event(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "os.putenv" and os.fsdecode(args[0]) == _TORCHS:
+        if event == "os.putenv" and os.fsdecode(args[0]) == _SET_BY_TORCH:
             return
-        if event in _SPOILS or (event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)):
-            self.spoilt = self.spoilt or event
+        if event in _SIDE_EFFECTS or (event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)):
+            self.side_effect = self.side_effect or event
 
 
 def _state() -> tuple[object, ...]:
@@ -184,7 +183,7 @@ def _state() -> tuple[object, ...]:
 
 
 def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
-    """Run a trial in a fresh fork: write a line for each package that may be preloaded to `pipe`, and end this process."""
+    """Run a trial in this fork: write a line to `pipe` for each package that may be preloaded, and end the process."""
     with contextlib.suppress(OSError):
         os.nice(19)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -200,27 +199,27 @@ def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
 
 
 class Preloader:
-    """The warm process's part in preloading: it reads the reports of ranks, starts trials, and imports. `detach` makes a fork a
-    process of its own."""
+    """The warm process's side of preloading: it reads the reports of ranks, starts trials, and imports. `detach` separates a fork
+    from the warm process."""
 
     def __init__(self, selector: selectors.BaseSelector, detach: Callable[[int], None]) -> None:
         self._selector, self._detach = selector, detach
         self._reading: dict[int, bytearray] = {}
         """Received bytes, by descriptor."""
         self._trial: tuple[int, list[str], Imported] | None = None
-        """The descriptor and the modules of the running trial, and the report that led to it."""
+        """Descriptor, modules and original report of the running trial."""
         self._trials_left = 0
         self._tried: set[str] = set()
         self._environ: dict[str, str] = {}
-        """Environment variables that packages may read: those that all ranks share."""
+        """Environment variables common to all ranks, which packages may read."""
         self.modules: list[str] = []
         """Modules to import when the warm process is idle."""
 
     def pipe(self, environ: Mapping[str, str]) -> int:
-        """Return the descriptor to which a rank that starts with this environment writes its `report`."""
+        """Open a pipe for the `report` of a rank that starts with this environment. Returns the descriptor for the rank."""
         read, write = os.pipe()
         self._reading[read] = bytearray()
-        self._environ = {name: value for name, value in environ.items() if not _OF_A_RANK.fullmatch(name)}
+        self._environ = {name: value for name, value in environ.items() if not _PER_RANK.fullmatch(name)}
         self._selector.register(read, selectors.EVENT_READ)
         return write
 
@@ -263,7 +262,7 @@ class Preloader:
         parent, (read, write) = os.getpid(), os.pipe()
         try:
             pid = os.fork()
-        except OSError:  # the process limit
+        except OSError:  # the limit on processes
             os.close(read)
             os.close(write)
             return

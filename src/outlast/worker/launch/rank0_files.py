@@ -1,10 +1,12 @@
-"""Distributes rank 0's files for plain scripts in pods: all pods begin a world with the same files.
+"""Distribution of rank 0's files for plain scripts in pods, so that all pods begin a world with the same files.
 
-Pods share no directory. A surviving pod has the files of its own ranks, a replaced pod has the files of the store: a script that
-saves on rank 0 and loads on all ranks would resume at a different step on each. So before the processes of a world start, rank
-0's pod requests an upload of the script's files from its upload process, announces the upload in the world's TCPStore, and the
-other pods fetch the files (`prepare.workdir`). Scripts with a session do not need this. When rank 0's worker leaves, it requests
-the same upload before it ceases to be a member (`leave`). Docs: docs/decisions/0023-the-working-directory.md.
+Pods share no directory. A surviving pod has the files of its own ranks, a replaced pod has the files of the store. A script that
+saves on rank 0 and loads on all ranks would resume at a different step on each.
+
+So before the processes of a world start, rank 0's pod requests an upload of the script's files from its upload process, and
+announces the upload in the world's TCPStore. The other pods then fetch the files (`prepare.workdir`). A leaving rank 0's worker
+requests the same upload before it ends its membership (`leave`). Scripts with a session do not need this. Docs:
+docs/decisions/0023-the-working-directory.md.
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ from outlast.job.workerfiles import progress_file
 _KEY = "outlast/files"
 _NOTHING, _SENT, _IN_STORE = b"nothing", b"sent", b"in the store"
 _REQUEST, _REPORT = ".push/wanted", ".push/given"
-"""Names of two files in the output: they hold the generation (and attempt) for which an upload is requested, and the one for
-which it succeeded or failed."""
+"""Two files in the output, with the generation (and attempt) of a requested upload and of a finished upload."""
 _TIMEOUT_S = 300.0
-"""How long the start of a world waits for the files; arbitrary."""
+"""Time in seconds that the start of a world waits for the files; arbitrary."""
 _POLL_INTERVAL_S = 0.05
 
 
 def share(tcp_store: Any, *, first: bool, called: Callable[[], bool], environ: Mapping[str, str]) -> None:
-    """On the `first` worker, send rank 0's files to the other workers; on the other workers, fetch them. Ends early once the
-    workers are `called` to form another world. A failure is printed, and the world begins with the files that each pod has."""
+    """Send rank 0's files to the other workers, on the `first` worker; fetch them on the other workers.
+
+    Returns early once the workers are `called` to another world. After a failure, which is printed, the world begins with the
+    files of each pod.
+    """
     if not _stored(environ):
         return
     until = time.monotonic() + _TIMEOUT_S
@@ -53,35 +57,35 @@ def share(tcp_store: Any, *, first: bool, called: Callable[[], bool], environ: M
             time.sleep(_POLL_INTERVAL_S)
         if (announced := tcp_store.get(_KEY)) != _NOTHING:
             _fetch(announced, environ, over)
-    except RuntimeError:  # rank 0's pod is lost, and with it this world
+    except RuntimeError:  # rank 0's pod is lost, and this world with it
         pass
     except OSError as problem:
-        print(f"outlast | this worker goes on with the files that it has: {problem}", flush=True)
+        print(f"outlast | this worker continues with its own files: {problem}", flush=True)
 
 
 def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
-    """Have rank 0's files uploaded from this worker. Returns the announcement for the other workers."""
+    """Request an upload of rank 0's files from this worker. Returns the announcement for the other workers."""
     record = progress_file.read(Path(environ[Env.STATE]), 0)
     output, generation = Path(environ[Env.OUTPUT]), environ[Env.GENERATION]
     if environ.get(Env.ATTEMPT, "0") != "0":  # an earlier attempt's upload is outdated
         generation = f"{generation}.{environ[Env.ATTEMPT]}"
     if (record and record.phase != "started") or not (output / contract.WORK / contract.WORKED).exists():
-        return _NOTHING  # a session, or nothing is written yet
+        return _NOTHING  # the script has a session, or has written nothing yet
     if record is None or record.rank != 0:  # rank 0 ran elsewhere: its files are in the store
         return _IN_STORE
     problem = _uploaded(output, generation, over)
     if problem:
-        print(f"outlast | the other workers go on with the files that they have: {problem}", flush=True)
+        print(f"outlast | the other workers continue with their own files: {problem}", flush=True)
     return _SENT if problem == "" else _NOTHING
 
 
 def leave(environ: Mapping[str, str], generation: int, over: Callable[[], bool]) -> None:
-    """Wait, as rank 0's leaving worker, until its files up to this `generation` are in the store, or until `over()`. The worker
-    stays a member meanwhile, so that the other workers do not resume from an older step."""
+    """Wait on rank 0's leaving worker until its files up to this `generation` are in the store, or until `over()`. The worker
+    remains a member meanwhile, so that the other workers do not resume from an older step."""
     if not _stored(environ):
         return
     for number in itertools.takewhile(lambda _: not over(), itertools.count(1)):
-        with contextlib.suppress(OSError):  # a full disk, which may get room again: otherwise the agent kills this process
+        with contextlib.suppress(OSError):  # a full disk: retried until the agent kills this process
             if not _uploaded(Path(environ[Env.OUTPUT]), f"{generation}.leave.{number}", over):
                 return
         time.sleep(1.0)  # the store failed, and may recover
@@ -93,7 +97,7 @@ def _stored(environ: Mapping[str, str]) -> bool:
 
 
 def _uploaded(output: Path, generation: str, over: Callable[[], bool]) -> str | None:
-    """Have everything uploaded. Returns why the upload failed, or an empty string on success; None if `over()` became true
+    """Request an upload and wait for it. Returns the reason of its failure, an empty string on success, or None if `over()` came
     first."""
     files.replace(output / _REQUEST, generation)
     while not over():
@@ -105,12 +109,12 @@ def _uploaded(output: Path, generation: str, over: Callable[[], bool]) -> str | 
 
 
 def requested(output: Path) -> str:
-    """Return the generation for which an upload is requested; empty if there is none."""
+    """Return the generation of a requested upload; empty without a request."""
     return _read(output / _REQUEST)
 
 
 def report(output: Path, generation: str, problem: str = "") -> None:
-    """Report that the requested upload is complete, or why it failed."""
+    """Report the completion of the requested upload, or its failure with a `problem`."""
     if generation:
         files.replace(output / _REPORT, f"{generation} {problem}")
         (output / _REQUEST).unlink(missing_ok=True)
@@ -124,7 +128,7 @@ def _read(path: Path) -> str:
 
 
 def _fetch(announced: bytes, environ: Mapping[str, str], over: Callable[[], bool]) -> None:
-    """Fetch rank 0's files in a separate process: this one is a fork, in which the store client's threads do not exist."""
+    """Fetch rank 0's files in a separate process, since this process is a fork without the store client's threads."""
     command = [sys.executable, "-m", "outlast", "workdir", *(["--newer"] if announced == _SENT else [])]
     child = subprocess.Popen(command, env=dict(environ))
     while child.poll() is None:

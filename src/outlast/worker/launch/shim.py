@@ -1,12 +1,11 @@
 """The stand-in for a training process that was forked from the warm process.
 
-torchrun's agent starts, watches and signals *its* child; the process that trains is a fork of `launch.warm_process`, which has
-imported torch already. This small program is the child: it requests a fork from the warm process, hands over its own stdin,
-stdout and stderr, forwards signals, and ends in the same way as the training process.
+torchrun's agent starts, watches and signals *its* child, whereas the training process is a fork of `launch.warm_process`, which
+has imported torch already. This small program is the child: it requests a fork from the warm process, passes on its stdin, stdout
+and stderr, forwards signals, and ends in the same way as the training process.
 
-If there are several processes, it also copies the output, to prefix each line with the rank. Log files would fill a disk.
-
-It is run by path with `python -I -S`, which starts in about 15 ms, so it imports only the standard library.
+With several processes on a worker, it also copies the output, to prefix each line with the rank. The program runs by path with
+`python -I -S`, which starts in about 15 ms, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from types import FrameType
 SOCKET = "warm.sock"
 """Name of the warm process's socket, in the directory of its worker."""
 CONNECT_TIMEOUT_S = 5.0
-"""Timeout of a connection, which is reached if the listener is stopped and its queue is full."""
+"""Timeout of a connection in seconds, for a stopped listener with a full queue."""
 PIECE = 65536
-"""Maximum number of bytes read at once, which is the capacity of a pipe, and in a line: a longer line is split."""
+"""Maximum number of bytes in one read (the capacity of a pipe) and in a line; longer lines are split."""
 PREFIX = "[rank {}] "
-"""Prefix of each line if there are several processes."""
+"""Prefix of each line of several processes."""
 AGAIN_S = 1.0
-"""Pause after a fork that failed at the limit of processes or descriptors."""
+"""Pause in seconds after a fork that failed at the limit on processes or descriptors."""
 KILL_DELAY_S = 5.0
-"""Time from SIGTERM to SIGKILL if training has not been given a grace period in which to save."""
+"""Time in seconds from SIGTERM to SIGKILL for training without a grace period."""
 
 
 class Lines:
-    """Copies the output of a process to `write`, line by line, each with the process's rank as a prefix."""
+    """A copy of a process's output, from the pipe `write` to our stdout, with the rank as a prefix of each line."""
 
     def __init__(self) -> None:
         self.read, self.write = os.pipe()
@@ -44,8 +43,7 @@ class Lines:
         self._rest = b""
 
     def copy(self, *, last: bool = False) -> bool:
-        """Copy the lines of the next piece, and after the `last` piece also an unfinished line. Returns whether more may
-        follow."""
+        """Copy the lines of the next piece; in the `last` piece also an unfinished line. Returns whether more may follow."""
         more, data = True, b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self.read, PIECE)
@@ -61,7 +59,7 @@ class Lines:
 
 
 def connect(path: str) -> socket.socket:
-    """Connect to the warm process that listens on `path`, which may be longer than an address (107 bytes on Linux)."""
+    """Connect to the warm process at `path`, which may be longer than a socket address (107 bytes on Linux)."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(CONNECT_TIMEOUT_S)
     try:
@@ -97,7 +95,7 @@ def main() -> None:
         lines = Lines() if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1" else None
         streams = (0, lines.write, lines.write) if lines else (0, 1, 2)
         request(sock, "rank", argv, dict(os.environ), os.getcwd(), streams)
-    except OSError as problem:  # if the warm process has ended, so has our elastic agent, and nobody would own the rank
+    except OSError as problem:  # with the warm process our elastic agent has ended, too, and the rank would have no owner
         sys.exit(f"outlast | rank {os.environ.get('RANK')} cannot be started by the warm process: {problem}")
 
     received: list[int] = []
@@ -146,8 +144,8 @@ def error_path() -> str:
 
 
 def record_death(number: int, when: float, why: str = "") -> None:
-    """Record that a signal ended the training process, or `why` it could not be started. An error record that the process has
-    written itself stays: threads of torch may end a process with SIGABRT while it exits by an exception."""
+    """Record that a signal ended the training process, or `why` it could not start. An error record of the process itself
+    remains, since threads of torch may end it with SIGABRT while it exits with an exception."""
     path = error_path()
     if os.path.exists(path):
         return
@@ -157,7 +155,7 @@ def record_death(number: int, when: float, why: str = "") -> None:
 
 
 def record(fields: dict[str, object]) -> None:
-    """Write the error record. If the disk is full, nothing is written."""
+    """Write the error record; on a full disk, write nothing."""
     path = error_path()
     with contextlib.suppress(OSError):
         with open(path + ".tmp", "w") as file:

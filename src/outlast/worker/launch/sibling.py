@@ -1,11 +1,12 @@
-"""Starts a new worker on this machine as a fork of another worker's warm process, which has imported torch and shares its memory.
+"""Start of a new worker on this machine as a fork of another worker's warm process, which has imported torch and shares its
+memory.
 
-    launcher      asks the warm process of a training worker (`ask`); if none answers, it starts the worker the usual way
+    launcher      requests a fork from the warm process of a training worker (`ask`), or starts the worker the usual way
     warm process  forks a process that is not its child (`orphan`), which becomes the agent of the new worker
-    agent         forks a warm process of its own before it has threads, and continues as `python -m outlast agent`
+    agent         forks its own warm process before it has threads, and continues as `python -m outlast agent`
 
-In this way no process of a worker depends on another worker. We find out which worker a process belongs to from its environment
-in /proc, which a fork inherits: it is overwritten in place (`show`), so only values of equal length may differ. Linux only. Docs:
+No process of a worker then depends on another worker. A process's environment in /proc identifies its worker. A fork inherits
+that environment and overwrites it in place (`show`), so only values of equal length may differ. Linux only. Docs:
 docs/decisions/0042-starting.md.
 """
 
@@ -27,12 +28,12 @@ from outlast.worker.launch import os_calls, shim
 KIND = "agent"
 """Kind of the request, and role (`outlast.__main__`) of the forked process."""
 ANSWER_S = 1.0
-"""How long to wait for the answer. Arbitrary: an answer takes 10 ms, or longer while the warm process imports something."""
+"""Timeout of the response in seconds. Arbitrary: a response takes 10 ms, or longer while the warm process imports a module."""
 _GO = b"go\n"
 
 
 class Forked:
-    """A forked child, with the part of `subprocess.Popen`'s interface that its parent uses."""
+    """A forked child, with the methods of `subprocess.Popen` that its parent uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -64,7 +65,7 @@ warm: Forked | None = None
 
 
 def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] | Forked:
-    """Start the warm process in the Python interpreter for training, unless one was forked together with this agent."""
+    """Start the warm process in the Python interpreter for training, unless it was forked together with this agent."""
     if warm and warm.poll() is None:
         return warm
     command = [python, "-m", "outlast", "warm", os.path.join(environ[contract.Env.STATE], shim.SOCKET), str(os.getpid())]
@@ -72,8 +73,8 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] 
 
 
 def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None:
-    """Have the warm process that listens at `path` fork an agent with this environment, directory and log. Returns the agent's
-    process id. None if the warm process cannot do so; then no agent starts later, either."""
+    """Request an agent with this environment, directory and log from the warm process at `path`. Returns the agent's process id,
+    or None if no agent will start."""
     if sys.platform != "linux":
         return None
     environ = {**environ, **os_calls.streaming(environ)}  # as an agent does for its warm process
@@ -88,8 +89,8 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
 
 
 def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the variables of the `new` worker's environment that differ from our `own`. None if the worker must be started the
-    usual way: libraries have read other variables already, and a longer value does not fit."""
+    """Return the variables of the `new` worker's environment that differ from our `own`, or None if it does not fit: libraries
+    have already read the other variables, and values must have equal length."""
     devices = {row.visible for row in accelerators.TABLE}
     changed = {name: value for name, value in new.items() if own.get(name) != value}
     if own.keys() != new.keys() or not all(name.startswith("OUTLAST_") or name in devices for name in changed):
@@ -99,13 +100,13 @@ def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] 
 
 
 def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
-    """Fork again, so that the new process is not the warm process's child, and return in the new process whether the caller still
-    wants it. In the current process, the first fork, this function does not return."""
+    """Fork again, so that the new process is not the warm process's child. Returns only in the new process, True if the caller
+    still waits for it."""
     if os.fork():
         os._exit(0)
     os.setsid()
-    show(changed)  # first: the launcher counts a process as lost if it shows another worker's environment
-    connection.settimeout(10.0)  # long enough for any launcher to give up
+    show(changed)  # first, since a process with another worker's environment counts as lost
+    connection.settimeout(10.0)  # longer than any launcher's timeout
     with connection, contextlib.suppress(OSError):
         connection.sendall(b"%d\n" % os.getpid())
         return connection.recv(64) == _GO
@@ -113,7 +114,7 @@ def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
 
 
 def show(changed: Mapping[str, str]) -> None:
-    """Overwrite these variables in this process's /proc/<pid>/environ, and so in the environment that C code reads."""
+    """Overwrite these variables in this process's /proc/<pid>/environ, which is also the environment of C code."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
     block = b"\0" + ctypes.string_at(start, end - start)

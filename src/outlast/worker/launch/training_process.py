@@ -1,11 +1,11 @@
-"""A training process: runs the user's script or module as `__main__`, and records the error that ends it.
+"""A training process, which runs the user's script or module as `__main__`, and records its error.
 
     python -m outlast rank SCRIPT.py [ARG ...]
     python -m outlast rank -m MODULE [ARG ...]
 
-The environment is the one that torchrun sets. We add only a first progress record, so that the agent knows the process, a thread
-that detects deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback, so that `outlast
-status` can show the first error of the first failing rank.
+The environment is that of torchrun. We add only a first progress record, which identifies the process to the agent, a thread that
+detects deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback, from which `outlast
+status` shows the first error of the first failing rank.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _SECONDARY = re.compile(
     r"no route to host|unreachable|" + "|".join(accelerators.LIBRARIES),
     re.IGNORECASE,
 )
-"""Errors of collectives after another process has died: such an error is a secondary failure, not the cause."""
+"""Messages of collectives after the death of another process, which are secondary failures."""
 _USAGE = 2
-"""The exit code with which argparse and most commands reject wrong arguments."""
+"""Exit code of argparse and most commands for wrong arguments."""
 
 
 def main(argv: list[str]) -> None:
-    """Run `argv` as Python would. Returns at the end of the script, or raises SystemExit."""
+    """Run `argv` like Python. Returns at the end of the script, or raises SystemExit."""
     global _began
-    _began = time.monotonic()  # the process that forked this one may have imported this module long ago
+    _began = time.monotonic()  # our parent may have imported this module long ago
     state = os.environ.get(contract.Env.STATE)
     if state:
         _enter(Path(state))
@@ -94,12 +94,12 @@ def _enter(state: Path) -> None:
     writer.close()
     directory = Path(os.environ.get(contract.Env.OUTPUT, "")) / contract.WORK
     if os.environ.get("RANK") == "0" and Path.cwd() == directory.resolve():  # rank 0's files are the results: `prepare.workdir`
-        with contextlib.suppress(OSError):  # a full disk: its files are uploaded later
+        with contextlib.suppress(OSError):  # a full disk: the files are uploaded later
             files.replace(directory / contract.WORKED, str(generation))
 
 
 def _below_runpy(error: BaseException) -> TracebackType | None:
-    """Return the traceback from the user's first frame on; None if the script could not be read or compiled."""
+    """Return the traceback that starts at the user's first frame; None if the script could not be read or compiled."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
@@ -107,8 +107,7 @@ def _below_runpy(error: BaseException) -> TracebackType | None:
 
 
 def _hint(error: BaseException) -> str:
-    """Return the remedy for a file that is missing only because the job runs in a copy of its code; empty if the file is missing
-    for another reason."""
+    """Return a remedy for a file that is missing only because the job runs in a copy of its code; otherwise empty."""
     code, file = os.environ.get(contract.Env.CODE), os.environ.get(contract.Env.JOB_FILE)
     names = [cause.filename for cause in causes(error) if isinstance(cause, FileNotFoundError)]
     if not names or not isinstance(names[0], str) or not code or not file:
@@ -123,7 +122,7 @@ def _hint(error: BaseException) -> str:
 
 
 def missing_hint(name: str, code: Path, origin: Path | None) -> str:
-    """Return the hint for a missing file. `code` is the copy; `origin` is the directory that was copied, if it is on this
+    """Return the hint for a missing file. `code` is the copy, `origin` the copied directory; None if it is not on this
     machine."""
     if os.path.isabs(name) and not name.startswith(f"{code.parent if origin else code}/"):
         return ""
@@ -143,7 +142,7 @@ def missing_hint(name: str, code: Path, origin: Path | None) -> str:
 
 
 def is_secondary(record: dict[str, Any]) -> bool:
-    """Return whether an error record comes from a collective that broke because another rank ended."""
+    """Return whether an error record is from a collective that broke because another rank had ended."""
     if record.get("type") not in _COLLECTIVE:
         return False
     # The message of a failed save names only the ranks; the reason is in its traceback.

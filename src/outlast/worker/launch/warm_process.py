@@ -1,17 +1,18 @@
-"""The warm process: imports torch once, then forks training processes that start in milliseconds.
+"""The warm process, which imports torch once, then forks training processes that start in milliseconds.
 
-Importing torch would take 1-3 s of a core for each restart of each rank. So each worker has one process that has imported torch
-and holds nothing else: no threads, no CUDA context, no process group. On request it forks a child, which takes over the caller's
-streams, environment and directory and becomes a training process (`launch.training_process`) or the worker's elastic agent
-(`launch.elastic_agent`).
+An import of torch would take 1-3 s of a core for each restart of each rank. So each worker has one process that has imported
+torch and has no other state: no threads, no CUDA context, no process group. On request it forks a child, which adopts the
+caller's streams, environment and directory, and becomes a training process (`launch.training_process`) or the worker's elastic
+agent (`launch.elastic_agent`).
 
     python -m outlast warm SOCKET PARENT
 
-Protocol, per connection: a request (`shim.request`), then lines from the caller, each a signal number for the child; one JSON
-line back when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with `why` if the fork
-failed. A caller that hangs up kills its child. Ranks die with their elastic agent, and no rank starts without an elastic agent;
-children die with the warm process, and the warm process dies with its agent. The agent of another worker is not a child
-(`launch.sibling`).
+Protocol, per connection: the caller sends a request (`shim.request`), then lines with a signal number for the child. The
+response, one JSON line, comes when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with
+`why` if the fork failed. A disconnecting caller kills its child.
+
+Ranks die with their elastic agent, and no rank starts without an elastic agent. Children die with the warm process, and the warm
+process dies with its agent. The agent of another worker is not a child (`launch.sibling`).
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from outlast.rendezvous import transport
 from outlast.worker.launch import os_calls, preloaded_imports, shim, sibling
 
 END_S = 60
-"""Longest wait until the ranks that were killed with their elastic agent have ended; freeing a large memory takes seconds.
-Arbitrary."""
+"""Longest wait in seconds for the end of ranks that were killed with their elastic agent. Arbitrary: freeing a large memory takes
+seconds."""
 
 
 @dataclasses.dataclass
@@ -56,9 +57,9 @@ class Request:
     cwd: str
     fds: list[int]
     imports_fd: int | None = None
-    """The descriptor to which a rank reports its imports, see `preloaded_imports.report`."""
+    """The descriptor for a rank's report of its imports, see `preloaded_imports.report`."""
     ready_fd: int | None = None
-    """A pipe for an elastic agent that is closed once ranks can be forked; None if they can be forked already."""
+    """For an elastic agent: a pipe that is closed once ranks can be forked; None if they already can."""
 
 
 @dataclasses.dataclass
@@ -67,11 +68,11 @@ class _Child:
     connection: socket.socket
     kind: str
     end: dict[str, float] | None = None
-    """The answer for the child's caller, once the child has ended."""
+    """The response for the child's caller, once the child has ended."""
 
 
 def _receive(connection: socket.socket) -> Request:
-    connection.settimeout(5)  # a caller that is stopped half-way must not block the others
+    connection.settimeout(5)  # a caller that stops within a request must not block others
     head, fds, _flags, _address = socket.recv_fds(connection, 4, 3)
     length = int.from_bytes(head, "big")
     data = b""
@@ -79,7 +80,7 @@ def _receive(connection: socket.socket) -> Request:
         while len(data) < length:
             chunk = connection.recv(min(1 << 16, length - len(data)))
             if not chunk:
-                raise ConnectionError("the caller hung up")
+                raise ConnectionError("the caller disconnected")
             data += chunk
         fields = json.loads(data)
     except (OSError, ValueError):
@@ -90,32 +91,31 @@ def _receive(connection: socket.socket) -> Request:
 
 
 class Server:
-    """Forks on request until this process is killed."""
+    """The server of the warm process, which forks on request until this process is killed."""
 
     def __init__(self, listener: socket.socket, environ: Mapping[str, str]) -> None:
-        """`environ` is the environment that /proc shows for this process."""
+        """`environ` is this process's environment in /proc."""
         self._listener, self._environ = listener, environ
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
         signal.signal(signal.SIGCHLD, lambda _n, _f: None)
-        signal.signal(signal.SIGALRM, _give_up)
+        signal.signal(signal.SIGALRM, _abort)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._wake_r, selectors.EVENT_READ)
         self._children: dict[int, _Child] = {}
-        """Children by the descriptor of their caller's connection."""
+        """Children by descriptor of their caller's connection."""
         self._preloader = preloaded_imports.Preloader(self._selector, self._detach)
         self._ready_pipe: tuple[int, int] | None = None
         """A pipe that is closed once the `modules` of `run` are imported."""
 
     def run(self, modules: Sequence[str]) -> Request:
-        """Serve requests. Returns only in a forked child, with the request for it. `modules` are the modules that ranks need."""
+        """Serve requests. Returns only in a forked child, with its request. `modules` are needed by ranks, and imported first."""
         self._ready_pipe = os.pipe() if modules else None
         for module in modules:
-            # Our first child, the elastic agent, joins the rendezvous meanwhile. Ranks, which need these modules anyway, start
-            # later.
+            # Our first child, the elastic agent, joins the rendezvous meanwhile. Ranks, which need these modules, start later.
             if request := self._turn(0.0, accept=not self._children):
                 return request
             preload([module])
@@ -129,7 +129,7 @@ class Server:
                 self._preloader.import_next()
 
     def _turn(self, timeout_s: float | None, *, accept: bool = True) -> Request | None:
-        """Handle all pending events, including new callers if `accept`. Returns a request only in the process forked for it."""
+        """Handle all pending events, including new callers if `accept`. Returns a request only in its forked child."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 if accept and (request := self._accept()):
@@ -143,26 +143,26 @@ class Server:
                     _signal(child)
                 self._reap()
             else:
-                with contextlib.suppress(OSError):  # the descriptor limit
+                with contextlib.suppress(OSError):  # the limit on descriptors
                     self._preloader.read(key.fd)
         return None
 
     def _accept(self) -> Request | None:
-        """Fork for a caller. Returns the caller's request in the child, None in this process."""
+        """Fork for a caller. Returns the caller's request in the child, and None in this process."""
         try:
             connection, _address = self._listener.accept()
-        except OSError:  # the descriptor limit: the caller waits
+        except OSError:  # the limit on descriptors: the caller waits
             time.sleep(shim.AGAIN_S)
             return None
         try:
             request = _receive(connection)
-        except (OSError, ValueError):  # a caller that was killed half-way
+        except (OSError, ValueError):  # the caller was killed within its request
             connection.close()
             return None
         if request.kind == sibling.KIND:
             return self._fork_sibling(request, connection)
         elastic = [str(child.pid) for child in self._children.values() if child.kind == "elastic" and not child.end]
-        if request.kind == "rank" and request.env.get(contract.Env.PARENT) not in elastic:  # nobody would own it
+        if request.kind == "rank" and request.env.get(contract.Env.PARENT) not in elastic:  # the rank would have no owner
             _close(*request.fds)
             connection.close()
             return None
@@ -172,7 +172,7 @@ class Server:
                 request.imports_fd = self._preloader.pipe(request.env)
             gc.freeze()
             pid = os.fork()
-        except OSError as problem:  # the process limit, or no memory
+        except OSError as problem:  # the limit on processes, or no memory
             with connection, contextlib.suppress(OSError):
                 end = {"status": -signal.SIGKILL, "time": time.time(), "why": f"could not be started: {problem.strerror}"}
                 connection.sendall(json.dumps(end).encode() + b"\n")
@@ -190,12 +190,11 @@ class Server:
         return None
 
     def _fork_sibling(self, request: Request, connection: socket.socket) -> Request | None:
-        """Fork the agent of another worker, unless that worker's environment does not fit. Returns the request in the forked
-        process."""
+        """Fork the agent of another worker, if its environment fits. Returns the request in the forked process."""
         changed, pid = sibling.differing(self._environ, request.env), -1
         if changed is not None:
             gc.freeze()
-            with contextlib.suppress(OSError):  # the process limit
+            with contextlib.suppress(OSError):  # the limit on processes
                 pid = os.fork()
         if changed is not None and pid == 0:
             self._close()
@@ -208,7 +207,7 @@ class Server:
         return None
 
     def _detach(self, parent: int) -> None:
-        """Detach this fork from the warm process, and have it die with its `parent`."""
+        """Detach this fork from the warm process's descriptors, and make it die with its `parent`."""
         self._close()
         os_calls.die_with(parent)
 
@@ -225,8 +224,8 @@ class Server:
             os.close(fd)
 
     def _reap(self) -> None:
-        """Report ended children to their callers. The end of an elastic agent is reported only after the end of its ranks, which
-        are killed with it."""
+        """Report ended children to their callers. An elastic agent's end kills its ranks, and is reported only after their
+        end."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 for child in self._children.values():
@@ -246,10 +245,10 @@ class Server:
             signal.alarm(END_S if waits else 0)
 
 
-def _give_up(_number: int, _frame: object) -> NoReturn:
-    """End the warm process, so that its agent starts another: killed ranks run no more code, even if the kernel cannot end
+def _abort(_number: int, _frame: object) -> NoReturn:
+    """End the warm process, so that its agent starts another. The killed ranks run no more code, even if the kernel cannot end
     them."""
-    print(f"outlast | processes that were killed {END_S} s ago have not ended: a disk or a driver holds them", flush=True)
+    print(f"outlast | processes that were killed {END_S} s ago have not ended: a disk or a driver blocks them", flush=True)
     os._exit(1)
 
 
@@ -260,7 +259,7 @@ def _close(*fds: int | None) -> None:
 
 
 def _signal(child: _Child) -> None:
-    """Forward the signals that a caller sends to its child. The child is killed if the caller hangs up."""
+    """Forward a caller's signals to its child. If the caller has disconnected, kill the child."""
     try:
         lines = child.connection.recv(4096)
     except OSError:
@@ -284,7 +283,7 @@ def enter(request: Request) -> None:
 
 
 def become(request: Request) -> None:
-    """Run a request in this fork. Returns when the request is done, or raises SystemExit."""
+    """Run a request in this fork. Returns at its end, or raises SystemExit."""
     os.setsid()
     enter(request)
     os_calls.be_traced()  # py-spy, a sibling, may read the stacks of a hung process
@@ -298,7 +297,7 @@ def become(request: Request) -> None:
 
         try:
             elastic.main(request.argv, ready_fd=request.ready_fd)
-        except Exception:  # a bug in Outlast, no failure of the run
+        except Exception:  # a bug, not a failure of the run
             traceback.print_exc()
             sys.exit(os.EX_SOFTWARE)
     else:
@@ -317,13 +316,13 @@ def title(request: Request) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """End an interrupted training process as Python does, but without finalizing the interpreter: there, running threads of torch
-    may end the process with SIGABRT, which looks like a failure. multiprocessing ends its forks in the same way."""
+    """End an interrupted training process like Python, but without finalizing the interpreter, where running threads of torch may
+    end the process with SIGABRT. multiprocessing ends its forks in the same way."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for each in gc.get_objects():
         if issubclass(type(each), io.IOBase) and not each.closed:
-            with contextlib.suppress(OSError, ValueError):  # its reader is gone
+            with contextlib.suppress(OSError, ValueError):  # its reader has ended
                 each.flush()
     os._exit(code)
 
@@ -339,12 +338,12 @@ TRAINING = (
     "torch._dynamo",  # torch's first optimizer or DDP imports it: 0.5 s
     "outlast.training.session",
 )
-"""Modules that nearly every training process imports."""
+"""Modules that nearly all training processes import."""
 PRELOADED = (*MEETING, *TRAINING)
 
 
 def preload(modules: Sequence[str] = PRELOADED) -> None:
-    """Import the modules that forks of this process need."""
+    """Import modules for the forks of this process."""
     for module in modules:
         with contextlib.suppress(ImportError) if module == "torch._dynamo" else contextlib.nullcontext():
             importlib.import_module(module)
@@ -352,7 +351,7 @@ def preload(modules: Sequence[str] = PRELOADED) -> None:
 
 
 def begin(child: sibling.Forked) -> NoReturn:
-    """Become the agent of a worker whose warm process is this child."""
+    """Become the agent of a worker with this child as its warm process."""
     sibling.warm = child
     try:
         roles.main([sibling.KIND])
@@ -366,8 +365,8 @@ def begin(child: sibling.Forked) -> NoReturn:
 def main(argv: list[str]) -> None:
     """Import the modules, listen for requests, and fork.
 
-    Without the garbage collector, imports take a quarter less time, and forks do not copy shared pages by writing to them.
-    Imports produce hardly any garbage.
+    The garbage collector is off: imports then take a quarter less time, produce hardly any garbage, and forks do not copy shared
+    pages.
     """
     os_calls.die_with(int(argv[1]))
     gc.disable()

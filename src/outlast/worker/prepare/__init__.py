@@ -1,1 +1,1 @@
-"""Prepares a worker for training: code, Python packages, data, models."""
+"""Preparation of a worker for training: code, Python packages, data, models."""

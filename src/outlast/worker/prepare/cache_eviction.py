@@ -1,11 +1,11 @@
 """The directory and size limit of this machine's cache, and the eviction of its entries.
 
     <cache>/shards/<sha256>             a complete, verified shard, on which its readers hold a shared lock
-    <cache>/coming/<sha256>.<bytes>/    the directory into which a shard is fetched; locked by the fetching process
+    <cache>/coming/<sha256>.<bytes>/    the directory for a shard during its fetch, locked by the fetching process
 
-The least recently used entries are evicted first. Only shards that no process reads, and versions of data and models
-(`data_cache`) that no worker uses and no run has pinned, are evicted. OUTLAST_CACHE_SIZE limits the total size of shards and
-versions; Python environments do not count. Call `make` before writing, or `claimed` for a shard.
+The least recently used entries are evicted first. Shards with a reader, and versions of data and models (`data_cache`) with a
+worker or a pin, are never evicted. OUTLAST_CACHE_SIZE limits the total size of shards and versions; Python environments do not
+count. Call `make` before a write, or `claimed` for a shard.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from outlast.job.contract import Env
 log = logging.getLogger("outlast")
 
 _STILL_S = 60.0
-"""Time without a write after which another process fetches the same shard as well; longer than the retries of a store."""
+"""Time in seconds without a write after which another process fetches the same shard; longer than the retries of a store."""
 _SHARE = 0.5
-"""Share of the disk that the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
+"""Share of the disk that the cache may use without OUTLAST_CACHE_SIZE; arbitrary."""
 _SPARE = 0.05
-"""Share of the disk that the cache leaves free in this case; arbitrary."""
+"""Share of the disk that the cache leaves free without OUTLAST_CACHE_SIZE; arbitrary."""
 _LEAST_SPARE = 1 << 20
-"""Number of bytes that the cache always leaves free: files take whole blocks."""
+"""Number of bytes that the cache always leaves free, since files take whole blocks."""
 
 
 @dataclass(frozen=True)
 class Thing:
-    """An entry of the cache that can be evicted."""
+    """An evictable entry of the cache."""
 
     path: Path
     size: int
     used: float
     """Time of the last use, seconds since the epoch."""
     remove: Callable[[], bool]
-    """Removes the entry unless it is in use; returns whether the entry was removed."""
+    """Function that removes the entry unless it is in use; returns whether it was removed."""
 
 
 def cache(environ: Mapping[str, str]) -> Path:
@@ -59,7 +59,7 @@ def cache(environ: Mapping[str, str]) -> Path:
 
 
 def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
-    """Maximum size of the cache in bytes, given that `used` bytes are in use now: OUTLAST_CACHE_SIZE, or else half of the disk;
+    """Return the maximum size of the cache in bytes, which has `used` bytes now: OUTLAST_CACHE_SIZE, or else half of the disk;
     less if the disk is fuller. Raises OutlastError."""
     disk = shutil.disk_usage(cache)
     if text := environ.get(Env.CACHE_SIZE):
@@ -73,33 +73,36 @@ def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
 
 
 Things = Callable[[Path], Sequence[Thing]]
-"""Lists all entries of a cache, except those that are being fetched."""
+"""Function that lists all entries of a cache, without fetches in progress."""
 
 
 def make(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
-    """Evict entries until `needed` more bytes fit below the limit. Returns the number of bytes that are still missing."""
+    """Evict entries until `needed` more bytes fit below the limit. Returns the number of missing bytes."""
     with file_locks.attempted(cache / ".room", wait=True):
         return _evict(cache, needed, things, environ)
 
 
 @contextlib.contextmanager
 def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mapping[str, str]) -> Iterator[tuple[Path | None, int]]:
-    """Make room for a shard, and keep other processes from fetching it meanwhile. Yields the path to write it to, and the number
-    of bytes that are still missing. The path is None if another process is fetching the shard or has just done so; a process that
-    has not written for `_STILL_S` does not count."""
+    """Make room for a shard, and prevent other processes from fetching it meanwhile. Yields the path for the shard, and the
+    number of missing bytes.
+
+    The path is None if another process is fetching the shard or has just fetched it. A process that has not written for
+    `_STILL_S` does not count.
+    """
     with contextlib.ExitStack() as claim:
-        with file_locks.attempted(cache / ".room", wait=True):  # so that nobody removes the directory before it is locked
+        with file_locks.attempted(cache / ".room", wait=True):  # so that no process removes the directory before it is locked
             home = cache / "coming" / f"{sha256}.{size}"
             home.mkdir(parents=True, exist_ok=True)
             acquired = claim.enter_context(file_locks.attempted(home)) or _still(home)
             acquired = acquired and not any(thing.path.name == sha256 and thing.size == size for thing in shards(cache))
             missing = _evict(cache, 0, things, environ) if acquired else 0
-        # A unique name: a leftover thread of an earlier attempt may still write.
+        # A unique name, since a thread of an earlier attempt may still write.
         path = home / uuid.uuid4().hex
         try:
             yield path if acquired else None, missing
         finally:
-            path.unlink(missing_ok=True)  # a partial or damaged file: the next attempt would add another one
+            path.unlink(missing_ok=True)  # a partial or damaged file, which the next attempt would not reuse
 
 
 def _still(home: Path) -> bool:
@@ -114,7 +117,7 @@ def _still(home: Path) -> bool:
 
 
 def _evict(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
-    needed += _coming(cache)  # first: shards that arrive meanwhile count twice rather than not at all
+    needed += _coming(cache)  # first, so that shards that arrive meanwhile count twice, not zero times
     entries = things(cache)
     total = sum(thing.size for thing in entries)
     missing = total + needed - limit(cache, environ, total)
@@ -127,7 +130,7 @@ def _evict(cache: Path, needed: int, things: Things, environ: Mapping[str, str])
 
 
 def _coming(cache: Path) -> int:
-    """Total size in bytes of the shards that are being fetched. Removes the leftovers of killed processes."""
+    """Return the total size in bytes of fetches in progress. Removes the leftovers of killed processes."""
     size = 0
     for home in cache.glob("coming/*"):
         if not (match := re.fullmatch(r"[0-9a-f]+\.(\d+)", home.name)):

@@ -1,10 +1,10 @@
-"""Puts a job's code into the directory that it runs in: from a directory, an archive, or a store.
+"""Placement of a job's code in its run directory: from a directory, an archive, or a store.
 
     copy(directory, entries, into, ...)              at submission, for code on this machine
-    place("s3://bucket/code.tar.gz", into, ...)      by the first worker of a machine, also on behalf of the others
+    place("s3://bucket/code.tar.gz", into, ...)      by the first worker of a machine, for all its workers
 
-The directory belongs to the run: the job may write there. Newer code replaces the run's files, except those that the job has
-written to since; files that are not code stay.
+The directory belongs to the run: the job may write there. Newer code replaces the run's files, except for files that the job has
+changed since; files that are not code remain.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ if TYPE_CHECKING:
     from outlast.job.shipping import code_files
 
 _INCOMING = ".outlast-code"
-"""Directory below the run's directory that holds code while it is fetched."""
+"""Directory for incoming code, below the run's directory."""
 
 
 # From a directory
 
 
 def copy(code: Path, entries: Sequence[code_files.Entry], into: Path, submitted: float) -> list[str]:
-    """Copy the code in a directory (`shipping.tree.listed`) to the run's; returns the files that were missing or different.
+    """Copy the code in a directory (`shipping.code_files`) to the run's directory; returns the files that were missing or
+    different.
 
-    `submitted` is when the run began. Files that the job has written since then are retained: such a file differs from the copy
-    that was made or, if nothing is known about the copy, is newer.
+    `submitted` is the start of the run. Files that the job has written since then remain: such a file differs from its recorded
+    copy, or is newer if no copy is recorded.
     """
     replaced = []
     try:
@@ -103,7 +104,7 @@ def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path],
     elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # sockets and pipes are not code
         both_files = stat.S_ISREG(mode) and old.is_file() and not old.is_symlink()
         if both_files and old.stat().st_mtime >= max(submitted, new.stat().st_mtime):
-            return False  # written by the job: a copy has the mtime of its original, which is older than the run
+            return False  # written by the job, since a copy has its original's mtime, from before the run
         put(new, old)
         return True
     return False
@@ -114,16 +115,16 @@ def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path],
 
 @dataclasses.dataclass(frozen=True)
 class _Note:
-    """A note of the version of the code in the run's directory."""
+    """A record of the version of the code in the run's directory."""
 
     code: str
     """The job file's `code`."""
     version: str
-    """Changes whenever the code does; empty during the first fetch."""
+    """Version of the code, which changes with the code; empty during the first fetch."""
     time: float
-    """When the code was fetched."""
+    """Time of the fetch, seconds since the epoch."""
     current: bool
-    """True if the code was fetched for the newest submission; if not, the source is checked for changes."""
+    """True if the code was fetched for the newest submission; otherwise the source is checked for changes."""
 
     @classmethod
     def read(cls, path: Path) -> _Note | None:
@@ -137,17 +138,17 @@ class _Note:
 
 
 def submitted_again(shared: Path) -> None:
-    """Have the next worker check whether the code has changed. Otherwise, a run uses the code that it began with."""
+    """Make the next worker check for changes of the code. Without this call, a run keeps its first code."""
     path = shared / "code.json"
     if note := _Note.read(path):
         dataclasses.replace(note, current=False).write(path)
 
 
 def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: threading.Event) -> None:
-    """Fetch code from an archive or a store to the directory that the job runs in, unless the code there is current.
+    """Fetch code from an archive or a store to the job's run directory, unless the code there is current.
 
-    `shared` is the run's directory for notes. `runs`, a script's path or a module's top-level package, locates the code in an
-    archive: if an archive holds a single directory that contains it, that directory is the code. Raises OutlastError and OSError.
+    `shared` is the run's directory for records. `runs`, a script's path or a module's top-level package, locates the code in an
+    archive: if its single directory contains `runs`, that directory is the code. Raises OutlastError and OSError.
     """
     path, incoming = shared / "code.json", into / _INCOMING
     with file_locks.exclusive(
@@ -160,14 +161,14 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
             version, fetch_code = _look(code)
         except StoreError as problem:
             if note and note.version and note.code == code and problem.retry:
-                say(f"cannot see whether code ({code}) has changed: {problem}; going on with what is here")
+                say(f"code ({code}) cannot be checked for changes: {problem}; continuing with the code that is here")
                 return
             raise
         if not (note and (note.code, note.version) == (code, version)):
             into.mkdir(parents=True, exist_ok=True)
             if note is None:
                 _Note(code, "", time.time(), current=False).write(path)
-            elif not note.version:  # the first fetch did not finish: nothing has run here yet
+            elif not note.version:  # the first fetch did not finish, so no code has run here yet
                 workdir.forget_code(into)
             shutil.rmtree(incoming, ignore_errors=True)
             incoming.mkdir()
@@ -178,11 +179,12 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
 
 
 _Fetch = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
-"""Takes an empty directory, `runs`, `say` and `stop`; returns the path of the code in that directory, and its version."""
+"""Fetcher of code: takes an empty directory, `runs`, `say` and `stop`; returns the path of the code in that directory, and its
+version."""
 
 
 def _look(code: str) -> tuple[str, _Fetch]:
-    """Return the current version of code in an archive or a store, and the function that fetches it."""
+    """Return the current version of code in an archive or a store, with its fetcher."""
     where, checksum = spec.pinned(code)
     if path := spec.local(where):
         here, version = path, archives.checksum(path)
@@ -210,12 +212,12 @@ def _fetch(listing: fetch_from_store.Listing, directory: Path, say: Say, stop: t
     def into(listing: fetch_from_store.Listing) -> Path:
         if listing.size > archives.MAX_BYTES or len(listing.entries) > archives.MAX_ENTRIES:
             size = f"{len(listing.entries):,} files, {units.human_bytes(listing.size)}"
-            raise OutlastError(f"{listing.name} holds {size}, which is too much for code; keep data elsewhere")
+            raise OutlastError(f"{listing.name} has {size}, which is too much for code; keep data elsewhere")
         return directory / listing.version
 
     listing = fetch_from_store.consistent(listing, into, say=say, stop=stop)
     tree = into(listing)
-    for entry in listing.entries:  # the job's own files are recognised by their newer mtime
+    for entry in listing.entries:  # a newer mtime distinguishes the job's own files
         os.utime(tree / entry.key, (entry.modified, min(entry.modified, time.time())))
     return tree, listing.version
 

@@ -5,10 +5,10 @@
     environ |= cache.variables(environ)
     cache.push(stop, before=...)        # beside training, by the upload process
 
-Compilers name an entry after everything that it depends on, so equal names mean equal contents. So nothing is ever overwritten or
-deleted, on either side, any number of jobs may use the cache, and a kill costs at most a repetition. An entry may have several
-files, of which the compiler writes a marker last: the newest file of each directory is sent, and fetched, after all others. Files
-that have changed recently, and libraries that a killed linker has left incomplete, are not sent. Decision 0031.
+Compilers name an entry after all its dependencies, so equal names mean equal contents. Nothing is ever overwritten or deleted on
+either side, any number of jobs may use the cache, and a kill costs at most a repetition. An entry may have several files, and the
+compiler writes a marker last, so the newest file of each directory is sent and fetched after all others. Recently changed files,
+and incomplete libraries of a killed linker, are not sent. Decision 0031.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ VARIABLES = {
     "TORCH_NEURONX_NEFF_CACHE_DIR": "neff",  # TorchNeuron
     "NEURON_COMPILE_CACHE_URL": "neuron",  # neuronx-cc, on XLA
 }
-"""Directories of compilers, by the environment variable that sets each."""
+"""Directories of compilers, by their environment variables."""
 SETTLED_S = 30.0
-"""A file that has not changed for this long counts as complete. Arbitrary."""
+"""Time in seconds after which an unchanged file counts as complete. Arbitrary."""
 KILLED_S = 2.0
-"""How long a file must not have changed once training or the warm-up has ended: a file that a killed compiler was writing has
-changed more recently. Arbitrary."""
+"""Time in seconds after which an unchanged file counts as complete at the end of training or the warm-up. A killed compiler's
+last file has changed more recently. Arbitrary."""
 _SHARE = 0.5
-"""Share of the free disk that the cache may fill: the rest is for data and checkpoints. Arbitrary."""
+"""Share of the free disk that the cache may fill, which leaves room for data and checkpoints. Arbitrary."""
 _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
-"""Outlast's variables that the warm-up inherits."""
+"""Outlast's variables in the environment of the warm-up."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class Cache:
         return cls(data_cache.writable(environ) / "compiled" / digest, store.open_(url))
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that make compilers use the cache, except those that are set already."""
+        """Return the variables that point compilers to the cache, without those that are already set."""
         return {name: str(self.directory / below) for name, below in VARIABLES.items() if name not in environ}
 
     def fetch(self, stop: threading.Event) -> int:
-        """Fetch the files that are missing here. Returns their number. Raises StoreError, Stopped and OSError."""
+        """Fetch the missing files. Returns their number. Raises StoreError, Stopped and OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.place is None:
             return 0
@@ -94,7 +94,7 @@ class Cache:
         if size > free * _SHARE:
             room = f"of {units.human_bytes(free)} that are free in {self.directory}"
             raise StoreError(
-                f"{self.place.url} has {units.human_bytes(size)} for us, more than half {room}; remove what is there"
+                f"{self.place.url} has {units.human_bytes(size)} to fetch, more than half {room}; remove files there"
             )
         for wave in waves({key: entry.modified for key, entry in missing.items()}):
             downloads = [(key, missing[key].size, self.directory / key) for key in wave]
@@ -104,8 +104,8 @@ class Cache:
         return len(missing)
 
     def push(self, stop: threading.Event, *, before: float = math.inf) -> int:
-        """Send the files that the store lacks and whose last change is before the time `before`, seconds since the epoch. Returns
-        the number of files. Raises StoreError, Stopped and OSError."""
+        """Upload files that the store lacks and that last changed before `before`, in seconds since the epoch. Returns the number
+        of files. Raises StoreError, Stopped and OSError."""
         if self.place is None or not self.directory.is_dir():
             return 0
         from outlast.storage.sync import transfer
@@ -120,26 +120,27 @@ class Cache:
         return len(missing)
 
     def mend(self) -> None:
-        """Remove the incomplete libraries that killed linkers have left: torch would load them."""
+        """Remove incomplete libraries of killed linkers, which torch would load."""
         for path in self.directory.rglob("*.so"):
             with contextlib.suppress(FileNotFoundError):
                 if not _linked(path) and path.stat().st_mtime <= time.time() - KILLED_S:
                     path.unlink()
 
     def _files(self) -> Iterator[tuple[str, float]]:
-        """Keys and mtimes of complete files, without the compilers' locks and temporary files."""
+        """Yield keys and mtimes of complete files, without the compilers' locks and temporary files."""
         for above, directories, names in os.walk(self.directory):
             directories[:] = [name for name in directories if not name.startswith((".", "tmp.")) and name != "locks"]
             for name in names:
                 path = Path(above, name)
                 if not (name.startswith(".") or name.endswith((".lock", ".tmp")) or path.is_symlink()):
-                    with contextlib.suppress(FileNotFoundError):  # a compiler renamed or removed it
+                    with contextlib.suppress(FileNotFoundError):  # a compiler has renamed or removed it
                         if _linked(path):
                             yield path.relative_to(self.directory).as_posix(), path.stat().st_mtime
 
 
 def _linked(path: Path) -> bool:
-    """Return whether a file, if it is a library, is complete: GNU's linker, which inductor runs, writes the first bytes last."""
+    """Return whether a library is complete, or a file is no library. GNU's linker, used by inductor, writes the first bytes
+    last."""
     if path.suffix != ".so":
         return True
     with path.open("rb") as file:
@@ -147,17 +148,17 @@ def _linked(path: Path) -> bool:
 
 
 def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """Split keys into two waves: the newest file of each directory is in the second, all others are in the first."""
+    """Split keys into two waves: the second has the newest file of each directory, the first has all others."""
     newest = {posixpath.dirname(key): key for key in sorted(times, key=lambda key: (times[key], key))}
     last = set(newest.values())
     return [key for key in times if key not in last], sorted(last)
 
 
 def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event) -> None:
-    """Fetch the cache, add its variables to `environ`, and run the command `warm_up` if it has not run in this run.
+    """Fetch the cache, add its variables to `environ`, and run the command `warm_up` once per run.
 
-    If the store fails, training starts without the cache. `$(NAME)` in the command is replaced. Raises OutlastError if the
-    command fails or the directory cannot be written, and Stopped soon after `stop` is set.
+    After a failure of the store, training starts without the cache. `$(NAME)` in the command is replaced. Raises OutlastError if
+    the command fails or the directory is not writable, and Stopped soon after `stop` is set.
     """
     try:
         cache.directory.mkdir(parents=True, exist_ok=True)
@@ -173,10 +174,10 @@ def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], pytho
     except Stopped:
         raise
     except (StoreError, OSError) as problem:
-        say(f"what was compiled before is not fetched, and may be compiled again: {problem}")
+        say(f"compiled code could not be fetched, and may be compiled again: {problem}")
     else:
         if count:
-            say(f"fetched {count} files that were compiled before")
+            say(f"fetched {count} compiled files")
     environ.update(cache.variables(environ))
     if warm_up:
         _run_once(cache, warm_up, environ, python, say, stop)
@@ -185,17 +186,17 @@ def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], pytho
 def _run_once(
     cache: Cache, command: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event
 ) -> None:
-    """Run the warm-up unless its marker exists. The workers of a machine wait for the first one to run it."""
+    """Run the warm-up unless its marker exists. The first worker of a machine runs it, and the others wait."""
     digest = hashlib.sha256(json.dumps([environ[Env.RUN], *command]).encode()).hexdigest()[:16]
     marker = cache.directory / "warm-up" / digest
-    waiting = partial(say, "waits for another worker of this machine, which runs compile.warmUp")
+    waiting = partial(say, "waiting for another worker on this machine, which runs compile.warmUp")
     with file_locks.exclusive(cache.directory / ".warm-up.lock", waiting=waiting, stop=stop) as lock:
         if marker.exists():
             return
         _run(command, environ, python, lock, say, stop)
         ended = time.time()
         if cache.place and stop.wait(KILLED_S):  # other jobs may be compiling to the same directory
-            raise Stopped("we were told to leave after compile.warmUp")
+            raise Stopped("this worker was told to leave after compile.warmUp")
         try:
             cache.push(stop, before=ended)
             marker.parent.mkdir(exist_ok=True)
@@ -205,7 +206,7 @@ def _run_once(
         except Stopped:
             raise
         except (StoreError, OSError) as problem:
-            say(f"what compile.warmUp compiled is not in the store yet: {problem}")
+            say(f"the code compiled by compile.warmUp is not in the store yet: {problem}")
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str], python: str, lock: int, say: Say, stop: threading.Event) -> None:
@@ -227,7 +228,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str], python: str, lock: 
             f"compile.warmUp: there is no {command[0]} on PATH; install it, or leave it out: then training compiles"
         )
     began = time.monotonic()
-    say(f"compile.warmUp: {' '.join(command)}")  # without replacements: values of variables may be secrets
+    say(f"compile.warmUp: {' '.join(command)}")  # without replacements, since values may be secrets
     try:
         shell.run([program, *argv[1:]], "compile.warmUp")
     finally:

@@ -1,4 +1,4 @@
-"""Cache of data and models from stores, shared by all workers and jobs of this machine.
+"""The cache of data and models from stores, shared by all workers and jobs of this machine.
 
     <cache>/data/<name>-<digest of the URL>/     one place of a store, or one file on a web server (`Web`)
         lock                                     held during a fetch
@@ -8,9 +8,9 @@
         <version>/lock                           held, shared, by the workers that use this version now
         <version>/runs/                          paths of the pins of the runs that use this version
 
-A version is named by the hash of the store's listing, so it never changes. A run records the version that it began with (its
-*pin*) in its own directory: a restarted worker gets the same data even if the store has changed. A version is removed once a
-newer one has been fetched, no worker uses it, and no pin names it, or when something else needs the space (`cache_eviction`).
+The name of a version is the hash of the store's listing, so a version never changes. A run records its first version (its *pin*)
+in its own directory, so a restarted worker gets the same data even if the store has changed. An unused version without a pin is
+removed once a newer version has been fetched, or if the cache needs the space (`cache_eviction`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def writable(environ: Mapping[str, str]) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise OutlastError(f"the cache {directory} cannot be made: {problem.strerror}; {_ELSEWHERE}") from problem
+        raise OutlastError(f"the cache {directory} cannot be created: {problem.strerror}; {_ELSEWHERE}") from problem
     if not os.access(directory, os.W_OK | os.X_OK):
         raise OutlastError(f"the cache {directory} cannot be written to; {_ELSEWHERE}")
     return directory
@@ -65,7 +65,7 @@ class Version:
     """A version of a place in a store, protected from removal until it is closed."""
 
     tree: Path
-    """The files, which all jobs of this machine share and may only read."""
+    """Directory of the files, shared by all jobs of this machine, read-only."""
     version: str
     _lock: int
 
@@ -94,11 +94,11 @@ class Source:
         self._say, self._stop = say, stop or threading.Event()
 
     def acquire(self) -> Version:
-        """Return the version that this run uses, fetched if missing, and protected from removal until it is closed.
+        """Return the version of this run, fetched if missing, and protected from removal until it is closed.
 
-        Raises OutlastError if the store fails, or no longer has the version that the run began with, and OSError.
+        Raises OutlastError if the store fails or no longer has the run's version, and OSError.
         """
-        if version := self._lock_version(_pinned(self._pin)):  # needs no store
+        if version := self._lock_version(_pinned(self._pin)):  # without a request to the store
             return version
         name = f"{self._field} ({self._url})"
         with file_locks.exclusive(
@@ -122,14 +122,14 @@ class Source:
             listing = fetch_from_store.consistent(listing, self._begin, say=self._say, stop=self._stop)
         if pinned not in ("", listing.version):
             raise OutlastError(
-                f"{self._field} ({self._url}) is no longer what this run began with, and this machine has no copy of that; "
+                f"{self._field} ({self._url}) has changed since this run began, and this machine has no copy of the old files; "
                 "put the old files back, or start from the beginning with --fresh"
             )
         self._finish(listing)
         return listing.version
 
     def _lock_version(self, version: str) -> Version | None:
-        """Lock a complete version and register our pin in the version's `runs/`; None if the version is missing."""
+        """Lock a complete version and register our pin in its `runs/`. Returns None if the version is missing."""
         directory = self._home / version
         if not version or not (directory / _LISTING).is_file():
             return None
@@ -148,13 +148,13 @@ class Source:
         return None
 
     def _begin(self, listing: Listing) -> Path:
-        """Make the directory for a version, with hard links to the files that it shares with other versions."""
+        """Create the directory for a version, with hard links to the files of other versions."""
         directory = self._home / listing.version
         tree = directory / "tree"
         tree.mkdir(parents=True, exist_ok=True)
         paths = {(entry.key, entry.size, entry.etag): tree / entry.key for entry in listing.entries}
         whole = directory / _LISTING
-        if whole.is_file():  # another run's; files may have been changed or removed since
+        if whole.is_file():  # of another run; files may have been changed or removed since
             for path in _changed(tree, whole):
                 path.unlink(missing_ok=True)
             if all(path.exists() for path in paths.values()):
@@ -172,7 +172,7 @@ class Source:
                 if source in bad or not source.is_file() or source.stat().st_size != key[1]:
                     continue
                 paths[key].parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(OSError):  # too many links to one file, or a file system without them
+                with contextlib.suppress(OSError):  # too many links to one file, or no support by the file system
                     os.link(source, paths[key])
                     missing.discard(key)
         self._make_room(sum(size for _, size, _ in missing))
@@ -229,7 +229,7 @@ def things(cache: Path) -> list[cache_eviction.Thing]:
 
 @functools.lru_cache
 def _size(listing: Path, _mtime_ns: int) -> int:
-    """Size of a version in bytes. The result is cached, since listings are long and hardly ever change."""
+    """Return the size of a version in bytes, cached, since listings are long and hardly ever change."""
     return sum(row.size for row in _read(listing))
 
 
@@ -242,18 +242,18 @@ def _remove(directory: Path) -> bool:
 def _remove_locked(directory: Path) -> bool:
     """Remove a version unless a worker uses it or a run has pinned it. Returns whether it was removed. The caller must hold the
     lock of the version's place."""
-    with file_locks.attempted(directory / "lock") as acquired:  # held to the end: nobody begins to use it meanwhile
+    with file_locks.attempted(directory / "lock") as acquired:  # held to the end, so that no worker begins to use it
         notes = (directory / "runs").glob("*")
         if not acquired or any(_pinned(Path(_read_text(note))) == directory.name for note in notes):
             return False
         for marker in (_LISTING, _PARTIAL):
-            (directory / marker).unlink(missing_ok=True)  # first: a version without a listing does not exist
+            (directory / marker).unlink(missing_ok=True)  # first, since a version without a listing does not exist
         shutil.rmtree(directory, ignore_errors=True)
         return True
 
 
 class Web(Source):
-    """The cache of one file on a web server, unpacked if it is an archive. Its checksum names its only version."""
+    """The cache of one file on a web server, unpacked if it is an archive. Its checksum is the name of its only version."""
 
     def _fetch(self, pinned: str) -> str:
         from outlast.data import named_datasets, obtain
@@ -271,7 +271,7 @@ class Web(Source):
                 status = os.lstat(path)
                 rows.append(_Row(os.path.relpath(path, tree), status.st_size, "", status.st_mtime_ns))
         files.replace(directory / _LISTING, _text(self._url, rows), durable=True)
-        self._make_room(0)  # its size is known only now
+        self._make_room(0)  # the size was unknown before
         return directory.name
 
 

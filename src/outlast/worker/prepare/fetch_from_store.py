@@ -1,7 +1,7 @@
-"""Fetches a tree of files from a store, all of one version.
+"""Fetches of a tree of files from a store, all of one version.
 
-    listing = look(url, "data[0].from")         the objects in the store now
-    missing(listing, tree, ...)                 fetches the objects that are missing on this machine
+    listing = look(url, "data[0].from")         list the objects in the store now
+    missing(listing, tree, ...)                 fetch the objects that are missing on this machine
     consistent(listing, into, ...)              the same, repeated if the store changes meanwhile
 
 `data_cache` uses this module for data and models, and `code_placement` uses it for code. Files get their final names once they
@@ -31,30 +31,30 @@ from outlast.storage.sync import push_and_pull, thread_pool
 
 PROGRESS_S = 5.0
 _ATTEMPTS = 5
-"""Maximum number of attempts at a place that changes while it is fetched."""
+"""Maximum number of attempts at a place that changes during a fetch."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The contents of a place in a store: all objects below a prefix, or one object."""
+    """A listing of a place in a store: all objects below a prefix, or one object."""
 
     url: str
     field: str
-    """The job file's field that has this URL, such as `data[0].from`."""
+    """The job file's field with this URL, such as `data[0].from`."""
     place: Store
-    """The keys of the entries are relative to this place."""
+    """The store to which the keys of the entries are relative."""
     entries: tuple[Entry, ...]
 
     @property
     def name(self) -> str:
-        """The name of the place in messages."""
+        """Name of the place in messages."""
         return f"{self.field} ({self.url})"
 
     @cached_property
     def version(self) -> str:
-        """A digest that changes when the files or their contents do."""
+        """Digest of the files' names, sizes and etags."""
         rows = sorted([entry.key, entry.size, entry.etag] for entry in self.entries)
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
@@ -64,7 +64,7 @@ class Listing:
 
 
 def look(url: str, field: str) -> Listing:
-    """List the place at `url`, which the job file names in `field`. Raises StoreError, and OutlastError if the place is empty or
+    """List the place at `url`, from the job file's `field`. Raises StoreError, and OutlastError if the place is empty or
     incomplete, or if its names cannot form a directory tree."""
     place, name = store.open_(url), f"{field} ({url})"
     # Consoles create a directory as an object with the name of the prefix.
@@ -77,7 +77,7 @@ def look(url: str, field: str) -> Listing:
         except Missing:
             entries = ()
     if not entries:
-        raise OutlastError(f"{name} holds nothing; put something there, or correct the URL")
+        raise OutlastError(f"{name} is empty; put files there, or correct the URL")
     keys = {entry.key for entry in entries}
     if dataset_directory.COMING in keys and not keys & {dataset_directory.MARKER, dataset_directory.MANIFEST}:
         raise OutlastError(
@@ -86,12 +86,12 @@ def look(url: str, field: str) -> Listing:
     for key in keys:
         parts = key.split("/")
         if both := next((above for i in range(1, len(parts)) if (above := "/".join(parts[:i])) in keys), None):
-            raise OutlastError(f"{name} holds both {both} and {key}, which no directory can; rename one of them")
+            raise OutlastError(f"{name} has both {both} and {key}, which no directory can have; rename one of them")
     return Listing(url, field, place, entries)
 
 
 def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
-    """Return the entries without directory markers: consoles create empty objects `directory/`, which are listed without the
+    """Return the entries without directory markers, which are empty objects `directory/` from consoles, listed without the
     slash."""
     empty = (thread_pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
     absent = set()
@@ -105,7 +105,7 @@ def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
 
 
 def missing(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> None:
-    """Fetch the files of a listing that are missing in `tree` or have a different size there. Raises StoreError and OSError."""
+    """Fetch the files of a listing that `tree` lacks or has with another size. Raises StoreError and OSError."""
     entries = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
     if not entries:
         return
@@ -123,9 +123,9 @@ def missing(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) ->
 
 
 def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
-    """Fetch a listing to the directory that `into` returns for it. Returns the listing that was fetched.
+    """Fetch a listing to the directory from `into(listing)`. Returns the fetched listing.
 
-    If files change meanwhile, the place is listed and fetched again, so that all files belong to one version.
+    If files change meanwhile, the place is listed and fetched again, so that all files have one version.
     """
     problem: StoreError | None
     for attempt in range(_ATTEMPTS):
@@ -143,21 +143,20 @@ def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, s
             if problem:
                 raise problem
             return listing
-        say(f"{listing.name} has changed while it was fetched; looking again")
+        say(f"{listing.name} has changed while it was fetched; fetching again")
         listing = now
-    raise StoreError(f"{listing.name} changes faster than it can be fetched; copy it to a place of its own", retry=True)
+    raise StoreError(f"{listing.name} changes faster than it can be fetched; copy it to a separate place", retry=True)
 
 
 class Pace:
-    """Reports the progress of a download every few seconds, given the number of bytes received."""
+    """Progress reports of a download every few seconds, from the number of bytes received."""
 
     def __init__(self, name: str, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._say, self._clock = name, say, clock
         self._reported = clock()
 
     def reached(self, done: int, total: int) -> None:
-        """Report that `done` bytes of `total` have been received; `total` is 0 if it is unknown. Called often, from several
-        threads."""
+        """Record `done` bytes of `total` as received; `total` is 0 if unknown. Called often, from several threads."""
         if (now := self._clock()) - self._reported >= PROGRESS_S:
             self._reported = now
             of = f" of {units.human_bytes(total)}" if total else ""
@@ -165,7 +164,7 @@ class Pace:
 
 
 class Meter:
-    """Reports progress, rate and remaining time of a fetch every few seconds."""
+    """Progress reports of a fetch every few seconds, with rate and remaining time."""
 
     def __init__(self, name: str, total: int, files: int, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._total, self._say, self._clock = name, total, say, clock
@@ -175,7 +174,7 @@ class Meter:
         say(f"fetching {name}: {files:,} file{'s' if files != 1 else ''}, {units.human_bytes(total)}")
 
     def advance(self, count: int) -> None:
-        """Count bytes that have arrived; called from many threads."""
+        """Count received bytes. Called from many threads."""
         with self._lock:
             self._done += count
             now = self._clock()

@@ -1,5 +1,4 @@
-"""Runs installers (pip, uv, conda) and compilers: logs their output, kills them on shutdown, and extracts their error
-messages."""
+"""Execution of installers (pip, uv, conda) and compilers, with logs of their output and extraction of their error messages."""
 
 from __future__ import annotations
 
@@ -30,26 +29,26 @@ _NETWORK = re.compile(
 """Transient errors of pip, uv and conda."""
 _PROGRESS_S = 5.0
 _LAST = 20
-"""Number of lines of output that are shown when an installer fails."""
+"""Number of output lines to show after a failure of an installer."""
 
 
 class Unavailable(OutlastError):
-    """The packages cannot be installed now; a later attempt may succeed."""
+    """Raised if the packages cannot be installed now, but a later attempt may succeed."""
 
     retry = True
 
 
 @dataclass(frozen=True)
 class Shell:
-    """Runs an installer: logs its output to a file, reports progress, kills it on shutdown."""
+    """A runner of installers, which logs their output to a file, reports progress, and kills them on shutdown."""
 
     environ: Mapping[str, str]
     lock: int
-    """Descriptor of the lock. The installer inherits it, so that it holds the lock even if it outlives us."""
+    """Descriptor of the lock. The installer inherits it, and so holds the lock even if it outlives us."""
     say: Say
     stop: threading.Event
     log: Path
-    """File that receives all output; `say` receives a line every few seconds, and the last lines after a failure."""
+    """File for all output; `say` receives a line every few seconds, and the last lines after a failure."""
     cwd: Path | None = None
     remedy: str = "correct the file"
 
@@ -84,18 +83,18 @@ class Shell:
             code = process.wait()
             watcher.join()
         if self.stop.is_set():
-            raise Stopped(f"we were told to leave while making {name}")
+            raise Stopped(f"this worker was told to leave while making {name}")
         if code:
             for line in lines[-_LAST:]:
                 self.say(f"  {line}")
             program = "pip" if argv[1:3] == ["-m", "pip"] else Path(argv[0]).name
-            failed = f"{name}: {program} says: {last_words(lines) or f'exit code {code}'}"
+            failed = f"{name}: {program} failed: {error_message(lines) or f'exit code {code}'}"
             if any(_NETWORK.search(line) for line in lines):
                 raise Unavailable(f"{failed}; the network or the machine is at fault, it is tried again")
             raise OutlastError(f"{failed}; {self.remedy}")
 
     def _watch(self, process: subprocess.Popen[str]) -> None:
-        """Kill the program and its children on shutdown: pip runs another Python."""
+        """Kill the program and its children on shutdown, since pip runs another Python."""
         while process.poll() is None:
             if self.stop.wait(0.1):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -105,7 +104,7 @@ class Shell:
                 return
 
 
-def last_words(lines: Sequence[str]) -> str:
+def error_message(lines: Sequence[str]) -> str:
     """Extract the error message from an installer's output."""
     stripped = [line.strip() for line in lines]
     if "The conflict is caused by:" in stripped:  # pip's

@@ -1,7 +1,7 @@
-"""Prepares a worker for training: code, environment, data, models. Files of this machine are linked; `code_placement`,
+"""Preparation of a worker for training: code, environment, data, models. Files of this machine are linked; `code_placement`,
 `data_cache` and `python_env` fetch from stores and archives, each file only once.
 
-Each method of a `Preparation` carries out one preparation phase of `agent.lifecycle`, and raises OutlastError if that fails.
+Each method of a `Preparation` carries out one preparation phase of `agent.lifecycle`, and raises OutlastError on failure.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ if TYPE_CHECKING:
 
 
 PINS = "pins"
-"""Directory of the pins (`cache.Source`), below the directory that the workers of a run share."""
+"""Directory of the pins (`data_cache.Source`), below the directory that the workers of a run share."""
 REACH_S = 10.0
-"""How long a submission waits for stores to answer."""
+"""Time in seconds that a submission waits for responses of stores."""
 
 
 def check(job: spec.Job, pins: Path) -> None:
-    """Find mistakes at submission, such as files that are missing here or in a store, or conda not being installed. Raises
-    OutlastError.
+    """Find mistakes at submission, such as files missing here or in a store, or a missing conda. Raises OutlastError.
 
-    An unreachable store is not a mistake: workers retry. Data that a run has pinned in `pins` needs no store.
+    An unreachable store is not a mistake, since workers retry. Data that a run has pinned in `pins` needs no store.
     """
     from outlast.worker.prepare import python_env as environment
 
@@ -63,7 +62,7 @@ def check(job: spec.Job, pins: Path) -> None:
 
 
 def _check_remote(places: Sequence[tuple[str, str]], script: str | None, pins: Path) -> None:
-    """Raise OutlastError if a place is empty, missing or unreadable. This takes one or two requests per place."""
+    """Raise OutlastError if a place is empty, missing or unreadable, after one or two requests per place."""
     from outlast.storage import store
     from outlast.worker.prepare import data_cache
 
@@ -101,7 +100,7 @@ def _check_remote(places: Sequence[tuple[str, str]], script: str | None, pins: P
 
 
 def _layered(job: spec.Job) -> bool:
-    """Return whether the job has an environment with packages of its own."""
+    """Return whether the job has its own environment with packages."""
     return bool(job.spec.environment.requirements or job.spec.environment.conda)
 
 
@@ -118,9 +117,9 @@ def place_code(job: spec.Job, into: Path, shared: Path, *, say: Say, stop: threa
 
 
 class Preparation:
-    """Prepares one worker, and adds the environment variables for training to `environ`.
+    """The preparation of one worker, which adds the environment variables for training to `environ`.
 
-    The worker's data stays in the cache until `close` or the end of this process.
+    The worker's data remains in the cache until `close` or the end of this process.
     """
 
     def __init__(
@@ -139,18 +138,18 @@ class Preparation:
             self._versions.pop().close()
 
     def prepare(self) -> None:
-        """Carry out all phases but `compiled`."""
+        """Carry out all phases except `compiled`."""
         self.code()
         self.environment()
         self.data()
 
     def code(self) -> None:
-        """Put the code into the directory that it runs in, and check that it contains the script or module."""
+        """Put the code into its run directory, and check that it contains the script or module."""
         fields, directory = self._job.spec, Path(self._environ[Env.CODE])
         if fields.code and not _copied_at_submission(fields.code):
             place_code(self._job, directory, self._shared, say=self.say, stop=self._stop)
         if not directory.is_dir():
-            raise OutlastError(f"code: {directory} is not a directory; it held the job's code when it was submitted")
+            raise OutlastError(f"code: {directory} is not a directory, but had the job's code at submission")
         if fields.script and not (directory / fields.script).is_file():
             raise OutlastError(f"script: {fields.script} is not in {directory}; correct the name or the code directory")
         if _layered(self._job):
@@ -159,14 +158,12 @@ class Preparation:
             environment.check(fields.environment, directory)
         elif fields.module:
             sys.path.insert(0, str(directory))
-            package = fields.module.partition(".")[0]  # finding a submodule would run the package's code in this process
+            package = fields.module.partition(".")[0]  # a search for a submodule would run the package's code in this process
             if importlib.util.find_spec(package) is None:
-                raise OutlastError(
-                    f"module: Python finds no {package!r} from {directory}; correct the name or install its package"
-                )
+                raise OutlastError(f"module: Python finds no {package!r} in {directory}; correct the name or install its package")
 
     def environment(self) -> None:
-        """Make the job's Python environment, if the job has one, and set `python` to its interpreter."""
+        """Make the job's Python environment, if any, and set `python` to its interpreter."""
         if not _layered(self._job):
             if importlib.util.find_spec("torch") is None:
                 raise OutlastError(f"PyTorch is not installed for {sys.executable}; pip install 'outlast[train]'")
@@ -183,13 +180,13 @@ class Preparation:
         package = str(fields.module).partition(".")[0]
         if fields.module and not environment.finds(made, package, code, self._environ):
             remedy = "correct the name, or add its package to the environment"
-            raise OutlastError(f"module: Python finds no {package!r} from {code} and in the environment; {remedy}")
+            raise OutlastError(f"module: Python finds no {package!r} in {code} or in the environment; {remedy}")
 
     def data(self) -> None:
-        """Make data and models visible: local files are used in place, files in a store are fetched first.
+        """Make data and models available: local files are used in place, files in a store are fetched first.
 
         A single data entry is used in place. Several entries are linked into one directory, laid out like their `to` in pods;
-        models are linked by name. In pods, where the directories of `to` exist, everything is linked there.
+        models are linked by name. In pods, where the directories of `to` exist, all entries are linked there.
         """
         fields = self._job.spec
         before = substitution.values(fields.env, self._environ)
@@ -214,12 +211,12 @@ class Preparation:
             for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
                 self._environ.setdefault(name, "1")
         if token := self._environ.get("HUGGINGFACE_HUB_TOKEN"):
-            self._environ.setdefault("HF_TOKEN", token)  # the only one of the two that Hugging Face's libraries read
+            self._environ.setdefault("HF_TOKEN", token)  # Hugging Face's libraries read only this one
         after = substitution.values(fields.env, self._environ)
         self._environ.update({name: value for name, value in after.items() if value != before[name]})
 
     def compiled(self) -> None:
-        """Fetch the cache of compiled code, and run the job's warm-up, if it has one."""
+        """Fetch the cache of compiled code, and run the job's warm-up, if any."""
         if self._job.spec.compile.cache:
             from outlast.worker.prepare import compile_cache
 
@@ -244,13 +241,13 @@ class Preparation:
 
 
 def _copied_at_submission(code: str) -> bool:
-    """Return whether code was copied to this machine at submission, because it is in neither a store nor a ConfigMap."""
+    """Return whether code was copied on this machine at submission, since it is in neither a store nor a ConfigMap."""
     path = spec.local(spec.pinned(code)[0])
     return path is not None and Path(Pod.SHIPPED) not in path.parents
 
 
 def _link(directory: Path, sources: Mapping[str, Path]) -> Path:
-    """Link these paths into a directory, by name. Returns the directory."""
+    """Link these paths by name into a directory. Returns the directory."""
     for name, source in sources.items():
         link = directory / name
         if link == source:  # a mounted volume
@@ -266,7 +263,7 @@ def evaluate(job: spec.Job, environ: dict[str, str], args: Sequence[str], *, say
     preparation = Preparation(job, environ, say=say)
     try:
         preparation.prepare()
-        del environ[Env.STATE]  # the module is no worker
+        del environ[Env.STATE]  # the module is not a worker
         argv = [preparation.python, *command(job, environ), EVALUATE, *args]
         return subprocess.run(argv, env=environ, cwd=environ[Env.CODE], check=False).returncode
     finally:

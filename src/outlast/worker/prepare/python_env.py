@@ -1,13 +1,13 @@
-"""Makes the Python environment of a job with packages of its own, once for all workers and jobs of a machine.
+"""The Python environment of a job with its own packages, made once for all workers and jobs of a machine.
 
     <cache>/environments/<digest>/               a virtual or conda environment, at its final path, since neither can be moved
     <cache>/environments/<digest>/outlast.json   written last; marks the environment complete
     <cache>/environments/<digest>.lock           held by the process that makes the environment
     <cache>/environments/<digest>.log            output of pip, uv or conda
 
-`requirements` become a virtual environment on top of our own Python, whose packages stay visible behind the new ones; the digest
-covers the requirements, this Python and its packages. `conda` files become separate environments, which see only our own package.
-Training processes run in the environment; the agent does not.
+`requirements` become a virtual environment on top of our own Python, whose packages remain importable after the new packages. The
+digest covers the requirements, this Python and its packages. `conda` files become separate environments, which contain only our
+own package besides. Training processes run in the environment; the agent does not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 MARKER = "outlast.json"
 _STUB = "outlast\n"
-"""Content of the file INSTALLER in the stubs that show uv the packages of the base Python."""
+"""Content of the file INSTALLER in the stubs that represent the base Python's packages for uv."""
 _PROBE = """
 import importlib, json, sys
 found = {"version": list(sys.version_info[:3])}
@@ -56,20 +56,22 @@ except BaseException as problem:
     found["problem"] = "%s: %s" % (type(problem).__name__, problem)
 print(json.dumps(found))
 """
-"""This code runs in the new environment, so it must work in any Python, even one that is too old."""
+"""Program for the new environment, which must work in any Python, even in an unsupported version."""
 
 
 @dataclass(frozen=True)
 class Made:
+    """A Python environment that is ready."""
+
     python: str
     variables: Mapping[str, str]
-    """Environment variables for a process that runs in the environment."""
+    """Environment variables for processes in the environment."""
 
 
 def check(environment: spec.Environment, code: Path | None = None) -> None:
     """Check the environment's file, and that conda is installed if needed, without the network. Raises OutlastError.
 
-    A relative path is below `code`; it is not checked if `code` is None.
+    A relative path is below `code`, and is not checked if `code` is None.
     """
     if environment.conda:
         _conda_tool(os.environ)
@@ -78,7 +80,7 @@ def check(environment: spec.Environment, code: Path | None = None) -> None:
 
 
 def frozen(environment: spec.Environment, directory: Path) -> spec.Environment:
-    """Return the environment with a copy of its file in `directory`, so that editing the original does not change the run."""
+    """Return the environment with a copy of its file in `directory`, so that changes of the original do not affect the run."""
     path = _file(environment, None)
     if path is None:
         return environment
@@ -94,7 +96,7 @@ def make(
 ) -> Made:
     """Make the environment unless it exists. Concurrent calls wait for the first.
 
-    `say` receives progress, and the last lines of a failed installer. Raises OutlastError with the installer's error;
+    `say` receives progress, and the last lines of a failed installer. Raises OutlastError with the installer's error, or
     `installers.Unavailable` if a later attempt may succeed.
     """
     path = _file(environment, code)
@@ -113,7 +115,7 @@ def make(
         waiting = f"waiting for another worker that makes {name}"
         with file_locks.exclusive(home.with_name(f"{digest}.lock"), waiting=lambda: say(waiting), stop=stop) as lock:
             if not (home / MARKER).is_file():
-                if home.exists():  # a killed maker left it
+                if home.exists():  # left by a killed process
                     shutil.rmtree(home)
                 log = home.with_name(f"{digest}.log")
                 log.unlink(missing_ok=True)
@@ -130,7 +132,7 @@ def make(
 
 
 def finds(made: Made, package: str, code: Path, environ: Mapping[str, str]) -> bool:
-    """Return whether the environment's Python finds a module from the code's directory."""
+    """Return whether the environment's Python finds a module, also in the code's directory."""
     look = "import importlib.util, sys; sys.path.insert(0, sys.argv[1]); sys.exit(not importlib.util.find_spec(sys.argv[2]))"
     argv = [made.python, "-c", look, str(code), package]
     return subprocess.run(argv, env={**environ, **made.variables}, capture_output=True, check=False).returncode == 0
@@ -148,7 +150,7 @@ def _read(environment: spec.Environment, path: Path) -> requirements.Requirement
 
 
 def _probe(made: Made, name: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Get the versions of Python and torch in a new environment. Raises OutlastError if training cannot run there."""
+    """Return the versions of Python and torch in a new environment. Raises OutlastError if training cannot run there."""
     argv, env = [made.python, "-c", _PROBE], {**environ, **made.variables}
     done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
@@ -158,7 +160,7 @@ def _probe(made: Made, name: str, environ: Mapping[str, str]) -> dict[str, Any]:
         raise OutlastError(f"{name}: its Python does not start: {last}") from None
     version = ".".join(map(str, found["version"]))
     if found["version"] < [3, 11]:
-        raise OutlastError(f"{name} brings Python {version}; Outlast needs 3.11 or newer: add python>=3.11")
+        raise OutlastError(f"{name} has Python {version}; Outlast needs 3.11 or newer: add python>=3.11")
     if "torch" not in found:
         raise OutlastError(f"{name}: training needs PyTorch, which cannot be imported ({found['problem']}); add or correct it")
     if "problem" in found:
@@ -214,7 +216,7 @@ def _uv(environ: Mapping[str, str]) -> str | None:
 
 
 def _pip(python: str, shell: Shell, name: str) -> list[str]:
-    """Return the pip command for another Python: our pip, or its own from ensurepip."""
+    """Return the pip command for another Python: our pip, or ensurepip's."""
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip", "--python", python]
     shell.run([python, "-m", "ensurepip"], name)
@@ -223,9 +225,9 @@ def _pip(python: str, shell: Shell, name: str) -> list[str]:
 
 @contextlib.contextmanager
 def _stubs(packages: Path) -> Iterator[None]:
-    """Make the base Python's packages visible to uv by stubs that contain only their metadata.
+    """Represent the base Python's packages for uv by stubs with their metadata.
 
-    If uv replaces such a package, it removes only the files that the stub lists, so the base Python stays intact.
+    If uv replaces such a package, it removes only the files in the stub's list, so the base Python remains intact.
     """
     for directory in _below():
         for info in directory.glob("*.dist-info"):
@@ -288,7 +290,7 @@ def _conda_tool(environ: Mapping[str, str]) -> str:
 
 
 def _conda_file(path: Path) -> dict[str, Any]:
-    """Return a conda environment file, with its requirements for pip flattened."""
+    """Read a conda environment file, and flatten its requirements for pip."""
     field = "environment.conda"
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
@@ -311,7 +313,7 @@ def _conda_file(path: Path) -> dict[str, Any]:
 
 
 def _package(cache: Path) -> Path:
-    """Return a directory that contains only a link to our package, for use in the PYTHONPATH of other Pythons."""
+    """Return a directory with only a link to our package, for the PYTHONPATH of other Pythons."""
     package = Path(outlast.__file__).resolve().parent
     directory = cache / "outlast" / hashlib.sha256(str(package).encode()).hexdigest()[:16]
     link = directory / "outlast"

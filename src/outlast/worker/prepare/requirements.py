@@ -1,7 +1,7 @@
-"""Flattens a pip requirements file: includes are inlined, paths are made absolute, and comments are dropped, so that the result
-can be stored anywhere.
+"""Flattening of a pip requirements file: includes are inlined, paths become absolute, and comments are removed, so that the
+result can be stored anywhere.
 
-A run stores the requirements that it was submitted with, and their fingerprint identifies the environment. Format:
+A run stores its requirements at submission, and their fingerprint identifies the environment. Format:
 https://pip.pypa.io/en/stable/reference/requirements-file-format/
 """
 
@@ -19,12 +19,12 @@ _COMMENT = re.compile(r"(^|\s+)#.*$")
 _OPTION = re.compile(r"(-r|--requirement|-c|--constraint|-e|--editable|-f|--find-links)(?:\s*=\s*|\s+|(?<=-[rcef]))(.+)")
 _WHEELS = (".whl", ".tar.gz", ".zip")
 _LISTED = 10_000
-"""Maximum number of files of a local package that count in its fingerprint."""
+"""Maximum number of files of a local package in its fingerprint."""
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """The contents of a flattened requirements file."""
+    """Contents of a flattened requirements file."""
 
     lines: tuple[str, ...]
     constraints: tuple[str, ...]
@@ -38,33 +38,33 @@ class Requirements:
         return any(name and re.sub(r"[-_.]+", "-", name[0]).lower() == normal for name in names)
 
     def hashed(self) -> bool:
-        """Return whether pip runs in hash-checking mode, in which every requirement needs a hash."""
+        """Return whether pip runs in hash-checking mode, where every requirement needs a hash."""
         return any("--hash=" in line or line == "--require-hashes" for line in self.lines)
 
     def fingerprint(self) -> list[object]:
-        """Return a value that changes if an environment made from these requirements would change."""
+        """Return a value that changes with the environment made from these requirements."""
         return [self.lines, self.constraints, [list(_stat(path)) for path in self.paths]]
 
     def write(self, path: Path) -> Path:
-        """Write the file, and beside it another one for the constraints, if any; `read` reads both. Returns the path."""
+        """Write the file, and a second file for any constraints; `read` reads both. Returns the path."""
         lines = list(self.lines)
         if self.constraints:
             beside = path.with_name("constraints.txt")
             beside.write_text("".join(f"{line}\n" for line in self.constraints))
-            lines.append(f"-c {beside.name}")  # relative, since pip would split an absolute path at a space
+            lines.append(f"-c {beside.name}")  # relative, since pip splits an absolute path at a space
         path.write_text("".join(f"{line}\n" for line in lines))
         return path
 
 
 def read(path: Path, field: str) -> Requirements:
-    """Parse the requirements file that the job file names in `field`. Raises OutlastError for files that cannot be read."""
+    """Parse the requirements file in the job file's `field`. Raises OutlastError for an unreadable file."""
     parser = _Parser(field)
     parser.file(path, parser.lines, ())
     return parser.result()
 
 
 def parse(text: str, directory: Path, field: str) -> Requirements:
-    """Parse the text of a file in `directory`. Raises OutlastError for included files that cannot be read."""
+    """Parse the text of a file in `directory`. Raises OutlastError for an unreadable included file."""
     parser = _Parser(field)
     parser.text(text, directory, parser.lines, ())
     return parser.result()
@@ -88,7 +88,7 @@ class _Parser:
         try:
             text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as problem:
-            raise OutlastError(f"{self.field}: {path}{by} is not text in UTF-8; save it as that") from problem
+            raise OutlastError(f"{self.field}: {path}{by} is not text in UTF-8; save it in UTF-8") from problem
         except OSError as problem:
             remedy = "correct the path" if isinstance(problem, FileNotFoundError) else "correct that"
             raise OutlastError(f"{self.field}: {path}{by} cannot be read: {problem.strerror}; {remedy}") from problem
@@ -127,7 +127,7 @@ def _logical(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _absolute(requirement: str, directory: Path) -> str:
-    """Make a requirement absolute if it is a path, such as `./lib[extra]` or `wheels/a.whl`; empty for any other."""
+    """Return a requirement as an absolute path if it is a path, such as `./lib[extra]` or `wheels/a.whl`; otherwise empty."""
     if "://" in requirement or re.search(r"\s@\s|[;<>=~!]", requirement):
         return ""
     if not (requirement.startswith((".", "/")) or os.sep in requirement or requirement.lower().endswith(_WHEELS)):
@@ -137,7 +137,7 @@ def _absolute(requirement: str, directory: Path) -> str:
 
 
 def _stat(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Name, size and mtime of a file, or of each file in a directory."""
+    """Yield name, size and mtime of a file, or of each file in a directory."""
     if path.is_file():
         yield path.name, path.stat().st_size, path.stat().st_mtime_ns
         return

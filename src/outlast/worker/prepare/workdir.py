@@ -1,7 +1,7 @@
-"""The working directory of training processes: `work/` in the job's output. It holds a copy of the code, so that scripts find the
-files beside themselves, and files that they write to relative paths are part of the output.
+"""The working directory of training processes: `work/` in the job's output. It contains a copy of the code, so that scripts find
+files beside themselves, and files written to relative paths are part of the output.
 
-    work/.outlast-files         size and mtime of each file of code when it was copied; all other files are the job's
+    work/.outlast-files         size and mtime of each copied file of code; all other files are the job's
     work/.outlast-generation    the last generation whose rank 0 worked here
     work/.outlast-run           in pods: the run that owns these files
 
@@ -34,34 +34,34 @@ from outlast.storage.sync import push_and_pull
 _FILES = ".outlast-files"
 _RUN = ".outlast-run"
 _IN_STORE = ".outlast-work"
-"""Key of the object that holds the generation of the files in the store."""
+"""Key of the object with the generation of the files in the store."""
 _LOCK, _INDEX = f"{OWN}/working", f"{OWN}/fetched"
 """Paths in the output: a lock, and a directory for the indices of fetches."""
 _MOST = (64 << 20, 10_000)
-"""Maximum size in bytes and number of files of code in an image that we copy; larger code runs in place."""
+"""Maximum size in bytes and number of files of copied code; larger code runs in place."""
 _QUIET_S = 2.0
-"""Debounce: a file written in place more recently may be incomplete."""
+"""Debounce in seconds for a file written in place, which may be incomplete."""
 _SMALL = 1 << 20
-"""Size in bytes below which a file is written within milliseconds."""
+"""Size in bytes up to which a write of a file takes milliseconds."""
 
 Listed = Mapping[str, tuple[int, int] | None]
 """Size and mtime (ns) of files of code, by their path in the directory; None stands for a link."""
 
 
 def note_code(directory: Path, code: Listed) -> None:
-    """Record which files in `directory` are code, before they are copied there. Files recorded earlier still count as code."""
+    """Record that these files in `directory` are code, before they are copied there. Earlier records remain."""
     files.replace(directory / _FILES, json.dumps({**listed(directory), **code}))
 
 
 def forget_code(directory: Path) -> None:
-    """Remove the files of code from `directory`; all others stay."""
+    """Remove the files of code from `directory`, and no others."""
     for name in listed(directory):
         (directory / name).unlink(missing_ok=True)
     (directory / _FILES).unlink(missing_ok=True)
 
 
 def listed(directory: Path) -> dict[str, tuple[int, int] | None]:
-    """Return the record written by `note_code`; empty if it cannot be read."""
+    """Read the record of `note_code`; returns an empty record if it cannot be read."""
     try:
         record = json.loads((directory / _FILES).read_text())
         return {name: tuple(stat) if stat else None for name, stat in record.items()}
@@ -70,7 +70,7 @@ def listed(directory: Path) -> dict[str, tuple[int, int] | None]:
 
 
 def fingerprint(path: Path) -> tuple[int, int] | None:
-    """Size and mtime (ns) of a file of code, for `note_code`; None for a link."""
+    """Return size and mtime (ns) of a file of code, for `note_code`; None for a link."""
     stat = path.lstat()
     return None if path.is_symlink() else (stat.st_size, stat.st_mtime_ns)
 
@@ -79,22 +79,20 @@ def fingerprint(path: Path) -> tuple[int, int] | None:
 
 
 class Results:
-    """Decides which files of a working directory are results, and which of the results are complete. `output` is the job's
-    output."""
+    """The results in a working directory, complete or not. `output` is the job's output."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
         self._read_at = 0
-        """The mtime of the record of code when it was last read."""
+        """The mtime of the record of code at its last read."""
         self._listed: Listed = {}
         self._sizes: dict[str, int] = {}
-        """Sizes of the files that the last pass held back."""
+        """Sizes of files that the last pass delayed."""
         self._waiting: set[str] = set()
-        """Paths that this pass holds back, and their directories."""
+        """Paths that this pass delays, and their directories."""
 
     def skipped(self, path: str) -> bool:
-        """Return whether a path in the output is in the working directory but is not a result: code, hidden files or compiled
-        files."""
+        """Return whether a path in the output is in the working directory but not a result: code, a hidden or a compiled file."""
         first, _, inside = path.partition("/")
         if first != contract.WORK:
             return False
@@ -121,8 +119,8 @@ class Results:
             self._read_at, self._listed = mtime_ns, listed(self._output / contract.WORK)
 
     def expired(self, path: str) -> bool:
-        """Return whether a missing result belongs to a checkpoint that the script has deleted in favour of a later one in the
-        store. A checkpoint that this pass holds back is not in the store."""
+        """Return whether a missing result belongs to a checkpoint that the script has deleted, while a later one is in the store.
+        A checkpoint delayed by this pass is not in the store."""
         *above, name = path.split("/")
         numbered = [(place, step) for place, part in enumerate(above) if (step := plain_scripts.step_of(part)) is not None]
         of_file = plain_scripts.step_of_file(name)[1]
@@ -142,12 +140,12 @@ class Results:
         return any(other is not None and other > step for other in steps)
 
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
-        """Begin a pass. Returns a function that tells whether a result may be incomplete and so must not replace a complete one
-        in the store. The `last` pass treats every result as complete.
+        """Begin a pass. Returns a function that returns whether to delay a result, which may be incomplete. The `last` pass
+        treats every result as complete.
 
         A file that was renamed after its last byte (ctime after mtime) is complete. A file written in place must be unchanged for
-        a while, but a small file is held back in one pass only. A checkpoint's directory, also outside of the working directory,
-        is held back until none of its files changes.
+        a while, but a small file is delayed in one pass only. A checkpoint's directory, also outside of the working directory, is
+        delayed until all its files are unchanged.
         """
         last_sizes, self._sizes, self._waiting = self._sizes, {}, set()
         now = time.time()
@@ -159,7 +157,7 @@ class Results:
                 directories[path] = bool(times) and 0 <= now - max(times) < _QUIET_S
             return directories[path]
 
-        def held(path: str) -> bool:
+        def changing(path: str) -> bool:
             try:
                 place = self._output / path
                 stat = place.stat()
@@ -175,7 +173,7 @@ class Results:
             return path not in last_sizes or (stat.st_size > _SMALL and stat.st_size != last_sizes[path])
 
         def waits(path: str) -> bool:
-            if waiting := not last and held(path):
+            if waiting := not last and changing(path):
                 parts = path.split("/")
                 self._waiting.update("/".join(parts[:end]) for end in range(1, len(parts) + 1))
             return waiting
@@ -187,7 +185,7 @@ class Results:
 
 
 def generation(output: Path) -> int:
-    """Return the last generation whose rank 0 worked in this output, or whose files were fetched; 0 if there is none."""
+    """Return the last generation whose rank 0 worked in this output, or whose files were fetched; 0 for none."""
     try:
         return int((output / contract.WORK / contract.WORKED).read_text())
     except (OSError, ValueError):
@@ -202,13 +200,13 @@ def _in_store(place: Store) -> int:
 
 
 def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
-    """Return whether to push the files here: rank 0 of this pod's generation works here, and no later generation has pushed. On
-    one machine all workers share the directory. Raises StoreError."""
+    """Return whether to upload the files here: rank 0 of this pod's generation works here, and no later generation has uploaded.
+    On one machine all workers share the directory. Raises StoreError."""
     here = generation(output)
     if not here:
         return False
     stored = _in_store(place)
-    if not environ.get(Env.RENDEZVOUS, "unix://").startswith("unix://"):  # a pod, which shares no directory as far as it knows
+    if not environ.get(Env.RENDEZVOUS, "unix://").startswith("unix://"):  # a pod, which may share no directory
         record = progress_file.read(Path(environ[Env.STATE]), 0)
         if record is None or record.generation != here or stored > here:
             return False
@@ -222,13 +220,13 @@ def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
 
 def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.Event) -> None:
     """Copy the code to `work/` in the output of this pod, and set `environ` so that the script runs there. Code that is too large
-    is not copied and runs in place. Raises OSError, Stopped."""
+    runs in place. Raises OSError, Stopped."""
     code, directory = Path(environ[Env.CODE]), Path(environ[Env.OUTPUT]) / contract.WORK
     sources = _sources(code)
     if sources is None:
         say(
-            f"{code} is larger than {units.human_bytes(_MOST[0])} or {_MOST[1]:,} files, so the script runs there: what it "
-            "writes relative to the working directory goes with this pod; write to $OUTLAST_OUTPUT"
+            f"{code} is larger than {units.human_bytes(_MOST[0])} or {_MOST[1]:,} files, so the script runs there: files that "
+            "it writes relative to the working directory are lost with this pod; write to $OUTLAST_OUTPUT"
         )
         return
     with file_locks.exclusive(directory.parent / _LOCK, waiting=lambda: None, stop=stop):
@@ -237,11 +235,11 @@ def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.E
         files.replace(directory / _RUN, environ[Env.RUN])
         old = listed(directory)
         new = {name: fingerprint(path) for name, path in sources.items()}
-        note_code(directory, {**new, **old})  # after a kill, files copied by then still count as old
+        note_code(directory, {**new, **old})  # after a kill, copied files still count as old
         for name, path in sources.items():
             into = directory / name
             if os.path.lexists(into) and (name not in old or fingerprint(into) != old[name] or old[name] == new[name]):
-                continue  # the job's own, or copied already
+                continue  # the job's file, or copied already
             into.parent.mkdir(parents=True, exist_ok=True)
             partial = into.with_name(f".{into.name}.coming")
             shutil.copy2(path, partial, follow_symlinks=False)
@@ -251,7 +249,7 @@ def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.E
 
 
 def _set_aside(directory: Path, run: str) -> None:
-    """Move another run's files to `previous/` in the output, on a volume that outlives pods."""
+    """Move another run's files, left on a volume that outlives pods, to `previous/` in the output."""
     try:
         other = (directory / _RUN).read_text()
     except FileNotFoundError:
@@ -263,7 +261,7 @@ def _set_aside(directory: Path, run: str) -> None:
 
 
 def _sources(code: Path) -> dict[str, Path] | None:
-    """Return the files and links of code by name, without `tree.NEVER`; None if they are too large to copy."""
+    """Return the files and links of code by name, without `code_files.NEVER`; None if they are too large to copy."""
     sources: dict[str, Path] = {}
     size = 0
     for above, names, inside in os.walk(code):
@@ -284,8 +282,8 @@ def _inside(path: str) -> bool:
 
 
 def saves_itself(output: Path, place: Store) -> bool:
-    """Return whether the script also saves on this worker, although rank 0 is elsewhere: it has saved here since the store's
-    files were written. Raises StoreError."""
+    """Return whether the script has saved on this worker, without rank 0, since the store's files were written. Raises
+    StoreError."""
     try:
         return plain_scripts.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
     except Missing:
@@ -293,8 +291,8 @@ def saves_itself(output: Path, place: Store) -> bool:
 
 
 def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
-    """Fetch the job's files if the store's are of a later generation, or are known to be `newer`. Outside of the working
-    directory, only missing files are fetched. Raises StoreError and OutlastError."""
+    """Fetch the job's files if the store has a later generation, or certainly `newer` files. Outside of the working directory,
+    only missing files are fetched. Raises StoreError and OutlastError."""
     here = generation(output)
     try:
         stored = _in_store(place)
@@ -319,15 +317,15 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
             (output / contract.WORK).mkdir(exist_ok=True)
             files.replace(output / contract.WORK / contract.WORKED, str(stored))
         if count := sum(report.transferred for report in reports):
-            say(f"fetched {count} {'file' if count == 1 else 'files'} that the script wrote before")
+            say(f"fetched {count} {'file' if count == 1 else 'files'} that the script has written")
     except StoreError as problem:
         if not here or not problem.retry:
             raise
-        say(f"goes on with the files of this machine: {problem}")
+        say(f"continuing with the files of this machine: {problem}")
 
 
 def main(argv: list[str]) -> int:
-    """Fetch the job's files if the store's are newer, or are known to be newer (`--newer`). Returns the exit code. Run by
+    """Fetch the job's files if the store's may be, or certainly are (`--newer`), newer. Returns the exit code. Run by
     `launch.rank0_files`."""
     output = Path(os.environ[Env.OUTPUT])
 
@@ -339,6 +337,6 @@ def main(argv: list[str]) -> int:
         if argv == ["--newer"] or not saves_itself(output, place):
             fetch(output, place, say, threading.Event(), newer=bool(argv))
     except (OutlastError, OSError) as problem:
-        say(f"goes on with the files of this pod: {problem}")
+        say(f"continuing with the files of this pod: {problem}")
         return contract.Exit.FAILED
     return 0

@@ -1,8 +1,8 @@
 """TensorBoard: event files beside the metrics, `tensorboard/metrics/events.out.tfevents.outlast-<run>.<time>`.
 
-Each follower begins a new file, which starts with the step at which it resumes: TensorBoard drops later steps of earlier files.
-The files are in a directory of their own, since TensorBoard reads the files of a directory one after the other, and a script may
-write its own into `tensorboard/`. Needs the package `tensorboard` (extra `tracking`) but neither torch nor TensorFlow.
+Each follower begins a new file, which starts with the resumed step, so TensorBoard drops later steps of earlier files. The files
+are in a separate directory, since TensorBoard reads the files of a directory in sequence, and a script may write other files into
+`tensorboard/`. Needs the package `tensorboard` (extra `tracking`), but neither torch nor TensorFlow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREFIX = "events.out.tfevents.outlast"
 
 
 class EventFile:
-    """A sink that writes event files into `directory` and keeps its position in the file `position`."""
+    """A sink that writes event files into `directory`, and stores its position in the file `position`."""
 
     pause_s = 3.0
 
@@ -43,7 +43,7 @@ class EventFile:
         self._directory.mkdir(parents=True, exist_ok=True)
         earlier = list(self._directory.glob(f"{self._name}.*"))
         for other in self._directory.glob(f"{PREFIX}-*"):
-            if other not in earlier:  # an earlier run's: TensorBoard would mix two runs in one directory
+            if other not in earlier:  # of an earlier run, which TensorBoard would mix with ours
                 other.unlink()
         position = self._position.read() if earlier else {}
         self._settings, self._step = "", max(position.values(), default=0)
@@ -77,10 +77,10 @@ class EventFile:
         self._settings = table
 
     def checkpoints(self, places: Mapping[str, str]) -> None:
-        """Do nothing: the checkpoints are beside the event files."""
+        """Do nothing, since the checkpoints are beside the event files."""
 
     def end(self, status: Status | None) -> None:
-        """Do nothing: event files have no record of a run's end."""
+        """Do nothing, since event files have no record of a run's end."""
 
     def _write(self, events: Sequence[Any]) -> None:
         with self._path.open("ab") as file:

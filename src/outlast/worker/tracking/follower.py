@@ -1,8 +1,8 @@
 """The follower of a run's metrics: the process that sends them to all trackers.
 
-It ends after a line on standard input, `{"status": ..., "within": seconds}`, or soon after the death of its parent, rank 0. With
-`--end STATUS` it sends the rest and the run's end, then exits. A lock ensures that an output has only one follower; the next one
-waits.
+The follower ends after a line on standard input, `{"status": ..., "within": seconds}`, or soon after the death of its parent,
+rank 0. With `--end STATUS` it sends the rest and the run's end, then exits. A lock ensures that an output has only one follower
+at a time.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from outlast.worker.tracking.wandb_runs import WandB
 
 
 def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
-    """Make `copy` equal to the complete lines of a growing file; `read(offset)` returns its bytes from there (none beyond its
-    end).
+    """Make `copy` equal to the complete lines of a growing file. `read(offset)` returns the file's bytes from there (none beyond
+    its end).
 
-    The last line is read again to check that the file is still the same: lines contain the time. Raises the exceptions of `read`.
+    The last line, which contains the time, is read again to check that the file is still the same. Raises the exceptions of
+    `read`.
     """
     old = copy.read_bytes() if copy.exists() else b""
     mark = old[old.rfind(b"\n", 0, len(old) - 1) + 1 :] if old else b""
@@ -49,27 +50,27 @@ def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
 
 
 POLL_S = 0.5
-"""Poll interval for the death of the parent."""
+"""Poll interval for the death of the parent, in seconds."""
 ORPHANED_S = 5.0
-"""Time to send the rest after the parent has died without a message."""
+"""Time in seconds to send the rest after the parent has died without a message."""
 
 
 class Ending(NamedTuple):
     """The training session's final message."""
 
     status: Status | None
-    """How the run has ended; None: the run goes on."""
+    """Final status of the run; None if the run continues."""
     within: float
-    """Number of seconds in which to send the rest."""
+    """Time in seconds to send the rest."""
 
 
 class Session:
-    """The parent process: waits for its final message, or for its death."""
+    """The parent process, with its final message or its death."""
 
     def __init__(self, ending: Ending | None, environ: Mapping[str, str]) -> None:
         self._ending = ending
         self._parent = os.getppid()
-        # Under Outlast a run is restarted after rank 0 was killed; otherwise nobody else can report its end.
+        # Outlast restarts a run after rank 0 was killed; without Outlast, only we can report its end.
         self._orphaned = Ending(None if environ.get(Env.JOB) else Status.KILLED, ORPHANED_S)
         self._received = b""
 
@@ -93,11 +94,11 @@ class Session:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Follow until the run ends, and exit: with code 0 if everything has arrived, or if missing metrics were reported."""
+    """Follow the run to its end, and exit, with code 0 if all metrics have arrived or missing metrics were reported."""
     os.nice(19)  # before the libraries of trackers are imported, which is most of the work
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the training handles them, and sends its final message
+        signal.signal(number, signal.SIG_IGN)  # training handles them, and sends its final message
     output, environ = Path(argv[0]), os.environ
     session = Session(Ending(Status(argv[2]), follower_handle.FLUSH_S) if len(argv) > 1 else None, environ)
     try:
@@ -126,7 +127,7 @@ def locked(output: Path, session: Session, environ: Mapping[str, str]) -> int:
 
 
 def follow(output: Path, directory: Path, session: Session, environ: Mapping[str, str]) -> int:
-    """Feed all trackers until the session has ended."""
+    """Feed all trackers until the end of the session."""
     (directory / follower_handle.ENDED).unlink(missing_ok=True)
     (directory / follower_handle.PROBLEM).unlink(missing_ok=True)
     run = Run.of(output, environ.get(Env.RUN) or identity(output), environ)
@@ -156,15 +157,15 @@ def follow(output: Path, directory: Path, session: Session, environ: Mapping[str
 
 
 def lost(forwarder: Forwarder) -> str:
-    """Return a sentence about the metrics that a tracker lacks when we end; empty if it lacks none."""
+    """Return a sentence about the metrics, or the end of the run, that a tracker lacks."""
     what = forwarder.missing()
     why = forwarder.problem.removeprefix(f"{forwarder.sink.title}: ") or "there was no time"
-    lacks = f"{what} of the metrics are not there" if what else "it does not know how the run has ended"
+    lacks = f"{what} of the metrics are not there" if what else "the end of the run is not there"
     return f"{forwarder.sink.title}: {lacks} ({why}); metrics.jsonl has all, and the next start sends it"
 
 
 def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
-    """Return the trackers that the environment requests."""
+    """Return the sinks of the trackers that the environment requests."""
     requested = settings(environ)
     trackers: list[Sink] = []
     if requested.tensorboard:
@@ -178,8 +179,8 @@ def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
 
 
 def identity(output: Path) -> str:
-    """Return an id for a run that has none, under plain python and torchrun. It is stored beside the checkpoints: without
-    checkpoints a run begins again, and is a new run."""
+    """Return an id for a run without one, under plain python and torchrun. It is stored beside the checkpoints, without which a
+    run begins again as a new run."""
     path = output / contract.CHECKPOINTS / ".tracking"
     try:
         return path.read_text()
@@ -189,7 +190,7 @@ def identity(output: Path) -> str:
 
 
 def report(directory: Path, problems: Sequence[str]) -> None:
-    """Write the problems to a file for the session, which shows them in the status."""
+    """Write the problems to a file, from which the session shows them in the status."""
     with contextlib.suppress(OSError):  # a full disk; the log has them, too
         if text := "; ".join(filter(None, problems)):
             files.replace(directory / follower_handle.PROBLEM, text)
@@ -198,5 +199,5 @@ def report(directory: Path, problems: Sequence[str]) -> None:
 
 
 def say(sentence: str) -> None:
-    """Print to standard error, which is the worker's log."""
+    """Print a sentence to standard error, which is the worker's log."""
     print(f"outlast: {sentence}", file=sys.stderr, flush=True)

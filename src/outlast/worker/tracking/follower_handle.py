@@ -1,6 +1,6 @@
-"""The follower's interface for other processes: rank 0's session starts one, reads its problems and waits for its end.
+"""The follower's interface for other processes: rank 0's session starts a follower, reads its problems and waits for its end.
 
-Starting a follower costs a fork; after that a file is read every few seconds. The follower ends with its parent.
+The start of a follower costs a fork; then the session reads a file every few seconds. The follower ends with its parent.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from outlast.worker.tracking.tracker_interface import Status, settings
 log = logging.getLogger("outlast")
 
 FLUSH_S = 10.0
-"""How long the end of a run waits for trackers."""
+"""Time in seconds that the end of a run waits for trackers."""
 LEAVE_S = 2.0
-"""How long it waits if the run goes on elsewhere, where another follower sends the rest."""
+"""Time in seconds that a session waits for trackers if the run continues elsewhere, where another follower sends the rest."""
 LOOK_S = 5.0
 IMPORTS_S = 20.0
-"""Added to FLUSH_S for the imports of a follower that has just been started on a busy machine; arbitrary."""
+"""Time in seconds in addition to FLUSH_S for the imports of a new follower on a busy machine; arbitrary."""
 PROBLEM, ENDED, LOCK = "problem", "ended", "lock"
 """Files in `.tracking/`: the current problem, the reported end of the run, and the lock of the follower."""
 
 
 class Follower:
+    """The handle of a running follower."""
+
     def __init__(self, output: Path, process: subprocess.Popen[bytes]) -> None:
         self._directory, self._process = output / contract.TRACKING, process
         self._looked, self._problem = time.monotonic(), ""
 
     def news(self) -> str | None:
-        """Return the trackers' problem if it has changed, "" when they work again. None in most calls, which cost nothing."""
+        """Return the trackers' problem if it has changed (empty once they work again), otherwise None. Most calls cost
+        nothing."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return None
@@ -49,12 +52,12 @@ class Follower:
         return self._problem if self._problem != last else None
 
     def finish(self, status: Status | None, *, goes_on: bool = False) -> str:
-        """Tell the follower to send the remaining metrics, and wait for a bounded time. Returns a sentence about metrics that
-        have not arrived, or an empty string."""
+        """Request the follower to send the remaining metrics, and wait for a bounded time. Returns a sentence about missing
+        metrics, or an empty string."""
         within = LEAVE_S if goes_on else FLUSH_S
         at_most = LEAVE_S + 1.0 if goes_on else FLUSH_S + IMPORTS_S
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has died
+        with contextlib.suppress(OSError):  # the follower has died
             self._process.stdin.write(json.dumps({"status": status, "within": within}).encode() + b"\n")
             self._process.stdin.close()
         return _wait(self._process, self._directory, at_most)
@@ -66,12 +69,12 @@ def _wait(process: subprocess.Popen[bytes], directory: Path, at_most_s: float) -
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-        return "metrics may not have arrived at the trackers: there was no time; they are in metrics.jsonl"
+        return "metrics may not have arrived at the trackers within the timeout; they are in metrics.jsonl"
     return problem(directory) or (f"the follower of the metrics ended with exit code {code}" if code else "")
 
 
 class Trackers:
-    """The trackers of a session. If the environment asks for any, a follower is started once rank 0 has something to track."""
+    """The trackers of a session. If the environment requests any, rank 0 starts a follower with its first metrics."""
 
     def __init__(self, output: Path, rank: int) -> None:
         self._output, self._done = output, rank > 0
@@ -79,7 +82,7 @@ class Trackers:
         self.problem = ""
 
     def follow(self) -> None:
-        """Start the follower. Called once `metrics.jsonl` contains only this run's steps."""
+        """Start the follower, once `metrics.jsonl` contains only this run's steps."""
         if self._done:
             return
         self._done = True
@@ -90,7 +93,7 @@ class Trackers:
             log.warning("outlast: %s", self.problem)
 
     def news(self) -> dict[str, str]:
-        """Return a new warning for the progress record; empty in most calls, which cost nothing."""
+        """Return a new warning for the progress record, if any. Most calls cost nothing."""
         self.follow()
         if self._follower is None or (problem := self._follower.news()) is None:
             return {}
@@ -98,8 +101,8 @@ class Trackers:
         return {"warning": problem}
 
     def end(self, error: BaseException | None, *, leaving: bool) -> dict[str, str]:
-        """Wait for a bounded time until the follower has sent the remaining metrics. If the run has ended and some have not
-        arrived, returns a warning about them (`{"warning": ...}`), else an empty dict."""
+        """Wait for a bounded time until the follower has sent the remaining metrics. Returns a warning (`{"warning": ...}`) if
+        the run has ended with missing metrics, otherwise an empty dict."""
         if self._follower is None:
             return {}
         status, goes_on = outcome(error, leaving=leaving, restarted=Env.JOB in os.environ)
@@ -111,7 +114,7 @@ def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> t
     """Return the status of a run for its trackers, and whether it continues. `error` is the exception that ended its session, if
     any.
 
-    `restarted`: whether Outlast, rather than this process, decides if a failed run has ended.
+    `restarted`: Outlast, not this process, decides whether a failed run has ended.
     """
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return (None, True) if leaving else (Status.FINISHED, False)
@@ -121,7 +124,7 @@ def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> t
 
 
 def problem(directory: Path) -> str:
-    """Return the problem that the follower currently reports; empty if there is none."""
+    """Return the follower's current problem; empty if none."""
     try:
         return (directory / PROBLEM).read_text()
     except OSError:
@@ -129,8 +132,7 @@ def problem(directory: Path) -> str:
 
 
 def start(output: Path, environ: Mapping[str, str] | None = None) -> Follower | None:
-    """Start the follower of the run in `output` if this process's environment asks for trackers; otherwise returns None. Raises
-    OSError."""
+    """Start the follower of the run in `output` if the environment requests trackers; otherwise returns None. Raises OSError."""
     environ = os.environ if environ is None else environ
     if not settings(environ):
         return None
@@ -144,12 +146,12 @@ def _process(output: Path, environ: Mapping[str, str], *words: str, stdin: int) 
 
 
 _STATUS = {"Failed": Status.FAILED, "Cancelled": Status.KILLED}
-"""Trackers' status by the job's final state (`status.State`). Success is missing, since the session itself has reported it."""
+"""Trackers' status by the job's final state (`status.State`). Success is omitted, since the session itself has reported it."""
 
 
 def end(output: Path, environ: Mapping[str, str], state: str) -> str:
-    """Report the job's final state to the trackers, after its training processes are gone. Returns a sentence if that fails,
-    otherwise an empty string.
+    """Report the job's final state to the trackers, after the end of its training processes. Returns a sentence about a failure,
+    or an empty string.
 
     Does nothing if the job continues, if no follower has run, or if the last follower has reported the same state. Waits for a
     bounded time.
@@ -165,5 +167,5 @@ def end(output: Path, environ: Mapping[str, str], state: str) -> str:
     try:
         process = _process(output, environ, "--end", status, stdin=subprocess.DEVNULL)
     except OSError as error:
-        return f"the trackers do not know that the run has ended: {error.strerror}"
+        return f"the end of the run could not be reported to the trackers: {error.strerror}"
     return _wait(process, directory, FLUSH_S + IMPORTS_S)

@@ -1,7 +1,8 @@
-"""Feeds one tracker from the output of a run, in a thread that sends new values at an interval and retries until they have
+"""A thread that feeds one tracker from the output of a run: it sends new values at an interval, and retries until they have
 arrived.
 
-An unreachable tracker is logged once, and once more when it works again; nothing is lost meanwhile, since the file is the buffer.
+An unreachable tracker is logged once, and once more after its recovery. No values are lost meanwhile, since the file is the
+buffer.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from outlast.worker.tracking import missing_points, tracker_interface
 from outlast.worker.tracking.tracker_interface import Run, Sink, Status
 
 RETRY_S = (1.0, 60.0)
-"""First and longest backoff after a failure."""
+"""First and longest backoff after a failure, in seconds."""
 LAST_RETRY_S = 0.5
-"""Longest backoff once the run is over and its session is waiting for us."""
+"""Longest backoff in seconds after the end of the run, while its session waits."""
 
 
 class Forwarder(threading.Thread):
-    """Feeds one sink until `finish`. `say` prints a sentence; `changed` is called when `problem` changes."""
+    """The feeder of one sink until `finish`. `say` prints a sentence; `changed` is called after a change of `problem`."""
 
     def __init__(self, sink: Sink, run: Run, say: Callable[[str], None], changed: Callable[[], None] = lambda: None) -> None:
         super().__init__(name=f"outlast-{sink.title}", daemon=True)
@@ -33,7 +34,7 @@ class Forwarder(threading.Thread):
         self._run, self._say, self._changed = run, say, changed
         self._reader = missing_points.Reader(run.output / contract.METRICS)
         self._position: missing_points.Position | None = None
-        """The sink's position; None until the sink is open."""
+        """The sink's position; None before the sink is open."""
         self._reached: missing_points.Position = {}
         self._parameters: dict[str, Any] = {}
         self._places: dict[str, str] | None = None
@@ -41,10 +42,10 @@ class Forwarder(threading.Thread):
         self._ending = threading.Event()
         self._status: Status | None = None
         self.complete = False
-        """True if everything, including the end, has arrived in the tracker."""
+        """True if all values and the end of the run have arrived in the tracker."""
 
     def forward(self) -> None:
-        """Send everything new. Raises the sink's exceptions; the next call then opens it again."""
+        """Send all new values. Raises the sink's exceptions, after which the next call opens the sink again."""
         if self._position is None:
             self._reader.rewind()
             self._parameters, self._places = {}, None
@@ -64,7 +65,7 @@ class Forwarder(threading.Thread):
         self._position = position
 
     def finish(self, status: Status | None) -> None:
-        """Send the rest at once, with `status` as the run's end. The thread ends when everything has arrived."""
+        """Request to send the rest at once, with `status` as the run's end. The thread ends after its arrival."""
         self._status = status
         self._ending.set()
 
@@ -76,7 +77,7 @@ class Forwarder(threading.Thread):
                 self.forward()
                 if ending:
                     self.sink.end(self._status)
-            except Exception as error:  # foreign libraries raise anything
+            except Exception as error:  # foreign libraries raise various errors
                 self._hopeless = isinstance(error, OutlastError)
                 self._failed(error)
                 pause = backoff.jittered(backoff.exponential(failures, *RETRY_S))
@@ -108,7 +109,7 @@ class Forwarder(threading.Thread):
             self._changed()
 
     def missing(self) -> str:
-        """Return the steps that have not arrived, as text; empty if none are missing as far as we know."""
+        """Return the missing steps as text; empty if none are missing as far as we know."""
         reader = missing_points.Reader(self._reader.path)
         lost: set[int] = set()
         with contextlib.suppress(OSError):

@@ -1,9 +1,8 @@
-"""Finds the values of `metrics.jsonl` that a tracker does not have yet.
+"""Selection of the values in `metrics.jsonl` that a tracker lacks.
 
-A tracker's *position* is the last step of each name that it has received. A value is new if its step is greater, so the steps
-that a tracker receives always increase, whatever happens to the file. Steps that are repeated after a resume are skipped: their
-values are the same, bit for bit. A file that was truncated and has grown since is read again from its beginning; so is a copy on
-another disk.
+A tracker's *position* is its last received step of each name. A value is new if its step is greater, so a tracker's steps always
+increase, whatever happens to the file. Steps that are repeated after a resume are skipped, since their values are bit-identical.
+A file that was truncated and has grown since is read again from its beginning, as is a copy on another disk.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ BLOCK = 1 << 20
 
 
 class Point(NamedTuple):
+    """One value of a metric."""
+
     step: int
     time: float
     """Seconds since the epoch."""
@@ -36,8 +37,8 @@ def same(name: str) -> str:
 
 
 def points(lines: bytes, position: Mapping[str, int], rename: Callable[[str], str] = same) -> list[Point]:
-    """Return the values in `lines` that are new at `position`, in order; each step of a name occurs once. `rename` maps a name to
-    one that the tracker accepts."""
+    """Return the values in `lines` that are new after `position`, in order; each step of a name occurs once. `rename` maps names
+    to names that the tracker accepts."""
     last = dict(position)
     new = []
     for line in lines.splitlines():
@@ -61,15 +62,15 @@ def advanced(position: Mapping[str, int], sent: Iterable[Point]) -> Position:
 
 
 class PositionFile:
-    """A position that we keep in a file, for a tracker that cannot report its own. The file is written after the values are sent,
-    so a kill may repeat some."""
+    """A position in a file, for a tracker that cannot report its position. The file is written after the values are sent, so a
+    kill may repeat some."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position: Position = {}
 
     def read(self) -> Position:
-        """Return the position in the file; empty if it is missing or damaged."""
+        """Read the position from the file; returns an empty position if the file is missing or damaged."""
         try:
             self._position = dict(json.loads(self._path.read_text()))
         except (OSError, ValueError, TypeError):
@@ -83,16 +84,16 @@ class PositionFile:
 
 
 class Reader:
-    """Reads complete lines of a file that grows, and that may be truncated or replaced at any time."""
+    """A reader of complete lines of a growing file, which may be truncated or replaced at any time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = self._next = 0
         self._mark = self._next_mark = b""
-        """The last line before the offset. Lines contain the time, so a replaced file has another line there."""
+        """The last line before the offset. It contains the time, so a replaced file has another line there."""
 
     def read(self) -> bytes:
-        """Return the next complete lines, about `BLOCK` bytes at most; empty if there are none. Returns the same lines until
+        """Return the next complete lines, about `BLOCK` bytes at most; empty without new lines. Returns the same lines until
         `commit`. Raises OSError."""
         try:
             file = self.path.open("rb", buffering=0)
@@ -115,7 +116,7 @@ class Reader:
         return lines
 
     def commit(self) -> None:
-        """Continue after the lines that were read last."""
+        """Continue after the last returned lines."""
         self._offset, self._mark = self._next, self._next_mark
 
     def rewind(self) -> None:

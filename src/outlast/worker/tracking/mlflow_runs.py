@@ -1,7 +1,7 @@
-"""MLflow: one MLflow run per run, found again by a tag, below a run for the job.
+"""MLflow: one MLflow run per run, identified by a tag, below a run for the job.
 
-Works with any server, database or directory that MLflow's client supports. Metrics are sent in batches; the position is the last
-step of each name in MLflow. Checkpoints are tags with their locations. Needs `mlflow-skinny` (extra `tracking`).
+The sink works with any server, database or directory that MLflow's client supports. Metrics are sent in batches; the position is
+the last step of each name in MLflow. Checkpoints are tags with their locations. Needs `mlflow-skinny` (extra `tracking`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ T = TypeVar("T")
 
 RUN, JOB, PARENT, NAME = "outlast.run", "outlast.job", "mlflow.parentRunId", "mlflow.runName"
 CHECKPOINT, CHANGED = "checkpoint.", "changed."
-"""Prefixes of tags: the location of a checkpoint, and the newest value of a parameter (MLflow's parameters never change)."""
+"""Prefixes of tags for the location of a checkpoint, and for the newest value of a parameter, since MLflow's parameters never
+change."""
 MOST_METRICS, MOST_OTHERS = 1000, 100
-"""Limits per request: https://mlflow.org/docs/latest/rest-api.html#request-limits"""
+"""Limits per request, see https://mlflow.org/docs/latest/rest-api.html#request-limits"""
 MOST_TEXT = 500
-"""Maximum length of a parameter that every server accepts."""
+"""Maximum length of a parameter in any server."""
 _REFUSED = re.compile(r"[^\w\-. /]")
 
 DEFAULTS = {
@@ -70,7 +71,9 @@ class MLflow:
         except ImportError as error:
             raise OutlastError(f"{error}; pip install 'outlast[tracking]'") from error
         except MlflowException as error:  # raised before it connects
-            problem = f"MLflow knows no such URI: {self._shown}" if self._uri in str(error) else str(error).partition(". ")[0]
+            problem = (
+                f"MLflow does not support the URI {self._shown}" if self._uri in str(error) else str(error).partition(". ")[0]
+            )
             raise OutlastError(f"{problem}; set tracking.mlflow, e.g. to http://mlflow:5000") from error
         self._metric, self._param, self._tag = Metric, Param, RunTag
         experiment = self._experiment_id()
@@ -92,8 +95,8 @@ class MLflow:
         return str(self._client.create_experiment(self._experiment))
 
     def _ensure_run(self, experiment: str, tag: str, value: str, tags: Mapping[str, str]) -> str:
-        """Return the id of the run with this tag, created if missing. Run and tag are created in one request, so there is never a
-        second run with the tag."""
+        """Return the id of the run with this tag, created if missing. One request creates run and tag, so a tag never has a
+        second run."""
         if runs := self._client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1):
             return str(runs[0].info.run_id)
         return str(self._client.create_run(experiment, run_name=self._run.name, tags={tag: value, **tags}).info.run_id)

@@ -1,7 +1,7 @@
-"""The interface of a tracker, the settings that choose a run's trackers, and the run as they see it.
+"""The interface of a tracker, the settings of a run's trackers, and the run's identity for them.
 
-The job file's `tracking` (`contract.Env`) takes precedence. Without it, MLFLOW_TRACKING_URI turns MLflow on, and WANDB_API_KEY or
-WANDB_MODE Weights & Biases, under plain python and torchrun, too.
+The job file's `tracking` (`contract.Env`) takes precedence. Without it, MLFLOW_TRACKING_URI enables MLflow, and WANDB_API_KEY or
+WANDB_MODE enables Weights & Biases, also under plain python and torchrun.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outlast.worker.tracking.missing_points import Point, Position
 
 
 class Status(enum.StrEnum):
-    """The final status of a run, by MLflow's names."""
+    """The final status of a run, with MLflow's names."""
 
     FINISHED = "FINISHED"
     FAILED = "FAILED"
@@ -28,10 +28,12 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Run:
+    """A run as shown in trackers."""
+
     id: str
-    """The run's identity, which is unique and stays the same across kills and resizes."""
+    """Unique id of the run, which remains the same across kills and resizes."""
     name: str
-    """The job's name, or the output directory's name if there is no job."""
+    """The job's name, or the output directory's name without a job."""
     job: str
     """The job's name; empty under plain python and torchrun."""
     output: Path
@@ -46,7 +48,7 @@ class Run:
         return cls(id, job or output.absolute().name, job, output, place.rstrip("/"))
 
     def checkpoints(self) -> dict[str, str]:
-        """Return the places of the committed checkpoints, by name."""
+        """Return the locations of the committed checkpoints by name."""
         try:
             commits = sorted((self.output / contract.CHECKPOINTS).glob(f"step-*/{contract.COMMIT}"))
         except OSError:
@@ -55,32 +57,32 @@ class Run:
 
 
 class Sink(Protocol):
-    """A tracker. Any method may raise any exception: then the sink is opened again, and unsent values are sent again.
+    """A tracker. After any exception of a method, the sink is opened again, and unsent values are sent again.
 
     OutlastError means that a retry cannot help.
     """
 
     title: str
-    """The name in messages: `MLflow (http://mlflow:5000)`."""
+    """Name in messages: `MLflow (http://mlflow:5000)`."""
     pause_s: float
 
     def open(self) -> Position:
-        """Find or create the run in the tracker. Returns the last step of each name that the tracker has."""
+        """Find or create the run in the tracker. Returns the tracker's last step of each name."""
 
     def rename(self, name: str) -> str:
         """Return the name under which the tracker stores a value."""
 
     def send(self, points: Sequence[Point]) -> None:
-        """Add values. They have arrived in the tracker when this call returns."""
+        """Send values, which have arrived in the tracker when this call returns."""
 
     def parameters(self, values: Mapping[str, Any]) -> None:
         """Show the settings of the run in the tracker."""
 
     def checkpoints(self, places: Mapping[str, str]) -> None:
-        """Show the locations of the checkpoints, by name, without copying the checkpoints."""
+        """Show the locations of the checkpoints by name, without a copy of the checkpoints."""
 
     def end(self, status: Status | None) -> None:
-        """Show the run's final status. None: the run goes on, or its end is unknown."""
+        """Show the run's final status; None if the run continues or its end is unknown."""
 
 
 def text(value: Any) -> str:
@@ -89,7 +91,7 @@ def text(value: Any) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the parameters in a file; empty if it is missing or damaged."""
+    """Read the parameters from a file; returns an empty dict if it is missing or damaged."""
     try:
         parameters = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -103,16 +105,16 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Settings:
-    """The trackers of a run that the user has requested, and their settings."""
+    """The requested trackers of a run, and their settings."""
 
     tensorboard: bool = False
     mlflow: str = ""
-    """URI of a server or database, or an absolute path; empty: no MLflow."""
+    """URI of a server or database, or an absolute path; empty to disable MLflow."""
     experiment: str = ""
-    """The experiment's name; empty: the job's name."""
+    """Name of the experiment; empty for the job's name."""
     wandb: bool = False
     project: str = ""
-    """The project of Weights & Biases; empty: the job's name."""
+    """Project of Weights & Biases; empty for the job's name."""
 
     def __bool__(self) -> bool:
         return bool(self.tensorboard or self.mlflow or self.wandb)

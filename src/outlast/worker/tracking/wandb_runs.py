@@ -1,8 +1,8 @@
 """Weights & Biases: one run, resumed by its id and configured by the client's own variables (WANDB_API_KEY, WANDB_MODE,
 WANDB_PROJECT ...).
 
-The client has its own process and buffer, part of which a kill may lose. The position is taken from our own file,
-`.tracking/wandb.json`, written once the client has accepted the values, or the server's last step if that is smaller.
+The client has its own process and buffer, and a kill may lose part of it. The position is the smaller of the server's last step
+and our own file `.tracking/wandb.json`, which is written once the client has accepted the values.
 """
 
 from __future__ import annotations
@@ -65,6 +65,6 @@ class WandB:
 
     def end(self, status: Status | None) -> None:
         if status is None:
-            self._remote.mark_preempting()  # with an exit code, its state becomes "preempted", until it is resumed
+            self._remote.mark_preempting()  # with an exit code, the run's state becomes "preempted" before it is resumed
         self._remote.finish(exit_code=0 if status is Status.FINISHED else 1)
         self._remote = None
