@@ -142,13 +142,13 @@ def test_of_two_that_take_a_run_at_once_the_second_knows_of_the_first(
     place: store.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken(place, "a")
-    write, meanwhile = runs.record._write, iter(["c"])
+    write, meanwhile = runs.owner._write, iter(["c"])
 
     def slowly(*asked: Any) -> bool:
         for owner in meanwhile:
             runs.acquire(place, "a", owner)
         return write(*asked)
 
-    monkeypatch.setattr(runs.record, "_write", slowly)
+    monkeypatch.setattr(runs.owner, "_write", slowly)
     now = runs.acquire(place, "a", "b")
     assert (now.owner, now.before) == ("b", ("a", "c"))
