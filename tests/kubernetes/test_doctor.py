@@ -151,7 +151,12 @@ FACTS: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
         "pass",
         "team, Pod Security level restricted: workers comply; a `template` must com",
     ),
-    (judged.namespace, {"forbidden": BLIND}, "pass", "team (its Pod Security level may not be read; workers comply with the strictest)"),
+    (
+        judged.namespace,
+        {"forbidden": BLIND},
+        "pass",
+        "team (its Pod Security level may not be read; workers comply with the strictest)",
+    ),
     (judged.namespace, {}, "fail", "team does not exist"),
     (judged.namespace, {"namespace_document": GOING}, "fail", "team is being deleted"),
     (judged.rights, {}, "pass", "all that submit, logs and why need"),

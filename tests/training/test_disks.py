@@ -168,7 +168,7 @@ def test_the_newest_checkpoint_counts_wherever_it_is(tmp_path: Path, calm: Calm)
     same_everywhere(tmp_path, "a", "b", "c")
 
 
-@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("name", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_a_damaged_copy_is_replaced_by_a_whole_one(tmp_path: Path, calm: Calm, name: str):
     world(Training(kill_at=13), tmp_path, 2, disks="ab")
     good = held(tmp_path, "a", "b")["b" if name == "a" else "a"]

@@ -43,7 +43,7 @@ def records(output: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("ranks", "net", "optimizer", "microbatch"),
     [
-        (1, "conv", "sgd", None),
+        pytest.param(1, "conv", "sgd", None, marks=pytest.mark.slow),
         pytest.param(1, "mlp", "adamw", None, marks=pytest.mark.slow),
         (2, "conv", "adamw", None),
         pytest.param(2, "mlp", "sgd", 5, marks=pytest.mark.slow),
@@ -192,7 +192,7 @@ def test_a_model_that_is_not_the_saved_one_is_refused_with_its_name(tmp_path: Pa
 # No room
 
 
-@pytest.mark.parametrize("limited", [0, 1])
+@pytest.mark.parametrize("limited", [pytest.param(0, marks=pytest.mark.slow), 1])  # rank 0's is full in the test after this
 def test_a_full_disk_ends_no_training_and_is_reported(tmp_path: Path, calm: Calm, limited: int):
     plan = Training(limit_at=9, unlimited_at=14, limited=limited)
     end = world(plan, tmp_path, 2, **{contract.Env.CHECKPOINT_KEEP: "9"})
