@@ -281,6 +281,8 @@ def test_a_node_that_gives_up_ends_the_run_unless_the_others_have_gone_on_withou
     lost.publish()
     bench.turn(candidate, keep=tuple(others), seconds=1.0)
     assert voice.ended == ([] if cut_off else [("Failed", "worker 2 gives up", 1)])
+    end = sockets.Closed("worker 2 gives up", contract.Exit.FAILED, "BackoffLimitExceeded")
+    assert [member.closed for member in others] == [None if cut_off else end] * 2
     assert bench.said().world.members == ((0, 1) if cut_off else (0, 1, 2))
 
 
@@ -295,7 +297,8 @@ def test_a_job_of_other_sizes_is_another_unless_it_was_killed_just_now(bench: Be
     assert new.closed is None
     bench.turn(*() if killed else (candidate,), keep=(new,) if killed else (old, new), seconds=5.0)
     reason = "run r has --nnodes=1, and this node has --nnodes=2: another job has this --rdzv-id; give each its own"
-    assert new.closed == (None if killed else sockets.Closed(reason, 78))
+    assert new.closed == (None if killed else sockets.Closed(reason, contract.Exit.MISCONFIGURED))
+    assert old.closed is None
 
 
 def test_a_decider_that_is_cut_off_when_all_are_done_says_so_when_it_is_back(bench: Bench) -> None:

@@ -176,38 +176,6 @@ def test_a_run_that_was_killed_does_not_hold_up_a_new_one_of_its_name_and_other_
     assert [client.closed for client in nodes.all] == [None] * 3
 
 
-def test_a_node_that_gives_up_ends_the_job(nodes: Nodes) -> None:
-    a, b = nodes.start(), nodes.start()
-    nodes.until(nodes.training(1))
-    failure = {
-        "rank": 0,
-        "code": contract.Exit.GIVEN_UP,
-        "reason": "worker 0 gives up",
-        "traceback": "",
-        "time": 0.0,
-        "echo": False,
-    }
-    a.report(MemberState.LEAVING, failed=True, failure={**failure, "step": None, "committed": None})
-    a.close()
-    nodes.all.remove(a)
-    nodes.until(lambda: b.closed)
-    assert b.closed == sockets.Closed("worker 0 gives up", contract.Exit.FAILED, "BackoffLimitExceeded")
-
-
-def test_another_job_of_the_same_id_is_told_so(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "LIST_S", 1.0)
-    a, b = nodes.start((2, 2)), nodes.start((2, 2))
-    nodes.until(nodes.training(1))
-    other = nodes.start((1, 8))
-    nodes.until(lambda: other.closed)
-    reason = f"run {nodes.run} has --nnodes=2, and this node has --nnodes=1:8: another job has this --rdzv-id; give each its own"
-    assert other.closed == sockets.Closed(reason, contract.Exit.MISCONFIGURED)
-    nodes.all.remove(other)
-    other.close()
-    assert nodes.training(1)()
-    assert (a.closed, b.closed) == (None, None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("forgets", [False, True])
 def test_training_goes_on_without_etcd_and_with_one_that_was_restarted(own_nodes: Nodes, forgets: bool, capfd) -> None:
