@@ -365,7 +365,7 @@ def operate(namespace: str) -> None:
     cluster = api.connect()
     made = Operator(
         cluster,
-        reconciler_by_kind.of(Limits()),
+        reconciler_by_kind.reconcilers(Limits()),
         Leadership(cluster, "bench", namespace),
         Settings(namespace=namespace, host="127.0.0.1", workers=THREADS),
     )
@@ -374,7 +374,7 @@ def operate(namespace: str) -> None:
 
     def answer() -> None:
         for _ in sys.stdin:
-            ready = made.leadership.holds() and not made.cache.unsynced()
+            ready = made.leadership.is_leader() and not made.cache.unsynced()
             print(json.dumps({"ready": ready, "writes": made.metrics.writes(), "looks": made.metrics.reconciles()}), flush=True)
 
     threading.Thread(target=answer, daemon=True).start()

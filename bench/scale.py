@@ -41,8 +41,8 @@ from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.cluster_cache import Cache, Key, trimmed
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
-from outlast.kubernetes.operator.main import OBJECTS
-from outlast.kubernetes.operator.observed_job import RECEIVED, Limits
+from outlast.kubernetes.operator.main import GC_THRESHOLD
+from outlast.kubernetes.operator.observed_job import RECEIVED_AT, Limits
 from outlast.kubernetes.operator.operator import Operator, Settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
@@ -65,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.jobs, args.seconds = 1000, 15.0
-    gc.set_threshold(OBJECTS)  # as the operator's process does
+    gc.set_threshold(GC_THRESHOLD)  # as the operator's process does
     load = os.getloadavg()[0]
     lines = [
         f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}; load {load:.1f} when this began",
@@ -91,14 +91,14 @@ def looks() -> Iterator[tuple[int, float]]:
     for workers in (1000, 2000, 10_000):
         known = Cache([kinds.ELASTIC_JOB], lambda key, urgency: None)
         versions, now = itertools.count(1), time.time()
-        for kind in known._needed:
-            known.begin(kind)
+        for kind in known._required:
+            known.begin_listing(kind)
         for kind, document in large(workers):
             document["metadata"]["resourceVersion"] = str(next(versions))
-            known.put(kind, trimmed(kind, document | ({RECEIVED: now} if kind == kinds.LEASE else {})))
-        for kind in known._needed:
+            known.put(kind, trimmed(kind, document | ({RECEIVED_AT: now} if kind == kinds.LEASE else {})))
+        for kind in known._required:
             known.set_version(kind, str(next(versions)), now - 600)
-        decide, key = reconciler_by_kind.of(Limits())[kinds.ELASTIC_JOB], Key(kinds.ELASTIC_JOB, "team", "train")
+        decide, key = reconciler_by_kind.reconcilers(Limits())[kinds.ELASTIC_JOB], Key(kinds.ELASTIC_JOB, "team", "train")
         took = []
         for _ in range(5):
             begun = time.process_time()
@@ -112,7 +112,7 @@ def looks() -> Iterator[tuple[int, float]]:
 def whole(document: Document) -> Document:
     """Return a document as an API server stores it."""
     meta = document["metadata"]
-    kept = {key: value for key, value in document.items() if key != RECEIVED}
+    kept = {key: value for key, value in document.items() if key != RECEIVED_AT}
     return {**kept, "metadata": {**meta, "namespace": "team", "uid": meta.get("uid", f"{meta['name']}-uid")}}
 
 
@@ -171,7 +171,7 @@ class Simulated:
         texts += [(kinds.LEASE, json.dumps(whole(each))) for each in cluster.all("Lease")]
         for number in range(jobs):
             for kind, text in texts:
-                told = f'"progressTime": "{memory.text(time.time() - number % 100)}"'  # each is told at another time
+                told = f'"progressTime": "{memory.timestamp(time.time() - number % 100)}"'  # each is told at another time
                 made = re.sub(r"\btrain\b(?!ing)", f"job-{number:05}", re.sub(r'"progressTime": "[^"]*"', told, text))
                 made = made.replace(uid, f"{number:08x}").replace("-uid", f"-{number}")
                 line = self._line(made)
@@ -262,14 +262,14 @@ def trains(jobs: int, workers: int, seconds: float, *, watched: bool) -> list[st
     before = process.memory_info().rss
     operator = Operator(
         cluster,  # type: ignore[arg-type]
-        reconciler_by_kind.of(Limits()),
+        reconciler_by_kind.reconcilers(Limits()),
         Leadership(cluster, "bench", "default"),  # type: ignore[arg-type]
         Settings(host="127.0.0.1"),
     )
     stop = threading.Event()
     thread = threading.Thread(target=operator.run, args=(stop,))
     thread.start()
-    while not (operator.leadership.holds() and not operator.cache.unsynced() and operator.queue.idle()):
+    while not (operator.leadership.is_leader() and not operator.cache.unsynced() and operator.queue.idle()):
         time.sleep(1)
     time.sleep(40.0)  # after its first look each job is due at another time
     cpu, looked, written = process.cpu_times(), operator.metrics.reconciles(), cluster.written

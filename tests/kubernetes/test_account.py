@@ -57,7 +57,7 @@ def test_all_that_happens_to_a_job_is_one_account_which_everybody_shows() -> Non
         generation = cluster.status["generation"]
         harm(cluster)
         cluster.until(lambda c, g=generation, n=workers: c.status["generation"] > g and trains(n)(c), 600)
-        assert cluster.status["startTime"] == elasticjob_status.text(BEGAN + 1), what
+        assert cluster.status["startTime"] == elasticjob_status.timestamp(BEGAN + 1), what
     cluster.run(20)
     cluster.change(suspend=True)
     cluster.until(lambda c: not c.pods)
@@ -92,9 +92,9 @@ def test_all_that_happens_to_a_job_is_one_account_which_everybody_shows() -> Non
 def test_the_status_keeps_the_submission_and_the_newest_entries_of_the_ledger() -> None:
     noted: tuple[Any, ...] = ()
     for t in range(100):
-        noted = elasticjob_status.noted(noted, t, "world", generation=t)
-        assert elasticjob_status.noted(noted, t, "world", generation=t) == noted, "a restarted operator notes nothing twice"
-    assert [entry["t"] for entry in noted] == [0, *range(100 - elasticjob_status.LEDGER + 1, 100)]
+        noted = elasticjob_status.with_event(noted, t, "world", generation=t)
+        assert elasticjob_status.with_event(noted, t, "world", generation=t) == noted, "a restarted operator notes nothing twice"
+    assert [entry["t"] for entry in noted] == [0, *range(100 - elasticjob_status.MAX_LEDGER_EVENTS + 1, 100)]
 
 
 def test_a_job_without_a_session_has_no_goodput_anywhere() -> None:

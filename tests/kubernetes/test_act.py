@@ -16,7 +16,7 @@ from outlast.job.contract import Label
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.operator import apply
-from outlast.kubernetes.operator.apply import RETRY_S, Done, event
+from outlast.kubernetes.operator.apply import RETRY_S, Outcome, event_document
 from outlast.kubernetes.operator.plan import Deletion, Event, Plan
 from outlast.kubernetes.operator.writer import Parallel
 
@@ -24,10 +24,10 @@ NOW = 1_767_225_600.0
 Document = dict[str, Any]
 
 
-def act(cluster: Any, job: Any, plan: Plan, now: float, each: Any = None, later: Any = None, **how: Any) -> Done:
-    """As `apply.act`, by default with one write at a time, in order."""
-    each = each or (lambda do, items: [do(item) for item in items])
-    return apply.act(cluster, job, plan, now, each, later or (lambda do: do()), **how)
+def act(cluster: Any, job: Any, plan: Plan, now: float, parallel: Any = None, background: Any = None, **options: Any) -> Outcome:
+    """As `apply.carry_out`, by default with one write at a time, in order."""
+    parallel = parallel or (lambda function, items: [function(item) for item in items])
+    return apply.carry_out(cluster, job, plan, now, parallel, background or (lambda function: function()), **options)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_plan_is_done_in_its_order(api: apiserver.ApiServer, cluster: kube.Clu
         events=(Event("Normal", "WorkersStarted", "worker 0 is started"),),
         requeue_at=NOW + 30,
     )
-    assert act(cluster, job, plan, NOW) == Done(NOW + 30)
+    assert act(cluster, job, plan, NOW) == Outcome(NOW + 30)
     assert writes(api) == [
         "POST services",
         "POST configmaps",
@@ -119,7 +119,7 @@ def test_what_one_part_of_a_plan_makes_is_asked_for_at_once_and_no_binding_befor
         events=(Event("Normal", "A", "a"),),
     )
     later: list[Callable[[], None]] = []
-    assert act(cluster, job, plan, NOW, Parallel(2), later.append) == Done(None)
+    assert act(cluster, job, plan, NOW, Parallel(2), later.append) == Outcome(None)
     asked = writes(api)
     assert sorted(asked[:3]) == ["POST roles", "POST services", "POST services"]
     assert asked[3:] == ["POST rolebindings", "PUT elasticjobs/train/status", *["POST pods"] * 3]
@@ -139,7 +139,7 @@ def test_a_stale_look_overwrites_nothing_and_does_nothing_more(api: apiserver.Ap
     seen = {**job, "metadata": dict(job["metadata"])}
     a_job(api, state="Failed")
     done = act(cluster, seen, Plan(status={"state": "Running"}, creates=(a_pod(job),), requeue_at=NOW + 5), NOW)
-    assert done == Done(NOW + 5, "the job has changed meanwhile")
+    assert done == Outcome(NOW + 5, "the job has changed meanwhile")
     assert cluster.get(kinds.ELASTIC_JOB, "train")["status"] == {"state": "Failed"}
     assert not cluster.list_(kinds.POD)
 
@@ -147,7 +147,7 @@ def test_a_stale_look_overwrites_nothing_and_does_nothing_more(api: apiserver.Ap
 def test_a_job_that_is_gone_gets_nothing_more(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
     job = a_job(api)
     api.remove(kinds.ELASTIC_JOB.resource, "train")
-    assert act(cluster, job, Plan(status={}, creates=(a_pod(job),)), NOW) == Done(None, "the job is gone")
+    assert act(cluster, job, Plan(status={}, creates=(a_pod(job),)), NOW) == Outcome(None, "the job is gone")
     assert not cluster.list_(kinds.POD)
 
 
@@ -156,7 +156,7 @@ def test_doing_it_twice_does_no_harm(api: apiserver.ApiServer, cluster: kube.Clu
     old = api.put(a_pod(job, 1))
     gone = Deletion("train-worker-1", old["metadata"]["uid"], "it is surplus")
     plan = Plan(prerequisites=(a_service(),), deletes=(gone,), creates=(a_pod(job),), events=(Event("Normal", "A", "a"),))
-    assert [act(cluster, job, plan, NOW), act(cluster, job, plan, NOW)] == [Done(None), Done(None)]
+    assert [act(cluster, job, plan, NOW), act(cluster, job, plan, NOW)] == [Outcome(None), Outcome(None)]
     assert [pod["metadata"]["name"] for pod in cluster.list_(kinds.POD)] == ["train-worker-0"]
     assert len(cluster.list_(kinds.EVENT)) == 1
 
@@ -208,7 +208,7 @@ def test_a_pod_in_the_way_is_named_and_looked_for_again(
         done = act(cluster, job, Plan(creates=(pod,), requeue_at=NOW + 60), NOW)
     assert [record.getMessage() for record in caplog.records] == ([said] if said else [])
     stays = said if said.endswith("give the job another name") else ""
-    assert done == Done(NOW + RETRY_S if said else NOW + 60, blocked=stays)
+    assert done == Outcome(NOW + RETRY_S if said else NOW + 60, blocked_reason=stays)
     assert told(cluster) == ([("Warning", "FailedCreate", stays)] if stays else [])
 
 
@@ -225,13 +225,13 @@ def test_what_goes_with_an_earlier_job_of_the_name_is_waited_for_and_made_anew(
     api.put(an_owned_service(job, uid="of-the-earlier-job"))
     plan = Plan(prerequisites=(an_owned_service(job),), status={"state": "Pending"}, creates=(a_pod(job),))
     said = "Service train of an earlier job of this name still exists; this one is created when it is gone"
-    assert act(cluster, job, plan, NOW) == Done(NOW + RETRY_S, said)
+    assert act(cluster, job, plan, NOW) == Outcome(NOW + RETRY_S, said)
     assert told(cluster) == [("Normal", "NameTaken", said)]
     assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train")
     assert not cluster.list_(kinds.POD)
     api.remove("services", "train")  # by the garbage collector
     assert [act(cluster, job, plan, NOW + 1), act(cluster, job, Plan(prerequisites=plan.prerequisites), NOW + 1)] == [
-        Done(None)
+        Outcome(None)
     ] * 2
     (made,) = cluster.list_(kinds.SERVICE)
     assert made["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
@@ -244,7 +244,7 @@ def test_what_is_not_of_the_job_is_used_and_said(
 ) -> None:
     job = a_job(api)
     api.put(a_service() if owner is None else an_owned_service(job, **owner))
-    assert act(cluster, job, Plan(prerequisites=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Done(None)
+    assert act(cluster, job, Plan(prerequisites=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Outcome(None)
     said = (
         "Service train exists and does not belong to this job, and stays as it is; give the job another name if that is not meant"
     )
@@ -265,7 +265,7 @@ def test_what_others_have_made_is_not_changed_when_the_job_changes(
     theirs = {**head, "metadata": dict(meta), "spec": {"minAvailable": 3, "selector": {"a": "web"}}}
     api.put(theirs)
     for plan in (Plan(prerequisites=(ours,)), Plan(apply=(ours,)), Plan(apply=(ours,), status={"n": 1})):
-        assert act(cluster, job, plan, NOW) == Done(None)
+        assert act(cluster, job, plan, NOW) == Outcome(None)
     assert cluster.get(kind, "train") == theirs
     there = f"{kind.kind} train exists and does not belong to this job, and stays as it is"
     said = f"{there}; give the job another name if that is not meant"
@@ -279,11 +279,11 @@ def test_what_is_the_jobs_follows_its_changes_and_what_is_an_earlier_jobs_is_wai
     plan = Plan(apply=({**an_owned_service(job), "spec": {"n": 2}},), status={"n": 2})
     api.put(an_owned_service(job, uid="of-the-earlier-job"))
     said = "Service train of an earlier job of this name still exists; this one is created when it is gone"
-    assert act(cluster, job, plan, NOW) == Done(NOW + RETRY_S, said)
+    assert act(cluster, job, plan, NOW) == Outcome(NOW + RETRY_S, said)
     assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train"), "what is written there is not asked for again"
     api.remove("services", "train")
     api.put(an_owned_service(job))
-    assert act(cluster, job, plan, NOW + 1) == Done(None)
+    assert act(cluster, job, plan, NOW + 1) == Outcome(None)
     assert cluster.get(kinds.SERVICE, "train")["spec"] == {"n": 2}
 
 
@@ -311,7 +311,7 @@ def test_what_the_server_refuses_ends_the_plan(api: apiserver.ApiServer, cluster
     plan = Plan(status={"state": "Pending"}, creates=(a_pod(job, 0), a_pod(job, 1)), events=(lost,))
     written: list[str] = []
     with pytest.raises(errors.Refused, match="exceeded quota: q") as caught:
-        act(cluster, job, plan, NOW, written=lambda: written.append("status"))
+        act(cluster, job, plan, NOW, on_status_written=lambda: written.append("status"))
     assert cluster.get(kinds.ELASTIC_JOB, "train")["status"] == {"state": "Pending"}
     assert written == ["status"]
     assert sorted(told(cluster)) == [("Warning", "FailedCreate", str(caught.value)), ("Warning", "NodeLost", "worker 0 was lost")]
@@ -322,7 +322,7 @@ def test_a_quota_that_is_used_up_by_what_is_there_is_no_obstacle(api: apiserver.
     job = a_job(api)
     api.put(an_owned_service(job))
     api.prescribe("POST .*/services", apiserver.status(403, "Forbidden", 'services "train" is forbidden: exceeded quota: q'))
-    assert act(cluster, job, Plan(prerequisites=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Done(None)
+    assert act(cluster, job, Plan(prerequisites=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Outcome(None)
     assert len(cluster.list_(kinds.POD)) == 1
 
 
@@ -343,7 +343,7 @@ def test_a_pod_of_the_job_without_its_label_gets_the_label_by_which_it_is_watche
     pod = a_pod(job, 0)
     labels = pod["metadata"]["labels"]
     old = api.put({**pod, "metadata": {**pod["metadata"], "labels": {"job-name": "train", **given}}})
-    assert act(cluster, job, Plan(creates=(pod,)), NOW) == Done(None)
+    assert act(cluster, job, Plan(creates=(pod,)), NOW) == Outcome(None)
     there = cluster.get(kinds.POD, "train-worker-0")["metadata"]
     assert (there["uid"], there["labels"]) == (old["metadata"]["uid"], {"job-name": "train", **labels})
 
@@ -353,7 +353,7 @@ def test_an_event_that_cannot_be_written_is_only_said(
 ) -> None:
     job = a_job(api)
     api.prescribe("POST .*/events", apiserver.status(403, "Forbidden", "events is forbidden"))
-    assert act(cluster, job, Plan(events=(Event("Warning", "WorkerLost", "lost worker 3"),)), NOW) == Done(None)
+    assert act(cluster, job, Plan(events=(Event("Warning", "WorkerLost", "lost worker 3"),)), NOW) == Outcome(None)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         "an Event could not be written (lost worker 3)"
     ]
@@ -362,9 +362,9 @@ def test_an_event_that_cannot_be_written_is_only_said(
 def test_the_same_event_within_ten_minutes_is_one() -> None:
     job = {"apiVersion": "a/v1", "kind": "ElasticJob", "metadata": {"name": "train", "namespace": "team", "uid": "u"}}
     note = Event("Warning", "WorkerLost", "lost worker 3")
-    names = [event(job, note, NOW + after)["metadata"]["name"] for after in (0, 599, 600)]
+    names = [event_document(job, note, NOW + after)["metadata"]["name"] for after in (0, 599, 600)]
     assert names[0] == names[1] != names[2]
-    made = event(job, note, NOW)
+    made = event_document(job, note, NOW)
     assert made["involvedObject"] == {
         "apiVersion": "a/v1",
         "kind": "ElasticJob",

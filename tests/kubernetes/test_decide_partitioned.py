@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from outlast.kubernetes.operator.elasticjob_status import text
-from outlast.kubernetes.operator.observed_job import RECEIVED
+from outlast.kubernetes.operator.elasticjob_status import timestamp
+from outlast.kubernetes.operator.observed_job import RECEIVED_AT
 from simulated import Cluster, Killed, trains
 
 
@@ -185,7 +185,7 @@ def test_an_outage_of_the_api_server_costs_nothing_while_all_hear_each_other():
 def test_a_node_that_is_not_ready_trains_on_while_its_worker_is_heard():
     cluster = a_job()
     document = cluster.documents["Node", node(cluster, 2)]
-    document["status"] = {"conditions": [{"type": "Ready", "status": "Unknown", "lastTransitionTime": text(cluster.now)}]}
+    document["status"] = {"conditions": [{"type": "Ready", "status": "Unknown", "lastTransitionTime": timestamp(cluster.now)}]}
     cluster.run(120)
     assert world(cluster) == (1, [0, 1, 2])
     document["spec"] = {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}
@@ -202,8 +202,8 @@ def test_leases_of_a_world_that_watches_itself_are_renewed_every_half_minute_but
     cluster.mesh = mesh
     cluster.until(trains(2))
     cluster.run(30)
-    heard = [cluster.documents["Lease", "train-worker-1"][RECEIVED]]
+    heard = [cluster.documents["Lease", "train-worker-1"][RECEIVED_AT]]
     for _ in range(120):
         cluster.run(1)
-        heard.append(cluster.documents["Lease", "train-worker-1"][RECEIVED])
+        heard.append(cluster.documents["Lease", "train-worker-1"][RECEIVED_AT])
     assert len(set(heard)) - 1 == writes

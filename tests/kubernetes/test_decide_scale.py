@@ -17,7 +17,7 @@ from outlast.kubernetes.operator import observed_job, reconciler_by_kind
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.decide import decide
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
-from outlast.kubernetes.operator.observed_job import RECEIVED, JobSnapshot, Limits
+from outlast.kubernetes.operator.observed_job import RECEIVED_AT, JobSnapshot, Limits
 from outlast.kubernetes.operator.plan import Plan
 from outlast.rendezvous.world import World
 
@@ -52,7 +52,7 @@ def work(workers: int, change: Change, now: float) -> int:
     before = sys.getprofile()
     sys.setprofile(profiled)
     try:
-        seen = observed_job.take(CachedJob(job, pods, leases, nodes, NOW - 1000), now)
+        seen = observed_job.take_snapshot(CachedJob(job, pods, leases, nodes, NOW - 1000), now)
         decide(counting(seen))
     finally:
         sys.setprofile(before)
@@ -84,7 +84,7 @@ def half_fail(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
 
 def half_silent(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
     for lease in leases[::2]:
-        lease[RECEIVED] = NOW - 100
+        lease[RECEIVED_AT] = NOW - 100
 
 
 def half_gone(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
@@ -94,7 +94,7 @@ def half_gone(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
 def nodes_lost(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
     for node in list(nodes.values())[::2]:
         node["status"] = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
-        node[RECEIVED] = NOW - 100
+        node[RECEIVED_AT] = NOW - 100
     half_silent(job, pods, leases, nodes)
 
 
@@ -143,12 +143,14 @@ def test_steps_that_are_heard_of_are_told_at_the_next_look_which_comes_by_itself
     job, pods, leases, nodes = documents(2)
     for lease in leases:
         lease["metadata"]["annotations"][Annotation.PROGRESS] = json.dumps({"generation": 1, "step": 7, "time": NOW - 1})
-    status = decide(observed_job.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW)).status
+    status = decide(observed_job.take_snapshot(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW)).status
     assert status is not None
     job["status"] = status
     for lease in leases:
-        lease[RECEIVED] = NOW + 10
-    assert decide(observed_job.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW + 10)) == Plan(requeue_at=NOW + 13)
+        lease[RECEIVED_AT] = NOW + 10
+    assert decide(observed_job.take_snapshot(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW + 10)) == Plan(
+        requeue_at=NOW + 13
+    )
 
 
 @pytest.mark.parametrize(("jobs", "workers", "pause_s"), [(1, 2, 3), (10_000, 2, 100), (1, 4000, 56)])
@@ -159,8 +161,8 @@ def test_how_often_steps_are_told_depends_on_how_many_hear_it(jobs: int, workers
         lease["spec"]["leaseDurationSeconds"] = 600  # so that no silence is looked for before
 
     def look(now: float) -> Plan:
-        return reconciler_by_kind.of(Limits())[ELASTIC_JOB](
-            CachedJob(job, pods, leases, nodes, NOW - 1000, jobs=jobs), now, ClusterFeatures()
+        return reconciler_by_kind.reconcilers(Limits())[ELASTIC_JOB](
+            CachedJob(job, pods, leases, nodes, NOW - 1000, job_count=jobs), now, ClusterFeatures()
         )
 
     job["status"] = look(NOW).status
@@ -170,6 +172,6 @@ def test_how_often_steps_are_told_depends_on_how_many_hear_it(jobs: int, workers
 def test_members_of_a_large_world_renew_less_often_and_are_missed_later() -> None:
     job, pods, leases, nodes = documents(2)
     leases[0]["spec"]["leaseDurationSeconds"] = 150
-    leases[0][RECEIVED] = leases[1][RECEIVED] = NOW - 60
-    plan = decide(observed_job.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW))
+    leases[0][RECEIVED_AT] = leases[1][RECEIVED_AT] = NOW - 60
+    plan = decide(observed_job.take_snapshot(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW))
     assert [deletion.name for deletion in plan.deletes] == ["train-worker-1"]

@@ -46,11 +46,11 @@ def test_when_no_agent_is_heard_though_nodes_are_well_the_path_is_blamed_and_tra
         f"most of the {workers} workers have said nothing for 30 s though their nodes are well: the path from them to the API "
         "server is presumed broken, and none dead before 300 s are over"
     )
-    assert elasticjob_status.why(cluster.status["conditions"], "Running") == "Unheard"
+    assert elasticjob_status.condition_reason(cluster.status["conditions"], "Running") == "Unheard"
     cluster.reached = True
     cluster.run(30)
     assert (cluster.status["generation"], cluster.status["state"]) == (generation, "Running")
-    assert elasticjob_status.why(cluster.status["conditions"], "Running") == "Training"
+    assert elasticjob_status.condition_reason(cluster.status["conditions"], "Running") == "Training"
     assert cluster.step >= step + 230
 
 
@@ -69,7 +69,7 @@ def test_workers_that_are_heard_again_one_after_another_cost_the_others_nothing(
         agent.frozen = False
     cluster.run(30)
     assert (deleted(cluster, before), cluster.status["restarts"], cluster.status["generation"]) == ([], 0, generation)
-    assert elasticjob_status.why(cluster.status["conditions"], "Running") == "Training"
+    assert elasticjob_status.condition_reason(cluster.status["conditions"], "Running") == "Training"
     cluster.agent_of(1).frozen = True
     cluster.until(lambda c: c.status["generation"] > generation, 60)
 

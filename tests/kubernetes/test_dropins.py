@@ -21,7 +21,7 @@ for name in ("cli", "kubernetes"):
         importlib.import_module(module.name)
 print(outlast.__file__)
 print(*[document["spec"]["group"] for document in operator_deployment.files()["crd.yaml"]])
-print(*[kind.group for kind in reconciler_by_kind.of(Limits())])
+print(*[kind.group for kind in reconciler_by_kind.reconcilers(Limits())])
 """
 
 

@@ -113,8 +113,8 @@ def operating(mock: Mock, kubeconfig: Path) -> Iterator[None]:
     """An operator at work, with its real decisions."""
     apiserver.kubeconfig(kubeconfig, mock.url)
     with contextlib.closing(api.connect(namespace="outlast-system")) as cluster:
-        leadership = Leadership(cluster, "operator-1", "outlast-system", every_s=60, duration_s=180)
-        operator = Operator(cluster, reconciler_by_kind.of(Limits()), leadership, Settings(host="127.0.0.1"))
+        leadership = Leadership(cluster, "operator-1", "outlast-system", interval_s=60, duration_s=180)
+        operator = Operator(cluster, reconciler_by_kind.reconcilers(Limits()), leadership, Settings(host="127.0.0.1"))
         stop = threading.Event()
         thread = threading.Thread(target=operator.run, args=(stop,))
         thread.start()

@@ -9,7 +9,7 @@ import pytest
 from outlast.job.contract import LEAVING, Annotation
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.operator import cluster_cache, elasticjob_status, leaving_nodes
-from outlast.kubernetes.operator.leaving_nodes import Leave
+from outlast.kubernetes.operator.leaving_nodes import Departure
 from simulated import Cluster, trains
 
 NOW = 1_700_000_000.0
@@ -20,7 +20,7 @@ def a_node(*taints: str, labels: dict[str, str] | None = None, **annotations: st
     found = [dict(zip(("key", "value"), taint.split("="), strict=False)) for taint in taints]
     names = {"at": Annotation.LEAVING_AT, "why": Annotation.LEAVING_REASON}
     meta = {"name": "n", "labels": labels or {}, "annotations": {names[key]: value for key, value in annotations.items()}}
-    return {"metadata": meta, "spec": {"taints": found}, leaving_nodes.TAINTED: NOW}
+    return {"metadata": meta, "spec": {"taints": found}, leaving_nodes.TAINTED_AT: NOW}
 
 
 def cordoned(
@@ -41,51 +41,51 @@ SPOT = {"eks.amazonaws.com/capacityType": "SPOT"}
         (a_node(), None),
         (a_node("nvidia.com/gpu"), None),
         (a_node(at=AT), None),  # the taint is the notice: it was withdrawn
-        (a_node(f"{LEAVING}=spot", at=AT, why="AWS takes it back"), Leave(f"{LEAVING}=spot", NOW + 15, "AWS takes it back")),
-        (a_node(f"{LEAVING}=spot"), Leave(f"{LEAVING}=spot", NOW + 120)),
-        (a_node(f"{LEAVING}=spot", at="soon"), Leave(f"{LEAVING}=spot", NOW + 120)),
-        (a_node(f"{LEAVING}=rebalance"), Leave(f"{LEAVING}=rebalance")),
-        (a_node(f"{LEAVING}=of-another-version"), Leave(LEAVING)),
-        (a_node("aws-node-termination-handler/spot-itn=x"), Leave("aws-node-termination-handler/spot-itn", NOW + 120)),
+        (a_node(f"{LEAVING}=spot", at=AT, why="AWS takes it back"), Departure(f"{LEAVING}=spot", NOW + 15, "AWS takes it back")),
+        (a_node(f"{LEAVING}=spot"), Departure(f"{LEAVING}=spot", NOW + 120)),
+        (a_node(f"{LEAVING}=spot", at="soon"), Departure(f"{LEAVING}=spot", NOW + 120)),
+        (a_node(f"{LEAVING}=rebalance"), Departure(f"{LEAVING}=rebalance")),
+        (a_node(f"{LEAVING}=of-another-version"), Departure(LEAVING)),
+        (a_node("aws-node-termination-handler/spot-itn=x"), Departure("aws-node-termination-handler/spot-itn", NOW + 120)),
         (
             a_node("aws-node-termination-handler/rebalance-recommendation=x"),
-            Leave("aws-node-termination-handler/rebalance-recommendation"),
+            Departure("aws-node-termination-handler/rebalance-recommendation"),
         ),
         (
             a_node("aws-node-termination-handler/rebalance-recommendation", "aws-node-termination-handler/spot-itn"),
-            Leave("aws-node-termination-handler/rebalance-recommendation", NOW + 120),
+            Departure("aws-node-termination-handler/rebalance-recommendation", NOW + 120),
         ),
-        (a_node(f"{LEAVING}=maintenance", at=AT), Leave(f"{LEAVING}=maintenance", NOW + 15)),
-        (a_node(f"{LEAVING}=maintenance", at="2023-11-13T22:13:20Z"), Leave(f"{LEAVING}=maintenance")),  # it has begun
-        (a_node("remediator.kubernetes.azure.com/unschedulable"), Leave("remediator.kubernetes.azure.com/unschedulable")),
+        (a_node(f"{LEAVING}=maintenance", at=AT), Departure(f"{LEAVING}=maintenance", NOW + 15)),
+        (a_node(f"{LEAVING}=maintenance", at="2023-11-13T22:13:20Z"), Departure(f"{LEAVING}=maintenance")),  # it has begun
+        (a_node("remediator.kubernetes.azure.com/unschedulable"), Departure("remediator.kubernetes.azure.com/unschedulable")),
         (
             cordoned("VMEventScheduled", labels={"kubernetes.azure.com/scalesetpriority": "spot"}),
-            Leave("VMEventScheduled", NOW + 30),
+            Departure("VMEventScheduled", NOW + 30),
         ),
         (cordoned("VMEventScheduled", unschedulable=False), None),  # it still takes pods: a freeze of some seconds
         (cordoned("VMEventScheduled", message="Freeze is scheduled for this VM"), None),  # seconds, although somebody cordoned it
-        (cordoned("VMEventScheduled", message="Preempt is scheduled for this VM"), Leave("VMEventScheduled")),
-        (a_node("karpenter.sh/disrupted"), Leave("karpenter.sh/disrupted")),
-        (a_node("karpenter.sh/disrupted", labels=SPOT), Leave("karpenter.sh/disrupted", NOW + 120)),
-        (a_node("karpenter.sh/disrupted", labels=SPOT, at=AT), Leave("karpenter.sh/disrupted", NOW + 15)),
+        (cordoned("VMEventScheduled", message="Preempt is scheduled for this VM"), Departure("VMEventScheduled")),
+        (a_node("karpenter.sh/disrupted"), Departure("karpenter.sh/disrupted")),
+        (a_node("karpenter.sh/disrupted", labels=SPOT), Departure("karpenter.sh/disrupted", NOW + 120)),
+        (a_node("karpenter.sh/disrupted", labels=SPOT, at=AT), Departure("karpenter.sh/disrupted", NOW + 15)),
     ],
 )
-def test_a_taint_has_the_annotated_deadline_or_the_usual_one_of_its_kind(node: dict[str, Any], leave: Leave | None) -> None:
-    assert leaving_nodes.of_node(node) == leave
+def test_a_taint_has_the_annotated_deadline_or_the_usual_one_of_its_kind(node: dict[str, Any], leave: Departure | None) -> None:
+    assert leaving_nodes.node_departure(node) == leave
 
 
 def test_the_soonest_deadline_counts_and_none_is_the_latest() -> None:
-    late, soon, open_ = Leave("a", NOW + 120), Leave("b", NOW + 15), Leave("c")
-    assert leaving_nodes.soonest(None, open_, late, soon) == soon
-    assert leaving_nodes.soonest(open_, None) == open_
-    assert leaving_nodes.soonest(None) is None
+    late, soon, open_ = Departure("a", NOW + 120), Departure("b", NOW + 15), Departure("c")
+    assert leaving_nodes.earliest(None, open_, late, soon) == soon
+    assert leaving_nodes.earliest(open_, None) == open_
+    assert leaving_nodes.earliest(None) is None
 
 
 @pytest.mark.parametrize(("left_s", "grace_s"), [(15, 13), (120, None), (108, None), (107, None), (106, 104), (1, 1), (-60, 1)])
 def test_a_pod_is_given_the_time_that_is_left_and_never_more_than_its_own(left_s: float, grace_s: int | None) -> None:
     pod = {"spec": {"terminationGracePeriodSeconds": 105}}
-    assert Leave("spot", NOW + left_s).grace_s(pod, NOW) == grace_s
-    assert Leave("spot").grace_s(pod, NOW) is None
+    assert Departure("spot", NOW + left_s).grace_s(pod, NOW) == grace_s
+    assert Departure("spot").grace_s(pod, NOW) is None
 
 
 def test_the_operator_reads_a_nodes_deadline_and_nothing_else_of_its_annotations() -> None:
@@ -111,7 +111,7 @@ def notice(cluster: Cluster, index: int, left_s: float | None, kind: str = "spot
     document = cluster.documents["Node", node]
     document["spec"] = {"taints": [{"key": LEAVING, "value": kind, "effect": "NoSchedule"}]}
     if left_s is not None:
-        document["metadata"]["annotations"] = {Annotation.LEAVING_AT: elasticjob_status.text(cluster.now + left_s)}
+        document["metadata"]["annotations"] = {Annotation.LEAVING_AT: elasticjob_status.timestamp(cluster.now + left_s)}
     return node
 
 
@@ -154,14 +154,14 @@ def test_all_workers_of_a_node_leave_it_together() -> None:
 def test_a_deadline_that_comes_later_shortens_a_deletion_that_has_begun() -> None:
     cluster = training()
     pod = cluster.documents["Pod", "train-worker-1"]
-    pod["metadata"] |= {"deletionTimestamp": elasticjob_status.text(cluster.now + 105), "deletionGracePeriodSeconds": 105}
+    pod["metadata"] |= {"deletionTimestamp": elasticjob_status.timestamp(cluster.now + 105), "deletionGracePeriodSeconds": 105}
     cluster.look()
     notice(cluster, 1, 15)
     plan = cluster.look()
     [deletion] = plan.deletes
     assert (deletion.name, deletion.grace_s) == ("train-worker-1", 12)
     assert cluster.status["rendezvous"]["leaving"][0]["worker"] == 1
-    pod["metadata"] |= {"deletionTimestamp": elasticjob_status.text(cluster.now + 12), "deletionGracePeriodSeconds": 12}
+    pod["metadata"] |= {"deletionTimestamp": elasticjob_status.timestamp(cluster.now + 12), "deletionGracePeriodSeconds": 12}
     assert not cluster.look().deletes, "once is enough"
 
 
@@ -180,6 +180,6 @@ def test_a_recommendation_that_is_withdrawn_in_time_costs_nothing() -> None:
 def test_a_pod_can_carry_the_deadline_where_nobody_may_write_to_nodes() -> None:
     cluster = training()
     pod = cluster.documents["Pod", "train-worker-0"]
-    pod["metadata"]["annotations"][Annotation.LEAVING_AT] = elasticjob_status.text(cluster.now + 40)
+    pod["metadata"]["annotations"][Annotation.LEAVING_AT] = elasticjob_status.timestamp(cluster.now + 40)
     [deletion] = cluster.look().deletes
     assert (deletion.name, deletion.grace_s) == ("train-worker-0", 37)

@@ -668,7 +668,7 @@ def required(found: Document) -> list[list[tuple[str, str, list[str]]]]:
 def operated(job: spec.Job, index: int) -> Document:
     """The pod of a worker as the operator makes it."""
     document = {**yaml.safe_load(spec.dump(job)), "metadata": {"name": "a", "namespace": "team", "uid": "12345678-uid"}}
-    snapshot = observed_job.take(CachedJob(document, [], [], {}, 0.0), 1.0)
+    snapshot = observed_job.take_snapshot(CachedJob(document, [], [], {}, 0.0), 1.0)
     (pod,) = desired.workers(snapshot, [index], 1, ())
     return pod
 

@@ -38,8 +38,8 @@ from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE, NODE, POD
 from outlast.kubernetes.operator import cluster_cache, leader, main, operator, prometheus, reconciler_by_kind
 from outlast.kubernetes.operator.cluster_cache import Cache, CachedJob, Key
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
-from outlast.kubernetes.operator.leader import Leadership, Seen, judge
-from outlast.kubernetes.operator.observed_job import RECEIVED, Limits
+from outlast.kubernetes.operator.leader import Leadership, LeaseObservation, next_action
+from outlast.kubernetes.operator.observed_job import RECEIVED_AT, Limits
 from outlast.kubernetes.operator.operator import Operator
 from outlast.kubernetes.operator.plan import Document, Event, Plan
 from outlast.kubernetes.operator.prometheus import Metrics
@@ -69,7 +69,7 @@ class Known:
         self.told: list[tuple[str, str]] = []
         self.cache = Cache([ELASTIC_JOB], lambda key, urgency: self.told.append((key.name, urgency)))
         for kind in (ELASTIC_JOB, POD, LEASE, NODE):
-            self.cache.begin(kind)
+            self.cache.begin_listing(kind)
         self.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 10, status={"n": 0}))
         for kind in (ELASTIC_JOB, POD, LEASE, NODE):
             self.cache.set_version(kind, "100", NOW)
@@ -85,7 +85,7 @@ class Known:
 
 def test_what_we_created_is_known_before_the_watch_brings_it_and_is_no_news_then() -> None:
     known = Known()
-    known.cache.wrote(POD, pod := a_document(POD, "train-worker-0", 101))
+    known.cache.add_written(POD, pod := a_document(POD, "train-worker-0", 101))
     assert known.pods() == ["uid-train-worker-0"]
     known.cache.put(POD, pod)
     assert (known.pods(), known.told) == (["uid-train-worker-0"], [])
@@ -96,20 +96,20 @@ def test_what_came_and_went_before_its_answer_does_not_come_back() -> None:
     pod = a_document(POD, "train-worker-0", 101)
     known.cache.put(POD, pod)
     known.cache.remove(POD, a_document(POD, "train-worker-0", 103))
-    known.cache.wrote(POD, pod)
+    known.cache.add_written(POD, pod)
     assert known.pods() == []
 
 
 def test_a_late_answer_does_not_hide_what_the_watch_said_since() -> None:
     known = Known()
     known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 105, status={"n": 2}))
-    known.cache.wrote(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 104, status={"n": 1}))
+    known.cache.add_written(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 104, status={"n": 1}))
     assert known.status() == {"n": 2}
 
 
 def test_an_old_event_does_not_undo_our_write() -> None:
     known = Known()
-    known.cache.wrote(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
+    known.cache.add_written(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
     known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 105, status={"n": 0}, spec={"min": 3}))
     assert (known.status(), known.told) == ({"n": 1}, [])
     known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
@@ -118,7 +118,7 @@ def test_an_old_event_does_not_undo_our_write() -> None:
 
 def test_what_others_write_after_us_is_news() -> None:
     known = Known()
-    known.cache.wrote(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
+    known.cache.add_written(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
     known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 111, status={"n": 1}, spec={"min": 3}))
     assert (known.status(), known.told) == ({"n": 1}, [("train", "now")])
 
@@ -126,7 +126,7 @@ def test_what_others_write_after_us_is_news() -> None:
 def test_what_we_deleted_is_gone_before_the_watch_says_so() -> None:
     known = Known()
     known.cache.put(POD, a_document(POD, "train-worker-0", 101))
-    known.cache.deleted(POD, "default", "train-worker-0", "uid-train-worker-0")
+    known.cache.mark_deleted(POD, "default", "train-worker-0", "uid-train-worker-0")
     assert known.pods() == []
     known.cache.put(POD, a_document(POD, "train-worker-0", 102, status={"phase": "Running"}))
     assert known.pods() == []
@@ -138,8 +138,8 @@ def test_what_we_deleted_is_gone_before_the_watch_says_so() -> None:
 def test_the_successor_of_what_we_deleted_is_there() -> None:
     known = Known()
     known.cache.put(POD, a_document(POD, "train-worker-0", 101, uid="a"))
-    known.cache.deleted(POD, "default", "train-worker-0", "a")
-    known.cache.wrote(POD, a_document(POD, "train-worker-0", 104, uid="b"))
+    known.cache.mark_deleted(POD, "default", "train-worker-0", "a")
+    known.cache.add_written(POD, a_document(POD, "train-worker-0", 104, uid="b"))
     assert known.pods() == ["b"]
     known.cache.remove(POD, a_document(POD, "train-worker-0", 103, uid="a"))
     assert known.pods() == ["b"]
@@ -149,7 +149,7 @@ def test_the_successor_of_what_we_deleted_is_there() -> None:
 
 def test_a_creation_that_the_watch_does_not_show_is_forgotten_when_the_watch_is_past_it() -> None:
     known = Known()
-    known.cache.wrote(POD, a_document(POD, "train-worker-0", 104))
+    known.cache.add_written(POD, a_document(POD, "train-worker-0", 104))
     known.cache.set_version(POD, "104", NOW)
     assert known.pods() == []
 
@@ -157,7 +157,7 @@ def test_a_creation_that_the_watch_does_not_show_is_forgotten_when_the_watch_is_
 def test_a_list_that_comes_in_no_order_does_not_say_how_far_it_is() -> None:
     known = Known()
     known.cache.set_version(POD, None, NOW)
-    known.cache.wrote(POD, a_document(POD, "train-worker-1", 104))
+    known.cache.add_written(POD, a_document(POD, "train-worker-1", 104))
     known.cache.put(POD, a_document(POD, "train-worker-0", 110))
     assert known.pods() == ["uid-train-worker-0", "uid-train-worker-1"]
 
@@ -168,7 +168,7 @@ def test_what_vanished_while_a_new_watch_began_is_news() -> None:
     known.cache.put(POD, a_document(POD, "train-worker-1", 102))
     known.told.clear()
     known.cache.set_version(POD, None, NOW)
-    known.cache.begin(POD)
+    known.cache.begin_listing(POD)
     known.cache.put(POD, a_document(POD, "train-worker-1", 102))
     assert known.pods() == ["uid-train-worker-0", "uid-train-worker-1"]
     known.cache.set_version(POD, "120", NOW + 40)
@@ -177,13 +177,13 @@ def test_what_vanished_while_a_new_watch_began_is_news() -> None:
 
 def test_while_a_watch_is_lost_nothing_was_listened_to_and_afterwards_only_since_then() -> None:
     known = Known()
-    assert known.cache.job(TRAIN, NOW + 10).since == NOW
+    assert known.cache.job(TRAIN, NOW + 10).observed_since == NOW
     known.cache.set_version(LEASE, None, NOW + 20)
-    assert known.cache.job(TRAIN, NOW + 50).since == NOW + 50
+    assert known.cache.job(TRAIN, NOW + 50).observed_since == NOW + 50
     known.cache.set_version(LEASE, "130", NOW + 60)
-    assert known.cache.job(TRAIN, NOW + 70).since == NOW + 60
+    assert known.cache.job(TRAIN, NOW + 70).observed_since == NOW + 60
     known.cache.set_version(LEASE, "140", NOW + 80)  # a bookmark, or the ordinary end of a watch and the next
-    assert known.cache.job(TRAIN, NOW + 90).since == NOW + 60
+    assert known.cache.job(TRAIN, NOW + 90).observed_since == NOW + 60
 
 
 def a_lease(version: int, renewed: str = "t0", report: str = "r", progress: str = "p") -> Document:
@@ -224,7 +224,7 @@ def test_a_pod_whose_label_changes_is_of_its_new_job_only() -> None:
         known.cache.put(POD, a_document(POD, "p", version, job=f"job-{version}"))
     assert list(cached.jobs) == [("default", "job-200")]
     assert known.told[-2:] == [("job-199", "now"), ("job-200", "now")]
-    known.cache.wrote(POD, a_document(POD, "p", 210, job="ours"))
+    known.cache.add_written(POD, a_document(POD, "p", 210, job="ours"))
     known.cache.put(POD, a_document(POD, "p", 205, job="theirs"))
     assert list(cached.jobs) == [("default", "ours"), ("default", "theirs")]
     known.cache.put(POD, a_document(POD, "p", 211, job="theirs"))
@@ -247,7 +247,7 @@ def test_whatever_labels_change_the_index_has_what_is_there_and_nothing_else(cha
         elif what == "remove":
             known.cache.remove(POD, document)
         elif what == "wrote":
-            known.cache.wrote(POD, document)
+            known.cache.add_written(POD, document)
         else:
             known.cache.job(Key(ELASTIC_JOB, "default", f"job-{job}"), NOW)
         listed = {(job, place) for (_, job), places in cached.jobs.items() for place in places}
@@ -358,7 +358,7 @@ def test_a_clock_that_steps_makes_nobody_silent_and_moves_no_turn(world: World, 
     stepped = [0.0]
 
     def decider(looked: CachedJob, now: float, found: ClusterFeatures) -> Plan:
-        silences = [now - max(lease[RECEIVED], looked.since) for lease in looked.leases]
+        silences = [now - max(lease[RECEIVED_AT], looked.observed_since) for lease in looked.leases]
         seen.append((now, max(silences, default=-1.0)))
         return Plan()
 
@@ -400,7 +400,7 @@ def test_a_process_that_was_stopped_for_an_hour_writes_nothing_more_and_ends(
     silences: list[float] = []
 
     def decider(looked: CachedJob, now: float, found: ClusterFeatures) -> Plan:
-        silences.append(now - looked.since)
+        silences.append(now - looked.observed_since)
         return Plan(requeue_at=now + 0.01)
 
     world.apply("train")
@@ -419,11 +419,11 @@ def test_a_machine_that_slept_does_not_believe_that_it_still_leads(monkeypatch: 
     counted = getattr(time, "CLOCK_BOOTTIME", None)
     monkeypatch.setattr(time, "clock_gettime", lambda which: true(which) + (asleep[0] if which == counted else 0.0))
     a = Leadership(Leases(), "a", "home")
-    a.step()
-    assert a.holds()
+    a.acquire_or_renew()
+    assert a.is_leader()
     asleep[0] = 3600.0
-    assert a.lost or counted is None
-    assert a.answered_for() == 0 or counted is None
+    assert a.lost_leadership or counted is None
+    assert a.answered_for_s() == 0 or counted is None
 
 
 # ------------------------------------------------------------------------------------------------------------------ leader
@@ -440,15 +440,15 @@ def held(by: str, version: str = "1") -> Document:
         (held("me"), None, 0.0, "renew", "this operator holds the Lease"),
         (held(""), None, 0.0, "take", "the Lease was released"),
         (held("you"), None, 99.0, "wait", "you is the leader"),
-        (held("you"), Seen("1", 0.0), 14.9, "wait", "you is the leader"),
-        (held("you"), Seen("1", 0.0), 15.0, "take", "you has not renewed the Lease for 15 s"),
-        (held("you", "2"), Seen("1", 0.0), 99.0, "wait", "you is the leader"),
+        (held("you"), LeaseObservation("1", 0.0), 14.9, "wait", "you is the leader"),
+        (held("you"), LeaseObservation("1", 0.0), 15.0, "take", "you has not renewed the Lease for 15 s"),
+        (held("you", "2"), LeaseObservation("1", 0.0), 99.0, "wait", "you is the leader"),
     ],
 )
 def test_a_lease_is_taken_only_when_it_has_lapsed_by_the_own_clock(
-    lease: Document | None, seen: Seen | None, clock: float, verdict: str, why: str
+    lease: Document | None, seen: LeaseObservation | None, clock: float, verdict: str, why: str
 ) -> None:
-    assert judge(lease, "me", seen, clock)[::2] == (verdict, why)
+    assert next_action(lease, "me", seen, clock)[::2] == (verdict, why)
 
 
 class Leases:
@@ -484,48 +484,48 @@ class Leases:
 def test_one_leads_at_a_time_and_another_takes_over_when_it_falls_silent() -> None:
     cluster, clock = Leases(), [0.0]
     a, b = (Leadership(cluster, name, "home", clock=lambda: clock[0]) for name in "ab")
-    a.step()
-    b.step()
-    assert (a.holds(), b.holds()) == (True, False)
+    a.acquire_or_renew()
+    b.acquire_or_renew()
+    assert (a.is_leader(), b.is_leader()) == (True, False)
     clock[0] = 9.0
-    a.step()
-    b.step()
+    a.acquire_or_renew()
+    b.acquire_or_renew()
     clock[0] = 18.9  # a is paused; it stops acting before anybody else begins
-    assert (a.holds(), b.holds()) == (True, False)
+    assert (a.is_leader(), b.is_leader()) == (True, False)
     clock[0] = 19.1
-    b.step()
-    assert (a.holds(), a.lost, b.holds()) == (False, True, False)
+    b.acquire_or_renew()
+    assert (a.is_leader(), a.lost_leadership, b.is_leader()) == (False, True, False)
     clock[0] = 24.1
-    b.step()
-    assert (a.holds(), b.holds()) == (False, True)
-    a.step()
-    assert (a.holds(), a.lost, b.holds()) == (False, True, True)
+    b.acquire_or_renew()
+    assert (a.is_leader(), b.is_leader()) == (False, True)
+    a.acquire_or_renew()
+    assert (a.is_leader(), a.lost_leadership, b.is_leader()) == (False, True, True)
 
 
 def test_an_api_server_that_stood_still_was_not_heard_although_no_connection_broke() -> None:
     cluster, clock = Leases(), [0.0]
     a, b = (Leadership(cluster, name, "home", clock=lambda: clock[0]) for name in "ab")
-    assert b.answered_for() == 0
+    assert b.answered_for_s() == 0
     for clock[0] in (100.0, 105.0, 110.0):
-        a.step()
-        b.step()
-    assert (a.answered_for(), b.answered_for()) == (10, 10)
+        a.acquire_or_renew()
+        b.acquire_or_renew()
+    assert (a.answered_for_s(), b.answered_for_s()) == (10, 10)
     clock[0] = 120.1
-    assert b.answered_for() == 0
-    b.step()
+    assert b.answered_for_s() == 0
+    b.acquire_or_renew()
     clock[0] = 122.1
-    assert b.answered_for() == 2
+    assert b.answered_for_s() == 2
 
 
 def test_what_is_heard_counts_from_the_end_of_a_break(world: World) -> None:
     heard: list[float] = []
 
     def decider(looked: CachedJob, now: float, found: frozenset[str]) -> Plan:
-        heard.append(now - looked.since)
+        heard.append(now - looked.observed_since)
         return Plan()
 
     operator = world.start(reconcilers={ELASTIC_JOB: decider})
-    operator.leadership.answered_for = lambda: 0.25  # type: ignore[method-assign]
+    operator.leadership.answered_for_s = lambda: 0.25  # type: ignore[method-assign]
     world.apply("train")
     world.api.until(lambda: bool(heard))
     assert heard[-1] <= 0.25
@@ -534,24 +534,24 @@ def test_what_is_heard_counts_from_the_end_of_a_break(world: World) -> None:
 def test_a_leader_that_cannot_renew_its_lease_acts_no_more() -> None:
     cluster, clock = Leases(), [0.0]
     a = Leadership(cluster, "a", "home", clock=lambda: clock[0])
-    a.step()
+    a.acquire_or_renew()
     cluster.away = True
     clock[0] = 9.9
     with pytest.raises(ClusterError):
-        a.step()
-    assert a.holds()
+        a.acquire_or_renew()
+    assert a.is_leader()
     clock[0] = 10.0
-    assert (a.holds(), a.lost) == (False, True)
+    assert (a.is_leader(), a.lost_leadership) == (False, True)
 
 
 def test_a_lease_that_is_given_back_is_taken_at_once() -> None:
     cluster = Leases()
     a, b = Leadership(cluster, "a", "home"), Leadership(cluster, "b", "home")
-    a.step()
-    b.step()
+    a.acquire_or_renew()
+    b.acquire_or_renew()
     a.release()
-    b.step()
-    assert (a.holds(), b.holds()) == (False, True)
+    b.acquire_or_renew()
+    assert (a.is_leader(), b.is_leader()) == (False, True)
     assert cluster.get(LEASE, "")["spec"]["leaseTransitions"] == 1
 
 
@@ -627,7 +627,7 @@ def test_metrics_are_what_prometheus_scrapes() -> None:
     ],
 )
 def test_what_a_failure_was_is_one_of_few_words(failure: dict[str, Any], cause: str) -> None:
-    assert prometheus.cause({"lastFailure": failure}) == cause
+    assert prometheus.failure_cause({"lastFailure": failure}) == cause
 
 
 # --------------------------------------------------------------------------------------------------------------- the whole
@@ -728,7 +728,7 @@ def test_operators_that_are_stopped_anywhere_and_started_again_make_no_second_po
         operator = world.start(me="a")
         written = len(world.writes())
         world.api.until(lambda written=written: len(world.writes()) > written)
-        operator.leadership._renewed = float("-inf")  # from here on it may write nothing, as if it had been killed
+        operator.leadership._renewed_at = float("-inf")  # from here on it may write nothing, as if it had been killed
         *_, thread, codes = world.running[-1]
         thread.join(60)
         assert codes == [1]
@@ -789,15 +789,15 @@ def test_a_kueue_that_is_installed_later_is_found_asked_and_obeyed(world: World)
 
 def test_a_stand_by_takes_over_when_the_leader_stops(world: World) -> None:
     first = world.start(me="a", every_s=0.2, duration_s=6.0)
-    world.api.until(lambda: first.leadership.holds())
+    world.api.until(lambda: first.leadership.is_leader())
     second = world.start(me="b", every_s=0.2, duration_s=6.0)
     world.apply("a")
     world.settled(["a"])
-    assert (first.leadership.holds(), second.leadership.holds()) == (True, False)
-    world.api.until(lambda: second.leadership.waits and not first.leadership.waits)
+    assert (first.leadership.is_leader(), second.leadership.is_leader()) == (True, False)
+    world.api.until(lambda: second.leadership.is_standby and not first.leadership.is_standby)
     assert second.metrics.writes() == {}
     assert world.stop(0) == 0
-    world.api.until(lambda: second.leadership.holds())
+    world.api.until(lambda: second.leadership.is_leader())
     world.apply("b")
     world.settled(["a", "b"])
     assert second.metrics.writes() == {"create Pod": 2, "update ElasticJob": 1}
@@ -805,7 +805,7 @@ def test_a_stand_by_takes_over_when_the_leader_stops(world: World) -> None:
 
 def test_who_loses_the_lease_ends_and_writes_nothing_more(world: World) -> None:
     operator = world.start(me="a", every_s=0.05, duration_s=3.0)
-    world.api.until(lambda: operator.leadership.holds())
+    world.api.until(lambda: operator.leadership.is_leader())
     lease = world.api.documents[LEASE.resource, "default", contract.OPERATOR]
     world.api.put({**lease, "metadata": dict(lease["metadata"]), "spec": {**lease["spec"], "holderIdentity": "b"}})
     *_, thread, codes = world.running[0]
@@ -859,7 +859,7 @@ def test_a_definition_that_is_not_there_yet_is_waited_for_and_said(world: World,
         operator = world.start()
         world.api.until(lambda: "waiting for elasticjobs.outlast.dev" in caplog.text)
         world.api.until(lambda: operator.cache.unsynced() == [ELASTIC_JOB])
-        assert get(operator, "/readyz") == (503, "waiting until all is known of elasticjobs.outlast.dev\n")
+        assert get(operator, "/readyz") == (503, "waiting for the first list of elasticjobs.outlast.dev\n")
         assert get(operator, "/healthz")[0] == 200
         world.api.unserved = ("kueue.x-k8s.io",)
         world.apply("a")
@@ -888,7 +888,7 @@ def test_a_decider_that_never_settles_is_slowed_down_and_named(world: World, cap
         return Plan(status={"n": (looked.job.get("status") or {}).get("n", 0) + 1})
 
     running = world.start(reconcilers={ELASTIC_JOB: restless})
-    running._busy[Key(ELASTIC_JOB, "default", "b")] = 10_000  # for some days already
+    running._busy_passes[Key(ELASTIC_JOB, "default", "b")] = 10_000  # for some days already
     world.apply("b")
     world.api.until(lambda: "10001 passes in a row found something to do; the next is in 60 s" in caplog.text)
     caplog.clear()
@@ -913,7 +913,7 @@ def test_pods_that_are_refused_are_not_there_and_their_job_says_why_once(world: 
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
     world.api.prescribe("^POST .*/pods", *[QUOTA] * 1000)
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
-    operator = world.start(reconcilers=reconciler_by_kind.of(Limits()))
+    operator = world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
     before, looks = world.status("a"), operator.metrics.reconciles()
     world.api.until(lambda: operator.metrics.reconciles() >= looks + 3)
@@ -935,7 +935,7 @@ def test_what_pods_need_and_is_refused_is_said_by_their_job(world: World) -> Non
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
     world.api.prescribe("^POST .*/services", *[apiserver.status(403, "Forbidden", refusal)] * 1000)
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
-    operator = world.start(reconcilers=reconciler_by_kind.of(Limits()))
+    operator = world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
     before, looks = world.status("a"), operator.metrics.reconciles()
     world.api.until(lambda: operator.metrics.reconciles() >= looks + 3)
@@ -954,7 +954,7 @@ def test_a_pod_that_is_not_of_the_job_is_named_in_its_status_and_not_counted(wor
     world.api.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"containers": []}})
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
-    world.start(reconcilers=reconciler_by_kind.of(Limits()))
+    world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
     world.api.until(lambda: "Pod a-worker-0 exists and does not belong to this job" in world.status("a").get("reason", ""))
     assert (world.status("a")["state"], world.status("a")["replicas"]) == ("Pending", 1)
     world.settled(["a"])

@@ -51,7 +51,7 @@ def test_a_job_that_cannot_be_read_fails_and_the_others_go_on(world: World, kind
     sentence = SENTENCES[template]
     world.api.unserved = ("kueue.x-k8s.io", "scheduling.x-k8s.io", "scheduling.volcano.sh")
     world.api.put(a_job("bad", kind, template))
-    operator = world.start(reconcilers=reconciler_by_kind.of(Limits()))
+    operator = world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
     world.api.put(a_job("good", kind))
     world.api.until(lambda: world.pods() == ["good-worker-0", "good-worker-1"])
     world.api.put(a_job("worse", kind, template))  # the watch brings this one
@@ -90,7 +90,7 @@ def test_a_job_that_cannot_be_read_is_listed_among_the_others(world: World, kind
 
 def test_a_job_that_becomes_unreadable_while_it_trains_keeps_its_pods(world: World) -> None:
     world.api.put(a_job("train"))
-    world.start(reconcilers=reconciler_by_kind.of(Limits()))
+    world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
     world.api.until(lambda: len(world.pods()) == 2 and the_status(world, "train").get("replicas") == 2)
     with world.api.lock:
         old = world.api.documents[ELASTIC_JOB.resource, "default", "train"]
@@ -180,5 +180,5 @@ def test_numbers_in_a_lease_that_are_none_cost_its_job_no_look(where: str, said:
     key = {"report": contract.Annotation.REPORT, "progress": contract.Annotation.PROGRESS}[where]
     notes = leases[0]["metadata"]["annotations"]
     notes[key] = json.dumps({**json.loads(notes.get(key, "{}")), **json.loads(said)})
-    plan = decide(observed_job.take(CachedJob(job, pods, leases, nodes, large_jobs.NOW - 1000), large_jobs.NOW))
+    plan = decide(observed_job.take_snapshot(CachedJob(job, pods, leases, nodes, large_jobs.NOW - 1000), large_jobs.NOW))
     json.dumps(plan.status, allow_nan=False)

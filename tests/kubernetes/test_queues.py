@@ -31,8 +31,8 @@ def kueue_of(cluster: Cluster) -> Kueue:
 
 def asked(cluster: Cluster) -> dict[str, tuple[int, int]]:
     """The Workloads that count: for how many workers each was made, and how many it has quota for."""
-    shares = [share for share in kueue_of(cluster).shares() if not share.over]
-    return {share.name.rpartition("-")[2]: (share.requested, share.count if share.holds else 0) for share in shares}
+    shares = [share for share in kueue_of(cluster).shares() if not share.is_finished]
+    return {share.name.rpartition("-")[2]: (share.requested, share.count if share.is_admitted else 0) for share in shares}
 
 
 def share(cluster: Cluster, number: int = 0) -> WorkloadSlice:
@@ -66,7 +66,7 @@ def test_a_job_waits_for_quota_and_trains_once_it_is_admitted() -> None:
     cluster.until(trains(3))
     assert asked(cluster) == {"0": (3, 3)}
     assert settled(cluster)
-    assert share(cluster).true("PodsReady")
+    assert share(cluster).is_true("PodsReady")
 
 
 def test_what_is_asked_for_is_the_jobs_pods() -> None:
@@ -317,7 +317,7 @@ def test_a_flavor_that_is_not_there_is_waited_for() -> None:
     kueue_of(cluster).sight = lambda: type(sight())(sight().kind, sight().workloads, {}, ())  # type: ignore[method-assign]
     cluster.run(5)
     assert cluster.pods == []
-    assert cluster.status["reason"] == "the queue research has assigned the ResourceFlavor spot, which is not there"
+    assert cluster.status["reason"] == "the queue research has assigned the ResourceFlavor spot, which does not exist"
     kueue_of(cluster).sight = sight  # type: ignore[method-assign]
     cluster.until(trains(2))
 
@@ -333,13 +333,13 @@ def test_an_operator_that_is_killed_between_any_two_writes_doubles_nothing() -> 
             cluster.change(replicas=chance.randint(2, 6))
         elif event < 0.06:
             kueue_of(cluster).quota = chance.randint(0, 6)
-        elif event < 0.1 and (holding := [each for each in kueue_of(cluster).shares() if each.holds]):
+        elif event < 0.1 and (holding := [each for each in kueue_of(cluster).shares() if each.is_admitted]):
             kueue_of(cluster).evict(chance.choice(holding))
         try:
             cluster.look(dies_after=chance.randint(0, 3))
         except Killed:
             killed += 1
-        assert sum(each.waits for each in kueue_of(cluster).shares()) <= 2
+        assert sum(each.is_pending for each in kueue_of(cluster).shares()) <= 2
     kueue_of(cluster).quota = 6
     cluster.change(replicas=4)
     cluster.until(lambda c: trains(4)(c) and kueue_of(c).used == 4, 600)
@@ -368,7 +368,7 @@ class Quota(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 3))
     def a_workload_is_evicted(self, number: int) -> None:
-        if holding := [each for each in kueue_of(self.cluster).shares() if each.holds]:
+        if holding := [each for each in kueue_of(self.cluster).shares() if each.is_admitted]:
             kueue_of(self.cluster).evict(holding[number % len(holding)])
 
     @rule(number=st.integers(0, 3))
@@ -403,7 +403,7 @@ class Quota(RuleBasedStateMachine):
     def no_pod_is_without_quota(self) -> None:
         if hasattr(self, "cluster"):  # nor when it is made, see Kueue.allows
             for each in kueue_of(self.cluster).shares():
-                assert kueue_of(self.cluster).using(each.name) <= (each.count if each.true("QuotaReserved") else 0)
+                assert kueue_of(self.cluster).using(each.name) <= (each.count if each.is_true("QuotaReserved") else 0)
 
     def teardown(self) -> None:
         if not hasattr(self, "cluster") or not self.cluster.documents:
@@ -411,7 +411,7 @@ class Quota(RuleBasedStateMachine):
         cluster = self.cluster
         kueue_of(cluster).quota = 0
         for each in kueue_of(cluster).shares():
-            if each.holds:
+            if each.is_admitted:
                 kueue_of(cluster).evict(each)
         cluster.until(lambda c: c.status.get("state") in ("Succeeded", "Failed") or not c.pods, 900)
         if cluster.status.get("state") not in ("Succeeded", "Failed"):
@@ -421,7 +421,7 @@ class Quota(RuleBasedStateMachine):
         cluster.change(suspend=False)
         cluster.until(lambda c: c.status["state"] == "Succeeded", 3000)
         cluster.run(70)
-        assert all(each.over for each in kueue_of(cluster).shares())
+        assert all(each.is_finished for each in kueue_of(cluster).shares())
         assert {step for _, step in cluster.done_steps} == set(range(1, cluster.steps + 1))
 
 

@@ -123,7 +123,7 @@ def training(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kubelets
         kubelets = Kubelets(api, pods, config)
         cluster = stack.enter_context(contextlib.closing(kube.connect(namespace="default")))
         leadership = Leadership(cluster, "operator", "default")
-        operator = Operator(cluster, reconciler_by_kind.of(Limits()), leadership, OperatorSettings(host="127.0.0.1"))
+        operator = Operator(cluster, reconciler_by_kind.reconcilers(Limits()), leadership, OperatorSettings(host="127.0.0.1"))
         stop = threading.Event()
         deciding = threading.Thread(target=operator.run, args=(stop,))
         spec = {"image": "i", "script": "exact.py", "args": list(ARGS), "workers": {"replicas": 2, "min": 2, "max": 2}}

@@ -676,7 +676,7 @@ def test_a_worker_on_a_node_that_is_lost_is_made_again_elsewhere() -> None:
 
 def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count() -> None:
     cluster = running()
-    by = elasticjob_status.text(cluster.now + 15)
+    by = elasticjob_status.timestamp(cluster.now + 15)
     meta = {"name": "node-1", "annotations": {"outlast.dev/leaving-at": by}}
     cluster.taints = {"node-1": {"metadata": meta, "spec": {"taints": [{"key": "outlast.dev/leaving"}]}}}
     reason = f"worker 1 leaves: its node node-1 is about to be terminated (outlast.dev/leaving, by {by})"
@@ -873,7 +873,7 @@ def test_running_pods_of_the_archived_controller_are_adopted_and_then_nothing_is
         labels = {key: value for key, value in pod["metadata"]["labels"].items() if not key.startswith("outlast.dev/")}
         pod["metadata"] |= {"labels": labels, "annotations": {}}
         world.api.put({**pod, "status": {"phase": "Running"}})
-    world.start(reconcilers=reconciler_by_kind.of(Limits()))
+    world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
 
     def seen() -> Document:
         with world.api.lock:

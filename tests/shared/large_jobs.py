@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from outlast.job.contract import Annotation, Label
-from outlast.kubernetes.operator.observed_job import RECEIVED
+from outlast.kubernetes.operator.observed_job import RECEIVED_AT
 
 NOW = 1_767_225_600.0
 
@@ -55,7 +55,7 @@ def documents(workers: int) -> tuple[dict[str, Any], list[dict[str, Any]], list[
             {
                 "metadata": {"name": name, "labels": labels, "annotations": said},
                 "spec": {"holderIdentity": f"pod-{id}"},
-                RECEIVED: NOW,
+                RECEIVED_AT: NOW,
             }
         )
     ready = {"conditions": [{"type": "Ready", "status": "True"}]}

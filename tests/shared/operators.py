@@ -67,7 +67,7 @@ class World:
         def decider(looked: CachedJob, now: float, found: ClusterFeatures) -> Plan:
             return pods_of(looked, count=count)
 
-        leadership = Leadership(cluster, me, "default", every_s=every_s, duration_s=duration_s)
+        leadership = Leadership(cluster, me, "default", interval_s=every_s, duration_s=duration_s)
         settings = Settings(host="127.0.0.1", retry_s=0.02, discovery_s=how.pop("discovery_s", 60.0))
         operator = Operator(cluster, how.pop("reconcilers", {ELASTIC_JOB: decider}), leadership, settings, **how)
         stop, codes = threading.Event(), list[int]()
@@ -101,7 +101,7 @@ class World:
         """Wait until each job has its pods and no operator has work."""
         wanted = sorted(f"{name}-worker-{index}" for name in names for index in range(count))
         self.api.until(lambda: self.pods() == wanted)
-        self.api.until(lambda: all(each.queue.idle() for each, *_ in self.running if each.leadership.holds()))
+        self.api.until(lambda: all(each.queue.idle() for each, *_ in self.running if each.leadership.is_leader()))
 
     def writes(self) -> list[str]:
         """Return all write requests, except those for the operators' own Lease."""

@@ -24,7 +24,7 @@ from outlast.kubernetes.operator import elasticjob_status, observed_job
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.decide import decide
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures, KueueObjects, WorkloadSlice
-from outlast.kubernetes.operator.observed_job import RECEIVED
+from outlast.kubernetes.operator.observed_job import RECEIVED_AT
 from outlast.kubernetes.operator.plan import Plan
 
 Document = dict[str, Any]
@@ -148,7 +148,7 @@ class Cluster:
                     "name": "train",
                     "namespace": "team",
                     "generation": 1,
-                    "creationTimestamp": elasticjob_status.text(BEGAN),
+                    "creationTimestamp": elasticjob_status.timestamp(BEGAN),
                 },
                 "spec": {"image": "i", "module": "m", "workers": workers, **fields},
             }
@@ -202,7 +202,7 @@ class Cluster:
         self.set_by = self.slept = 0.0
         for (kind, _), document in self.documents.items():
             if kind == "Lease":
-                document[RECEIVED] = self.now
+                document[RECEIVED_AT] = self.now
         return Clock(lambda: self.now + self.set_by, lambda: self.now - self.slept)
 
     def sleep(self, seconds: float, *, paused: bool = False) -> None:
@@ -231,7 +231,7 @@ class Cluster:
             }
         now = self.clock()
         cached = CachedJob(job, pods, leases, nodes, max(self.since - self.slept, self.clock.broken_at))
-        plan = decide(observed_job.take(cached, now, self.has(), self.limits))
+        plan = decide(observed_job.take_snapshot(cached, now, self.has(), self.limits))
         left = [dies_after if dies_after is not None else 10**6]
 
         def write(what: str) -> None:
@@ -265,7 +265,7 @@ class Cluster:
     def apply(self, document: Document) -> None:
         """Apply a document; fields that it lacks keep their values."""
         there = self.documents.get((document["kind"], document["metadata"]["name"]), {})
-        assert document["kind"] != "Workload" or not there or WorkloadSlice(there).waits, "what has quota cannot be changed"
+        assert document["kind"] != "Workload" or not there or WorkloadSlice(there).is_pending, "what has quota cannot be changed"
         self.put({**there, **document, "metadata": {**there.get("metadata", {}), **document["metadata"]}})
 
     def has(self) -> ClusterFeatures:
@@ -278,7 +278,7 @@ class Cluster:
         if self.kueue:
             self.kueue.allows(pod)
         self.made[name] = self.made.get(name, 0) + 1
-        pod["metadata"]["creationTimestamp"] = elasticjob_status.text(self.now)
+        pod["metadata"]["creationTimestamp"] = elasticjob_status.timestamp(self.now)
         pod["status"] = {"phase": "Pending"}
         well = [n["metadata"]["name"] for n in self.all("Node") if not n["spec"].get("taints")]
         busy = [p["spec"].get("nodeName") for p in self.pods]
@@ -303,7 +303,9 @@ class Cluster:
         if grace_s == 0 or (pod["status"]["phase"] in ("Succeeded", "Failed")) or "nodeName" not in pod["spec"]:
             self.gone(pod)
             return
-        pod["metadata"].setdefault("deletionTimestamp", elasticjob_status.text(self.now + (30 if grace_s is None else grace_s)))
+        pod["metadata"].setdefault(
+            "deletionTimestamp", elasticjob_status.timestamp(self.now + (30 if grace_s is None else grace_s))
+        )
         agent = self.agents.get(uid)
         if agent is None:
             if self.answers(pod):
@@ -334,7 +336,9 @@ class Cluster:
     def end(self, pod: Document, code: int, *, reason: str = "", disrupted: str = "") -> None:
         """End the container of a pod."""
         phase = "Succeeded" if code == 0 else "Failed"
-        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": elasticjob_status.text(self.now)}}
+        state = {
+            "terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": elasticjob_status.timestamp(self.now)}
+        }
         pod["status"] = {"phase": phase, "containerStatuses": [{"name": "trainer", "state": state}]}
         if disrupted:
             pod["status"]["conditions"] = [
@@ -342,7 +346,7 @@ class Cluster:
                     "type": "DisruptionTarget",
                     "status": "True",
                     "reason": disrupted,
-                    "lastTransitionTime": elasticjob_status.text(self.now),
+                    "lastTransitionTime": elasticjob_status.timestamp(self.now),
                 }
             ]
         self.agents.pop(pod["metadata"]["uid"], None)
@@ -351,7 +355,9 @@ class Cluster:
 
     def end_beside(self, pod: Document, code: int, *, reason: str = "") -> None:
         """End the worker's container of a pod, but not its other container."""
-        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": elasticjob_status.text(self.now)}}
+        state = {
+            "terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": elasticjob_status.timestamp(self.now)}
+        }
         beside = {"name": "proxy", "state": {"running": {}}}
         pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "trainer", "state": state}, beside]}
         self.agents.pop(pod["metadata"]["uid"], None)
@@ -423,7 +429,7 @@ class Cluster:
             document = self.documents.get(("Node", node))
             if document is not None and self.now >= since + GRACE_S and not document["spec"].get("taints"):
                 document["status"] = ready(False, self.now)
-                document[RECEIVED] = self.clock()
+                document[RECEIVED_AT] = self.clock()
                 document["spec"] = {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}
         if self.kueue:
             self.kueue.admits()
@@ -440,7 +446,11 @@ class Cluster:
                 pod["status"] = {
                     "phase": "Running",
                     "containerStatuses": [
-                        {"name": "trainer", "ready": False, "state": {"running": {"startedAt": elasticjob_status.text(self.now)}}}
+                        {
+                            "name": "trainer",
+                            "ready": False,
+                            "state": {"running": {"startedAt": elasticjob_status.timestamp(self.now)}},
+                        }
                     ],
                 }
                 index = int(pod["metadata"]["labels"][Label.WORKER])
@@ -638,10 +648,10 @@ class Cluster:
                 },
                 "spec": {
                     "holderIdentity": agent.uid,
-                    "renewTime": elasticjob_status.text(self.now),
+                    "renewTime": elasticjob_status.timestamp(self.now),
                     "leaseDurationSeconds": lasts_s,
                 },
-                RECEIVED: self.clock(),
+                RECEIVED_AT: self.clock(),
             }
         )
 
@@ -699,16 +709,16 @@ class Kueue:
 
     @property
     def used(self) -> int:
-        return sum(share.count for share in self.shares() if share.true("QuotaReserved") and not share.true("Finished"))
+        return sum(share.count for share in self.shares() if share.is_true("QuotaReserved") and not share.is_true("Finished"))
 
     def admits(self) -> None:
         """Admit the Workloads that fit into the quota, first come first served."""
         for document in self.cluster.all("Workload"):
             if "creationTimestamp" not in document["metadata"]:
                 self.serial += 1
-                document["metadata"]["creationTimestamp"] = elasticjob_status.text(BEGAN + self.serial)
+                document["metadata"]["creationTimestamp"] = elasticjob_status.timestamp(BEGAN + self.serial)
                 document["spec"]["podSets"][0].setdefault("count", 1)
-        waiting = [share for share in self.shares() if share.waits and share.document["spec"].get("active", True)]
+        waiting = [share for share in self.shares() if share.is_pending and share.document["spec"].get("active", True)]
         for share in [] if self.held else sorted(waiting, key=lambda each: str(each.document["metadata"]["creationTimestamp"])):
             free, least = self.quota - self.used, share.document["spec"]["podSets"][0].get("minCount", share.requested)
             count = share.requested if share.requested <= free else free if self.partly and least <= free else 0
@@ -729,7 +739,7 @@ class Kueue:
         assert before is not None
         assert before["metadata"]["uid"] == document["metadata"]["uid"]
         before["status"] = document["status"]
-        if not WorkloadSlice(before).true("QuotaReserved") or WorkloadSlice(before).true("Finished"):
+        if not WorkloadSlice(before).is_true("QuotaReserved") or WorkloadSlice(before).is_true("Finished"):
             assert not self.using(before["metadata"]["name"]), "quota is given back while pods use it"
         assert self.using(before["metadata"]["name"]) <= WorkloadSlice(before).count
 
@@ -737,7 +747,7 @@ class Kueue:
         """Return whether a pod has quota."""
         named = pod["metadata"]["annotations"][kueue.WORKLOAD]
         share = WorkloadSlice(self.cluster.documents["Workload", named])
-        assert share.holds, f"{named} is not admitted"
+        assert share.is_admitted, f"{named} is not admitted"
         assert self.using(named) < share.count, f"{named} has no quota for another pod"
         assert pod["spec"]["nodeSelector"]["pool"] == "spot"
         assert {"key": "spot", "operator": "Exists"} in pod["spec"]["tolerations"]
@@ -749,7 +759,7 @@ class Kueue:
 
     def _say(self, share: WorkloadSlice, *conditions: tuple[str, bool, str, str], **fields: Any) -> None:
         said = WorkloadSlice(self.cluster.documents["Workload", share.name])
-        changed = [each for each in conditions if each[1] != said.true(each[0]) or each[3] or said.condition(each[0])]
+        changed = [each for each in conditions if each[1] != said.is_true(each[0]) or each[3] or said.condition(each[0])]
         share.document["status"] = said.with_status(self.cluster.now, changed, **fields)["status"]
 
 
@@ -763,7 +773,7 @@ def stored(value: Any) -> Any:
 def ready(well: bool, now: float) -> Document:
     return {
         "conditions": [
-            {"type": "Ready", "status": "True" if well else "Unknown", "lastTransitionTime": elasticjob_status.text(now)}
+            {"type": "Ready", "status": "True" if well else "Unknown", "lastTransitionTime": elasticjob_status.timestamp(now)}
         ]
     }
 

@@ -33,68 +33,68 @@ FAILED_CREATE = "FailedCreate"
 
 
 @dataclass(frozen=True)
-class Done:
+class Outcome:
     """The outcome of carrying out a plan."""
 
     requeue_at: float | None
     """When to reconcile again even if nothing changes; seconds since the epoch."""
-    stale: str = ""
+    stale_reason: str = ""
     """A sentence about a changed job, or an object in the way, because of which the rest of the plan was dropped; else empty."""
-    blocked: str = ""
+    blocked_reason: str = ""
     """A sentence about another object that has the name of a pod to be created and will not go away by itself; else empty."""
 
 
-def act(
+def carry_out(
     cluster: Writer,
     job: Mapping[str, Any],
     plan: Plan,
     now: float,
-    each: Parallel,
-    later: Callable[[Callable[[], None]], None],
-    written: Callable[[], None] = lambda: None,
-) -> Done:
+    parallel: Parallel,
+    background: Callable[[Callable[[], None]], None],
+    on_status_written: Callable[[], None] = lambda: None,
+) -> Outcome:
     """Carry out a plan, unless the job has changed since the plan was made.
 
-    `each` may make the writes of one part of the plan in parallel; `later` may write Events in the background; `written` is
-    called once the status is written, whatever becomes of the rest. Raises ClusterError when a write has failed, once no other
-    write is in flight; the next pass completes the work. When the API server rejects pods, or objects that pods need, it raises
-    Refused or Forbidden and writes an Event.
+    `parallel` makes the writes of one part of the plan, and `background` writes Events. `on_status_written` is called once the
+    status is written, even if a later write fails. Raises ClusterError when a write has failed, once no other write is in
+    flight; the next pass completes the work. Raises Refused or Forbidden, and writes an Event, when the API server rejects pods
+    or objects that pods need.
     """
-    applying = _Applying(cluster, job, now, each, later)
+    execution = _Execution(cluster, job, now, parallel, background)
     try:
-        if blocking := applying.prerequisites(plan):
-            applying.event(Event("Normal", "NameTaken", blocking))
-            return Done(now + RETRY_S, blocking)
+        if obstacle := execution.prerequisites(plan):
+            execution.write_event(Event("Normal", "NameTaken", obstacle))
+            return Outcome(now + RETRY_S, obstacle)
     except (Forbidden, Refused) as error:
-        applying.event(Event("Warning", FAILED_CREATE, str(error)))
+        execution.write_event(Event("Warning", FAILED_CREATE, str(error)))
         raise
     if plan.status is not None:
         try:
             cluster.replace(_with_status(job, plan.status), subresource="status")
         except Conflict:
-            return Done(plan.requeue_at, "the job has changed meanwhile")
+            return Outcome(plan.requeue_at, "the job has changed meanwhile")
         except Absent:
-            return Done(None, "the job is gone")
-        written()
-    for note in plan.events:
-        applying.event(note)
-    each(lambda deletion: delete(cluster, deletion, applying.namespace), plan.deletes)
+            return Outcome(None, "the job is gone")
+        on_status_written()
+    for event in plan.events:
+        execution.write_event(event)
+    parallel(lambda deletion: delete(cluster, deletion, execution.namespace), plan.deletes)
     for document in plan.statuses:
         try:
             cluster.replace(document, subresource="status")
         except (Conflict, Absent):
-            return Done(plan.requeue_at, f"{document['kind']} {document['metadata']['name']} has changed meanwhile")
+            return Outcome(plan.requeue_at, f"{document['kind']} {document['metadata']['name']} has changed meanwhile")
     try:
-        done = applying.creates(plan)
+        outcome = execution.create_pods(plan)
     except (Forbidden, Refused) as error:
-        applying.event(Event("Warning", FAILED_CREATE, str(error)))
+        execution.write_event(Event("Warning", FAILED_CREATE, str(error)))
         raise
     if plan.remove:
-        delete(cluster, plan.remove, applying.namespace)
-    return done
+        delete(cluster, plan.remove, execution.namespace)
+    return outcome
 
 
-class _Applying:
+class _Execution:
     """One plan being carried out."""
 
     def __init__(
@@ -102,45 +102,45 @@ class _Applying:
         cluster: Writer,
         job: Mapping[str, Any],
         now: float,
-        each: Parallel,
-        later: Callable[[Callable[[], None]], None],
+        parallel: Parallel,
+        background: Callable[[Callable[[], None]], None],
     ) -> None:
-        self.cluster, self.job, self.now, self._each, self._later = cluster, job, now, each, later
+        self.cluster, self.job, self.now, self._parallel, self._background = cluster, job, now, parallel, background
         self.namespace = job["metadata"].get("namespace")
-        self._foreign: list[str] = []
+        self._conflicts: list[str] = []
         """Sentences about objects that do not belong to this job but have names that its objects need."""
 
-    def event(self, note: Event) -> None:
+    def write_event(self, event: Event) -> None:
         """Write an Event, possibly in the background."""
-        self._later(functools.partial(_write_event, self.cluster, self.job, note, self.now))
+        self._background(functools.partial(_write_event, self.cluster, self.job, event, self.now))
 
     def prerequisites(self, plan: Plan) -> str:
         """Apply `prerequisites` and `apply`; returns a sentence if another object must go first. Raises Refused, Forbidden."""
         bindings = [document for document in plan.prerequisites if "roleRef" in document]
         others = [document for document in plan.prerequisites if "roleRef" not in document]
         for part in (others, bindings):  # a Role must exist before it is bound
-            if blocking := "; ".join(filter(None, self._each(self._ensure, part))):
-                return blocking
+            if obstacle := "; ".join(filter(None, self._parallel(self._create_unless_exists, part))):
+                return obstacle
         for document in plan.apply:
-            if blocking := self._change(document):
-                return blocking
-        for sentence in self._foreign:
+            if obstacle := self._apply(document):
+                return obstacle
+        for sentence in self._conflicts:
             log.warning(sentence)
-            self.event(Event("Warning", "NameTaken", sentence))
+            self.write_event(Event("Warning", "NameTaken", sentence))
         return ""
 
-    def creates(self, plan: Plan) -> Done:
-        again, blocked = plan.requeue_at, ""
-        for obstacle in filter(None, self._each(self._create_pod, plan.creates)):
+    def create_pods(self, plan: Plan) -> Outcome:
+        requeue_at, blocked = plan.requeue_at, ""
+        for obstacle in filter(None, self._parallel(self._create_pod, plan.creates)):
             log.warning(obstacle.sentence)
-            again = min(again or self.now + RETRY_S, self.now + RETRY_S)
-            if obstacle.stays and not blocked:
+            requeue_at = min(requeue_at or self.now + RETRY_S, self.now + RETRY_S)
+            if obstacle.permanent and not blocked:
                 blocked = obstacle.sentence
-                self.event(Event("Warning", FAILED_CREATE, blocked))
-        return Done(again, blocked=blocked)
+                self.write_event(Event("Warning", FAILED_CREATE, blocked))
+        return Outcome(requeue_at, blocked_reason=blocked)
 
-    def _ensure(self, document: Document) -> str:
-        """Create an object unless one with its name exists. Returns and raises the same as `_others`."""
+    def _create_unless_exists(self, document: Document) -> str:
+        """Create an object unless one with its name exists. Returns and raises the same as `_check_owner`."""
         refused: ClusterError | None = None
         try:
             if _create(self.cluster, document):
@@ -154,21 +154,21 @@ class _Applying:
             if refused is not None:
                 raise refused from None
             return f"{kind} {meta['name']} existed and is just gone"
-        return self._others(document, existing) or ""
+        return self._check_owner(document, existing) or ""
 
-    def _change(self, document: Document) -> str:
-        """Apply a document if its object belongs to the job or does not exist. Returns and raises the same as `_others`."""
+    def _apply(self, document: Document) -> str:
+        """Apply a document if its object belongs to the job or does not exist. Returns and raises the same as `_check_owner`."""
         kind, meta = kind_of(document), document["metadata"]
         try:
             existing = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
         except Absent:
             return "" if _create(self.cluster, document) else f"{kind} {meta['name']} was just created; it is checked again"
-        if (others := self._others(document, existing)) is not None:
-            return others
+        if (conflict := self._check_owner(document, existing)) is not None:
+            return conflict
         self.cluster.apply(document)
         return ""
 
-    def _others(self, document: Document, existing: Document) -> str | None:
+    def _check_owner(self, document: Document, existing: Document) -> str | None:
         """None if the existing object with a document's name belongs to the job. A sentence if the object belongs to an earlier
         job of this name: it must be garbage-collected first. Any other object is left alone and reported; the result is empty.
         Raises Refused if that is a Role or RoleBinding: pods must not get rights that somebody else has granted."""
@@ -182,7 +182,7 @@ class _Applying:
         if kind_of(document) in (ROLE, ROLE_BINDING):
             raise Refused(f"{name} exists and does not belong to this job; delete it, or give the job another name")
         remedy = "give the job another name if that is not meant"
-        self._foreign.append(f"{name} exists and does not belong to this job, and stays as it is; {remedy}")
+        self._conflicts.append(f"{name} exists and does not belong to this job, and stays as it is; {remedy}")
         return ""
 
     def _create_pod(self, pod: Document) -> _Obstacle | None:
@@ -207,7 +207,9 @@ class _Applying:
             return None
         if existing.get("deletionTimestamp"):
             return _Obstacle(f"{name} of another job is still terminating; this one is created when it is gone")
-        return _Obstacle(f"{name} exists and does not belong to this job; delete it, or give the job another name", stays=True)
+        return _Obstacle(
+            f"{name} exists and does not belong to this job; delete it, or give the job another name", permanent=True
+        )
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ class _Obstacle:
     """Another object that has the name of a pod to be created."""
 
     sentence: str
-    stays: bool = False
+    permanent: bool = False
     """Whether the object will not go away by itself."""
 
 
@@ -249,23 +251,23 @@ def delete(cluster: Writer, deletion: Deletion, namespace: str | None) -> None:
     log.info("%s %s is deleted: %s", deletion.kind, deletion.name, deletion.reason)
 
 
-def _write_event(cluster: Writer, job: Mapping[str, Any], note: Event, now: float) -> None:
+def _write_event(cluster: Writer, job: Mapping[str, Any], event: Event, now: float) -> None:
     """Write an Event. Its name is a hash of its content and the time window, so that a repetition increments the count of the
     existing Event, even after a restart of the operator. A failure is only logged, as nothing depends on Events."""
-    made = event(job, note, now)
+    document = event_document(job, event, now)
     try:
-        if not _create(cluster, made):
-            name, namespace = made["metadata"]["name"], made["metadata"]["namespace"]
+        if not _create(cluster, document):
+            name, namespace = document["metadata"]["name"], document["metadata"]["namespace"]
             count = int(cluster.get(EVENT, name, namespace=namespace).get("count") or 1) + 1
-            cluster.patch(EVENT, name, {"count": count, "lastTimestamp": made["lastTimestamp"]}, namespace=namespace)
+            cluster.patch(EVENT, name, {"count": count, "lastTimestamp": document["lastTimestamp"]}, namespace=namespace)
     except ClusterError as error:
-        log.warning("an Event could not be written (%s): %s", note.message, error)
+        log.warning("an Event could not be written (%s): %s", event.message, error)
 
 
-def event(job: Mapping[str, Any], note: Event, now: float) -> Document:
+def event_document(job: Mapping[str, Any], event: Event, now: float) -> Document:
     meta = job["metadata"]
-    content = "\0".join((meta["uid"], note.type, note.reason, note.message, str(int(now // EVENT_WINDOW_S))))
-    time = elasticjob_status.text(now)
+    content = "\0".join((meta["uid"], event.type, event.reason, event.message, str(int(now // EVENT_WINDOW_S))))
+    time = elasticjob_status.timestamp(now)
     return {
         "apiVersion": EVENT.api_version,
         "kind": EVENT.kind,
@@ -280,9 +282,9 @@ def event(job: Mapping[str, Any], note: Event, now: float) -> Document:
             "namespace": meta.get("namespace", "default"),
             "uid": meta["uid"],
         },
-        "type": note.type,
-        "reason": note.reason,
-        "message": note.message[:1024],  # the server takes no more
+        "type": event.type,
+        "reason": event.reason,
+        "message": event.message[:1024],  # the server takes no more
         "source": {"component": OPERATOR},
         "firstTimestamp": time,
         "lastTimestamp": time,

@@ -27,11 +27,11 @@ from outlast.kubernetes.operator import leaving_nodes
 Document = dict[str, Any]
 NamespacedName = tuple[str, str]
 """Namespace and name."""
-_OF_NODES = (Annotation.LEAVING_AT, Annotation.LEAVING_REASON)
+_NODE_ANNOTATIONS = (Annotation.LEAVING_AT, Annotation.LEAVING_REASON)
 """Annotations of nodes that the operator reads."""
-_REPEATED = (Annotation.JOB_FILE, "kubectl.kubernetes.io/last-applied-configuration")
+_REDUNDANT_ANNOTATIONS = (Annotation.JOB_FILE, "kubectl.kubernetes.io/last-applied-configuration")
 """Annotations that repeat other documents."""
-_WORKER = re.compile(re.escape(contract.worker_name("@", 0)).replace("@", "(?P<job>.+)").replace("0", "[0-9]+"))
+_WORKER_LEASE = re.compile(re.escape(contract.worker_name("@", 0)).replace("@", "(?P<job>.+)").replace("0", "[0-9]+"))
 """Pattern of the name of a worker's Lease."""
 Urgency = Literal["now", "later"]
 """When a change is reconciled: immediately, or within seconds together with other changes."""
@@ -53,11 +53,11 @@ class CachedJob:
     pods: list[Document]
     leases: list[Document]
     nodes: Mapping[str, Document]
-    since: float
+    observed_since: float
     """When the last of the watches was connected; the current time if one is not connected."""
-    refused: str = ""
+    refusal: str = ""
     """A sentence about why the job's pods could not be created on the last attempt; else empty."""
-    jobs: int = 1
+    job_count: int = 1
     """Number of jobs of the same kind."""
 
 
@@ -80,12 +80,12 @@ class _Entry(NamedTuple):
 class KindCache:
     kind: Kind
     watched: dict[NamespacedName, _Entry] = field(default_factory=dict)
-    reached: int = 0
+    delivered_version: int = 0
     """The resource version up to which the watch has delivered everything."""
     connected: bool = False
     synced: bool = False
     """Whether the watch has ever delivered everything."""
-    since: float = 0.0
+    connected_at: float = 0.0
     """When the watch was connected."""
     written: dict[NamespacedName, _Entry] = field(default_factory=dict)
     """Responses to our own writes, as long as the watch has not reached their versions."""
@@ -95,7 +95,7 @@ class KindCache:
     """While a new watch lists all objects: the names from the previous watch that the new one has not delivered yet."""
     jobs: dict[NamespacedName, set[NamespacedName]] = field(default_factory=dict)
 
-    def begin(self) -> None:
+    def begin_listing(self) -> None:
         """Note that a new watch starts to list all objects."""
         self.unconfirmed = set(self.watched)
 
@@ -106,9 +106,9 @@ class KindCache:
             self.connected = False
             return []
         if not self.connected:
-            self.connected, self.since = True, now
+            self.connected, self.connected_at = True, now
         self.synced = True
-        self.reached = max(self.reached, int(version))
+        self.delivered_version = max(self.delivered_version, int(version))
         vanished = [self.watched[name] for name in self.unconfirmed or ()]
         for name in self.unconfirmed or ():
             self._drop(name)
@@ -118,7 +118,7 @@ class KindCache:
     def put(self, document: Document) -> Urgency | None:
         """Store a document from the watch; returns when to reconcile the change, or None for never."""
         name, new = _name_of(document), _entry(self.kind, document)
-        previous = self.effective(name)
+        previous = self.newest(name)
         if self.unconfirmed is not None:
             self.unconfirmed.discard(name)
         if (old := self.watched.get(name)) and old.uid != new.uid:
@@ -126,7 +126,7 @@ class KindCache:
         self.watched[name] = new
         self._index(name, old)
         self._advance(new.version)
-        after = self.effective(name)
+        after = self.newest(name)
         if (previous and (previous.uid, previous.urgent_hash)) != (after and (after.uid, after.urgent_hash)):
             return "now"
         return "later" if previous and after and previous.progress_hash != after.progress_hash else None
@@ -134,30 +134,30 @@ class KindCache:
     def remove(self, document: Document) -> bool:
         """Remove a document that the watch reports as deleted; returns whether the deletion is news."""
         name, uid = _name_of(document), document["metadata"]["uid"]
-        previous = self.effective(name)
+        previous = self.newest(name)
         self._advance(int(document["metadata"]["resourceVersion"]))
         if (old := self.watched.get(name)) and old.uid == uid:
             self._drop(name)
         self.deleted_uids.discard(uid)
-        return previous is not None and self.effective(name) is None
+        return previous is not None and self.newest(name) is None
 
-    def wrote(self, document: Document) -> None:
+    def add_written(self, document: Document) -> None:
         """Store the response to one of our writes."""
         name, new = _name_of(document), _entry(self.kind, document)
         last = self.written.get(name)
-        if new.version > self.reached and (last is None or last.version < new.version):
+        if new.version > self.delivered_version and (last is None or last.version < new.version):
             self.written[name] = new
             self._index(name, last)
 
-    def deleted(self, name: NamespacedName, uid: str) -> None:
+    def mark_deleted(self, name: NamespacedName, uid: str) -> None:
         """Note that we have deleted an object and that it is gone."""
         if any(each is not None and each.uid == uid for each in (self.watched.get(name), self.written.get(name))):
             self.deleted_uids.add(uid)
 
-    def effective(self, name: NamespacedName) -> _Entry | None:
+    def newest(self, name: NamespacedName) -> _Entry | None:
         """The newest known version of a document; None if there is none."""
         entry = self.written.get(name)
-        if entry is not None and entry.version <= self.reached:
+        if entry is not None and entry.version <= self.delivered_version:
             del self.written[name]
             if name not in self.watched:
                 self.deleted_uids.discard(entry.uid)
@@ -168,13 +168,13 @@ class KindCache:
 
     def of_job(self, job: NamespacedName) -> list[Document]:
         """The documents of a job, sorted by name."""
-        found = [self.effective(name) for name in sorted(self.jobs.get(job, ()))]
+        found = [self.newest(name) for name in sorted(self.jobs.get(job, ()))]
         return [_decoded(each) for each in found if each is not None and each.job == job[1]]
 
     def _advance(self, version: int) -> None:
         """Raise the version that the watch has reached, unless it is still listing: the items of a list come in no order."""
         if self.connected and self.unconfirmed is None:
-            self.reached = max(self.reached, version)
+            self.delivered_version = max(self.delivered_version, version)
 
     def _drop(self, name: NamespacedName) -> None:
         old = self.watched.pop(name)
@@ -194,37 +194,38 @@ class KindCache:
 
 
 class Cache:
-    """Cache of jobs, their pods and Leases, and the nodes. Calls `changed` for every job that must be reconciled."""
+    """Cache of jobs, their pods and Leases, and the nodes. Calls `on_change` for every job that must be reconciled."""
 
-    def __init__(self, jobs: Iterable[Kind], changed: Callable[[Key, Urgency], None]) -> None:
+    def __init__(self, jobs: Iterable[Kind], on_change: Callable[[Key, Urgency], None]) -> None:
         self.jobs = tuple(jobs)
-        self.changed = changed
+        self.on_change = on_change
         self._kinds = {kind: KindCache(kind) for kind in (*self.jobs, POD, LEASE, NODE)}
-        self._needed = tuple(self._kinds)
+        self._required = tuple(self._kinds)
         self._nodes: dict[str, Document] = {}
-        self._guard = threading.RLock()
+        self._lock = threading.RLock()
 
     def add_kind(self, kind: Kind) -> None:
-        """Start an empty cache of another kind. By default, `unsynced` ignores this kind, and so does `since`."""
-        with self._guard:
+        """Start an empty cache of another kind. By default, `unsynced` ignores this kind, and so do all
+        `CachedJob.observed_since`."""
+        with self._lock:
             self._kinds[kind] = KindCache(kind)
 
     # called by the watches
 
-    def begin(self, kind: Kind) -> None:
+    def begin_listing(self, kind: Kind) -> None:
         """Note that a watch of this kind starts, or starts from scratch because it could not be resumed."""
-        with self._guard:
-            self._kinds[kind].begin()
+        with self._lock:
+            self._kinds[kind].begin_listing()
 
     def set_version(self, kind: Kind, version: str | None, now: float) -> None:
         """Note that a watch has delivered everything up to this version, or that its connection is lost (None)."""
-        with self._guard:
+        with self._lock:
             kind_cache = self._kinds[kind]
             for each in kind_cache.set_version(version, now):
                 self._notify(kind, _decoded(each))
 
     def put(self, kind: Kind, document: Document) -> None:
-        with self._guard:
+        with self._lock:
             old = self._kinds[kind].watched.get(_name_of(document))
             urgency = self._kinds[kind].put(document)
             if old and kind not in self.jobs and old.job != _job_of(kind, document):
@@ -235,7 +236,7 @@ class Cache:
                 self._notify(kind, document, urgency)
 
     def remove(self, kind: Kind, document: Document) -> None:
-        with self._guard:
+        with self._lock:
             name = _name_of(document)
             old = self._kinds[kind].watched.get(name)
             if self._kinds[kind].remove(document):
@@ -243,64 +244,64 @@ class Cache:
 
     # called after our own writes
 
-    def wrote(self, kind: Kind, document: Document) -> None:
-        with self._guard:
+    def add_written(self, kind: Kind, document: Document) -> None:
+        with self._lock:
             if kind in self._kinds:
-                self._kinds[kind].wrote(trimmed(kind, document))
+                self._kinds[kind].add_written(trimmed(kind, document))
 
-    def deleted(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
-        with self._guard:
+    def mark_deleted(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
+        with self._lock:
             if kind in self._kinds:
-                self._kinds[kind].deleted((namespace, name), uid)
+                self._kinds[kind].mark_deleted((namespace, name), uid)
 
     # called by the reconcilers
 
     def job(self, key: Key, now: float) -> CachedJob:
         name = (key.namespace, key.name)
-        with self._guard:
-            job = self._kinds[key.kind].effective(name)
-            needed = [self._kinds[kind] for kind in self._needed]
-            since = max(kind_cache.since if kind_cache.connected else now for kind_cache in needed)
+        with self._lock:
+            job = self._kinds[key.kind].newest(name)
+            required = [self._kinds[kind] for kind in self._required]
+            since = max(kind_cache.connected_at if kind_cache.connected else now for kind_cache in required)
             pods, leases = self._kinds[POD].of_job(name), self._kinds[LEASE].of_job(name)
             jobs = len(self._kinds[key.kind].watched)
-            return CachedJob(_decoded(job) if job else None, pods, leases, self._nodes, since, jobs=jobs)
+            return CachedJob(_decoded(job) if job else None, pods, leases, self._nodes, since, job_count=jobs)
 
     def unsynced(self, kinds: Iterable[Kind] | None = None) -> list[Kind]:
         """Kinds whose watch has never delivered everything."""
-        with self._guard:
-            return [kind for kind in kinds or self._needed if not self._kinds[kind].synced]
+        with self._lock:
+            return [kind for kind in kinds or self._required if not self._kinds[kind].synced]
 
     def of_job(self, kind: Kind, key: Key) -> list[Document]:
         """The documents of a kind that belong to a job."""
-        with self._guard:
+        with self._lock:
             return self._kinds[kind].of_job((key.namespace, key.name))
 
     def documents(self, kind: Kind) -> list[Document]:
         """All documents of a kind; only for kinds with few documents."""
-        with self._guard:
+        with self._lock:
             kind_cache = self._kinds[kind]
-            return [_decoded(each) for name in sorted(kind_cache.watched) if (each := kind_cache.effective(name)) is not None]
+            return [_decoded(each) for name in sorted(kind_cache.watched) if (each := kind_cache.newest(name)) is not None]
 
     def mark_unserved(self, kind: Kind, now: float) -> None:
         """Note that the cluster does not serve this kind: there are no documents until a watch delivers some."""
-        with self._guard:
+        with self._lock:
             kind_cache = self._kinds[kind]
             if not kind_cache.connected:
-                kind_cache.synced, kind_cache.connected, kind_cache.since = True, True, now
+                kind_cache.synced, kind_cache.connected, kind_cache.connected_at = True, True, now
 
     def job_keys(self) -> list[Key]:
-        with self._guard:
+        with self._lock:
             return [Key(kind, *name) for kind in self.jobs for name in self._kinds[kind].watched]
 
     def count(self, kind: Kind) -> int:
-        with self._guard:
+        with self._lock:
             return len(self._kinds[kind].watched)
 
     def _notify(self, kind: Kind, document: Document, urgency: Urgency = "now") -> None:
         """Report the jobs that a change concerns."""
         namespace, name = _name_of(document)
         if kind in self.jobs:
-            self.changed(Key(kind, namespace, name), urgency)
+            self.on_change(Key(kind, namespace, name), urgency)
         elif kind == NODE:
             if (namespace, name) not in self._kinds[NODE].watched:
                 self._nodes = {each: node for each, node in self._nodes.items() if each != name}
@@ -313,19 +314,21 @@ class Cache:
     def _notify_job(self, namespace: str, job: str, urgency: Urgency = "now") -> None:
         for kind in self.jobs:
             if job:
-                self.changed(Key(kind, namespace, job), urgency)
+                self.on_change(Key(kind, namespace, job), urgency)
 
 
 def trimmed(kind: Kind, document: Document) -> Document:
     """A document without the fields that the operator does not read; the contents of a pod follow from its job."""
     meta = {name: value for name, value in document["metadata"].items() if name not in ("managedFields", "selfLink")}
-    meta["annotations"] = {name: value for name, value in (meta.get("annotations") or {}).items() if name not in _REPEATED}
-    made: Document = {**document, "metadata": meta}
+    meta["annotations"] = {
+        name: value for name, value in (meta.get("annotations") or {}).items() if name not in _REDUNDANT_ANNOTATIONS
+    }
+    reduced: Document = {**document, "metadata": meta}
     if kind == POD:
         spec = document.get("spec") or {}
         dropped = ("volumes", "tolerations", "affinity", "topologySpreadConstraints", "initContainers")
-        made["spec"] = {name: value for name, value in spec.items() if name not in dropped}
-        made["spec"]["containers"] = [_container(each) for each in spec.get("containers") or ()]
+        reduced["spec"] = {name: value for name, value in spec.items() if name not in dropped}
+        reduced["spec"]["containers"] = [_container(each) for each in spec.get("containers") or ()]
     elif kind == NODE:
         spec, status = document.get("spec") or {}, document.get("status") or {}
         # Heartbeats and the list of images on a node are ignored.
@@ -333,10 +336,10 @@ def trimmed(kind: Kind, document: Document) -> Document:
             {name: value for name, value in each.items() if name != "lastHeartbeatTime"}
             for each in status.get("conditions") or ()
         ]
-        meta["annotations"] = {name: value for name, value in meta["annotations"].items() if name in _OF_NODES}
-        made["spec"] = {name: spec[name] for name in ("taints", "unschedulable", "providerID") if name in spec}
-        made["status"] = {"conditions": conditions}
-    return made
+        meta["annotations"] = {name: value for name, value in meta["annotations"].items() if name in _NODE_ANNOTATIONS}
+        reduced["spec"] = {name: spec[name] for name in ("taints", "unschedulable", "providerID") if name in spec}
+        reduced["status"] = {"conditions": conditions}
+    return reduced
 
 
 def _container(container: Document) -> Document:
@@ -353,14 +356,14 @@ def _entry(kind: Kind, document: Document) -> _Entry:
         body,
         meta["uid"],
         version,
-        hash(_urgent(kind, document, body)),
-        hash(_progress((meta.get("annotations") or {}).get(Annotation.PROGRESS))) if kind == LEASE else 0,
+        hash(_urgent_fields(kind, document, body)),
+        hash(_urgent_progress((meta.get("annotations") or {}).get(Annotation.PROGRESS))) if kind == LEASE else 0,
         _job_of(kind, document),
         (document.get("spec") or {}).get("nodeName", "") if kind == POD else "",
     )
 
 
-def _progress(progress: str | None) -> tuple[Any, bool, Any]:
+def _urgent_progress(progress: str | None) -> tuple[Any, bool, Any]:
     """The parts of the progress whose changes are reconciled soon: the member's generation, whether it has completed a step, and
     the goodput of the run."""
     try:
@@ -375,24 +378,23 @@ def _job_of(kind: Kind, document: Document) -> str:
     a worker can change the labels of its own Lease, but cannot write another worker's Lease."""
     meta = document["metadata"]
     if kind == LEASE:
-        match = _WORKER.fullmatch(meta["name"])
+        match = _WORKER_LEASE.fullmatch(meta["name"])
         return match["job"] if match else ""
     return str((meta.get("labels") or {}).get(Label.JOB, ""))
 
 
-def _urgent(kind: Kind, document: Document, body: bytes) -> bytes:
+def _urgent_fields(kind: Kind, document: Document, body: bytes) -> bytes:
     """The fields whose changes must be reconciled immediately. For a Lease, that excludes the fields that change with each
     renewal and step; for a node, it is only taints, readiness, notices and deletion."""
     meta, spec = document["metadata"], document.get("spec") or {}
     if kind == LEASE:
-        said = meta.get("annotations") or {}
-        told = [said.get(Annotation.REPORT), spec.get("holderIdentity")]
-        return _encoded([*told, meta.get("labels"), meta.get("deletionTimestamp")])
+        report = (meta.get("annotations") or {}).get(Annotation.REPORT)
+        return _encoded([report, spec.get("holderIdentity"), meta.get("labels"), meta.get("deletionTimestamp")])
     if kind == NODE:
         conditions = (document.get("status") or {}).get("conditions") or ()
         ready = [(each["type"], each["status"]) for each in conditions if each["type"] in ("Ready", *leaving_nodes.CONDITIONS)]
-        said = [meta.get("labels"), meta.get("annotations"), meta.get("deletionTimestamp")]
-        return _encoded([*said, spec.get("taints"), spec.get("unschedulable"), ready])
+        fields = [meta.get("labels"), meta.get("annotations"), meta.get("deletionTimestamp")]
+        return _encoded([*fields, spec.get("taints"), spec.get("unschedulable"), ready])
     return body
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from outlast.job import contract
 from outlast.kubernetes.operator.observed_job import JobSnapshot
 from outlast.kubernetes.operator.plan import Plan
-from outlast.kubernetes.operator.reconcile_pass import Reconcile
+from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.kubernetes.operator.rules import (
     counted_failures,
     job_end,
@@ -31,47 +31,47 @@ from outlast.kubernetes.operator.rules import (
 )
 
 
-def decide(seen: JobSnapshot) -> Plan:
+def decide(snapshot: JobSnapshot) -> Plan:
     """The plan of one reconcile pass."""
-    if seen.document["spec"].get("managedBy", contract.MANAGED_BY) != contract.MANAGED_BY:
+    if snapshot.document["spec"].get("managedBy", contract.MANAGED_BY) != contract.MANAGED_BY:
         return Plan()  # another controller makes its pods and writes its status
-    if seen.document["metadata"].get("deletionTimestamp"):
-        return job_end.orphans(seen.pods, seen.now, seen.since, seen.limits)
-    rec = Reconcile(seen)
-    for rule in RULES if seen.plain is None else PLAIN_RULES:
+    if snapshot.document["metadata"].get("deletionTimestamp"):
+        return job_end.orphans(snapshot.pods, snapshot.now, snapshot.observed_since, snapshot.limits)
+    rec = ReconcilePass(snapshot)
+    for rule in RULES if snapshot.plain is None else PLAIN_RULES:
         rule(rec)
-        if rec.done:
+        if rec.skip_rest:
             break
-    if seen.job is not None:
-        status_progress.written(rec)
+    if snapshot.job is not None:
+        status_progress.update_progress(rec)
     return rec.plan()
 
 
-RULES: tuple[Callable[[Reconcile], None], ...] = (
+RULES: tuple[Callable[[ReconcilePass], None], ...] = (
     job_end.finished,
     job_start.unreadable,
-    job_start.changed_or_new,
+    job_start.new_or_changed,
     waiting_in_queue.queued,
     job_end.workers_done,
-    counted_failures.repaired,
+    counted_failures.repaired_failures,
     replaced_workers.ended_workers,
     lost_nodes.lost_workers,
-    job_start.once_elected,
+    job_start.elected_through_etcd,
     lost_nodes.cut_off_workers,
     replaced_workers.silent_workers,
     lost_nodes.leaving_nodes,
     rendezvous_calls.resumed,
-    job_end.too_late,
+    job_end.deadline_exceeded,
     rendezvous_calls.world_decided,
     replaced_workers.mass_silence,
     replaced_workers.surplus_workers,
     replaced_workers.missing_workers,
 )
 """The order matters: rules that observe pods run before the world is decided, and pods are created last."""
-PLAIN_RULES: tuple[Callable[[Reconcile], None], ...] = (
+PLAIN_RULES: tuple[Callable[[ReconcilePass], None], ...] = (
     job_end.finished,
-    plain_torchrun.taken_up,
-    job_end.too_late,
+    plain_torchrun.start_time,
+    job_end.deadline_exceeded,
     plain_torchrun.restarted_containers,
     plain_torchrun.ended_workers,
     plain_torchrun.done_workers,

@@ -25,36 +25,36 @@ def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
     worker = worker_pod.pod(request, _worker(snapshot, request), index=0, generation=0, file="")
     return (
         *configmaps_and_service.claims(request),  # without owner: they may hold data that others need
-        *_members(snapshot, request, bearer=worker["spec"].get("serviceAccountName") or "default"),
-        _owned(snapshot, configmaps_and_service.service(request)),
+        *_worker_access(snapshot, request, bound_account=worker["spec"].get("serviceAccountName") or "default"),
+        _with_owner(snapshot, configmaps_and_service.service(request)),
         _budget(snapshot, request),
-        *(_owned(snapshot, document) for document in _gang(snapshot, request).documents),
+        *(_with_owner(snapshot, document) for document in _gang(snapshot, request).documents),
     )
 
 
-def updated(snapshot: JobSnapshot) -> tuple[Document, ...]:
+def updated_prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
     """The prerequisites that change with the job's workers."""
     request = _request(snapshot)
     return (
-        *(document for document in _members(snapshot, request) if document["kind"] == "Role"),
+        *(document for document in _worker_access(snapshot, request) if document["kind"] == "Role"),
         _budget(snapshot, request),
-        *(_owned(snapshot, document) for document in _gang(snapshot, request).documents),
+        *(_with_owner(snapshot, document) for document in _gang(snapshot, request).documents),
     )
 
 
-def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, least: int, priority: Priority) -> Document:
+def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, min_count: int, priority: Priority) -> Document:
     """A Workload that requests `count` workers, see `manifests.kueue`."""
     request = _request(snapshot)
     meta = labels.metadata(request, name)
     meta["labels"] = {**meta["labels"], kueue.JOB_UID: snapshot.uid}
     template = worker_pod.template(request, _worker(snapshot, request))
     queue = kueue.queue(snapshot.document)
-    made = kueue.workload(kind, meta, queue=queue, template=template, count=count, least=least, priority=priority)
-    return _owned(snapshot, made)
+    document = kueue.workload(kind, meta, queue=queue, template=template, count=count, least=min_count, priority=priority)
+    return _with_owner(snapshot, document)
 
 
-def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoided: Sequence[str]) -> Iterator[Document]:
-    """The pods of these workers, which prefer nodes other than `avoided`."""
+def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoid: Sequence[str]) -> Iterator[Document]:
+    """The pods of these workers, which prefer nodes other than those to avoid."""
     if snapshot.plain is not None:
         yield from (snapshot.plain.pod(index) for index in indices)
         return
@@ -62,14 +62,14 @@ def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoi
     file = volumes.file(request.job)  # dumping YAML is the slowest part of this
     for index in indices:
         pod = worker_pod.pod(request, _worker(snapshot, request, index), index=index, generation=generation, file=file)
-        made = _owned(snapshot, pod)
-        made["spec"]["hostname"] = made["metadata"]["name"]  # else it has no DNS name behind the Service
-        if avoided:
-            _avoid(made["spec"], avoided)
-        yield made
+        document = _with_owner(snapshot, pod)
+        document["spec"]["hostname"] = document["metadata"]["name"]  # else it has no DNS name behind the Service
+        if avoid:
+            _prefer_other_nodes(document["spec"], avoid)
+        yield document
 
 
-def checkpoints(job: spec.Job) -> str:
+def checkpoints_url(job: spec.Job) -> str:
     store = volumes.store(job)
     return f"{store}/{contract.CHECKPOINTS}" if store else ""
 
@@ -98,23 +98,25 @@ def _gang(snapshot: JobSnapshot, request: Request) -> gang.Gang:
     return gang.of(request, snapshot.name, snapshot.gang)
 
 
-def _members(snapshot: JobSnapshot, request: Request, *, bearer: str = "") -> list[Document]:
+def _worker_access(snapshot: JobSnapshot, request: Request, *, bound_account: str = "") -> list[Document]:
     # Workers that are still saving before they leave need their Leases, even if fewer workers are desired now.
     world = snapshot.status.world.members if snapshot.status.world else ()
-    most = max([request.spec.workers.max, *(1 + index for index in (*(pod.index for pod in snapshot.pods), *world))])
-    return rbac.members(snapshot.name, _namespace(snapshot), most, labels.common(request.job), snapshot.owner, bearer=bearer)
+    max_workers = max([request.spec.workers.max, *(1 + index for index in (*(pod.index for pod in snapshot.pods), *world))])
+    return rbac.members(
+        snapshot.name, _namespace(snapshot), max_workers, labels.common(request.job), snapshot.owner, bearer=bound_account
+    )
 
 
 def _budget(snapshot: JobSnapshot, request: Request) -> Document:
-    least = disruption.least(request.spec.workers)
-    return disruption.budget(snapshot.name, _namespace(snapshot), least, labels.common(request.job), snapshot.owner)
+    min_available = disruption.least(request.spec.workers)
+    return disruption.budget(snapshot.name, _namespace(snapshot), min_available, labels.common(request.job), snapshot.owner)
 
 
 def _namespace(snapshot: JobSnapshot) -> str:
     return str(snapshot.document["metadata"]["namespace"])
 
 
-def _owned(snapshot: JobSnapshot, document: Document) -> Document:
+def _with_owner(snapshot: JobSnapshot, document: Document) -> Document:
     meta = {**document["metadata"], "namespace": _namespace(snapshot), "ownerReferences": [snapshot.owner]}
     return {**document, "metadata": meta}
 
@@ -123,7 +125,7 @@ _LOOSE_SKEW = 1000
 """With a large maxSkew, the scheduler gives less weight to an uneven spread of pods."""
 
 
-def _avoid(pod: Document, nodes: Sequence[str]) -> None:
+def _prefer_other_nodes(pod: Document, nodes: Sequence[str]) -> None:
     """Make a pod prefer other nodes. This is no requirement, as the pod would stay pending if there are no other nodes."""
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
     affinity = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})

@@ -116,7 +116,7 @@ class Status:
 
     state: State | None = None
     reason: str = ""
-    blocked: int | None = None
+    blocked_worker: int | None = None
     """The worker that `reason` names because it cannot start."""
     run: str = ""
     world: World | None = None
@@ -135,7 +135,7 @@ class Status:
     counted_failures: tuple[CountedFailure, ...] = ()
     restarts: int = 0
     interruptions: int = 0
-    elected: bool = False
+    uses_etcd: bool = False
     """Whether an operator of the previous version had the agents elect a coordinator through etcd."""
     failure: Mapping[str, Any] | None = None
     """The last failure: a `failure.Failure` with the node and the tail of the log."""
@@ -144,9 +144,9 @@ class Status:
     resumed: float | None = None
     """Time of the last resumption: deadlines start again then, as for a Kubernetes Job."""
     finished: float | None = None
-    formed: bool = False
+    has_formed_world: bool = False
     """Whether there has been a world since the job was started or resumed."""
-    observed: int = 0
+    observed_generation: int = 0
     """The newest `metadata.generation` that the operator has acted on."""
     queue: str = ""
     """The Kueue queue in which the job waits, or that has admitted it."""
@@ -171,31 +171,31 @@ class Status:
         return tuple(counted.record for counted in self.counted_failures)
 
 
-LEDGER = 32
+MAX_LEDGER_EVENTS = 32
 """Maximum number of ledger entries in the status. The worker of rank 0 watches them and copies new ones into the run's own
 ledger."""
 
 
-def noted(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
+def with_event(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
     """The ledger with one more entry, unless the entry is already there. The first entry, the submission, is always kept; of the
     others, the oldest are dropped."""
     entry = _without_none({"t": _ms(t), "kind": kind, "source": "operator", **fields})
-    return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - LEDGER :]) if ledger else (entry,)
+    return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - MAX_LEDGER_EVENTS :]) if ledger else (entry,)
 
 
 @dataclass(frozen=True)
-class Facts:
+class DerivedFields:
     """Values in the status that do not come from `Status` but from the snapshot and the plan."""
 
     job: str
     pods: int
-    inside: int
+    world_size: int
     """Number of workers in the current world."""
-    sizes: tuple[int, int]
+    size_range: tuple[int, int]
     """Minimum and maximum number of workers."""
     checkpoint: str
     """URL under which the checkpoints are, if they are in a store."""
-    leave_s: float
+    grace_s: float
     """How long a planned re-rendezvous waits for workers to save, in seconds."""
 
 
@@ -207,7 +207,7 @@ def read(status: Mapping[str, Any]) -> Status:
     return Status(
         state=_valid(State, status.get("state")),
         reason=status.get("reason", ""),
-        blocked=status.get("blocked"),
+        blocked_worker=status.get("blocked"),
         run=rendezvous.get("run", ""),
         world=world if world and world.members else None,
         called=_valid(Call, rendezvous.get("called")),
@@ -216,18 +216,20 @@ def read(status: Mapping[str, Any]) -> Status:
         handled_pods=tuple(counted.get("pods") or ()),
         restarted=counted.get("restarted") or {},
         silent=tuple(each for fields in counted.get("silent") or () if (each := _valid(Silent, fields))),
-        lost=tuple(one for fields in counted.get("lost") or () if (one := _valid(Lost, fields))),
-        leaves=tuple(its for fields in rendezvous.get("leaving") or () if (its := _valid(Leaving, fields))),
-        counted_failures=tuple(it.counted for fields in status.get("failures") or () if (it := _valid(_Failure, fields))),
+        lost=tuple(loss for fields in counted.get("lost") or () if (loss := _valid(Lost, fields))),
+        leaves=tuple(leaving for fields in rendezvous.get("leaving") or () if (leaving := _valid(Leaving, fields))),
+        counted_failures=tuple(
+            failure.counted for fields in status.get("failures") or () if (failure := _valid(_Failure, fields))
+        ),
         restarts=status.get("restarts", 0),
         interruptions=status.get("interruptions", 0),
-        elected=bool(rendezvous.get("wanted")),
+        uses_etcd=bool(rendezvous.get("wanted")),
         failure=status.get("lastFailure"),
         started=pod_status.timestamp(status.get("startTime")) or None,
         resumed=rendezvous.get("resumed"),
         finished=pod_status.timestamp(status.get("completionTime")) or None,
-        formed=bool(rendezvous.get("formed")),
-        observed=status.get("observedGeneration", 0),
+        has_formed_world=bool(rendezvous.get("formed")),
+        observed_generation=status.get("observedGeneration", 0),
         queue=status.get("queue", ""),
         gang=status.get("gang", ""),
         progress=_read_progress(status, account),
@@ -288,19 +290,19 @@ def _adapter(type_: type[Any]) -> TypeAdapter[Any]:
     return TypeAdapter(type_)
 
 
-def write(status: Status, facts: Facts) -> Document:
-    low, high = facts.sizes
+def write(status: Status, derived: DerivedFields) -> Document:
+    low, high = derived.size_range
     world, progress = status.world, status.progress
-    good = progress.goodput
+    goodput = progress.goodput
     trains = world is not None and status.called is None and status.result is None
     fields: Document = {
-        "observedGeneration": status.observed,
+        "observedGeneration": status.observed_generation,
         "state": str(status.state) if status.state else None,
         "reason": status.reason,
-        "blocked": status.blocked,
-        "replicas": facts.pods,
-        "selector": ",".join(f"{key}={value}" for key, value in labels.selector(facts.job).items()),
-        "workersText": f"{facts.inside}/{low}-{high}" if low != high else f"{facts.inside}/{low}",
+        "blocked": status.blocked_worker,
+        "replicas": derived.pods,
+        "selector": ",".join(f"{key}={value}" for key, value in labels.selector(derived.job).items()),
+        "workersText": f"{derived.world_size}/{low}-{high}" if low != high else f"{derived.world_size}/{low}",
         "run": status.run,
         "generation": world.generation if world else 0,
         "world": list(world.members) if world and trains else [],
@@ -308,19 +310,19 @@ def write(status: Status, facts: Facts) -> Document:
         "steps": progress.steps,
         "progress": f"{100 * progress.step / progress.steps:.0f} %" if progress.steps else None,
         "rate": progress.rate,
-        "progressTime": text(progress.time) if progress.time else None,
+        "progressTime": timestamp(progress.time) if progress.time else None,
         "restarts": status.restarts,
         "interruptions": status.interruptions,
-        "checkpoint": _checkpoint(progress, facts.checkpoint) if progress.committed else None,
+        "checkpoint": _checkpoint_document(progress, derived.checkpoint) if progress.committed else None,
         "snapshot": dict(zip(("step", "every"), progress.snapshot, strict=True)) if progress.snapshot[0] else None,
-        "goodput": good,
-        "goodputText": units.percent(good) if good is not None else None,
+        "goodput": goodput,
+        "goodputText": units.percent(goodput) if goodput is not None else None,
         "lastFailure": {**status.failure, "time": _ms(status.failure.get("time"))} if status.failure else None,
-        "startTime": text(status.started) if status.started is not None else None,
-        "completionTime": text(status.finished) if status.finished is not None else None,
-        "rendezvous": _rendezvous(status, facts.leave_s),
-        "judged": _counted(status),
-        "failures": [_failure(counted) for counted in status.counted_failures],
+        "startTime": timestamp(status.started) if status.started is not None else None,
+        "completionTime": timestamp(status.finished) if status.finished is not None else None,
+        "rendezvous": _rendezvous_document(status, derived.grace_s),
+        "judged": _counted_document(status),
+        "failures": [_failure_document(counted) for counted in status.counted_failures],
         "accounting": {"reported": {"step": progress.mark[0], "time": _ms(progress.mark[1])}} if progress.mark else None,
         "ledger": list(status.ledger) or None,
         "queue": status.queue or None,
@@ -330,26 +332,32 @@ def write(status: Status, facts: Facts) -> Document:
     return dict(_without_none(fields))
 
 
-def conditioned(
+def with_condition(
     conditions: Sequence[Mapping[str, Any]], type_: str, reason: str, message: str, generation: int, now: float
 ) -> tuple[Document, ...]:
     """The conditions after this one has become true: all others but `Created` become false. A condition that has never been true
     stays absent."""
     by_type = {each["type"]: dict(each) for each in conditions}
     if type_ not in by_type:
-        by_type[type_] = {"type": type_, "status": "False", "lastTransitionTime": text(now), "reason": reason, "message": message}
+        by_type[type_] = {
+            "type": type_,
+            "status": "False",
+            "lastTransitionTime": timestamp(now),
+            "reason": reason,
+            "message": message,
+        }
     result = []
     for name, each in by_type.items():
         state = "True" if name in (type_, "Created") else "False"
         if each["status"] != state:
-            each |= {"status": state, "lastTransitionTime": text(now)}
+            each |= {"status": state, "lastTransitionTime": timestamp(now)}
         if name == type_:
             each |= {"reason": reason, "message": message}
         result.append({**each, "observedGeneration": generation})
     return tuple(result)
 
 
-def since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> float | None:
+def condition_since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> float | None:
     """The latest time at which one of these conditions became true; None if none is true."""
     begun = [
         pod_status.timestamp(each["lastTransitionTime"])
@@ -359,21 +367,21 @@ def since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> fl
     return max(begun, default=None)
 
 
-def why(conditions: Sequence[Mapping[str, Any]], type_: str) -> str:
+def condition_reason(conditions: Sequence[Mapping[str, Any]], type_: str) -> str:
     """The reason of a condition; empty if there is none of this type."""
     return next((str(each["reason"]) for each in conditions if each["type"] == type_), "")
 
 
-def text(when: float) -> str:
+def timestamp(when: float) -> str:
     """A time in Kubernetes' format, in whole seconds."""
     return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _checkpoint(progress: Progress, path: str) -> Document:
+def _checkpoint_document(progress: Progress, path: str) -> Document:
     return {"step": progress.committed, "path": path, "time": _ms(progress.committed_at), "bytes": progress.bytes or None}
 
 
-def _counted(status: Status) -> Document:
+def _counted_document(status: Status) -> Document:
     silent = [{**dataclasses.asdict(each), "since": _ms(each.since), "echo": each.echo or None} for each in status.silent]
     silent = [{**each, "after_s": None if each["after_s"] == LEASE_S else each["after_s"]} for each in silent]
     return {
@@ -386,26 +394,26 @@ def _counted(status: Status) -> Document:
     }
 
 
-def _failure(counted: CountedFailure) -> Document:
+def _failure_document(counted: CountedFailure) -> Document:
     record = counted.record
     steps = {"committedStep": record.committed_step, "failedStep": record.failed_step}
     return {"time": _ms(record.time), **steps, "node": counted.node}
 
 
-def _rendezvous(status: Status, leave_s: float) -> Document:
+def _rendezvous_document(status: Status, grace_s: float) -> Document:
     world, call = status.world, status.called
     called = None
     if call is not None:
-        times = {"at": _ms(call.at), "deadline": _ms(call.at + leave_s)}
+        times = {"at": _ms(call.at), "deadline": _ms(call.at + grace_s)}
         called = {**dataclasses.asdict(call), "leaving": list(call.leaving), "lost": list(call.lost) or None, **times}
     return {
         "run": status.run,
         "world": {**dataclasses.asdict(world), "members": list(world.members), "at": _ms(world.at)} if world else None,
         "called": called,
         "closed": dataclasses.asdict(status.result) if status.result else None,
-        "formed": status.formed or None,
+        "formed": status.has_formed_world or None,
         "resumed": _ms(status.resumed),
-        "wanted": {"number": 1} if status.elected else None,
+        "wanted": {"number": 1} if status.uses_etcd else None,
         "leaving": [{**dataclasses.asdict(each), "deadline": _ms(each.deadline)} for each in status.leaves] or None,
     }
 

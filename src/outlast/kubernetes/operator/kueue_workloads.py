@@ -25,7 +25,7 @@ from outlast.kubernetes.operator import elasticjob_status
 from outlast.kubernetes.operator.plan import Deletion
 
 Document = dict[str, Any]
-Make = Callable[[str, int, int, Priority], Document]
+MakeWorkload = Callable[[str, int, int, Priority], Document]
 """(name, number of workers, minimum number of workers, priority) -> a Workload."""
 
 
@@ -75,41 +75,41 @@ class WorkloadSlice:
     @property
     def count(self) -> int:
         """Number of workers for which the Workload has quota, once admitted."""
-        return kueue.admitted(self.document) - self.given_back
+        return kueue.admitted(self.document) - self.reclaimable
 
     @property
-    def given_back(self) -> int:
+    def reclaimable(self) -> int:
         return sum(int(each["count"]) for each in self._status.get("reclaimablePods") or ())
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the Workload is finished or being deleted."""
-        return bool(self.document["metadata"].get("deletionTimestamp")) or self.true("Finished")
+        return bool(self.document["metadata"].get("deletionTimestamp")) or self.is_true("Finished")
 
     @property
-    def holds(self) -> bool:
+    def is_admitted(self) -> bool:
         """Whether the Workload is admitted, so that its pods may exist."""
-        return not self.over and self.true("Admitted") and not self.true("Evicted")
+        return not self.is_finished and self.is_true("Admitted") and not self.is_true("Evicted")
 
     @property
-    def leaves(self) -> bool:
+    def is_evicted(self) -> bool:
         """Whether the Workload is evicted but still has quota."""
-        return not self.over and self.true("QuotaReserved") and self.true("Evicted")
+        return not self.is_finished and self.is_true("QuotaReserved") and self.is_true("Evicted")
 
     @property
-    def waits(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether the Workload waits for quota. As long as it does, its requests can be changed."""
-        return not self.over and not self.true("QuotaReserved")
+        return not self.is_finished and not self.is_true("QuotaReserved")
 
     @property
-    def checked(self) -> bool:
+    def awaits_checks(self) -> bool:
         """Whether the Workload has quota and waits for admission checks."""
-        return not self.over and not self.holds and not self.leaves and not self.waits
+        return not self.is_finished and not self.is_admitted and not self.is_evicted and not self.is_pending
 
     @property
     def reason(self) -> str:
         """Why the Workload is not admitted, in Kueue's words."""
-        order = ("Evicted", "QuotaReserved", "Admitted") if self.leaves else ("QuotaReserved", "Admitted")
+        order = ("Evicted", "QuotaReserved", "Admitted") if self.is_evicted else ("QuotaReserved", "Admitted")
         for type_ in order:
             condition = self.condition(type_)
             if condition is not None and condition.get("message") and (condition["status"] == "True") == (type_ == "Evicted"):
@@ -119,7 +119,7 @@ class WorkloadSlice:
     def condition(self, type_: str) -> Document | None:
         return next((each for each in self._status.get("conditions") or () if each["type"] == type_), None)
 
-    def true(self, type_: str) -> bool:
+    def is_true(self, type_: str) -> bool:
         condition = self.condition(type_)
         return condition is not None and condition["status"] == "True"
 
@@ -132,11 +132,11 @@ class WorkloadSlice:
     def with_status(self, now: float, conditions: Sequence[tuple[str, bool, str, str]], **fields: Any) -> Document:
         """The Workload with these conditions (type, whether it is true, reason, message), and other fields of its status,
         changed."""
-        made = {each["type"]: each for each in self._status.get("conditions") or ()}
-        for type_, holds, reason, message in conditions:
-            status, previous = "True" if holds else "False", made.get(type_, {})
-            since = previous["lastTransitionTime"] if previous.get("status") == status else elasticjob_status.text(now)
-            made[type_] = {
+        by_type = {each["type"]: each for each in self._status.get("conditions") or ()}
+        for type_, is_true, reason, message in conditions:
+            status, previous = "True" if is_true else "False", by_type.get(type_, {})
+            since = previous["lastTransitionTime"] if previous.get("status") == status else elasticjob_status.timestamp(now)
+            by_type[type_] = {
                 "type": type_,
                 "status": status,
                 "reason": reason,
@@ -144,13 +144,13 @@ class WorkloadSlice:
                 "lastTransitionTime": since,
                 "observedGeneration": self.document["metadata"].get("generation", 1),
             }
-        status_ = {**self._status, "conditions": list(made.values()), **fields}
+        status_ = {**self._status, "conditions": list(by_type.values()), **fields}
         return {**self.document, "status": {key: value for key, value in status_.items() if value is not None}}
 
-    def cleared(self, now: float) -> Document:
+    def with_quota_released(self, now: float) -> Document:
         """The evicted Workload after its pods are gone: it gives its quota back, and Kueue may queue it again."""
         evicted = self.condition("Evicted")
-        assert evicted is not None, "only what was evicted is cleared"
+        assert evicted is not None, "only an evicted Workload releases its quota"
         reason, message = evicted["reason"], evicted.get("message", "")
         conditions = [
             ("QuotaReserved", False, "Pending", message),
@@ -166,17 +166,17 @@ class WorkloadSlice:
             conditions.append(("PodsReady", False, "WaitForStart", "Its pods have gone"))
         return self.with_status(now, conditions, admission=None, reclaimablePods=None, **spent)
 
-    def reduced(self, by: int, now: float) -> Document:
+    def with_reclaimable(self, by: int, now: float) -> Document:
         """The Workload with the quota of this many more workers marked as reclaimable."""
-        return self.with_status(now, (), reclaimablePods=[{"name": kueue.PODS, "count": self.given_back + by}])
+        return self.with_status(now, (), reclaimablePods=[{"name": kueue.PODS, "count": self.reclaimable + by}])
 
-    def trains(self, now: float) -> Document:
+    def with_pods_ready(self, now: float) -> Document:
         """The Workload with PodsReady true, so that Kueue's start timeout does not evict it."""
         return self.with_status(now, [("PodsReady", True, "Started", "Its workers train")])
 
-    def finished(self, well: bool, reason: str, now: float) -> Document:
+    def with_finished(self, succeeded: bool, reason: str, now: float) -> Document:
         """The Workload with Finished true."""
-        return self.with_status(now, [("Finished", True, "Succeeded" if well else "Failed", reason)])
+        return self.with_status(now, [("Finished", True, "Succeeded" if succeeded else "Failed", reason)])
 
 
 @dataclass(frozen=True)
@@ -198,47 +198,47 @@ class Queue:
     """Sorted by age, the oldest first."""
 
     @property
-    def holding(self) -> list[WorkloadSlice]:
-        return [part for part in self.slices if part.holds]
+    def admitted_slices(self) -> list[WorkloadSlice]:
+        return [workload for workload in self.slices if workload.is_admitted]
 
     @property
-    def admitted(self) -> int:
+    def admitted_workers(self) -> int:
         """The number of workers that have quota."""
-        return sum(part.count for part in self.holding)
+        return sum(workload.count for workload in self.admitted_slices)
 
-    def largest(self, desired: int, sizes: Sequence[int]) -> int:
+    def largest_admitted(self, desired: int, sizes: Sequence[int]) -> int:
         """The largest allowed number of workers, up to `desired`, that has quota; 0 if too few workers are admitted."""
         if not self.name:
             return desired
-        return max((size for size in sizes if size <= min(desired, self.admitted)), default=0)
+        return max((size for size in sizes if size <= min(desired, self.admitted_workers)), default=0)
 
-    def refuses(self, pod: Mapping[str, Any]) -> bool:
+    def rejects(self, pod: Mapping[str, Any]) -> bool:
         """Whether a pod belongs to a Workload that is no longer admitted."""
-        named = _workload(pod)
-        return bool(self.name and named) and not any(part.name == named for part in self.holding)
+        name = _workload_name(pod)
+        return bool(self.name and name) and not any(workload.name == name for workload in self.admitted_slices)
 
-    def reason(self) -> str:
+    def pending_reason(self) -> str:
         """Why too few workers are admitted."""
-        if leaving := next((part for part in self.slices if part.leaves), None):
-            return f"the queue {self.name} takes its quota back: {leaving.reason or 'no reason is given'}"
-        waiting = next((part for part in self.slices if part.waits or part.checked), None)
-        because = f": {waiting.reason}" if waiting and waiting.reason else ""
+        if evicted := next((workload for workload in self.slices if workload.is_evicted), None):
+            return f"the queue {self.name} takes its quota back: {evicted.reason or 'no reason is given'}"
+        pending = next((workload for workload in self.slices if workload.is_pending or workload.awaits_checks), None)
+        because = f": {pending.reason}" if pending and pending.reason else ""
         return f"waits in the queue {self.name} to be admitted{because}"
 
     def missing_object(self) -> str:
         """A sentence about a missing flavor or priority class; else empty."""
-        for part in self.holding:
-            for flavor in sorted(kueue.flavors(part.document) - self.objects.flavors.keys()):
-                return f"the queue {self.name} has assigned the ResourceFlavor {flavor}, which is not there"
+        for workload in self.admitted_slices:
+            for flavor in sorted(kueue.flavors(workload.document) - self.objects.flavors.keys()):
+                return f"the queue {self.name} has assigned the ResourceFlavor {flavor}, which does not exist"
         priority = self.priority()
         return priority if isinstance(priority, str) else ""
 
-    def place(self, pod: Document, room: dict[str, int]) -> Document | None:
+    def assign(self, pod: Document, free_quota: dict[str, int]) -> Document | None:
         """The new pod assigned to a Workload with room; None if none has room, or a flavor is missing."""
-        for part in self.holding:
-            if room[part.name] > 0 and kueue.flavors(part.document) <= self.objects.flavors.keys():
-                room[part.name] -= 1
-                return kueue.placed(pod, part.document, self.objects.flavors)
+        for workload in self.admitted_slices:
+            if free_quota[workload.name] > 0 and kueue.flavors(workload.document) <= self.objects.flavors.keys():
+                free_quota[workload.name] -= 1
+                return kueue.placed(pod, workload.document, self.objects.flavors)
         return None
 
     def changes(
@@ -246,117 +246,133 @@ class Queue:
         desired: int,
         sizes: Sequence[int],
         pods: Sequence[Mapping[str, Any]],
-        trains: bool,
-        make: Make,
+        has_world: bool,
+        make_workload: MakeWorkload,
         now: float,
     ) -> Changes:
         """Compute the changes of the Workloads. `desired` is the number of workers in the job's specification, and `sizes` are
-        the allowed numbers; `pods` are all pods that still use resources; `trains` says whether there is a world; `make` makes a
-        Workload."""
-        live = [part for part in self.slices if not part.over]
+        the allowed numbers. `pods` are all pods that still use resources."""
+        live = [workload for workload in self.slices if not workload.is_finished]
         if not self.name or not desired:  # quota is given back when the pods of a suspended job have gone
-            return Changes(deletes=tuple(_delete(part, "the job needs no quota") for part in live if not self.name or not pods))
-        stands = self.largest(desired, sizes)
-        if leaving := [part for part in live if part.leaves]:
-            used = {part.name: bool(pods) if not stands else any(_workload(pod) == part.name for pod in pods) for part in leaving}
-            return Changes(statuses=tuple(part.cleared(now) for part in leaving if not used[part.name]))
-        if not stands and self.holding:  # all workers are requested again together: quota must not wait for quota
-            left = () if pods else self.holding
-            return Changes(deletes=tuple(_delete(part, "too few workers are admitted") for part in left))
-        back = self._surplus(desired, pods, now)
-        ready = [part.trains(now) for part in self.holding if trains and back == Changes() and not part.true("PodsReady")]
-        requested = self._requests(desired, sizes, pods, make)
-        return Changes(requested.apply, (*back.statuses, *ready), (*requested.deletes, *back.deletes))
+            return Changes(
+                deletes=tuple(_delete(workload, "the job needs no quota") for workload in live if not self.name or not pods)
+            )
+        size = self.largest_admitted(desired, sizes)
+        if evicted := [workload for workload in live if workload.is_evicted]:
+            used = {
+                workload.name: bool(pods) if not size else any(_workload_name(pod) == workload.name for pod in pods)
+                for workload in evicted
+            }
+            return Changes(statuses=tuple(workload.with_quota_released(now) for workload in evicted if not used[workload.name]))
+        if not size and self.admitted_slices:  # all workers are requested again together: quota must not wait for quota
+            superfluous = () if pods else self.admitted_slices
+            return Changes(deletes=tuple(_delete(workload, "too few workers are admitted") for workload in superfluous))
+        released = self._release_surplus(desired, pods, now)
+        ready = [
+            workload.with_pods_ready(now)
+            for workload in self.admitted_slices
+            if has_world and released == Changes() and not workload.is_true("PodsReady")
+        ]
+        requested = self._request_missing(desired, sizes, pods, make_workload)
+        return Changes(requested.apply, (*released.statuses, *ready), (*requested.deletes, *released.deletes))
 
-    def ended(self, well: bool, reason: str, now: float) -> tuple[Document, ...]:
+    def finished_workloads(self, succeeded: bool, reason: str, now: float) -> tuple[Document, ...]:
         """The Workloads marked as finished once the job has ended, which frees their quota."""
-        return tuple(part.finished(well, reason, now) for part in self.slices if not part.over)
+        return tuple(workload.with_finished(succeeded, reason, now) for workload in self.slices if not workload.is_finished)
 
     def priority(self) -> Priority | str:
         """The priority of the job's Workloads, or a sentence if its class is missing."""
         return kueue.priority(self.job, self.objects.classes)
 
-    def _requests(self, desired: int, sizes: Sequence[int], pods: Sequence[Mapping[str, Any]], make: Make) -> Changes:
+    def _request_missing(
+        self, desired: int, sizes: Sequence[int], pods: Sequence[Mapping[str, Any]], make_workload: MakeWorkload
+    ) -> Changes:
         """Keep exactly one waiting Workload, for the workers that are not admitted yet."""
-        missing = desired - self.admitted - sum(part.requested for part in self.slices if part.checked)
-        waiting = [part for part in self.slices if part.waits]
+        missing = desired - self.admitted_workers - sum(workload.requested for workload in self.slices if workload.awaits_checks)
+        pending = [workload for workload in self.slices if workload.is_pending]
         if missing <= 0:
-            return Changes(deletes=tuple(_delete(part, "the job needs no more quota") for part in waiting))
-        extra = tuple(_delete(part, "another Workload asks for it") for part in waiting[1:])
-        stands = self.largest(desired, sizes)
-        least = next(size for size in sizes if size > stands) - self.admitted
-        least, priority = max(1, min(least, missing)), self.priority()
-        if isinstance(priority, str) or (waiting and _requests_exactly(waiting[0], self.name, missing, priority)):
+            return Changes(deletes=tuple(_delete(workload, "the job needs no more quota") for workload in pending))
+        extra = tuple(_delete(workload, "another Workload requests this quota") for workload in pending[1:])
+        admitted_size = self.largest_admitted(desired, sizes)
+        min_count = next(size for size in sizes if size > admitted_size) - self.admitted_workers
+        min_count, priority = max(1, min(min_count, missing)), self.priority()
+        if isinstance(priority, str) or (pending and _requests_exactly(pending[0], self.name, missing, priority)):
             return Changes(deletes=extra)
-        return Changes((make(waiting[0].name if waiting else self._free(pods), missing, least, priority),), (), extra)
+        return Changes(
+            (make_workload(pending[0].name if pending else self._free_name(pods), missing, min_count, priority),), (), extra
+        )
 
-    def _free(self, pods: Sequence[Mapping[str, Any]]) -> str:
+    def _free_name(self, pods: Sequence[Mapping[str, Any]]) -> str:
         """A name that neither a Workload of the job nor an existing pod uses."""
-        meta, taken = self.job["metadata"], {part.name for part in self.slices} | {_workload(pod) for pod in pods}
+        meta, taken = self.job["metadata"], {workload.name for workload in self.slices} | {_workload_name(pod) for pod in pods}
         names = (kueue.name(meta["name"], meta["uid"], number) for number in range(len(taken) + 1))
         return next(name for name in names if name not in taken)
 
-    def _surplus(self, desired: int, pods: Sequence[Mapping[str, Any]], now: float) -> Changes:
+    def _release_surplus(self, desired: int, pods: Sequence[Mapping[str, Any]], now: float) -> Changes:
         """Give back surplus quota that no pods use, starting with the newest Workload."""
-        surplus, room = self.admitted - desired, self.room(pods)
+        surplus, free_quota = self.admitted_workers - desired, self.free_quota(pods)
         statuses, deletes = [], []
-        for part in reversed(self.holding):
-            back = min(surplus, room[part.name])
-            if back <= 0:
+        for workload in reversed(self.admitted_slices):
+            released = min(surplus, free_quota[workload.name])
+            if released <= 0:
                 continue
-            surplus -= back
-            if back == part.count:
-                deletes.append(_delete(part, "the job needs it no more"))
+            surplus -= released
+            if released == workload.count:
+                deletes.append(_delete(workload, "the job no longer needs its quota"))
             else:
-                statuses.append(part.reduced(back, now))
+                statuses.append(workload.with_reclaimable(released, now))
         return Changes((), tuple(statuses), tuple(deletes))
 
-    def room(self, pods: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    def free_quota(self, pods: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         """Free quota of each Workload, in pods. Pods that name no Workload, as they were created before there was a queue, also
         use up free quota."""
-        room = {part.name: part.count for part in self.holding}
-        nobodys = 0
+        free = {workload.name: workload.count for workload in self.admitted_slices}
+        unassigned = 0
         for pod in pods:
-            if (named := _workload(pod)) in room:
-                room[named] -= 1
+            if (workload_name := _workload_name(pod)) in free:
+                free[workload_name] -= 1
             else:
-                nobodys += not named
-        for name in room:
-            taken = min(nobodys, max(0, room[name]))
-            room[name] -= taken
-            nobodys -= taken
-        return room
+                unassigned += not workload_name
+        for name in free:
+            taken = min(unassigned, max(0, free[name]))
+            free[name] -= taken
+            unassigned -= taken
+        return free
 
 
-def of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
+def queue_of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
     """The queue of a job; None without Kueue, or for a job that has neither a queue nor Workloads."""
     if features.kueue is None:
         return None
     own = (each for each in features.kueue.workloads if owned_by(each, job))
-    slices = tuple(sorted((WorkloadSlice(each) for each in own), key=lambda part: (_created(part), len(part.name), part.name)))
+    slices = tuple(
+        sorted(
+            (WorkloadSlice(each) for each in own), key=lambda workload: (_created(workload), len(workload.name), workload.name)
+        )
+    )
     name = kueue.queue(job)
     return Queue(name, job, features.kueue, slices) if name or slices else None
 
 
-def unknown(job: Mapping[str, Any], features: ClusterFeatures) -> bool:
+def unsynced(job: Mapping[str, Any], features: ClusterFeatures) -> bool:
     """Whether a job is in a queue but Kueue's objects are not synced yet."""
     return kueue.GROUP in features.groups and features.kueue is None and bool(kueue.queue(job))
 
 
-def _created(part: WorkloadSlice) -> str:
-    return str(part.document["metadata"].get("creationTimestamp") or "")
+def _created(workload: WorkloadSlice) -> str:
+    return str(workload.document["metadata"].get("creationTimestamp") or "")
 
 
-def _workload(pod: Mapping[str, Any]) -> str:
+def _workload_name(pod: Mapping[str, Any]) -> str:
     """Name of the Workload whose quota a pod uses; else empty."""
     return str((pod["metadata"].get("annotations") or {}).get(kueue.WORKLOAD) or "")
 
 
-def _requests_exactly(part: WorkloadSlice, queue: str, count: int, priority: Priority) -> bool:
+def _requests_exactly(workload: WorkloadSlice, queue: str, count: int, priority: Priority) -> bool:
     """Whether a Workload already requests exactly this. Ignores `minCount`, which Kueue drops if partial admission is off."""
-    fields = part.document["spec"]
-    return (fields.get("queueName"), part.requested, fields.get("priority", 0)) == (queue, count, priority.value)
+    fields = workload.document["spec"]
+    return (fields.get("queueName"), workload.requested, fields.get("priority", 0)) == (queue, count, priority.value)
 
 
-def _delete(part: WorkloadSlice, reason: str) -> Deletion:
-    return Deletion(part.name, part.uid, reason, kind=kind_of(part.document))
+def _delete(workload: WorkloadSlice, reason: str) -> Deletion:
+    return Deletion(workload.name, workload.uid, reason, kind=kind_of(workload.document))

@@ -23,10 +23,10 @@ SPOT_NOTICE_S = 120.0
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html"""
 
 
-class Usual(NamedTuple):
+class NoticePeriod(NamedTuple):
     """Time from a notice until the node is gone, in seconds; None: the pod's own grace period ends first."""
 
-    any_s: float | None
+    default_s: float | None
     spot_s: float | None
     """The same on a spot node, since some notices do not distinguish an interruption from a planned change."""
     source: str
@@ -36,38 +36,38 @@ _HANDLER = "https://github.com/aws/aws-node-termination-handler/blob/main/pkg/no
 _KARPENTER = "https://karpenter.sh/docs/concepts/disruption/"
 _GKE = "https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms"  # of 30 s, kubelets leave ordinary pods 15
 _AKS = "https://learn.microsoft.com/en-us/azure/aks/node-auto-drain"  # at least 30 s, by Azure's scheduled events
-TAINTS: Mapping[str, Usual] = {
-    LEAVING: Usual(None, None, "docs/guide/spot.md"),  # its value says the kind
-    "aws-node-termination-handler/spot-itn": Usual(SPOT_NOTICE_S, SPOT_NOTICE_S, _HANDLER),
-    "aws-node-termination-handler/scheduled-maintenance": Usual(None, None, _HANDLER),
-    "aws-node-termination-handler/asg-lifecycle-termination": Usual(None, None, _HANDLER),
-    "aws-node-termination-handler/rebalance-recommendation": Usual(None, None, _HANDLER),
-    "karpenter.sh/disrupted": Usual(None, SPOT_NOTICE_S, _KARPENTER),
-    "karpenter.sh/disruption": Usual(None, SPOT_NOTICE_S, "https://karpenter.sh/v0.37/concepts/disruption/"),
-    "cloud.google.com/impending-node-termination": Usual(None, 15.0, _GKE),
-    "remediator.kubernetes.azure.com/unschedulable": Usual(None, 30.0, _AKS),
-    "remediator.aks.microsoft.com/unschedulable": Usual(None, 30.0, _AKS),
-    "ToBeDeletedByClusterAutoscaler": Usual(
+TAINTS: Mapping[str, NoticePeriod] = {
+    LEAVING: NoticePeriod(None, None, "docs/guide/spot.md"),  # its value says the kind
+    "aws-node-termination-handler/spot-itn": NoticePeriod(SPOT_NOTICE_S, SPOT_NOTICE_S, _HANDLER),
+    "aws-node-termination-handler/scheduled-maintenance": NoticePeriod(None, None, _HANDLER),
+    "aws-node-termination-handler/asg-lifecycle-termination": NoticePeriod(None, None, _HANDLER),
+    "aws-node-termination-handler/rebalance-recommendation": NoticePeriod(None, None, _HANDLER),
+    "karpenter.sh/disrupted": NoticePeriod(None, SPOT_NOTICE_S, _KARPENTER),
+    "karpenter.sh/disruption": NoticePeriod(None, SPOT_NOTICE_S, "https://karpenter.sh/v0.37/concepts/disruption/"),
+    "cloud.google.com/impending-node-termination": NoticePeriod(None, 15.0, _GKE),
+    "remediator.kubernetes.azure.com/unschedulable": NoticePeriod(None, 30.0, _AKS),
+    "remediator.aks.microsoft.com/unschedulable": NoticePeriod(None, 30.0, _AKS),
+    "ToBeDeletedByClusterAutoscaler": NoticePeriod(
         None, None, "https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md"
     ),
-    "node.kubernetes.io/out-of-service": Usual(
+    "node.kubernetes.io/out-of-service": NoticePeriod(
         None, None, "https://kubernetes.io/docs/reference/labels-annotations-taints/#node-kubernetes-io-out-of-service"
     ),
 }
 """Taints of nodes that are about to be terminated."""
-CONDITIONS: Mapping[str, Usual] = {
-    "VMEventScheduled": Usual(None, 30.0, "https://learn.microsoft.com/en-us/azure/aks/node-problem-detector"),
+CONDITIONS: Mapping[str, NoticePeriod] = {
+    "VMEventScheduled": NoticePeriod(None, 30.0, "https://learn.microsoft.com/en-us/azure/aks/node-problem-detector"),
 }
 """Conditions that count as notices while they are True and the node is cordoned: a node that still accepts pods is not
 leaving."""
-TAINTED = "tainted"
+TAINTED_AT = "tainted"
 """Key for the time, by the operator's clock, at which a watch first delivered a node with one of these notices."""
 RESERVED_S = 2.0
 """Time reserved for a deletion to reach the kubelet and for the pod to end."""
 
 
 @dataclass(frozen=True)
-class Leave:
+class Departure:
     """Why a worker has to leave, and by when."""
 
     cause: str
@@ -91,7 +91,7 @@ class Leave:
         return left_s if left_s < own_s else None
 
 
-def of_node(node: Document | None) -> Leave | None:
+def node_departure(node: Document | None) -> Departure | None:
     """Why the workers of a node have to leave; None for a node that stays."""
     notices = _notices(node or {})
     if node is None or not notices:
@@ -100,14 +100,14 @@ def of_node(node: Document | None) -> Leave | None:
     annotations = node["metadata"].get("annotations") or {}
     spot = any(labels.get(name) == value for name, value in SPOT.items())
     kind = notices.get(LEAVING, LeavingKind.UNKNOWN)
-    seen, deadline = node.get(TAINTED), _deadline(annotations)
+    seen, deadline = node.get(TAINTED_AT), _deadline(annotations)
     if deadline is not None and kind is LeavingKind.MAINTENANCE and seen is not None and deadline <= seen:
         deadline = None  # it had begun when we heard of it, and may last for hours: there is time to save
     if deadline is None and seen is not None:
-        usual = [_usual(name, each, spot=spot) for name, each in notices.items()]
-        deadline = min((seen + each for each in usual if each is not None), default=None)
+        periods = [_notice_period_s(name, each, spot=spot) for name, each in notices.items()]
+        deadline = min((seen + each for each in periods if each is not None), default=None)
     first = LEAVING if LEAVING in notices else next(iter(notices))
-    return Leave(f"{first}={kind}" if kind else first, deadline, _reason(annotations))
+    return Departure(f"{first}={kind}" if kind else first, deadline, _reason(annotations))
 
 
 def _notices(node: Document) -> dict[str, LeavingKind]:
@@ -120,25 +120,25 @@ def _notices(node: Document) -> dict[str, LeavingKind]:
     return notices | ({each: LeavingKind.UNKNOWN for each in types if each in CONDITIONS} if spec.get("unschedulable") else {})
 
 
-def of_pod(pod: Document) -> Leave | None:
+def pod_departure(pod: Document) -> Departure | None:
     """Why this worker has to leave even if its node stays."""
     annotations = pod["metadata"].get("annotations") or {}
     if (deadline := _deadline(annotations)) is None:
         return None
-    return Leave(Annotation.LEAVING_AT, deadline, _reason(annotations))
+    return Departure(Annotation.LEAVING_AT, deadline, _reason(annotations))
 
 
-def soonest(*leaves: Leave | None) -> Leave | None:
-    """The Leave with the earliest deadline; a Leave without a deadline counts as the latest."""
-    given = [each for each in leaves if each is not None]
-    return min(given, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
+def earliest(*departures: Departure | None) -> Departure | None:
+    """The Departure with the earliest deadline; a Departure without a deadline counts as the latest."""
+    existing = [each for each in departures if each is not None]
+    return min(existing, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
 
 
-def _usual(name: str, kind: LeavingKind, *, spot: bool) -> float | None:
+def _notice_period_s(name: str, kind: LeavingKind, *, spot: bool) -> float | None:
     if kind is LeavingKind.SPOT:
         return SPOT_NOTICE_S
-    row = TAINTS.get(name) or CONDITIONS[name]
-    return row.spot_s if spot else row.any_s
+    period = TAINTS.get(name) or CONDITIONS[name]
+    return period.spot_s if spot else period.default_s
 
 
 def _deadline(annotations: Mapping[str, str]) -> float | None:
@@ -150,8 +150,8 @@ def _deadline(annotations: Mapping[str, str]) -> float | None:
 
 
 def _reason(annotations: Mapping[str, str]) -> str:
-    return str(annotations.get(Annotation.LEAVING_REASON) or "")[:_LONGEST]
+    return str(annotations.get(Annotation.LEAVING_REASON) or "")[:_MAX_REASON]
 
 
-_LONGEST = 256
+_MAX_REASON = 256
 """Maximum length of an annotated reason, in characters; the rest is cut off."""

@@ -28,10 +28,10 @@ from outlast.kubernetes.operator.operator import Operator, Settings
 
 log = logging.getLogger(__name__)
 
-OBJECTS = 100_000
+GC_THRESHOLD = 100_000
 """Threshold of the garbage collector. A reconcile pass allocates many objects, none of them in cycles; with Python's default of
 700, collections take a third of the time and free nothing."""
-LEAST_LOST_S = 5.0
+MIN_LOST_S = 5.0
 """Lower bound of --lost-after."""
 
 
@@ -43,10 +43,10 @@ def identity(env: Mapping[str, str]) -> str:
 
 def port(env: Mapping[str, str]) -> int:
     """Port for health probes and metrics. Raises OutlastError."""
-    given = env.get(Env.PROBE_PORT, str(Pod.PROBE_PORT))
-    if not given.isdecimal() or int(given) >= 2**16:
-        raise OutlastError(f"{Env.PROBE_PORT} ({given}) is not a port; set it to one from 0 (any) to 65535")
-    return int(given)
+    value = env.get(Env.PROBE_PORT, str(Pod.PROBE_PORT))
+    if not value.isdecimal() or int(value) >= 2**16:
+        raise OutlastError(f"{Env.PROBE_PORT} ({value}) is not a port; set it to one from 0 (any) to 65535")
+    return int(value)
 
 
 def limits(lost_after: str) -> Limits:
@@ -55,10 +55,10 @@ def limits(lost_after: str) -> Limits:
         lost_s = units.duration(lost_after).total_seconds()
     except ValueError as error:
         raise OutlastError(f"--lost-after {lost_after} {error}") from error
-    if lost_s < LEAST_LOST_S:
+    if lost_s < MIN_LOST_S:
         raise OutlastError(
-            f"--lost-after {lost_after} is below {LEAST_LOST_S:g}s; a node whose kubelet only restarts would lose its workers: "
-            f"give {LEAST_LOST_S:g}s or more"
+            f"--lost-after {lost_after} is below {MIN_LOST_S:g}s; a node whose kubelet only restarts would lose its workers: "
+            f"give {MIN_LOST_S:g}s or more"
         )
     return Limits(lost_s=lost_s)
 
@@ -67,30 +67,32 @@ def clock(cluster: api.Cluster, wall: Callable[[], float] = time.time) -> Clock:
     """The operator's clock: starts at the API server's time and is monotonic from then on, so that times in statuses and
     deadlines do not depend on this machine's wall clock."""
     try:
-        ahead_s = cluster.time() - wall()
+        offset_s = cluster.time() - wall()
     except ClusterError as error:  # if it cannot be reached at all, the watches report it
         log.warning("the API server's time is unknown, this machine's is used: %s", error)
         return Clock(wall)
-    if abs(ahead_s) <= BREAK_S:
+    if abs(offset_s) <= BREAK_S:
         return Clock(wall)
-    how = "behind" if ahead_s > 0 else "ahead of"
-    log.warning("this machine's clock is %.0f s %s the API server's, whose time is used; set it", abs(ahead_s), how)
-    return Clock(lambda: wall() + ahead_s)
+    relation = "behind" if offset_s > 0 else "ahead of"
+    log.warning("this machine's clock is %.0f s %s the API server's, whose time is used; set it", abs(offset_s), relation)
+    return Clock(lambda: wall() + offset_s)
 
 
 def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, context: str | None) -> NoReturn:
     """Run the operator until SIGTERM or SIGINT, then exit. Raises OutlastError if the operator cannot start."""
     write_log(text=text)
-    gc.set_threshold(OBJECTS)
+    gc.set_threshold(GC_THRESHOLD)
     settings = Settings(namespace=namespace, workers=workers, port=port(os.environ))
     cluster = api.connect(context)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    home = os.environ.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE
-    leadership = Leadership(cluster, identity(os.environ), home, log=log.info)
+    operator_namespace = os.environ.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE
+    leadership = Leadership(cluster, identity(os.environ), operator_namespace, log=log.info)
     orphans = functools.partial(reconciler_by_kind.orphans, limits)
-    operator = Operator(cluster, reconciler_by_kind.of(limits), leadership, settings, orphans=orphans, clock=clock(cluster))
+    operator = Operator(
+        cluster, reconciler_by_kind.reconcilers(limits), leadership, settings, orphans=orphans, clock=clock(cluster)
+    )
     code = operator.run(stop)
     cluster.close()
     logging.shutdown()

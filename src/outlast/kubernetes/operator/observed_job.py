@@ -20,19 +20,19 @@ from outlast.kubernetes.operator import elasticjob_status, kueue_workloads, leav
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.elasticjob_status import Status
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
-from outlast.kubernetes.operator.leaving_nodes import Leave
+from outlast.kubernetes.operator.leaving_nodes import Departure
 from outlast.rendezvous import root_cause
 from outlast.rendezvous.transports.sockets import Report, is_count, is_number
 from outlast.rendezvous.world import Member, MemberState
 
 Document = Mapping[str, Any]
 
-RECEIVED = "heard"
+RECEIVED_AT = "heard"
 """Key for the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or at which a node became unready.
 Clocks of other machines are not compared with ours."""
 NNODES = f"{contract.GROUP}/nnodes"
 """Annotation of a pod without an agent: the value of --nnodes for its torchrun."""
-LONGEST_S = 600.0
+MAX_LEASE_S = 600.0
 """Upper bound in seconds for the duration of a Lease, whatever its worker wrote."""
 
 
@@ -42,7 +42,7 @@ class Limits:
 
     silence_s: float = LEASE_S
     """A member whose Lease has not been renewed for this long is presumed dead."""
-    held_s: float = 300.0
+    mass_silence_s: float = 300.0
     """The same if most workers fall silent at once though their nodes are ready, see decision 17. It equals the time for which
     Kubernetes tolerates an unreachable node, and is several times what a kubelet needs to kill an agent that hangs."""
     progress_s: float = 3.0
@@ -58,9 +58,9 @@ class Pod:
     document: Document
     index: int
     node: str
-    node_lost: float | None
+    node_lost_at: float | None
     """When the pod's node stopped answering. If the node does not exist: when the pod was bound to it."""
-    leave: Leave | None = None
+    departure: Departure | None = None
     """Why the worker has to leave: its node is about to be terminated, or the pod itself has a notice."""
 
     @property
@@ -87,7 +87,7 @@ class Pod:
         return pod_status.terminating(self.document)
 
     @property
-    def ends_at(self) -> float:
+    def killed_by(self) -> float:
         """If the pod is being deleted, the latest time at which its kubelet kills it; else 0."""
         return pod_status.timestamp(self.document["metadata"].get("deletionTimestamp"))
 
@@ -102,33 +102,33 @@ class Pod:
         return ended and not pod_status.finished(self.document)
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """Whether the worker has ended for good."""
         return pod_status.finished(self.document) or self.lingering
 
     @property
     def end(self) -> pod_status.End | None:
         """How the worker ended, once it has ended for good."""
-        return pod_status.end(self.document) if self.over else None
+        return pod_status.end(self.document) if self.ended else None
 
     @property
     def succeeded(self) -> bool:
         ended = self.end
-        well = ended is not None and ended.code == 0 and (self.lingering or not pod_status.disrupted(self.document))
-        return pod_status.phase(self.document) == "Succeeded" or well
+        exited_with_0 = ended is not None and ended.code == 0 and (self.lingering or not pod_status.disrupted(self.document))
+        return pod_status.phase(self.document) == "Succeeded" or exited_with_0
 
     @property
-    def waiting(self) -> str:
+    def waiting_reason(self) -> str:
         """Why the pod has not started."""
         return pod_status.waiting_reason(self.document)
 
     @property
-    def stuck(self) -> str:
+    def stuck_reason(self) -> str:
         """Why the pod cannot start, if that needs people's attention."""
         return pod_status.blocking_reason(self.document)
 
     @property
-    def kept(self) -> str:
+    def finalizer_problem(self) -> str:
         """A sentence if the finalizers of another controller keep a terminated pod; else empty."""
         meta = self.document["metadata"]
         gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and pod_status.finished(self.document)
@@ -138,7 +138,7 @@ class Pod:
     @property
     def alive(self) -> bool:
         """Whether the worker trains or will train."""
-        return not self.terminating and not self.over
+        return not self.terminating and not self.ended
 
     @property
     def log_tail(self) -> str:
@@ -165,7 +165,7 @@ class MemberReport:
     """The generation in which `step` was done, if reported."""
     time: float = 0.0
     """Time of `step` by the member's clock; 0 if not reported."""
-    lasts: float = LEASE_S
+    lease_s: float = LEASE_S
     """Duration of the Lease in seconds, at most LONGEST_S."""
     snapshot: tuple[int, int] = (0, 0)
     """Step of the newest complete snapshot in memory, and the number of steps between two snapshots; 0: none, or unknown."""
@@ -179,12 +179,12 @@ class MemberReport:
     """Size of the newest committed checkpoint in bytes; 0: unknown."""
     goodput: float | None = None
     """Goodput of the run, as computed by the worker of rank 0."""
-    whole: bool = False
+    covers_run: bool = False
     """Whether `goodput` covers the whole run, to its end."""
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainJob:
     """A job whose workers have no agent: their pods run plain torchrun."""
 
     job: Document
@@ -206,26 +206,26 @@ class JobSnapshot:
 
     document: Document
     job: spec.Job | None
-    """None if the job cannot be parsed; `problem` says why."""
-    problem: str
+    """None if the job cannot be parsed; `parse_error` says why."""
+    parse_error: str
     status: Status
     run: str
     pods: tuple[Pod, ...]
     """Sorted by index."""
-    others: tuple[Pod, ...]
+    foreign_pods: tuple[Pod, ...]
     """Pods with this job's labels that it does not own, such as those of an earlier job of the same name."""
     reports: Mapping[int, MemberReport]
     now: float
-    since: float
+    observed_since: float
     """When the last of the watches was connected: silence before then may be due to us."""
     features: ClusterFeatures = field(default_factory=ClusterFeatures)
     """Optional features of the cluster."""
     queue: kueue_workloads.Queue | None = None
     limits: Limits = Limits()
     nodes: Mapping[str, Document] = field(default_factory=dict)
-    refused: str = ""
+    refusal: str = ""
     """A sentence about why the job's pods could not be created on the last attempt; else empty."""
-    plain: Plain | None = None
+    plain: PlainJob | None = None
     """Set if the workers have no agent."""
 
     @property
@@ -256,19 +256,19 @@ class JobSnapshot:
         return owner_references.reference(self.document)
 
 
-def take(
+def take_snapshot(
     cached: CachedJob,
     now: float,
     features: ClusterFeatures | None = None,
     limits: Limits | None = None,
     *,
-    plain: Plain | None = None,
+    plain: PlainJob | None = None,
 ) -> JobSnapshot:
     """The snapshot of a job that exists; `plain` is for a job whose workers have no agent."""
     job, features = cached.job, features or ClusterFeatures()
     assert job is not None, "reconcilers are only called for jobs that exist"
     broken = str(job.get(document_parsing.UNREADABLE) or "")
-    read, problem = (None, broken) if broken else _read(json.dumps(plain.job if plain else _document(job)))
+    parsed, problem = (None, broken) if broken else _parse(json.dumps(plain.job if plain else _document(job)))
     run = f"{job['metadata']['name']}-{job['metadata']['uid'][:8]}"
     pods = pods_of(cached)
     owned = {id(pod) for pod in pods if owner_references.owned_by(pod.document, job)}
@@ -277,21 +277,21 @@ def take(
     name = job["metadata"]["name"]
     return JobSnapshot(
         document=job,
-        job=read,
-        problem=problem,
+        job=parsed,
+        parse_error=problem,
         status=elasticjob_status.read(job.get("status") or {}),
         run=run,
         pods=own,
-        others=tuple(pod for pod in pods if id(pod) not in owned),
+        foreign_pods=tuple(pod for pod in pods if id(pod) not in owned),
         reports={report.member.id: report for lease in cached.leases if (report := _report(lease, name, run, holders))},
         now=now,
-        since=cached.since,
+        observed_since=cached.observed_since,
         features=features,
-        queue=kueue_workloads.of(job, features),
+        queue=kueue_workloads.queue_of(job, features),
         limits=limits or Limits(),
         nodes=cached.nodes,
-        refused=cached.refused,
-        plain=plain if read else None,
+        refusal=cached.refusal,
+        plain=plain if parsed else None,
     )
 
 
@@ -299,13 +299,13 @@ def _document(job: Document) -> dict[str, Any]:
     """The job as its author wrote it, without metadata added by others."""
     meta = job["metadata"]
     retained = {key: meta[key] for key in ("name", "namespace") if key in meta}
-    labels = {key: value for key, value in (meta.get("labels") or {}).items() if not _is_ours(key)}
+    labels = {key: value for key, value in (meta.get("labels") or {}).items() if not _is_own_label(key)}
     head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND}
     return {**head, "metadata": {**retained, **({"labels": labels} if labels else {})}, "spec": job["spec"]}
 
 
 @functools.lru_cache(maxsize=4096)  # the same job is reconciled again and again
-def _read(text: str) -> tuple[spec.Job | None, str]:
+def _parse(text: str) -> tuple[spec.Job | None, str]:
     """The parsed job, or why it cannot be parsed."""
     try:
         return spec.of(json.loads(text)), ""
@@ -313,7 +313,7 @@ def _read(text: str) -> tuple[spec.Job | None, str]:
         return None, "; ".join(sentence for _, sentence in error.problems)
 
 
-def _is_ours(label: str) -> bool:
+def _is_own_label(label: str) -> bool:
     prefix, slash, _ = label.partition("/")
     return bool(slash) and prefix.endswith(("app.kubernetes.io", contract.GROUP, "kueue.x-k8s.io"))
 
@@ -328,22 +328,26 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
     node = nodes.get(name)
     lost = None
     if name and nodes:  # a node that has just joined is in its pods before the watch of nodes delivers it
-        lost = pod_status.bound_at(pod) if node is None else _silent_since(node)
+        lost = pod_status.bound_at(pod) if node is None else _unready_since(node)
     return Pod(
-        pod, pod_status.index(pod), name, lost, leaving_nodes.soonest(leaving_nodes.of_node(node), leaving_nodes.of_pod(pod))
+        pod,
+        pod_status.index(pod),
+        name,
+        lost,
+        leaving_nodes.earliest(leaving_nodes.node_departure(node), leaving_nodes.pod_departure(pod)),
     )
 
 
-def _silent_since(node: Document) -> float | None:
+def _unready_since(node: Document) -> float | None:
     """When a node stopped answering; None if it answers."""
     for ready in pod_status.conditions(node, "Ready"):
         if ready["status"] != "True":
-            return node.get(RECEIVED) or pod_status.timestamp(ready.get("lastTransitionTime"))
+            return node.get(RECEIVED_AT) or pod_status.timestamp(ready.get("lastTransitionTime"))
     return None
 
 
-def answers(node: Document) -> bool:
-    return _silent_since(node) is None
+def is_ready(node: Document) -> bool:
+    return _unready_since(node) is None
 
 
 def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> MemberReport | None:
@@ -355,7 +359,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         index = int((meta.get("labels") or {})[Label.WORKER])
         report = Report.of(from_json(annotations[Annotation.REPORT]))
         progress = from_json(annotations.get(Annotation.PROGRESS) or "{}") or {}
-        renewed = lease.get(RECEIVED) or pod_status.timestamp(fields.get("renewTime"))
+        renewed = lease.get(RECEIVED_AT) or pod_status.timestamp(fields.get("renewTime"))
         member = Member(
             index,
             report.address,
@@ -371,17 +375,17 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
             report.again,
             report.owes,
         )
-        holder, its_run = fields.get("holderIdentity"), report.run
+        holder, reported_run = fields.get("holderIdentity"), report.run
         step, steps, committed, generation = (_count(progress.get(each)) for each in ("step", "steps", "committed", "generation"))
         memory = _count(progress.get("snapshot")) or 0, _count(progress.get("every")) or 0
         time = float(progress["time"]) if is_number(progress.get("time")) else 0.0
-        lasts = min(LONGEST_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
+        lease_s = min(MAX_LEASE_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
         failed = report.failure or {}
         start = member.generation, report.attempt
         echo, failure = root_cause.reported(failed, index, start, member.since) if failed else (False, None)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # written by another version, or by others
         return None
-    if its_run != run or meta["name"] != contract.worker_name(job, index):
+    if reported_run != run or meta["name"] != contract.worker_name(job, index):
         return None
     if holders.get(index, holder) != holder:
         return None
@@ -395,7 +399,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         committed or 0,
         generation,
         time,
-        lasts,
+        lease_s,
         memory,
         report.attempt,
         report.past,

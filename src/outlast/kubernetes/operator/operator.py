@@ -41,7 +41,7 @@ Reconciler = Callable[[CachedJob, float, ClusterFeatures], Plan]
 Orphans = Callable[[CachedJob, float], Plan]
 """(remaining objects of a job that is gone, current time) -> plan with the pods to delete. Pure."""
 
-LONGEST_BACKOFF_S = 60.0
+MAX_BACKOFF_S = 60.0
 """Maximum pause before a failed reconcile pass is retried."""
 STUCK_S = 300.0
 """Timeout of a reconcile pass, after which the liveness probe fails and the kubelet restarts the process."""
@@ -94,8 +94,8 @@ class Operator:
         """Address of the probes, once `run` has started."""
         self._clock = clock or Clock()
         self.queue: WorkQueue[Key] = WorkQueue(self._clock)
-        self.cache = Cache(self.reconcilers, self._changed)
-        self.writer = Writer(cluster, self.cache, self.metrics, leadership.holds)
+        self.cache = Cache(self.reconcilers, self._on_change)
+        self.writer = Writer(cluster, self.cache, self.metrics, leadership.is_leader)
         intervals = Intervals(self.settings.retry_s, self.settings.discovery_s)
         namespace = self.settings.namespace
         self.watches = Watches(
@@ -106,14 +106,14 @@ class Operator:
         self._background = Background(PENDING_EVENTS)
         self._failures: dict[Key, int] = {}
         """Number of consecutive failed passes."""
-        self._busy: dict[Key, int] = {}
+        self._busy_passes: dict[Key, int] = {}
         """Number of consecutive passes that found something to do."""
-        self._refused: dict[Key, str] = {}
+        self._refusals: dict[Key, str] = {}
         """Why the pods of a job could not be created on the last attempt."""
-        self._deciding = threading.Lock()
+        self._decision_lock = threading.Lock()
         """Only one decision is computed at a time: several would not be faster in Python, and would starve the watches, so that
         renewals of Leases would be read too late."""
-        self._running: dict[Key, float] = {}
+        self._pass_started_at: dict[Key, float] = {}
         """Start times of the running passes."""
         self._threads: list[threading.Thread] = []
 
@@ -121,49 +121,49 @@ class Operator:
         """Run until `stop` is set, the Lease is lost or a thread has ended. Returns 0 if `stop` was set, else 1."""
         self.address = probes.serve(self.health, {}, host=self.settings.host, port=self.settings.port)
         log.info("probes and metrics are served on %s", self.address)
-        resign = threading.Event()
-        leading = threading.Thread(target=self.leadership.run, args=(resign,), name="lease", daemon=True)
+        release_lease = threading.Event()
+        election = threading.Thread(target=self.leadership.run, args=(release_lease,), name="lease", daemon=True)
         workers = [
             threading.Thread(target=self._work, name=f"worker {n}", daemon=True)  # one that hangs must not keep the process
             for n in range(self.settings.workers)
         ]
         self.watches.start()
-        leading.start()
-        self._threads = [*self.watches.threads, leading]
-        self._until_stopped(stop, workers)
+        election.start()
+        self._threads = [*self.watches.threads, election]
+        self._supervise(stop, workers)
         requested = stop.is_set()
         self.queue.shut_down()
-        until = time.monotonic() + (STOP_TIMEOUT_S if requested and self.leadership.holds() else 0.0)
+        deadline = time.monotonic() + (STOP_TIMEOUT_S if requested and self.leadership.is_leader() else 0.0)
         for worker in workers:
             if worker.ident is not None:
-                worker.join(max(0.0, until - time.monotonic()))
-        self._background.finish(max(0.0, until - time.monotonic()))
-        resign.set()  # only now: no other operator may write while a worker of ours does
-        leading.join(1.0 if requested else 0.0)
+                worker.join(max(0.0, deadline - time.monotonic()))
+        self._background.finish(max(0.0, deadline - time.monotonic()))
+        release_lease.set()  # only now: no other operator may write while a worker of ours does
+        election.join(1.0 if requested else 0.0)
         self.watches.stop()
         log.info("stopped" if requested else "stopped: this operator is not the leader any more")
         return 0 if requested else 1
 
-    def _until_stopped(self, stop: threading.Event, workers: list[threading.Thread]) -> None:
+    def _supervise(self, stop: threading.Event, workers: list[threading.Thread]) -> None:
         """Start the workers once the caches are synced and we lead; return when `stop` is set, the Lease is lost or a thread has
         ended."""
         logged: list[Kind] | None = None
-        while not stop.is_set() and not self.leadership.lost:
+        while not stop.is_set() and not self.leadership.lost_leadership:
             if (missing := self.cache.unsynced()) and missing != logged:
-                log.info("waiting until all is known of %s", ", ".join(kind.resource for kind in missing))
+                log.info("waiting for the first list of %s", ", ".join(kind.resource for kind in missing))
                 logged = missing
-            if not missing and self.leadership.holds() and workers[0].ident is None:
-                log.info("all is known: %d jobs, %d pods", len(self.cache.job_keys()), self.cache.count(POD))
+            if not missing and self.leadership.is_leader() and workers[0].ident is None:
+                log.info("the caches are synced: %d jobs, %d pods", len(self.cache.job_keys()), self.cache.count(POD))
                 for worker in workers:
                     worker.start()
                 self._threads += workers
-            if broken := [thread.name for thread in self._threads if not thread.is_alive()]:
-                if not self.leadership.lost:
-                    log.error("%s ended by itself; this process ends, to be started again", ", ".join(broken))
+            if ended := [thread.name for thread in self._threads if not thread.is_alive()]:
+                if not self.leadership.lost_leadership:
+                    log.error("%s ended by itself; this process exits, to be restarted", ", ".join(ended))
                 return
-            stop.wait(0.5 if workers[0].ident is not None or self.leadership.waits else 0.02)
+            stop.wait(0.5 if workers[0].ident is not None or self.leadership.is_standby else 0.02)
 
-    def _changed(self, key: Key, urgency: Urgency) -> None:
+    def _on_change(self, key: Key, urgency: Urgency) -> None:
         if urgency == "now":
             self.queue.add(key)
         else:
@@ -180,78 +180,78 @@ class Operator:
                     self.reconcile(key)
                 self._failures.pop(key, None)
             except NotLeader as error:  # the process ends
-                log.warning("%s", error, extra=_about(key))
+                log.warning("%s", error, extra=_log_fields(key))
             except ClusterError as error:
-                self._failed(key, error)
+                self._retry_later(key, error)
             except Exception as error:  # a bug that one job meets must not stop the others
-                self._failed(key, error, bug=True)
+                self._retry_later(key, error, bug=True)
             finally:
                 self.queue.done(key)
 
     def reconcile(self, key: Key) -> None:
         """One reconcile pass: decide about a job and carry out the plan. Raises ClusterError."""
-        with self._deciding:
+        with self._decision_lock:
             now = self._clock()
             cached = self.cache.job(key, now)
-        since = max(cached.since, now - self.leadership.answered_for(), self._clock.broken_at)
-        cached = dataclasses.replace(cached, since=since, refused=self._refused.get(key, ""))
+        since = max(cached.observed_since, now - self.leadership.answered_for_s(), self._clock.broken_at)
+        cached = dataclasses.replace(cached, observed_since=since, refusal=self._refusals.get(key, ""))
         if cached.job is None:
-            self._gone(key, cached, now)
+            self._reconcile_deleted(key, cached, now)
             return
         old = cached.job.get("status") or {}
         if not old and kueue.queue(cached.job) and not self.watches.serves(kueue.GROUP):
             self.watches.discover()  # Kueue may have been installed a moment ago
         features = self.watches.features(key)
-        with self._deciding:
+        with self._decision_lock:
             plan = self.reconcilers[key.kind](cached, now, features)
-        done = self._apply(key, cached.job, plan, now) if plan or plan.events else apply.Done(plan.requeue_at)
-        self._refused.pop(key, None)
-        if done.blocked:
-            self._refused[key] = done.blocked
+        outcome = self._apply(key, cached.job, plan, now) if plan or plan.events else apply.Outcome(plan.requeue_at)
+        self._refusals.pop(key, None)
+        if outcome.blocked_reason:
+            self._refusals[key] = outcome.blocked_reason
         self.metrics.set_job(key.kind.resource, key.namespace, key.name, plan.status if plan.status is not None else old)
-        if done.requeue_at is not None:
-            self.queue.add_at(key, done.requeue_at)
-        self._requeue(key, plan, done, now)
+        if outcome.requeue_at is not None:
+            self.queue.add_at(key, outcome.requeue_at)
+        self._requeue(key, plan, outcome, now)
 
-    def _apply(self, key: Key, job: Document, plan: Plan, now: float) -> apply.Done:
+    def _apply(self, key: Key, job: Document, plan: Plan, now: float) -> apply.Outcome:
         if plan.status is not None:
-            log.info("%s", plan.status.get("reason") or plan.status.get("state") or "its status changes", extra=_about(key))
+            log.info("%s", plan.status.get("reason") or plan.status.get("state") or "its status changes", extra=_log_fields(key))
         old = job.get("status") or {}
-        written = functools.partial(self.metrics.count_changes, old, plan.status or {}, plan.events, now)
+        on_status_written = functools.partial(self.metrics.count_changes, old, plan.status or {}, plan.events, now)
         try:
-            done = apply.act(self.writer, job, plan, now, self._parallel, self._background, written)
+            outcome = apply.carry_out(self.writer, job, plan, now, self._parallel, self._background, on_status_written)
         except (Forbidden, Refused) as error:
-            self._refused[key] = str(error)
+            self._refusals[key] = str(error)
             if plan.requeue_at is not None:  # the workers that exist must not wait for those that are refused
                 self.queue.add_at(key, plan.requeue_at)
             raise
-        if done.stale:
-            log.info("%s; the job is reconciled again", done.stale, extra=_about(key))
-        return done
+        if outcome.stale_reason:
+            log.info("%s; the job is reconciled again", outcome.stale_reason, extra=_log_fields(key))
+        return outcome
 
-    def _requeue(self, key: Key, plan: Plan, done: apply.Done, now: float) -> None:
+    def _requeue(self, key: Key, plan: Plan, outcome: apply.Outcome, now: float) -> None:
         """Reconcile the job again after a pass that did something: only a pass with nothing to do shows that a job is in a steady
         state. A job that never reaches one is slowed down and logged."""
         if not plan:
-            self._busy.pop(key, None)
+            self._busy_passes.pop(key, None)
             return
-        busy = self._busy[key] = self._busy.get(key, 0) + 1
-        if busy <= BUSY_PASSES and (done.stale or done.blocked):  # usually the watch brings the change first
+        busy = self._busy_passes[key] = self._busy_passes.get(key, 0) + 1
+        if busy <= BUSY_PASSES and (outcome.stale_reason or outcome.blocked_reason):  # usually the watch brings the change first
             self.queue.add_at(key, now + 1.0)
         elif busy <= BUSY_PASSES:
             self.queue.add(key)
         else:
-            pause = backoff.exponential(busy - BUSY_PASSES, 1.0, LONGEST_BACKOFF_S)
-            log.warning("%d passes in a row found something to do; the next is in %.0f s", busy, pause, extra=_about(key))
+            pause = backoff.exponential(busy - BUSY_PASSES, 1.0, MAX_BACKOFF_S)
+            log.warning("%d passes in a row found something to do; the next is in %.0f s", busy, pause, extra=_log_fields(key))
             self.queue.hold(key, now + pause)  # our own writes come back as changes and must not keep us busy
 
-    def _gone(self, key: Key, cached: CachedJob, now: float) -> None:
+    def _reconcile_deleted(self, key: Key, cached: CachedJob, now: float) -> None:
         """Handle a job that no longer exists. Its objects are garbage-collected, but pods on nodes that do not answer must be
         force-deleted."""
         self.metrics.remove_job(key.kind.resource, key.namespace, key.name)
-        self._busy.pop(key, None)
-        self._refused.pop(key, None)
-        if not cached.pods or self._orphans is None or self._exists_otherwise(key):
+        self._busy_passes.pop(key, None)
+        self._refusals.pop(key, None)
+        if not cached.pods or self._orphans is None or self._exists_as_other_kind(key):
             return
         plan = self._orphans(cached, now)
         for deletion in plan.deletes:
@@ -259,46 +259,46 @@ class Operator:
         if plan.requeue_at is not None:
             self.queue.add_at(key, plan.requeue_at)
 
-    def _exists_otherwise(self, key: Key) -> bool:
+    def _exists_as_other_kind(self, key: Key) -> bool:
         """Whether a job of another kind has this name and therefore these pods."""
         others = [Key(kind, key.namespace, key.name) for kind in self.reconcilers if kind != key.kind]
         return any(self.cache.job(other, self._clock()).job is not None for other in others)
 
-    def _failed(self, key: Key, error: Exception, *, bug: bool = False) -> None:
+    def _retry_later(self, key: Key, error: Exception, *, bug: bool = False) -> None:
         count = self._failures[key] = self._failures.get(key, 0) + 1
-        pause = backoff.exponential(count - 1, self.settings.retry_s, LONGEST_BACKOFF_S)
+        pause = backoff.exponential(count - 1, self.settings.retry_s, MAX_BACKOFF_S)
         self.metrics.count_error()
         sentence = "%s; the next try is in %.0f s"
         if bug:
-            log.error(sentence, error, pause, extra=_about(key), exc_info=error)
+            log.error(sentence, error, pause, extra=_log_fields(key), exc_info=error)
         else:
-            log.warning(sentence, error, pause, extra=_about(key))
+            log.warning(sentence, error, pause, extra=_log_fields(key))
         self.queue.add_at(key, self._clock() + pause)
 
     @contextmanager
     def _timed(self, key: Key) -> Iterator[None]:
-        begun = self._running[key] = time.monotonic()
+        started_at = self._pass_started_at[key] = time.monotonic()
         try:
             yield
         finally:
-            self._running.pop(key, None)
-            self.metrics.time_reconcile(time.monotonic() - begun)
+            self._pass_started_at.pop(key, None)
+            self.metrics.time_reconcile(time.monotonic() - started_at)
 
     def health(self) -> probes.Health:
         now, missing = time.monotonic(), self.cache.unsynced()
         dead = [thread.name for thread in self._threads if not thread.is_alive()]
-        stuck = [key for key, begun in list(self._running.items()) if now - begun > STUCK_S]
+        stuck = [key for key, started_at in list(self._pass_started_at.items()) if now - started_at > STUCK_S]
         if dead:
             reason = f"{', '.join(dead)} ended"
         elif stuck:
             reason = f"a reconcile pass of {stuck[0].namespace}/{stuck[0].name} takes longer than {STUCK_S:.0f} s"
         elif missing:
-            reason = f"waiting until all is known of {', '.join(kind.resource for kind in missing)}"
+            reason = f"waiting for the first list of {', '.join(kind.resource for kind in missing)}"
         else:
-            reason = "acting" if self.leadership.holds() else "standing by"
-        text = self.metrics.text(leads=self.leadership.holds(), now=self._clock())
+            reason = "acting" if self.leadership.is_leader() else "standing by"
+        text = self.metrics.text(leads=self.leadership.is_leader(), now=self._clock())
         return probes.Health(not dead and not stuck, not missing and not dead, reason, text=text)
 
 
-def _about(key: Key) -> dict[str, str]:
+def _log_fields(key: Key) -> dict[str, str]:
     return {"job": key.name, "namespace": key.namespace}

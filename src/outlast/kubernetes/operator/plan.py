@@ -1,4 +1,4 @@
-"""A plan: `decide` returns it, and `apply.act` carries it out.
+"""A plan: `decide` returns it, and `apply.carry_out` executes it.
 
 The fields are carried out in their order. The process may be killed between any two writes: the next reconcile pass then plans
 the remaining writes, or better ones.
@@ -59,5 +59,5 @@ class Plan:
     """When to reconcile again even if nothing changes; seconds since the epoch."""
 
     def __bool__(self) -> bool:
-        ours = self.prerequisites or self.apply or self.status is not None or self.deletes or self.creates or self.remove
-        return bool(ours or self.statuses)
+        own_changes = self.prerequisites or self.apply or self.status is not None or self.deletes or self.creates or self.remove
+        return bool(own_changes or self.statuses)

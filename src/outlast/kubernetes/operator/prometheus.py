@@ -38,9 +38,9 @@ class _Job:
     goodput: float | None
     step: int | None = None
     restarts: int = 0
-    progressed: float | None = None
+    progressed_at: float | None = None
     """Time at which progress was last written; the next field is the time at which the newest checkpoint was committed."""
-    committed: float | None = None
+    committed_at: float | None = None
 
 
 class Metrics:
@@ -99,12 +99,12 @@ class Metrics:
 
     def count_changes(self, old: Mapping[str, Any], new: Mapping[str, Any], events: Iterable[Event], now: float) -> None:
         """Count what happened to a job between two statuses, and the interruptions that its Events report."""
-        if (count := _more(old, new, "restarts")) > 0:
-            self._restarts.labels(cause(new)).inc(count)
-        for note in events:
-            if note.reason in _INTERRUPTIONS:
-                self._interruptions.labels(_INTERRUPTIONS[note.reason]).inc()
-        if (since := _broken_since(old, new)) is not None:
+        if (count := _increase(old, new, "restarts")) > 0:
+            self._restarts.labels(failure_cause(new)).inc(count)
+        for event in events:
+            if event.reason in _INTERRUPTIONS:
+                self._interruptions.labels(_INTERRUPTIONS[event.reason]).inc()
+        if (since := _recovery_started_at(old, new)) is not None:
             self._recoveries.observe(max(0.0, now - since))
 
     def writes(self) -> dict[str, int]:
@@ -174,17 +174,17 @@ _PER_JOB: tuple[tuple[str, str, Callable[[_Job, float | None], float | None]], .
     (
         "outlast_progress_age_seconds",
         "Time since a training job's last progress.",
-        lambda job, now: _age(job, job.progressed, now),
+        lambda job, now: _age(job, job.progressed_at, now),
     ),
     (
         "outlast_commit_age_seconds",
         "Time since a training job's newest checkpoint was committed.",
-        lambda job, now: _age(job, job.committed, now),
+        lambda job, now: _age(job, job.committed_at, now),
     ),
 )
 
 
-def cause(status: Mapping[str, Any]) -> str:
+def failure_cause(status: Mapping[str, Any]) -> str:
     """Category of the last failure: `oom`, `disk`, `hang`, `killed` or `error`. There are few because each is a time series."""
     failure = status.get("lastFailure") or status.get("failure") or {}
     if reported := FailureCause(failure.get("cause") or ""):
@@ -193,11 +193,11 @@ def cause(status: Mapping[str, Any]) -> str:
     return "killed" if isinstance(code, int) and contract.killed(contract.exit_code(code)) else "error"
 
 
-def _more(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> int:
+def _increase(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> int:
     return int(new.get(name) or 0) - int(old.get(name) or 0)
 
 
-def _broken_since(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | None:
+def _recovery_started_at(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | None:
     """When the previous world failed or was lost, if a new world has just replaced it; None if there is no new world, or the
     change was planned. One reconcile pass may see both the failure and the new world."""
     if new.get("state") != "Running" or int(new.get("generation") or 0) <= int(old.get("generation") or 0):
@@ -206,6 +206,6 @@ def _broken_since(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | Non
     times = [failure["time"]] if failure.get("generation") == old.get("generation") and "time" in failure else []
     if restarting:
         times.append(((old.get("rendezvous") or {}).get("called") or {}).get("at"))
-    elif _more(old, new, "restarts") <= 0:
+    elif _increase(old, new, "restarts") <= 0:
         return None
     return min((float(time) for time in times if time is not None), default=None)

@@ -22,13 +22,13 @@ UNREACHABLE = "Unheard"
 """Reason of the condition while most workers are silent."""
 
 
-class Reconcile:
+class ReconcilePass:
     """One reconcile pass: the rules read `snapshot` and `status`, and add to the plan."""
 
-    def __init__(self, seen: JobSnapshot) -> None:
-        self.snapshot, self.now = seen, seen.now
-        self.status = dataclasses.replace(seen.status, run=seen.run)
-        self.done = False
+    def __init__(self, snapshot: JobSnapshot) -> None:
+        self.snapshot, self.now = snapshot, snapshot.now
+        self.status = dataclasses.replace(snapshot.status, run=snapshot.run)
+        self.skip_rest = False
         """Whether to skip the remaining rules."""
         self.deletes: dict[str, Deletion] = {}
         """Deletions by the uid of the pod."""
@@ -39,27 +39,27 @@ class Reconcile:
         self.remove: Deletion | None = None
         self.events: list[Event] = []
         self.state_set = False
-        self.handled = dict.fromkeys(self.status.handled_pods)
+        self.handled_uids = dict.fromkeys(self.status.handled_pods)
         """Uids of pods whose end is already counted or was expected, so that it has no further effect."""
-        self.ended_pods = [pod for pod in seen.pods if pod.over]
+        self.ended_pods = [pod for pod in snapshot.pods if pod.ended]
         """Pods whose worker has ended for good."""
-        self.ends = {pod.uid: end for pod in self.ended_pods if (end := pod.end) is not None}
+        self.pod_ends = {pod.uid: end for pod in self.ended_pods if (end := pod.end) is not None}
         """How the workers of these pods ended, by uid."""
-        self._living = [pod for pod in seen.pods if pod.alive]
-        self._times: list[float] = []
+        self._alive_pods = [pod for pod in snapshot.pods if pod.alive]
+        self._requeue_times: list[float] = []
         self._members: tuple[world.World | None, frozenset[int]] = (None, frozenset())
 
     @property
     def spec(self) -> spec.Spec:
-        assert self.snapshot.job is not None, "the rule `unreadable` comes before all that ask for fields"
+        assert self.snapshot.job is not None, "the rule `unreadable` comes before all rules that read the specification"
         return self.snapshot.job.spec
 
     @property
     def desired(self) -> int:
         """The number of workers to run now: the requested number, or fewer if the queue has admitted fewer."""
         if self.snapshot.queue is not None:
-            return self.snapshot.queue.largest(self.requested, self.spec.workers.allowed())
-        if kueue_workloads.unknown(self.snapshot.document, self.snapshot.features) and not self.using:
+            return self.snapshot.queue.largest_admitted(self.requested, self.spec.workers.allowed())
+        if kueue_workloads.unsynced(self.snapshot.document, self.snapshot.features) and not self.resource_pods:
             return 0
         return self.requested
 
@@ -69,17 +69,17 @@ class Reconcile:
         return 0 if self.spec.suspend else self.spec.workers.replicas
 
     @property
-    def using(self) -> list[Mapping[str, Any]]:
+    def resource_pods(self) -> list[Mapping[str, Any]]:
         """Pods that use resources, or are about to."""
-        gone = {uid for uid, deletion in self.deletes.items() if deletion.grace_s == 0}
-        gone |= self.ends.keys() | {pod.uid for pod in self.succeeded}
-        remaining = (pod for pod in self.snapshot.pods if pod.uid not in gone)
+        ended = {uid for uid, deletion in self.deletes.items() if deletion.grace_s == 0}
+        ended |= self.pod_ends.keys() | {pod.uid for pod in self.succeeded}
+        remaining = (pod for pod in self.snapshot.pods if pod.uid not in ended)
         return [*(pod.document for pod in remaining), *self.creates]
 
     @property
     def alive(self) -> list[Pod]:
         """Pods that train or will train, except those that this plan deletes."""
-        return [pod for pod in self._living if pod.uid not in self.deletes]
+        return [pod for pod in self._alive_pods if pod.uid not in self.deletes]
 
     @property
     def members(self) -> frozenset[int]:
@@ -95,16 +95,18 @@ class Reconcile:
         return [pod for pod in self.ended_pods if pod.succeeded]
 
     @functools.cached_property
-    def late(self) -> list[MemberReport]:
+    def late_members(self) -> list[MemberReport]:
         """The late workers, if most workers fell silent together though their nodes are ready. A worker is late if its Lease has
         not been renewed for longer than any renewal takes. The path to the API server is then presumed broken, and no worker
         dead. Workers return one by one, as each retries; until all have returned, the silent ones are still presumed alive."""
-        should = [report for pod in self._living if (report := self.snapshot.reports.get(pod.index)) and pod.node_lost is None]
-        should = [report for report in should if report.member.standing is not MemberState.DONE]
-        late = [report for report in should if self.until(self.last_seen(report), self.lease_s(report) / 2) is None]
+        expected = [
+            report for pod in self._alive_pods if (report := self.snapshot.reports.get(pod.index)) and pod.node_lost_at is None
+        ]
+        expected = [report for report in expected if report.member.standing is not MemberState.DONE]
+        late = [report for report in expected if self.end_of_wait(self.last_seen(report), self.lease_s(report) / 2) is None]
         state = self.status.state
-        held = state is not None and elasticjob_status.why(self.status.conditions, state) == UNREACHABLE
-        return late if held or 2 * len(late) > len(should) else []
+        held = state is not None and elasticjob_status.condition_reason(self.status.conditions, state) == UNREACHABLE
+        return late if held or 2 * len(late) > len(expected) else []
 
     @property
     def timeouts(self) -> world.Timeouts:
@@ -127,48 +129,48 @@ class Reconcile:
         now = [report for report in inside if world and report.generation in (None, world.generation)]
         return max((report.step for report in now if report.step is not None), default=self.status.progress.step)
 
-    def until(self, at: float, wait_s: float) -> float | None:
+    def end_of_wait(self, at: float, wait_s: float) -> float | None:
         """The end of a wait that began at this time, or None once the wait is over. See `world.until` for clocks that jump."""
         return world.until(at, wait_s, self.now)
 
     def update(self, **fields: Any) -> None:
         self.status = dataclasses.replace(self.status, **fields)
 
-    def set_state(self, state: State, reason: str, what: str, *, event: bool = False, warning: bool = False) -> None:
-        """Set the state, its sentence and the condition; only the first call in a pass counts. `what` is the condition's reason;
-        `event` writes an Event even if the state stays the same."""
+    def set_state(self, state: State, reason: str, condition_reason: str, *, event: bool = False, warning: bool = False) -> None:
+        """Set the state, its sentence and the condition; only the first call in a pass counts. `event` writes an Event
+        even if the state stays the same."""
         if self.state_set:
             return
         self.state_set = True
         previous = self.snapshot.status
         created = ("Created", "JobCreated", "the operator has taken it up")
-        conditions = self.status.conditions or elasticjob_status.conditioned((), *created, self.snapshot.generation, self.now)
-        now_true = created if state is State.PENDING else (str(state), what, reason)
-        conditions = elasticjob_status.conditioned(conditions, *now_true, self.snapshot.generation, self.now)
+        conditions = self.status.conditions or elasticjob_status.with_condition((), *created, self.snapshot.generation, self.now)
+        now_true = created if state is State.PENDING else (str(state), condition_reason, reason)
+        conditions = elasticjob_status.with_condition(conditions, *now_true, self.snapshot.generation, self.now)
         self.update(state=state, reason=reason, conditions=conditions)
         if event or previous.state is not state:
-            self.events.append(Event("Warning" if warning or state is State.FAILED else "Normal", what, reason))
+            self.events.append(Event("Warning" if warning or state is State.FAILED else "Normal", condition_reason, reason))
 
-    def note(self, kind: str, t: float | None = None, **fields: Any) -> None:
+    def record(self, kind: str, t: float | None = None, **fields: Any) -> None:
         """Add an event of the run's ledger to the status. Before the first world, also record when the first pod was created and
         when the first worker started."""
         if self.snapshot.plain is not None:
             return  # nobody copies it into a ledger
         ledger, now = self.status.ledger, self.now
-        begun = next((each["t"] for each in reversed(ledger) if each.get("kind") in ("submitted", "resumed")), None)
-        if begun is not None and not self.status.formed and kind != "resumed":
+        started_at = next((each["t"] for each in reversed(ledger) if each.get("kind") in ("submitted", "resumed")), None)
+        if started_at is not None and not self.status.has_formed_world and kind != "resumed":
             if pods := self.snapshot.pods:
-                ledger = elasticjob_status.noted(ledger, max(begun, min(pod.created for pod in pods)), "asked")
+                ledger = elasticjob_status.with_event(ledger, max(started_at, min(pod.created for pod in pods)), "asked")
             if running := [since for pod in pods if (since := pod_status.started_at(pod.document))]:
-                ledger = elasticjob_status.noted(ledger, max(begun, min(running)), "worker")
-        self.update(ledger=elasticjob_status.noted(ledger, now if t is None else t, kind, **fields))
+                ledger = elasticjob_status.with_event(ledger, max(started_at, min(running)), "worker")
+        self.update(ledger=elasticjob_status.with_event(ledger, now if t is None else t, kind, **fields))
 
     @functools.cached_property
-    def by_index(self) -> dict[int, Pod]:
+    def pods_by_index(self) -> dict[int, Pod]:
         return {pod.index: pod for pod in reversed(self.snapshot.pods)}
 
     def pod(self, index: int) -> Pod | None:
-        return self.by_index.get(index)
+        return self.pods_by_index.get(index)
 
     def delete(self, pod: Pod, reason: str, *, grace_s: int | None = None) -> None:
         """Delete a pod, unless its deletion was already requested with at most this grace period: finalizers or sidecars may
@@ -179,18 +181,18 @@ class Reconcile:
         self.deletes.setdefault(pod.uid, Deletion(pod.name, pod.uid, reason, grace_s))
 
     def requeue_at(self, when: float | None) -> None:
-        """Reconcile again at this time."""
+        """ReconcilePass again at this time."""
         if when not in (None, math.inf):
-            self._times.append(when)
+            self._requeue_times.append(when)
 
     def finish(self, state: State, reason: str, code: int, end: End) -> None:
         """End the job in this final state."""
         self.stop_training()
         self.update(finished=self.now, result=elasticjob_status.Result(reason, code))
-        self.note("finished", state=str(state), reason=reason, step=self.step, code=code)
+        self.record("finished", state=str(state), reason=reason, step=self.step, code=code)
         self.state_set = False  # the end takes precedence
         self.set_state(state, reason, str(end), event=True)
-        self.done = True
+        self.skip_rest = True
 
     def stop_training(self) -> None:
         """Clear the rate, snapshot and goodput of the current world, which trains no more."""
@@ -198,12 +200,12 @@ class Reconcile:
 
     def plan(self) -> Plan:
         """The plan of this pass; it contains the status only if the status changes."""
-        if self.handled.keys() != set(self.status.handled_pods):  # uids of pods that are gone are dropped
+        if self.handled_uids.keys() != set(self.status.handled_pods):  # uids of pods that are gone are dropped
             existing = {pod.uid for pod in self.snapshot.pods}
-            self.update(handled_pods=tuple(uid for uid in self.handled if uid in existing))
+            self.update(handled_pods=tuple(uid for uid in self.handled_uids if uid in existing))
         status = self._status_document()
         changed = status != (self.snapshot.document.get("status") or {})
-        self._times = [when for when in self._times if when > self.now]
+        self._requeue_times = [when for when in self._requeue_times if when > self.now]
         return Plan(
             prerequisites=self.prerequisites,
             apply=self.apply,
@@ -213,45 +215,45 @@ class Reconcile:
             creates=tuple(self.creates),
             remove=self.remove,
             events=tuple(self.events) if changed else (),
-            requeue_at=min(self._times, default=None),
+            requeue_at=min(self._requeue_times, default=None),
         )
 
-    def _pods(self) -> int:
+    def _worker_count(self) -> int:
         """The number of workers, including those that this plan creates. If the API server rejected some on the last attempt, new
         ones count only once they exist."""
-        return len(self.alive) + (0 if self.snapshot.refused else len(self.creates))
+        return len(self.alive) + (0 if self.snapshot.refusal else len(self.creates))
 
     def _status_document(self) -> Document:
         if self.snapshot.job is None:
-            sizes, grace, where = (0, 0), 0.0, ""
+            size_range, grace_s, checkpoint_url = (0, 0), 0.0, ""
         else:
             workers = self.spec.workers
-            sizes, grace = (workers.min, workers.max), self.timeouts.leave
-            where = desired.checkpoints(self.snapshot.job)
+            size_range, grace_s = (workers.min, workers.max), self.timeouts.leave
+            checkpoint_url = desired.checkpoints_url(self.snapshot.job)
         members = self.status.world.members if self.status.world and self.status.called is None else ()
         alive = {pod.index for pod in self.alive}
         inside = [id for id in members if id in alive]
-        facts = elasticjob_status.Facts(
+        facts = elasticjob_status.DerivedFields(
             job=self.snapshot.name,
             # 0 once the job has ended: its workers end one after another, and each would cause a write.
-            pods=self._pods() if self.status.finished is None else 0,
-            inside=len(inside) if self.status.result is None else 0,
-            sizes=sizes,
-            checkpoint=where,
-            leave_s=grace,
+            pods=self._worker_count() if self.status.finished is None else 0,
+            world_size=len(inside) if self.status.result is None else 0,
+            size_range=size_range,
+            checkpoint=checkpoint_url,
+            grace_s=grace_s,
         )
         return elasticjob_status.write(self.status, facts)
 
-    def in_world(self, pod: Pod) -> bool:
+    def is_member(self, pod: Pod) -> bool:
         """Whether a pod is, or was, a member of the newest world. A later pod with the same index is not."""
         world = self.status.world
         return world is not None and pod.index in self.members and pod.first_generation <= world.generation
 
     def generation_of(self, pod: Pod) -> int:
         """The generation of a pod's world; 0 if the pod is in none."""
-        return self.status.world.generation if self.status.world and self.in_world(pod) else 0
+        return self.status.world.generation if self.status.world and self.is_member(pod) else 0
 
-    def start_of(self, generation: int) -> tuple[int, int]:
+    def newest_start(self, generation: int) -> tuple[int, int]:
         """Identifies the newest start of a generation's processes: the generation, and the newest attempt that its members have
         reported."""
         return generation, self._attempts.get(generation, 0)
@@ -265,25 +267,25 @@ class Reconcile:
 
     def is_counted(self, generation: int) -> bool:
         """Whether the failure of a generation's newest start is already counted. Generation 0 stands for no world."""
-        return generation > 0 and self.status.counted >= self.start_of(generation)
+        return generation > 0 and self.status.counted >= self.newest_start(generation)
 
-    def silent_at(self, report: MemberReport) -> float | None:
+    def presumed_dead_at(self, report: MemberReport) -> float | None:
         """When a member will be presumed dead unless it renews its Lease; None if it already is."""
-        pod, lasts = self.pod(report.member.id), self.lease_s(report)
-        held = self.late and pod is not None and pod.node_lost is None
-        return self.until(self.last_seen(report), max(lasts, self.snapshot.limits.held_s) if held else lasts)
+        pod, lease_s = self.pod(report.member.id), self.lease_s(report)
+        held = self.late_members and pod is not None and pod.node_lost_at is None
+        return self.end_of_wait(self.last_seen(report), max(lease_s, self.snapshot.limits.mass_silence_s) if held else lease_s)
 
     def lease_s(self, report: MemberReport) -> float:
         """How long a member may be silent: at least the duration of its Lease, as members of large worlds renew less often."""
-        return max(self.snapshot.limits.silence_s, report.lasts)
+        return max(self.snapshot.limits.silence_s, report.lease_s)
 
-    def most_are_silent(self) -> bool:
+    def is_mass_silence(self) -> bool:
         """Whether most workers are silent, and at least one for so long that it would be presumed dead if it were the only silent
         one."""
-        return any(self.until(self.last_seen(each), self.lease_s(each)) is None for each in self.late)
+        return any(self.end_of_wait(self.last_seen(each), self.lease_s(each)) is None for each in self.late_members)
 
     def last_seen(self, report: MemberReport | None) -> float:
         """Time of a member's last renewal, but not before our watches were connected. A renewal in the future, after our clock
         was set back, is ignored."""
         late = report is None or report.renewed > self.now + self.lease_s(report)
-        return self.snapshot.since if late or report is None else max(report.renewed, self.snapshot.since)
+        return self.snapshot.observed_since if late or report is None else max(report.renewed, self.snapshot.observed_since)

@@ -21,15 +21,15 @@ WRITES_PER_S = 100
 
 def elastic_job(limits: Limits, cached: CachedJob, now: float, features: ClusterFeatures) -> Plan:
     """The plan for an ElasticJob of Outlast."""
-    if (interval_s := cached.jobs / WRITES_PER_S) > limits.progress_s:
+    if (interval_s := cached.job_count / WRITES_PER_S) > limits.progress_s:
         limits = dataclasses.replace(limits, progress_s=interval_s)
-    return decide.decide(observed_job.take(cached, now, features, limits))
+    return decide.decide(observed_job.take_snapshot(cached, now, features, limits))
 
 
 def orphans(limits: Limits, cached: CachedJob, now: float) -> Plan:
     """The plan for the remaining pods of an ElasticJob that no longer exists."""
-    made = [pod for pod in observed_job.pods_of(cached) if _of_an_elastic_job(pod)]
-    return job_end.orphans(made, now, cached.since, limits)
+    pods = [pod for pod in observed_job.pods_of(cached) if _of_an_elastic_job(pod)]
+    return job_end.orphans(pods, now, cached.observed_since, limits)
 
 
 def _of_an_elastic_job(pod: observed_job.Pod) -> bool:
@@ -37,7 +37,7 @@ def _of_an_elastic_job(pod: observed_job.Pod) -> bool:
     return any(owner["kind"] == ELASTIC_JOB.kind for owner in pod.document["metadata"].get("ownerReferences") or ())
 
 
-def of(limits: Limits) -> dict[Kind, Reconciler]:
+def reconcilers(limits: Limits) -> dict[Kind, Reconciler]:
     """The reconciler of each kind."""
-    added = {each.kind: functools.partial(each.functions.reconcile, limits) for each in dropins.DROP_INS}
-    return {ELASTIC_JOB: functools.partial(elastic_job, limits), **added}
+    dropin_reconcilers = {each.kind: functools.partial(each.functions.reconcile, limits) for each in dropins.DROP_INS}
+    return {ELASTIC_JOB: functools.partial(elastic_job, limits), **dropin_reconcilers}

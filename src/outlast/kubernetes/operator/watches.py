@@ -1,6 +1,6 @@
 """The operator's watches: for each kind of object a thread fills the cache; one more thread discovers Kueue and gang schedulers.
 
-A watch is never given up: errors are logged and counted, and the watch is started again after a pause.
+No error ends a watch: errors are logged and counted, and the watch is started again after a pause.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outlast.kubernetes.operator import cluster_cache as caches
 from outlast.kubernetes.operator import leaving_nodes
 from outlast.kubernetes.operator.cluster_cache import Cache, Document, Key
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures, KueueObjects
-from outlast.kubernetes.operator.observed_job import RECEIVED, answers
+from outlast.kubernetes.operator.observed_job import RECEIVED_AT, is_ready
 from outlast.kubernetes.operator.prometheus import Metrics
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ class Intervals:
 
 
 class Watches:
-    """Threads that fill `cache`. Calls `changed` when the features of the cluster have changed: every job must be reconciled
-    then."""
+    """Threads that fill `cache`. They call `on_change` when the features of the cluster have changed: every job must then be
+    reconciled."""
 
     def __init__(
         self,
@@ -53,26 +53,26 @@ class Watches:
         cache: Cache,
         metrics: Metrics,
         clock: Clock,
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
         *,
         namespace: str | None,
         intervals: Intervals,
     ) -> None:
-        self._cluster, self._cache, self._metrics, self._clock, self._changed = cluster, cache, metrics, clock, changed
+        self._cluster, self._cache, self._metrics, self._clock, self._on_change = cluster, cache, metrics, clock, on_change
         self._namespace, self._intervals = namespace, intervals
         self._stop = api.Stop()
         self._served: tuple[Kind, ...] = ()
         """Kinds of Kueue and of gang schedulers that the cluster serves."""
         self._discovering = threading.Lock()
         self._optional: dict[Kind, threading.Thread] = {}
-        self._unready: dict[str, float] = {}
+        self._unready_since: dict[str, float] = {}
         """When each unready node became unready, by our clock."""
-        self._leaving: dict[str, float] = {}
+        self._notice_seen_at: dict[str, float] = {}
         """When we first saw a notice on each node that is about to be terminated, by our clock."""
         kinds = (*cache.jobs, POD, LEASE, NODE)
         self.threads = [
             *(threading.Thread(target=self._watch, args=(kind,), name=f"watch {kind}", daemon=True) for kind in kinds),
-            threading.Thread(target=self._discover_often, name="discovery", daemon=True),
+            threading.Thread(target=self._discover_periodically, name="discovery", daemon=True),
         ]
         """The process must end when one of these threads ends."""
 
@@ -111,20 +111,20 @@ class Watches:
                 discovered = (*queues, *(kind for kind in _GANGS if self._cluster.serves(kind)))
             except ClusterError as error:
                 self._metrics.count_error()
-                return log.warning("what else the cluster has is not known: %s", error)
+                return log.warning("Kueue and gang schedulers cannot be discovered: %s", error)
             previous, self._served = self._served, discovered
             self._watch_queues(queues)
         if discovered != previous:
             log.info("this cluster has %s now", ", ".join(kind.resource for kind in discovered) or "neither Kueue nor gangs")
-            self._changed()
+            self._on_change()
 
-    def _discover_often(self) -> None:
+    def _discover_periodically(self) -> None:
         while not self._stop.wait(self._intervals.discovery_s):
             try:
                 self.discover()
             except Exception as error:  # this must not end the process
                 self._metrics.count_error()
-                log.error("what else the cluster has is not known: %s", error, exc_info=error)
+                log.error("Kueue and gang schedulers cannot be discovered: %s", error, exc_info=error)
 
     def _watch_queues(self, queues: tuple[Kind, ...]) -> None:
         for kind in (*queues, PRIORITY_CLASS) if queues else ():
@@ -138,12 +138,12 @@ class Watches:
         """Keep the cache of one kind up to date until `stop` is called."""
         watch = _Watch(kind)
         while not self._stop.is_set():
-            self._cache.begin(kind)
+            self._cache.begin_listing(kind)
             try:
                 self._follow(watch)
             except NotServed as error:
                 if kind in self._optional:
-                    log.info("%s are watched no more: %s", kind.resource, error)
+                    log.info("%s are no longer watched: %s", kind.resource, error)
                     return self._cache.set_version(kind, None, self._clock())
                 if kind in self._cache.jobs and kind != ELASTIC_JOB:
                     self._cache.mark_unserved(kind, self._clock())  # optional: nothing waits for it
@@ -161,16 +161,16 @@ class Watches:
 
     def _follow(self, watch: _Watch) -> None:
         kind = watch.kind
-        where: dict[str, Any] = {}
+        scope: dict[str, Any] = {}
         if kind.namespaced:
-            where = {"namespace": self._namespace} if self._namespace else {"everywhere": True}
+            scope = {"namespace": self._namespace} if self._namespace else {"everywhere": True}
         labelled = kind in (POD, LEASE) or kind in (versions[0] for versions in kueue.VERSIONS)
         for change in self._cluster.watch(
             kind,
             stop=self._stop,
             labels=Label.JOB if labelled else "",
             pace=api.Pace(lambda version: self._set_version(watch, version), WATCH_RETRY_S),
-            **where,
+            **scope,
         ):
             self._apply(kind, change)
 
@@ -184,15 +184,15 @@ class Watches:
         watch.connected = version is not None
         self._cache.set_version(watch.kind, version, self._clock())
         if connects and watch.kind in self._optional:
-            self._changed()  # queues may be known now
+            self._on_change()  # queues may be known now
 
     def _apply(self, kind: Kind, change: api.Change) -> None:
         """Put one change from a watch into the cache. A bug with one document must not block the others."""
         try:
             if change.type == "deleted":
                 if kind == NODE:
-                    self._unready.pop(change.document["metadata"]["name"], None)
-                    self._leaving.pop(change.document["metadata"]["name"], None)
+                    self._unready_since.pop(change.document["metadata"]["name"], None)
+                    self._notice_seen_at.pop(change.document["metadata"]["name"], None)
                 self._cache.remove(kind, change.document)
             else:
                 self._cache.put(kind, self._stamped(kind, caches.trimmed(kind, change.document)))
@@ -200,24 +200,24 @@ class Watches:
             self._metrics.count_error()
             meta = change.document["metadata"]
             where = {"namespace": meta.get("namespace", ""), "job": meta.get("name", "")}
-            log.error("%s %s cannot be kept: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
+            log.error("%s %s cannot be cached: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
 
     def _stamped(self, kind: Kind, document: Document) -> Document:
         """A Lease stamped with the current time, an unready node with the time at which it became unready, or a node that is
         about to be terminated with the time at which we first saw the notice; all by our clock."""
         if kind == LEASE:
-            return {**document, RECEIVED: self._clock()}
+            return {**document, RECEIVED_AT: self._clock()}
         if kind != NODE:
             return document
         name = document["metadata"]["name"]
-        if leaving_nodes.of_node(document) is None:
-            self._leaving.pop(name, None)
+        if leaving_nodes.node_departure(document) is None:
+            self._notice_seen_at.pop(name, None)
         else:
-            document = {**document, leaving_nodes.TAINTED: self._leaving.setdefault(name, self._clock())}
-        if answers(document):
-            self._unready.pop(name, None)
+            document = {**document, leaving_nodes.TAINTED_AT: self._notice_seen_at.setdefault(name, self._clock())}
+        if is_ready(document):
+            self._unready_since.pop(name, None)
             return document
-        return {**document, RECEIVED: self._unready.setdefault(name, self._clock())}
+        return {**document, RECEIVED_AT: self._unready_since.setdefault(name, self._clock())}
 
 
 @dataclass

@@ -23,8 +23,8 @@ class WorkQueue(Generic[K]):
         self._waiting: dict[K, None] = {}
         self._processing: set[K] = set()
         self._dirty: set[K] = set()
-        self._later: dict[K, float] = {}
-        self._held: dict[K, float] = {}
+        self._due_at: dict[K, float] = {}
+        self._held_until: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._count = 0
         self._shut_down = False
@@ -32,10 +32,10 @@ class WorkQueue(Generic[K]):
 
     def add(self, key: K) -> None:
         with self._changed:
-            if (until := self._held.get(key)) is not None:
+            if (until := self._held_until.get(key)) is not None:
                 if until > self._clock():
                     return self.add_at(key, until)
-                del self._held[key]
+                del self._held_until[key]
             if key in self._processing:
                 self._dirty.add(key)
             elif key not in self._waiting:
@@ -44,8 +44,8 @@ class WorkQueue(Generic[K]):
 
     def add_at(self, key: K, when: float) -> None:
         with self._changed:
-            if when < self._later.get(key, float("inf")):
-                self._later[key] = when
+            if when < self._due_at.get(key, float("inf")):
+                self._due_at[key] = when
                 self._count += 1
                 heapq.heappush(self._heap, (when, self._count, key))
                 self._changed.notify()
@@ -53,7 +53,7 @@ class WorkQueue(Generic[K]):
     def hold(self, key: K, until: float) -> None:
         """Queue a key at this time, and ignore `add` for the key before then."""
         with self._changed:
-            self._held[key] = until
+            self._held_until[key] = until
             self._dirty.discard(key)
             self.add_at(key, until)
 
@@ -66,7 +66,7 @@ class WorkQueue(Generic[K]):
                     key = next(iter(self._waiting))
                     del self._waiting[key]
                     self._processing.add(key)
-                    self._later.pop(key, None)  # this pass sets the next time
+                    self._due_at.pop(key, None)  # this pass sets the next time
                     return key
                 self._changed.wait(None if wait is None else min(wait, threading.TIMEOUT_MAX))  # deadlines may be far away
             return None
@@ -94,13 +94,13 @@ class WorkQueue(Generic[K]):
         """Queue the keys that are due. Returns the seconds until the next key is due, or None if there is none."""
         while self._heap:
             when, _, key = self._heap[0]
-            if self._later.get(key) != when:  # superseded by an earlier time
+            if self._due_at.get(key) != when:  # superseded by an earlier time
                 heapq.heappop(self._heap)
                 continue
             if (wait := when - self._clock()) > 0:
                 return wait
             heapq.heappop(self._heap)
-            del self._later[key]
+            del self._due_at[key]
             if key in self._processing:
                 self._dirty.add(key)
             else:

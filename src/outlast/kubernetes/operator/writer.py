@@ -31,14 +31,15 @@ class Parallel:
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="write")
 
-    def __call__(self, do: Callable[[D], R], items: Sequence[D], /) -> list[R]:
-        """Call `do` for every item; returns the results in order. Raises the first failure, once no call is running any more."""
+    def __call__(self, function: Callable[[D], R], items: Sequence[D], /) -> list[R]:
+        """Call the function with every item, and return the results in order. Raises the first failure, once no call is running
+        any more."""
         results: list[R] = []
         for begin in range(0, len(items), IN_FLIGHT):
             first, *others = items[begin : begin + IN_FLIGHT]
-            futures = [self._pool.submit(do, item) for item in others]
+            futures = [self._pool.submit(function, item) for item in others]
             try:
-                results.append(do(first))  # the caller would only wait
+                results.append(function(first))  # the caller would only wait
             finally:
                 wait(futures)
             results += [future.result() for future in futures]
@@ -53,11 +54,11 @@ class Background:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._pending: set[Future[None]] = set()
 
-    def __call__(self, do: Callable[[], None]) -> None:
+    def __call__(self, function: Callable[[], None]) -> None:
         """Schedule a call. If too many are pending, the call is dropped with a warning."""
         if len(self._pending) > self._limit:
             return log.warning("an Event is dropped: %d are pending", self._limit)
-        future = self._pool.submit(_logged, do)
+        future = self._pool.submit(_run_logged, function)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
 
@@ -66,9 +67,9 @@ class Background:
         wait(list(self._pending), timeout_s)
 
 
-def _logged(do: Callable[[], None]) -> None:
+def _run_logged(function: Callable[[], None]) -> None:
     try:
-        do()
+        function()
     except Exception:  # a bug in one call must not stop the others
         log.exception("an Event could not be written")
 
@@ -83,56 +84,56 @@ class NotLeader(ClusterError):
 class Writer:
     """The operator's writes to a cluster. All methods that write raise NotLeader when this operator does not lead."""
 
-    def __init__(self, cluster: api.Cluster, cache: Cache, metrics: Metrics, leads: Callable[[], bool]) -> None:
-        self._cluster, self._cache, self._metrics, self._leads = cluster, cache, metrics, leads
+    def __init__(self, cluster: api.Cluster, cache: Cache, metrics: Metrics, is_leader: Callable[[], bool]) -> None:
+        self._cluster, self._cache, self._metrics, self._is_leader = cluster, cache, metrics, is_leader
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document:
         """Get an object from the server, not from the cache."""
         return self._cluster.get(kind, name, namespace=namespace)
 
     def create(self, document: Document) -> Document:
-        kind = self._begin(kind_of(document), "create")
-        return self._cached(kind, self._cluster.create(document))
+        kind = self._check_and_count(kind_of(document), "create")
+        return self._store(kind, self._cluster.create(document))
 
     def apply(self, document: Document) -> Document:
         """Apply a document on the server (server-side apply)."""
-        kind = self._begin(kind_of(document), "apply")
-        return self._cached(kind, self._cluster.apply(document))
+        kind = self._check_and_count(kind_of(document), "apply")
+        return self._store(kind, self._cluster.apply(document))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:
         """Replace an object, or its status, if its resource version is unchanged."""
-        kind = self._begin(kind_of(document), "update")
-        return self._cached(kind, self._cluster.replace(document, subresource=subresource))
+        kind = self._check_and_count(kind_of(document), "update")
+        return self._store(kind, self._cluster.replace(document, subresource=subresource))
 
     def patch(self, kind: Kind, name: str, change: Document, *, namespace: str | None = None) -> Document:
         """Apply a JSON merge patch to an object."""
-        self._begin(kind, "patch")
-        return self._cached(kind, self._cluster.patch(kind, name, change, namespace=namespace))
+        self._check_and_count(kind, "patch")
+        return self._store(kind, self._cluster.patch(kind, name, change, namespace=namespace))
 
     def delete(
         self, kind: Kind, name: str, *, namespace: str | None = None, grace_s: float | None = None, uid: str | None = None
     ) -> Document:
         """Delete an object, if its uid is this one."""
-        self._begin(kind, "delete")
-        inside = (namespace or self._cluster.namespace) if kind.namespaced else ""
+        self._check_and_count(kind, "delete")
+        object_namespace = (namespace or self._cluster.namespace) if kind.namespaced else ""
         try:
-            left = self._cluster.delete(kind, name, namespace=namespace, grace_s=grace_s, uid=uid)
+            remaining = self._cluster.delete(kind, name, namespace=namespace, grace_s=grace_s, uid=uid)
         except (Absent, Conflict):
             if uid is not None:
-                self._cache.deleted(kind, inside, name, uid)
+                self._cache.mark_deleted(kind, object_namespace, name, uid)
             raise
-        if left.get("kind") == kind.kind and left["metadata"].get("deletionTimestamp"):
-            self._cached(kind, left)  # still terminating
+        if remaining.get("kind") == kind.kind and remaining["metadata"].get("deletionTimestamp"):
+            self._store(kind, remaining)  # still terminating
         elif uid is not None:
-            self._cache.deleted(kind, inside, name, uid)
-        return left
+            self._cache.mark_deleted(kind, object_namespace, name, uid)
+        return remaining
 
-    def _begin(self, kind: Kind, verb: str) -> Kind:
-        if not self._leads():
+    def _check_and_count(self, kind: Kind, verb: str) -> Kind:
+        if not self._is_leader():
             raise NotLeader(f"{kind} cannot be written: this operator is not the leader; see which one holds the Lease")
         self._metrics.count_write(kind.kind, verb)
         return kind
 
-    def _cached(self, kind: Kind, answer: Document) -> Document:
-        self._cache.wrote(kind, answer)
+    def _store(self, kind: Kind, answer: Document) -> Document:
+        self._cache.add_written(kind, answer)
         return answer

@@ -22,7 +22,7 @@ from outlast.kubernetes.manifests.scheduling import placement
 from outlast.kubernetes.operator import decide, elasticjob_status, observed_job
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
-from outlast.kubernetes.operator.observed_job import Limits, Plain
+from outlast.kubernetes.operator.observed_job import Limits, PlainJob
 from outlast.kubernetes.operator.plan import Plan
 from outlast.kubernetes.torchelastic import torchrun_pod
 from outlast.kubernetes.torchelastic.definition import definition
@@ -78,7 +78,7 @@ def reconcile(limits: Limits, cached: CachedJob, now: float, _: ClusterFeatures)
     if translated is None and cached.pods:
         return Plan()  # the job was readable when its pods were created: they continue
     job_with_status = {**job, "status": _stored_status(job)}
-    snapshot = observed_job.take(dataclasses.replace(cached, job=job_with_status), now, None, limits, plain=translated)
+    snapshot = observed_job.take_snapshot(dataclasses.replace(cached, job=job_with_status), now, None, limits, plain=translated)
     plan = decide.decide(snapshot)
     if job["metadata"].get("deletionTimestamp"):
         return plan
@@ -86,7 +86,7 @@ def reconcile(limits: Limits, cached: CachedJob, now: float, _: ClusterFeatures)
     return dataclasses.replace(plan, status=status if status != job.get("status") else None)
 
 
-def translate(job: Document) -> Plain:
+def translate(job: Document) -> PlainJob:
     """Translate the job to an equivalent ElasticJob of Outlast whose workers have no agent."""
     minimum, replicas, maximum = (min(each, contract.MOST_WORKERS) for each in sizes(job))
     spec = {
@@ -100,7 +100,7 @@ def translate(job: Document) -> Plain:
     }
     head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}}
     elastic_job, make_pod = {**head, "spec": spec}, functools.partial(torchrun_pod.pod, job)
-    return Plain(elastic_job, torchrun_pod.nnodes(job), torchrun_pod.policy(job), torchrun_pod.service(job), make_pod)
+    return PlainJob(elastic_job, torchrun_pod.nnodes(job), torchrun_pod.policy(job), torchrun_pod.service(job), make_pod)
 
 
 def unsupported(job: Document) -> Iterator[str]:
@@ -167,7 +167,7 @@ def _status(job: Document, operator_status: Document, snapshot: observed_job.Job
     """Return the status in the format of the archived controller, with the operator's own status under `job`."""
     old_status = job.get("status") or {}
     pods = [pod for pod in snapshot.pods if not pod.terminating]
-    counts = {"succeeded": sum(pod.succeeded for pod in pods), "failed": sum(pod.over and not pod.succeeded for pod in pods)}
+    counts = {"succeeded": sum(pod.succeeded for pod in pods), "failed": sum(pod.ended and not pod.succeeded for pod in pods)}
     active = len(pods) - sum(counts.values())
     if "completionTime" in operator_status:  # counts do not decrease when pods are deleted
         old_counts = (old_status.get("replicaStatuses") or {}).get("Worker") or {}
@@ -189,11 +189,11 @@ def _conditions(
 ) -> list[Document]:
     """Return the operator's conditions, preceded by `Limited` if it applies. Clients read the last true condition."""
     conditions = [each for each in operator_status["conditions"] if each["status"] == "True" or each["type"] == "Running"]
-    messages = [*unsupported(dict(snapshot.document)), snapshot.refused] if snapshot.plain else []
+    messages = [*unsupported(dict(snapshot.document)), snapshot.refusal] if snapshot.plain else []
     if message := "; ".join(filter(None, messages)):
         since = next(
             (each["lastTransitionTime"] for each in old_conditions if each["type"] == "Limited"),
-            elasticjob_status.text(snapshot.now),
+            elasticjob_status.timestamp(snapshot.now),
         )
         limited = {"type": "Limited", "status": "True", "reason": "NotHonoured", "message": message}
         conditions.insert(0, {**limited, "lastTransitionTime": since})

@@ -14,14 +14,14 @@ from outlast.kubernetes.operator import desired
 from outlast.kubernetes.operator.elasticjob_status import CountedFailure
 from outlast.kubernetes.operator.observed_job import Pod
 from outlast.kubernetes.operator.plan import Document, Event
-from outlast.kubernetes.operator.reconcile_pass import Reconcile
+from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.rendezvous import attempts, restart_budget, root_cause, world
 from outlast.rendezvous.root_cause import Pending
 from outlast.rendezvous.transports.sockets import is_count
 from outlast.rendezvous.world import MemberState
 
 
-def reported(rec: Reconcile) -> list[Pending]:
+def uncounted(rec: ReconcilePass) -> list[Pending]:
     """Failures that members of the current world report and that are not counted yet."""
     status = rec.status
     if status.world is None:
@@ -32,7 +32,7 @@ def reported(rec: Reconcile) -> list[Pending]:
         late = member.again and member.generation < status.world.generation  # the others have gone on without it
         if member.failed and (failure := report.failure) and (late or member.generation == status.world.generation):
             part = failure.start <= counted or root_cause.is_part_of_call(report.echo, status.called, counted, failure.generation)
-            if part or (late and (pod is None or pod.uid in rec.handled)):
+            if part or (late and (pod is None or pod.uid in rec.handled_uids)):
                 continue
             if failure.time > rec.now:  # its node's clock is ahead of ours
                 failure = dataclasses.replace(failure, time=report.renewed)
@@ -41,15 +41,15 @@ def reported(rec: Reconcile) -> list[Pending]:
     return pending if others else []  # members that left were called for another reason than their own echo
 
 
-def explained(rec: Reconcile) -> bool:
+def member_is_missing(rec: ReconcilePass) -> bool:
     """Whether a member of the world is gone or was replaced, so that the failures of the others are secondary."""
     world = rec.status.world
-    here = {pod.index for pod in rec.alive}
+    alive = {pod.index for pod in rec.alive}
     members = {id for id, report in rec.snapshot.reports.items() if world and report.member.generation >= world.generation}
-    return world is not None and not set(world.members) <= here & members
+    return world is not None and not set(world.members) <= alive & members
 
 
-def unanswered(rec: Reconcile) -> bool:
+def member_has_not_failed(rec: ReconcilePass) -> bool:
     """Whether a member of the world still reports that it trains or is done although others have failed: that member may be the
     cause."""
     current = rec.status.world
@@ -61,22 +61,22 @@ def unanswered(rec: Reconcile) -> bool:
     )
 
 
-def count_reported(rec: Reconcile, pending: list[Pending], new: world.World | None = None) -> None:
+def count_reported(rec: ReconcilePass, pending: list[Pending], new: world.World | None = None) -> None:
     """Count the failures of one generation as one, that of their cause. Secondary failures are explained by a member that is
     missing from the new world."""
     echo, failure = root_cause.cause(pending)
     generation = failure.generation
     previous = rec.status.world
     without = new is not None and previous is not None and not set(previous.members) <= set(new.members)
-    if not (echo and (without or explained(rec))):
+    if not (echo and (without or member_is_missing(rec))):
         pod = rec.pod(failure.worker)
-        count(rec, failure, raised=None if echo else failure.step, node=pod.node if pod else "", pending=pending)
+        count(rec, failure, raised_step=None if echo else failure.step, node=pod.node if pod else "", pending=pending)
         cover_others(rec, generation)
     if not (echo and without):  # else the cause may be about to report, late
         rec.update(counted=max(rec.status.counted, failure.start))
 
 
-def repaired(rec: Reconcile) -> None:
+def repaired_failures(rec: ReconcilePass) -> None:
     """Count failures that the members have repaired by themselves, each once and in order."""
     if rec.status.result is not None:
         return
@@ -87,12 +87,12 @@ def repaired(rec: Reconcile) -> None:
         failure = dataclasses.replace(failure, time=min(failure.time, rec.now))
         pod = rec.pod(failure.worker)
         rec.update(counted=failure.start)
-        count(rec, failure, raised=None if echo else failure.step, node=pod.node if pod else "", past=past, ago_s=ago_s)
-        if rec.done:
+        count(rec, failure, raised_step=None if echo else failure.step, node=pod.node if pod else "", past=past, ago_s=ago_s)
+        if rec.skip_rest:
             return
 
 
-def of_pod(rec: Reconcile, pod: Pod, end: pod_status.End) -> Failure:
+def pod_failure(rec: ReconcilePass, pod: Pod, end: pod_status.End) -> Failure:
     """The failure of a pod. Its own step is unknown by now; its peers were at the same step."""
     world_now = rec.status.world
     inside = [each for each in rec.snapshot.reports.values() if world_now and each.member.generation == world_now.generation]
@@ -104,16 +104,16 @@ def of_pod(rec: Reconcile, pod: Pod, end: pod_status.End) -> Failure:
         cause=FailureCause.OUT_OF_MEMORY if end.out_of_memory else FailureCause.UNKNOWN,
         step=max(steps, default=None) if end.out_of_memory else None,
         generation=world_now.generation if world_now else 0,
-        attempt=rec.start_of(world_now.generation)[1] if world_now else 0,
+        attempt=rec.newest_start(world_now.generation)[1] if world_now else 0,
         time=end.time or rec.now,
     )
 
 
 def count(
-    rec: Reconcile,
+    rec: ReconcilePass,
     failure: Failure,
     *,
-    raised: int | None,
+    raised_step: int | None,
     node: str,
     pending: Sequence[Pending] = (),
     past: attempts.Past | None = None,
@@ -124,11 +124,11 @@ def count(
     status, committed = rec.status, past.failure.get("committed", -1) if past else -1
     budget = root_cause.Budget(status.history, rec.policy, committed if is_count(committed) else rec.committed)
     members = status.world.members if status.world else ()
-    failure, verdict = root_cause.judge(failure, raised, budget, rec.now - ago_s, pending=pending, members=members)
-    rec.update(failure=stored(rec, failure, node))
+    failure, verdict = root_cause.judge(failure, raised_step, budget, rec.now - ago_s, pending=pending, members=members)
+    rec.update(failure=failure_document(rec, failure, node))
     fields = {key: value for key, value in failure.document().items() if key in ("generation", "worker", "rank", "code", "step")}
     fields |= {"reason": failure.reason, "counted": failure.counted}
-    rec.note("failure", **fields, repaired=past.attempt if past else None)
+    rec.record("failure", **fields, repaired=past.attempt if past else None)
     if isinstance(verdict, restart_budget.Stop):
         code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
         return rec.finish(State.FAILED, verdict.reason, code, verdict.kind)
@@ -142,34 +142,34 @@ def count(
     rec.set_state(State.RESTARTING, verdict.reason, "WorkerFailed", event=True, warning=True)
 
 
-def stored(rec: Reconcile, failure: Failure, node: str) -> Document:
+def failure_document(rec: ReconcilePass, failure: Failure, node: str) -> Document:
     """A failure as stored in the status, with the tail of its worker's log, from the agent or else from the pod."""
     pod = rec.pod(failure.worker)
-    words = failure.log_tail or (pod.log_tail if pod is not None else "")
+    log_tail = failure.log_tail or (pod.log_tail if pod is not None else "")
     empty = {name for name in ("cause", "attempt") if not getattr(failure, name)}
-    return {**failure.document(but={"log_tail", *empty}), "node": node, **({"logTail": words} if words else {})}
+    return {**failure.document(but={"log_tail", *empty}), "node": node, **({"logTail": log_tail} if log_tail else {})}
 
 
-def cover_others(rec: Reconcile, generation: int) -> None:
+def cover_others(rec: ReconcilePass, generation: int) -> None:
     """Treat all further failures of a world as covered by the counted one. A failure outside any world (generation 0) covers all
     workers outside, until they join a world."""
     silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in rec.status.silent)
-    rec.update(counted=max(rec.status.counted, rec.start_of(generation)), silent=tuple(silent))
+    rec.update(counted=max(rec.status.counted, rec.newest_start(generation)), silent=tuple(silent))
     if not generation:
-        rec.handled.update(dict.fromkeys(pod.uid for pod in rec.snapshot.pods if not rec.in_world(pod)))
+        rec.handled_uids.update(dict.fromkeys(pod.uid for pod in rec.snapshot.pods if not rec.is_member(pod)))
 
 
-def expect_others(rec: Reconcile, pod: Pod) -> None:
+def expect_others(rec: ReconcilePass, pod: Pod) -> None:
     """Treat the failures of the other workers in an interrupted worker's world as secondary."""
-    rec.handled[pod.uid] = None
+    rec.handled_uids[pod.uid] = None
     status = rec.status
-    if status.world and rec.in_world(pod) and status.called is None:
-        rec.update(counted=max(status.counted, rec.start_of(status.world.generation)))
+    if status.world and rec.is_member(pod) and status.called is None:
+        rec.update(counted=max(status.counted, rec.newest_start(status.world.generation)))
 
 
-def interrupted(rec: Reconcile, pod: Pod, what: str, sentence: str) -> None:
+def record_interruption(rec: ReconcilePass, pod: Pod, event_reason: str, sentence: str) -> None:
     """Count and report an interruption, once per pod."""
-    if pod.uid not in rec.handled:
-        rec.events.append(Event("Normal", what, sentence))
+    if pod.uid not in rec.handled_uids:
+        rec.events.append(Event("Normal", event_reason, sentence))
         rec.update(interruptions=rec.status.interruptions + 1)
-        rec.handled[pod.uid] = None
+        rec.handled_uids[pod.uid] = None

@@ -10,7 +10,7 @@ from outlast.job.status import State
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.operator.observed_job import Limits, Pod
 from outlast.kubernetes.operator.plan import Deletion, Plan
-from outlast.kubernetes.operator.reconcile_pass import Reconcile
+from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.rendezvous import world
 
 LEAVE_S = 60.0
@@ -18,24 +18,24 @@ LEAVE_S = 60.0
 _FINAL = (State.SUCCEEDED, State.FAILED)
 
 
-def finished(rec: Reconcile) -> None:
+def finished(rec: ReconcilePass) -> None:
     """Clean up after a job that has ended: delete its pods by `cleanPodPolicy`, and the job after `ttlSecondsAfterFinished`."""
     status = rec.status
     if status.state not in _FINAL or status.finished is None:
         return
-    rec.done = True
-    rec.update(observed=rec.snapshot.generation)
+    rec.skip_rest = True
+    rec.update(observed_generation=rec.snapshot.generation)
     if rec.snapshot.queue is not None:
-        if rec.using and rec.now < status.finished + LEAVE_S:
+        if rec.resource_pods and rec.now < status.finished + LEAVE_S:
             rec.requeue_at(status.finished + LEAVE_S)
         else:
-            rec.statuses = rec.snapshot.queue.ended(status.state is State.SUCCEEDED, status.reason, rec.now)
+            rec.statuses = rec.snapshot.queue.finished_workloads(status.state is State.SUCCEEDED, status.reason, rec.now)
     policy = rec.spec.clean_pod_policy if rec.snapshot.job else "Running"
     leave_s = LEAVE_S if rec.snapshot.plain is None else 0.0
     for pod in rec.snapshot.pods:
         if pod.terminating:
-            force(rec, pod)
-        elif policy == "All" and pod.uid in rec.ends:
+            force_delete(rec, pod)
+        elif policy == "All" and pod.uid in rec.pod_ends:
             rec.delete(pod, "the job is over, cleanPodPolicy is All")
         elif policy != "None" and (pod.alive or pod.lingering):
             # The pod's agent knows that the job has ended and flushes its uploads; the end of its log is worth waiting for.
@@ -50,35 +50,35 @@ def finished(rec: Reconcile) -> None:
         rec.requeue_at(status.finished + ttl)
 
 
-def workers_done(rec: Reconcile) -> None:
+def workers_done(rec: ReconcilePass) -> None:
     """End the job if all workers have succeeded without forming a final world: an earlier run was already complete."""
     done = {pod.index for pod in rec.succeeded}
     if rec.desired and done and len(done) >= rec.desired and not rec.alive:
         rec.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, End.SUCCEEDED)
 
 
-def too_late(rec: Reconcile) -> None:
+def deadline_exceeded(rec: ReconcilePass) -> None:
     """Fail the job if `activeDeadlineSeconds` or `startupDeadlineSeconds` has passed."""
     started = rec.status.resumed or rec.status.started
     if started is None or not rec.desired:
         return
-    whole, first = rec.spec.active_deadline_seconds, rec.spec.startup_deadline_seconds
-    if whole is not None:
-        if rec.now >= started + whole:
-            sentence = f"the job has run for activeDeadlineSeconds ({whole:g})"
+    active_s, startup_s = rec.spec.active_deadline_seconds, rec.spec.startup_deadline_seconds
+    if active_s is not None:
+        if rec.now >= started + active_s:
+            sentence = f"the job has run for activeDeadlineSeconds ({active_s:g})"
             return rec.finish(State.FAILED, sentence, contract.Exit.GIVEN_UP, End.DEADLINE)
-        rec.requeue_at(started + whole)
-    if first is not None and not rec.status.formed:
-        if rec.now >= started + first:
-            pending = next((f": worker {pod.index} {pod.waiting}" for pod in rec.alive if pod.waiting), "")
-            sentence = f"no world was formed within startupDeadlineSeconds ({first:g}){pending}"
+        rec.requeue_at(started + active_s)
+    if startup_s is not None and not rec.status.has_formed_world:
+        if rec.now >= started + startup_s:
+            pending = next((f": worker {pod.index} {pod.waiting_reason}" for pod in rec.alive if pod.waiting_reason), "")
+            sentence = f"no world was formed within startupDeadlineSeconds ({startup_s:g}){pending}"
             return rec.finish(State.FAILED, sentence, contract.Exit.GIVEN_UP, End.STARTUP_DEADLINE)
-        rec.requeue_at(started + first)
+        rec.requeue_at(started + startup_s)
 
 
-def force(rec: Reconcile, pod: Pod) -> None:
+def force_delete(rec: ReconcilePass, pod: Pod) -> None:
     """Force-delete a terminating pod whose node does not answer."""
-    plan = orphans([pod], rec.now, rec.snapshot.since, rec.snapshot.limits)
+    plan = orphans([pod], rec.now, rec.snapshot.observed_since, rec.snapshot.limits)
     for deletion in plan.deletes:
         rec.deletes.setdefault(pod.uid, deletion)
     rec.requeue_at(plan.requeue_at)
@@ -86,10 +86,10 @@ def force(rec: Reconcile, pod: Pod) -> None:
 
 def orphans(pods: Iterable[Pod], now: float, since: float, limits: Limits) -> Plan:
     """The plan for terminating pods whose job no longer exists: pods on nodes that do not answer are force-deleted."""
-    going = [(pod, max(pod.node_lost, since)) for pod in pods if pod.terminating and pod.node_lost is not None]
-    ends = [(pod, world.until(quiet, limits.lost_s, now)) for pod, quiet in going]
+    terminating = [(pod, max(pod.node_lost_at, since)) for pod in pods if pod.terminating and pod.node_lost_at is not None]
+    ends = [(pod, world.until(silent_since, limits.lost_s, now)) for pod, silent_since in terminating]
     deletes = tuple(
-        Deletion(pod.name, pod.uid, f"it goes, and its node {pod.node} does not answer", grace_s=0)
+        Deletion(pod.name, pod.uid, f"it is being deleted, and its node {pod.node} does not answer", grace_s=0)
         for pod, end in ends
         if end is None
     )

@@ -12,8 +12,8 @@ from outlast.job.status import State
 from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.manifests import names
 from outlast.kubernetes.operator.elasticjob_status import CountedFailure
-from outlast.kubernetes.operator.observed_job import NNODES, Plain, Pod
-from outlast.kubernetes.operator.reconcile_pass import Reconcile
+from outlast.kubernetes.operator.observed_job import NNODES, PlainJob, Pod
+from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.kubernetes.operator.rules import counted_failures, replaced_workers
 from outlast.rendezvous.restart_budget import Record
 from outlast.rendezvous.root_cause import PLAIN_PODS
@@ -28,15 +28,15 @@ _REMEMBERED = 10
 """Number of failures remembered to compute the backoff, which is at its maximum by then."""
 
 
-def taken_up(rec: Reconcile) -> None:
+def start_time(rec: ReconcilePass) -> None:
     """Set the job's start time when workers are requested, and again after a suspension."""
     started = (rec.status.started or rec.now) if rec.desired else None
-    rec.update(observed=rec.snapshot.generation, started=started)
+    rec.update(observed_generation=rec.snapshot.generation, started=started)
 
 
-def restarted_containers(rec: Reconcile) -> None:
+def restarted_containers(rec: ReconcilePass) -> None:
     """Count restarts of containers by kubelets, which all policies but `Never` and `ExitCode` allow."""
-    counted, counts, more = rec.status.restarted, {}, 0
+    counted, counts, added = rec.status.restarted, {}, 0
     for pod in rec.snapshot.pods:
         status = pod_status.container_status(pod.document)
         ended = (status.get("lastState") or {}).get("terminated") or {}
@@ -45,87 +45,91 @@ def restarted_containers(rec: Reconcile) -> None:
             counts[pod.uid] = count
         # If worker 0 is lost, all others exit with 1; errors of their own have that code only after torchrun's retries.
         if not (pod.index > 0 and ended.get("exitCode") == 1) and ended.get("reason") not in _NODE_STARTED:
-            more += counts.get(pod.uid, 0) - previous
-    rec.update(restarted=counts, restarts=rec.status.restarts + more)
-    if used_up := _used_up(rec):
-        _fail(rec, used_up, End.LIMIT)
+            added += counts.get(pod.uid, 0) - previous
+    rec.update(restarted=counts, restarts=rec.status.restarts + added)
+    if exhausted_budget := _exhausted_budget(rec):
+        _fail(rec, exhausted_budget, End.LIMIT)
 
 
-def ended_workers(rec: Reconcile) -> None:
+def ended_workers(rec: ReconcilePass) -> None:
     """Delete failed pods, so that they are replaced, and count each failure once."""
     host = rec.pod(0)
     for pod in rec.ended_pods:
-        end = rec.ends.get(pod.uid)
-        if end is None or pod.succeeded or pod.terminating or pod.index >= rec.desired or _late(rec, pod):
+        end = rec.pod_ends.get(pod.uid)
+        if end is None or pod.succeeded or pod.terminating or pod.index >= rec.desired or _started_too_late(rec, pod):
             continue
-        lost, what = pod_status.disrupted(pod.document), f"worker {pod.index} {end.sentence}"
-        if not lost and _may_lack_its_store(pod):
+        lost, sentence = pod_status.disrupted(pod.document), f"worker {pod.index} {end.sentence}"
+        if not lost and _may_have_lost_store(pod):
             if _host_is_lost(rec, host, pod):
-                lost, what = True, f"{what} since worker 0, where workers meet, was lost"
-            elif host and not host.over and (heard := rec.until(end.time, PLAIN_PODS.cause)) is not None:
-                rec.requeue_at(heard)  # the kubelet of worker 0 may be about to report
+                lost, sentence = True, f"{sentence} since worker 0, where workers meet, was lost"
+            elif host and not host.ended and (retry_at := rec.end_of_wait(end.time, PLAIN_PODS.cause)) is not None:
+                rec.requeue_at(retry_at)  # the kubelet of worker 0 may be about to report
                 continue
         if lost:
-            again = "; it is created again" if not _done(rec) else ""
-            counted_failures.interrupted(rec, pod, "WorkerInterrupted", f"{what}{again}")
-        elif pod.uid not in rec.handled:
-            rec.handled[pod.uid] = None
-            _count(rec, pod, end.code, what)
-            if rec.done:
+            again = "; it is created again" if not _succeeded(rec) else ""
+            counted_failures.record_interruption(rec, pod, "WorkerInterrupted", f"{sentence}{again}")
+        elif pod.uid not in rec.handled_uids:
+            rec.handled_uids[pod.uid] = None
+            _count(rec, pod, end.code, sentence)
+            if rec.skip_rest:
                 return
-        if not _done(rec) and rec.status.state is not State.RESTARTING:
-            rec.set_state(State.RESTARTING, what, "WorkerLost", warning=True)
-        if lost and (rest := rec.until(replaced_workers.lost_fast_at(pod, end.time), replaced_workers.FAST_LOSS_S)) is not None:
-            rec.requeue_at(rest)  # keeps the name, so that the next pod waits
+        if not _succeeded(rec) and rec.status.state is not State.RESTARTING:
+            rec.set_state(State.RESTARTING, sentence, "WorkerLost", warning=True)
+        if (
+            lost
+            and (pause_end := rec.end_of_wait(replaced_workers.lost_fast_at(pod, end.time), replaced_workers.FAST_LOSS_S))
+            is not None
+        ):
+            rec.requeue_at(pause_end)  # keeps the name, so that the next pod waits
             continue
-        rec.delete(pod, f"it has ended: {what}", grace_s=0 if pod_status.all_ended(pod.document) else None)
+        rec.delete(pod, f"it has ended: {sentence}", grace_s=0 if pod_status.all_ended(pod.document) else None)
 
 
-def done_workers(rec: Reconcile) -> None:
+def done_workers(rec: ReconcilePass) -> None:
     """End the job once a worker has succeeded and no other is left."""
-    done = [pod for pod in _done(rec) if pod.index < rec.desired]
-    over = {pod.uid for pod in rec.ended_pods if pod.succeeded or pod.index >= rec.desired or _late(rec, pod)}
+    done = [pod for pod in _succeeded(rec) if pod.index < rec.desired]
+    over = {pod.uid for pod in rec.ended_pods if pod.succeeded or pod.index >= rec.desired or _started_too_late(rec, pod)}
     if done and over >= {pod.uid for pod in rec.snapshot.pods}:
         rec.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, End.SUCCEEDED)
 
 
-def overdue_workers(rec: Reconcile) -> None:
+def overdue_workers(rec: ReconcilePass) -> None:
     """Force-delete pods that still exist long after their grace period."""
     for pod in rec.snapshot.pods:
-        if pod.terminating and rec.now < pod.ends_at + OVERDUE_S:
-            rec.requeue_at(pod.ends_at + OVERDUE_S)
+        if pod.terminating and rec.now < pod.killed_by + OVERDUE_S:
+            rec.requeue_at(pod.killed_by + OVERDUE_S)
         elif pod.terminating:
             rec.delete(pod, f"its node {pod.node or '(none)'} has not ended it in time", grace_s=0)
 
 
-def needless_workers(rec: Reconcile) -> None:
+def needless_workers(rec: ReconcilePass) -> None:
     """Delete surplus workers, workers with nothing left to train, and workers that new ones cannot join."""
     for pod in rec.snapshot.pods:
         if pod.index >= rec.desired and not pod.succeeded:
             rec.delete(pod, f"{rec.desired} workers are wanted")
-        elif not pod.over and _late(rec, pod):
+        elif not pod.ended and _started_too_late(rec, pod):
             rec.delete(pod, "others have succeeded: nothing is left to train", grace_s=0)
-        elif _stale(rec, pod):
-            nnodes, now = _nnodes(pod), _plain(rec).nnodes
+        elif _cannot_be_joined(rec, pod):
+            nnodes, now = _nnodes(pod), _plain_job(rec).nnodes
             why = f"there may be {now} now, and not {nnodes}" if nnodes else "its rendezvous differs from that of new ones"
             rec.delete(pod, f"all workers are restarted: {why}")
 
 
-def missing_workers(rec: Reconcile) -> None:
+def missing_workers(rec: ReconcilePass) -> None:
     """Create pods for free indices, but only once no worker is left that new ones cannot join."""
-    if _missing(rec) and not any(_stale(rec, pod) for pod in rec.snapshot.pods):
+    if _has_free_indices(rec) and not any(_cannot_be_joined(rec, pod) for pod in rec.snapshot.pods):
         replaced_workers.missing_workers(rec)
-        rec.prerequisites = (dict(_plain(rec).service),) if rec.creates else ()
+        rec.prerequisites = (dict(_plain_job(rec).service),) if rec.creates else ()
 
 
-def pods_observed(rec: Reconcile) -> None:
+def pods_observed(rec: ReconcilePass) -> None:
     """Set the state of a job that has not ended: it is Running if all its workers run, or at least the minimum number."""
     before = rec.status.state
     running = sum(pod_status.phase(pod.document) == "Running" for pod in rec.alive)
     whole = len(rec.alive) == rec.desired or before in (State.RUNNING, State.SUSPENDED)
     if not rec.desired:
         rec.set_state(State.SUSPENDED, "0 workers are wanted", "Suspended")
-    elif _done(rec) or running >= rec.desired or (running >= rec.spec.workers.min and whole):
+    elif _succeeded(rec) or running >= rec.desired or (running >= rec.spec.workers.min and whole):
         rec.set_state(State.RUNNING, "its workers run", "Training")
     elif before in (State.RUNNING, State.SUSPENDED):
         rec.set_state(State.RESTARTING, "workers are missing", "WorkerLost", warning=True)
@@ -133,62 +137,66 @@ def pods_observed(rec: Reconcile) -> None:
         rec.set_state(State.PENDING, "its workers are being started", "WaitingForWorkers")
 
 
-def _plain(rec: Reconcile) -> Plain:
+def _plain_job(rec: ReconcilePass) -> PlainJob:
     assert rec.snapshot.plain is not None, "these rules are for no other jobs"
     return rec.snapshot.plain
 
 
-def _done(rec: Reconcile) -> list[Pod]:
+def _succeeded(rec: ReconcilePass) -> list[Pod]:
     """Pods whose worker has succeeded on its own. A success after the pod's deletion does not count: scripts may exit with 0 on
     SIGTERM."""
-    return [pod for pod in rec.succeeded if not _left(rec, pod)]
+    return [pod for pod in rec.succeeded if not _exited_on_deletion(rec, pod)]
 
 
-def _left(rec: Reconcile, pod: Pod) -> bool:
+def _exited_on_deletion(rec: ReconcilePass, pod: Pod) -> bool:
     """Whether a worker exited after its deletion was requested."""
-    if not pod.terminating or (end := rec.ends.get(pod.uid)) is None:
+    if not pod.terminating or (end := rec.pod_ends.get(pod.uid)) is None:
         return False
-    return end.time >= pod.ends_at - int(pod.document["metadata"].get("deletionGracePeriodSeconds") or 0)
+    return end.time >= pod.killed_by - int(pod.document["metadata"].get("deletionGracePeriodSeconds") or 0)
 
 
-def _late(rec: Reconcile, pod: Pod) -> bool:
+def _started_too_late(rec: ReconcilePass, pod: Pod) -> bool:
     """Whether a worker started after others had succeeded."""
-    if not (done := _done(rec)):
+    if not (done := _succeeded(rec)):
         return False
-    if (began := pod_status.started_at(pod.document)) is None:
+    if (started_at := pod_status.started_at(pod.document)) is None:
         return pod_status.phase(pod.document) == "Pending"
-    return any(rec.ends[each.uid].time <= began for each in done if each.uid in rec.ends)
+    return any(rec.pod_ends[each.uid].time <= started_at for each in done if each.uid in rec.pod_ends)
 
 
-def _stale(rec: Reconcile, pod: Pod) -> bool:
+def _cannot_be_joined(rec: ReconcilePass, pod: Pod) -> bool:
     """Whether new workers cannot join a worker because it was started by another controller, or with another --nnodes than they
     get."""
     nnodes = _nnodes(pod)
-    return not pod.over and (nnodes != _plain(rec).nnodes if nnodes else _missing(rec))
+    return not pod.ended and (nnodes != _plain_job(rec).nnodes if nnodes else _has_free_indices(rec))
 
 
 def _nnodes(pod: Pod) -> str | None:
     """The value of --nnodes for the pod's torchrun; None if another controller has created the pod."""
-    found: str | None = (pod.document["metadata"].get("annotations") or {}).get(NNODES)
-    return found
+    nnodes: str | None = (pod.document["metadata"].get("annotations") or {}).get(NNODES)
+    return nnodes
 
 
-def _missing(rec: Reconcile) -> bool:
+def _has_free_indices(rec: ReconcilePass) -> bool:
     """Whether there are indices for which a pod can be created. The index of a pod that is terminating or has failed is not
     free."""
-    return not _done(rec) and len(rec.snapshot.name) <= names.LONGEST and not rec.by_index.keys() >= set(range(rec.desired))
+    return (
+        not _succeeded(rec)
+        and len(rec.snapshot.name) <= names.LONGEST
+        and not rec.pods_by_index.keys() >= set(range(rec.desired))
+    )
 
 
-def _may_lack_its_store(pod: Pod) -> bool:
+def _may_have_lost_store(pod: Pod) -> bool:
     """Whether a worker ended as torchrun does when the store of worker 0 is gone: with exit code 1, whatever the script."""
     return pod.index > 0 and pod_status.terminated(pod_status.container_status(pod.document)).get("exitCode") == 1
 
 
-def _host_is_lost(rec: Reconcile, host: Pod | None, pod: Pod) -> bool:
+def _host_is_lost(rec: ReconcilePass, host: Pod | None, pod: Pod) -> bool:
     """Whether the worker 0 that hosted the store of this pod is gone."""
     if host is None or host.terminating:
         return True
-    if (end := rec.ends.get(host.uid)) is not None and not host.succeeded:
+    if (end := rec.pod_ends.get(host.uid)) is not None and not host.succeeded:
         return pod_status.disrupted(host.document) or not _permanent(end.code)
     return host.created > (pod_status.started_at(pod.document) or pod.created)
 
@@ -198,28 +206,30 @@ def _permanent(code: int) -> bool:
     return code not in (-1, *RETRYABLE)
 
 
-def _count(rec: Reconcile, pod: Pod, code: int, what: str) -> None:
+def _count(rec: ReconcilePass, pod: Pod, code: int, sentence: str) -> None:
     """Count a failure, and end the job if it must not be restarted."""
-    failure, policy = CountedFailure(Record(rec.now, 0, None), pod.node), _plain(rec).policy
-    recent = [each for each in rec.status.counted_failures if rec.until(each.record.time, rec.policy.window.total_seconds())]
+    failure, policy = CountedFailure(Record(rec.now, 0, None), pod.node), _plain_job(rec).policy
+    recent = [
+        each for each in rec.status.counted_failures if rec.end_of_wait(each.record.time, rec.policy.window.total_seconds())
+    ]
     rec.update(restarts=rec.status.restarts + 1, counted_failures=(*recent, failure)[-_REMEMBERED:])
     if policy == "Never":
-        _fail(rec, f"{what}, and restartPolicy is Never", End.POLICY)
+        _fail(rec, f"{sentence}, and restartPolicy is Never", End.POLICY)
     elif policy == "ExitCode" and _permanent(code):
         codes = ", ".join(map(str, RETRYABLE))
-        _fail(rec, f"{what}, which is permanent: restartPolicy ExitCode restarts after {codes}", End.POLICY)
-    elif used_up := _used_up(rec):
-        _fail(rec, f"{what}, and {used_up}", End.LIMIT)
+        _fail(rec, f"{sentence}, which is permanent: restartPolicy ExitCode restarts after {codes}", End.POLICY)
+    elif exhausted_budget := _exhausted_budget(rec):
+        _fail(rec, f"{sentence}, and {exhausted_budget}", End.LIMIT)
     else:
-        reason = f"{what}; restart {rec.status.restarts} of {rec.policy.limit}"
+        reason = f"{sentence}; restart {rec.status.restarts} of {rec.policy.limit}"
         rec.set_state(State.RESTARTING, reason, "WorkerFailed", event=True, warning=True)
 
 
-def _used_up(rec: Reconcile) -> str:
+def _exhausted_budget(rec: ReconcilePass) -> str:
     """A sentence if no restarts are left; else empty."""
     restarts, limit = rec.status.restarts, rec.policy.limit
     return f"backoffLimit ({limit}) is used up by {restarts} restarts" if restarts > limit else ""
 
 
-def _fail(rec: Reconcile, reason: str, end: End) -> None:
+def _fail(rec: ReconcilePass, reason: str, end: End) -> None:
     rec.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, end)

@@ -14,7 +14,7 @@ from outlast.kubernetes.operator import desired, reconcile_pass
 from outlast.kubernetes.operator.elasticjob_status import Silent
 from outlast.kubernetes.operator.observed_job import Pod
 from outlast.kubernetes.operator.plan import Event
-from outlast.kubernetes.operator.reconcile_pass import Reconcile
+from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.kubernetes.operator.rules import counted_failures
 from outlast.kubernetes.operator.rules.waiting_in_queue import RECHECK_S as QUEUE_RECHECK_S
 from outlast.rendezvous.world import MemberState
@@ -23,45 +23,45 @@ FAST_LOSS_S = 10.0
 """If a pod lives for less than this, a pause follows its loss: its node would reject the next pod as well."""
 SILENT_RECHECK_S = 10.0
 """Poll interval while most workers are silent: their return triggers no reconcile pass."""
-AVOID = 2
-"""Number of counted failures on a node within the window from which on pods of this job avoid the node."""
-_LONGEST_PAUSE_S = 60.0
+AVOIDED_FROM = 2
+"""Number of counted failures on a node, within the window, after which pods of this job avoid the node."""
+_MAX_BACKOFF_S = 60.0
 
 
-def ended_workers(rec: Reconcile) -> None:
+def ended_workers(rec: ReconcilePass) -> None:
     """Delete failed pods, so that they are replaced, and count each failure once."""
     silent = rec.status.silent_uids
     for pod in rec.ended_pods:
-        end = rec.ends.get(pod.uid)
+        end = rec.pod_ends.get(pod.uid)
         if end is None or pod.succeeded:
             continue
         counted = end.counted and not (pod.terminating and contract.killed(end.code))  # killed by its deletion
-        if pod.uid not in rec.handled and pod.uid not in silent:
+        if pod.uid not in rec.handled_uids and pod.uid not in silent:
             if end.code == contract.Exit.GIVEN_UP:  # the coordinator has counted too many failures
-                rec.update(failure=counted_failures.stored(rec, counted_failures.of_pod(rec, pod, end), pod.node))
-                reason = f"worker {pod.index} says that the run is given up"
+                rec.update(failure=counted_failures.failure_document(rec, counted_failures.pod_failure(rec, pod, end), pod.node))
+                reason = f"worker {pod.index} reports that the run has exhausted its restarts"
                 return rec.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, End.LIMIT)
             if counted:
-                failure, generation = counted_failures.of_pod(rec, pod, end), rec.generation_of(pod)
+                failure, generation = counted_failures.pod_failure(rec, pod, end), rec.generation_of(pod)
                 if rec.is_counted(generation):
-                    rec.update(failure=counted_failures.stored(rec, failure, pod.node))
+                    rec.update(failure=counted_failures.failure_document(rec, failure, pod.node))
                 else:
-                    counted_failures.count(rec, failure, raised=failure.step, node=pod.node)
-                    if rec.done:
+                    counted_failures.count(rec, failure, raised_step=failure.step, node=pod.node)
+                    if rec.skip_rest:
                         return
                     counted_failures.cover_others(rec, generation)
-                rec.handled[pod.uid] = None
+                rec.handled_uids[pod.uid] = None
             else:
                 if rec.desired:
                     rec.update(interruptions=rec.status.interruptions + 1)
                     sentence = f"worker {pod.index} {end.sentence}; it is created again"
                     rec.events.append(Event("Normal", "WorkerInterrupted", sentence))
                     if (generation := rec.generation_of(pod)) and rec.status.called is None:
-                        told = {"generation": generation, "worker": pod.index, "code": end.code}
-                        rec.note("failure", **told, reason=f"worker {pod.index} {end.sentence}", counted=False)
+                        fields = {"generation": generation, "worker": pod.index, "code": end.code}
+                        rec.record("failure", **fields, reason=f"worker {pod.index} {end.sentence}", counted=False)
                 counted_failures.expect_others(rec, pod)
-        if not counted and rec.desired and (rest := rec.until(lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
-            rec.requeue_at(rest)  # keeps the name, so that the next pod waits
+        if not counted and rec.desired and (pause_end := rec.end_of_wait(lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
+            rec.requeue_at(pause_end)  # keeps the name, so that the next pod waits
             continue
         rec.delete(pod, f"it has ended: {end.sentence}", grace_s=0 if pod_status.all_ended(pod.document) else None)
 
@@ -71,7 +71,7 @@ def lost_fast_at(pod: Pod, ended: float) -> float:
     return ended if ended - pod.created < FAST_LOSS_S else float("-inf")
 
 
-def silent_workers(rec: Reconcile) -> None:
+def silent_workers(rec: ReconcilePass) -> None:
     """Delete a worker whose Lease has expired, and count the failure once the pod is gone. If a ready node has killed it, the
     worker hung or was stopped; a worker whose node does not answer is lost, see `lost_workers`. Silence in one world has one
     cause and is counted once."""
@@ -91,11 +91,11 @@ def silent_workers(rec: Reconcile) -> None:
             reason=reason,
             cause=FailureCause.HANG,
             generation=each.generation,
-            attempt=rec.start_of(each.generation)[1],
+            attempt=rec.newest_start(each.generation)[1],
             time=each.since,
         )
-        counted_failures.count(rec, failure, raised=None, node=each.node)
-        if rec.done:
+        counted_failures.count(rec, failure, raised_step=None, node=each.node)
+        if rec.skip_rest:
             return
         counted_failures.cover_others(rec, each.generation)
     new = []
@@ -103,22 +103,22 @@ def silent_workers(rec: Reconcile) -> None:
         report = rec.snapshot.reports.get(pod.index)
         if report is None or report.member.standing is MemberState.DONE:
             continue
-        if (end := rec.silent_at(report)) is not None:
-            rec.requeue_at(min(end, rec.now + SILENT_RECHECK_S) if rec.late else end)  # their return is not a change
+        if (end := rec.presumed_dead_at(report)) is not None:
+            rec.requeue_at(min(end, rec.now + SILENT_RECHECK_S) if rec.late_members else end)  # their return is not a change
             continue
         generation = rec.generation_of(pod)
-        if pod.uid not in rec.handled and not rec.is_counted(generation):
+        if pod.uid not in rec.handled_uids and not rec.is_counted(generation):
             new.append(Silent(pod.uid, pod.index, pod.node, rec.now, generation, after_s=rec.lease_s(report)))
         rec.delete(pod, f"worker {pod.index} has said nothing for {rec.lease_s(report):g} s", grace_s=5)
     if new:
         rec.update(silent=(*rec.status.silent, *new))
 
 
-def mass_silence(rec: Reconcile) -> None:
+def mass_silence(rec: ReconcilePass) -> None:
     """Report that most workers are silent though their nodes are ready: they go on training, and kubelets kill those that
     hang."""
-    if rec.most_are_silent() and rec.status.state is not None:
-        silence_s, held_s = min(map(rec.lease_s, rec.late)), rec.snapshot.limits.held_s
+    if rec.is_mass_silence() and rec.status.state is not None:
+        silence_s, held_s = min(map(rec.lease_s, rec.late_members)), rec.snapshot.limits.mass_silence_s
         count = len(rec.snapshot.reports)
         reason = (
             f"most of the {count} workers have said nothing for {silence_s:g} s though their nodes are well: the "
@@ -127,20 +127,20 @@ def mass_silence(rec: Reconcile) -> None:
         rec.set_state(rec.status.state, reason, reconcile_pass.UNREACHABLE, event=True, warning=True)
 
 
-def surplus_workers(rec: Reconcile) -> None:
+def surplus_workers(rec: ReconcilePass) -> None:
     """Delete pods beyond the desired number, once they are in no world."""
     status = rec.status
     leaving = frozenset(status.called.leaving if status.called is not None and status.world is not None else ())
-    for pod in _by_worth(rec)[rec.desired :]:
+    for pod in _by_rank(rec)[rec.desired :]:
         if pod.index in rec.members and status.result is None:
             continue  # a world without it is formed first
         if pod.index in leaving:
             continue
-        rec.handled[pod.uid] = None
+        rec.handled_uids[pod.uid] = None
         rec.delete(pod, f"{rec.desired} workers are wanted, and worker {pod.index} is in no world")
 
 
-def missing_workers(rec: Reconcile) -> None:
+def missing_workers(rec: ReconcilePass) -> None:
     """Create pods for free indices, the smallest first. The index of a terminating pod is not free until the pod is gone."""
     alive = rec.alive
     missing = rec.desired - len(alive) - len(rec.succeeded)
@@ -150,52 +150,53 @@ def missing_workers(rec: Reconcile) -> None:
         return rec.requeue_at(pause)
     gone = {uid for uid, deletion in rec.deletes.items() if deletion.grace_s == 0}
     taken = {contract.worker_name(rec.snapshot.name, pod.index) for pod in rec.snapshot.pods if pod.uid not in gone}
-    taken |= {pod.name for pod in rec.snapshot.others if _goes(rec, pod)}  # one that stays is reported when its name is used
+    # A foreign pod that stays is reported when its name is used.
+    taken |= {pod.name for pod in rec.snapshot.foreign_pods if _will_disappear(rec, pod)}
     free = [index for index in range(rec.desired) if contract.worker_name(rec.snapshot.name, index) not in taken][:missing]
     generation = rec.status.generation + (rec.status.called is None)
     queue = rec.snapshot.queue if rec.snapshot.queue is not None and rec.snapshot.queue.name else None
-    room = queue.room(rec.using) if queue is not None else {}
-    for pod in desired.workers(rec.snapshot, free, generation, _avoided(rec)):
-        placed = queue.place(pod, room) if queue is not None else pod
-        if placed is None:
+    free_quota = queue.free_quota(rec.resource_pods) if queue is not None else {}
+    for pod in desired.workers(rec.snapshot, free, generation, _nodes_to_avoid(rec)):
+        assigned = queue.assign(pod, free_quota) if queue is not None else pod
+        if assigned is None:
             return rec.requeue_at(rec.now + QUEUE_RECHECK_S)
-        rec.creates.append(placed)
+        rec.creates.append(assigned)
 
 
-def _by_worth(rec: Reconcile) -> list[Pod]:
+def _by_rank(rec: ReconcilePass) -> list[Pod]:
     """The live pods, those to retain first: by rank in the world, then by index."""
     order = {id: rank for rank, id in enumerate(rec.status.world.members)} if rec.status.world else {}
     return sorted(rec.alive, key=lambda pod: (order.get(pod.index, len(order)), pod.index))
 
 
-def desired_indices(rec: Reconcile) -> Iterable[int]:
+def desired_indices(rec: ReconcilePass) -> Iterable[int]:
     """Indices of the members of the next world: those of pods that are retained or will be created."""
-    retained = dict.fromkeys([pod.index for pod in _by_worth(rec)][: rec.desired])
+    retained = dict.fromkeys([pod.index for pod in _by_rank(rec)][: rec.desired])
     return [*retained, *[index for index in range(rec.desired) if index not in retained][: rec.desired - len(retained)]]
 
 
-def backoff_until(rec: Reconcile) -> float | None:
+def backoff_until(rec: ReconcilePass) -> float | None:
     """When the next pod may be created: immediately (None) after one failure, with exponential backoff after repeated
     failures."""
     recent = [counted.record.time for counted in rec.status.counted_failures if counted.record.committed_step >= rec.committed]
     if len(recent) < 2:
         return None
-    return rec.until(max(recent), backoff.exponential(len(recent) - 1, 1.0, _LONGEST_PAUSE_S))
+    return rec.end_of_wait(max(recent), backoff.exponential(len(recent) - 1, 1.0, _MAX_BACKOFF_S))
 
 
-def _avoided(rec: Reconcile) -> tuple[str, ...]:
+def _nodes_to_avoid(rec: ReconcilePass) -> tuple[str, ...]:
     """Nodes to avoid: with repeated failures, about to be terminated, or with workers that their peers could not reach."""
     window = rec.policy.window.total_seconds()
     counts: dict[str, int] = {}
     for counted in rec.status.counted_failures:
         if counted.node and rec.now - counted.record.time < window:
             counts[counted.node] = counts.get(counted.node, 0) + 1
-    leaving = {pod.node for pod in rec.snapshot.pods if pod.leave}
+    leaving = {pod.node for pod in rec.snapshot.pods if pod.departure}
     cut_off = {each.node for each in rec.status.lost if each.node}
-    return tuple(sorted({*leaving, *cut_off, *(node for node, count in counts.items() if count >= AVOID)}))
+    return tuple(sorted({*leaving, *cut_off, *(node for node, count in counts.items() if count >= AVOIDED_FROM)}))
 
 
-def _goes(rec: Reconcile, pod: Pod) -> bool:
+def _will_disappear(rec: ReconcilePass, pod: Pod) -> bool:
     """Whether a pod that does not belong to this job will go away by itself: it is terminating, or belongs to an earlier job of
     this name."""
     return pod.terminating or owner_references.owned_by_predecessor(pod.document, rec.snapshot.document)

@@ -6,63 +6,65 @@ import dataclasses
 
 from outlast.kubernetes.operator import elasticjob_status
 from outlast.kubernetes.operator.plan import Event
-from outlast.kubernetes.operator.reconcile_pass import Reconcile
+from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.rendezvous import sentences
 
 PROGRESS_BYTES_PER_S = 5e6
 """Maximum rate, in bytes per second, at which the API server should send progress to the agents of one job: each agent watches
 the whole status."""
-BYTES = (10_000, 15)
+STATUS_BYTES = (10_000, 15)
 """Size of a status in bytes: the base, mostly the ledger, and the share of each worker."""
 MEASURE_S = 5.0
 """Minimum time over which a rate is measured, in seconds."""
 
 
-def written(rec: Reconcile) -> None:
+def update_progress(rec: ReconcilePass) -> None:
     """Write progress together with any other change, at the first step of a world, and at an interval. New steps alone trigger no
     reconcile pass, so we request one for the end of the interval."""
     last, mark = rec.status.progress, _mark(rec)
-    pods, (whole, each) = len(rec.snapshot.pods), BYTES
-    interval_s = max(rec.snapshot.limits.progress_s, pods * (whole + pods * each) / PROGRESS_BYTES_PER_S)
-    due = rec.until(last.time, interval_s)
+    pods, (base_bytes, each) = len(rec.snapshot.pods), STATUS_BYTES
+    interval_s = max(rec.snapshot.limits.progress_s, pods * (base_bytes + pods * each) / PROGRESS_BYTES_PER_S)
+    due = rec.end_of_wait(last.time, interval_s)
     if mark is not None:
         rec.requeue_at(due or rec.now + interval_s)
     step, committed = rec.step, rec.committed
     steps = next((report.steps for report in rec.snapshot.reports.values() if report.steps is not None), last.steps)
-    memory, good = _snapshot(rec), _goodput(rec, trains=mark is not None)
-    reported = step, steps, committed, memory, good
+    snapshot, goodput = _snapshot(rec), _goodput(rec, trains=mark is not None)
+    reported = step, steps, committed, snapshot, goodput
     if reported == (last.step, last.steps, last.committed, last.snapshot, last.goodput):
         return
     first = mark is not None and last.mark is None
     if first and mark and rec.status.world and mark[0] < rec.status.world.held:
         rec.events.append(Event("Warning", "StepsLost", sentences.began_again(mark[0], rec.status.world.held)))
-    anew = dataclasses.replace(rec.status, progress=rec.snapshot.status.progress) != rec.snapshot.status
-    if due is not None and not first and not anew and rec.status.finished is None:
+    other_changes = dataclasses.replace(rec.status, progress=rec.snapshot.status.progress) != rec.snapshot.status
+    if due is not None and not first and not other_changes and rec.status.finished is None:
         return
     committed_at = rec.now if committed > last.committed else last.committed_at
     size = max((each.bytes for each in rec.snapshot.reports.values() if each.committed == committed), default=0)
     size = size or (last.bytes if committed == last.committed else 0)
     rate, mark = _rate(last, mark)
     now = float(int(rec.now))
-    rec.update(progress=elasticjob_status.Progress(step, steps, committed, committed_at, rate, now, mark, memory, size, good))
+    rec.update(
+        progress=elasticjob_status.Progress(step, steps, committed, committed_at, rate, now, mark, snapshot, size, goodput)
+    )
 
 
-def _goodput(rec: Reconcile, *, trains: bool) -> float | None:
+def _goodput(rec: ReconcilePass, *, trains: bool) -> float | None:
     """Goodput as reported by the worker of rank 0 during training, and after the end by a worker whose value covers the whole
     run."""
     first, over = rec.status.world.members[:1] if trains and rec.status.world else (), rec.status.finished is not None
-    reported = [each.goodput for id, each in rec.snapshot.reports.items() if (each.whole if over else id in first)]
-    return next((round(one, 6) for one in reported if one is not None), rec.status.progress.goodput)
+    reported = [each.goodput for id, each in rec.snapshot.reports.items() if (each.covers_run if over else id in first)]
+    return next((round(goodput, 6) for goodput in reported if goodput is not None), rec.status.progress.goodput)
 
 
-def _snapshot(rec: Reconcile) -> tuple[int, int]:
+def _snapshot(rec: ReconcilePass) -> tuple[int, int]:
     """The newest complete snapshot that a member of the current world reports, and the number of steps between two snapshots;
     both are 0 outside a world."""
     inside = [report.snapshot for report in rec.snapshot.reports.values() if report.member.id in rec.members]
     return max(inside, default=(0, 0))
 
 
-def _mark(rec: Reconcile) -> tuple[int, float] | None:
+def _mark(rec: ReconcilePass) -> tuple[int, float] | None:
     """The newest step of rank 0 in the current world, and its time. Always that of rank 0, as the clocks of nodes differ."""
     world = rec.status.world
     if world is None or rec.status.called is not None or rec.status.result is not None:

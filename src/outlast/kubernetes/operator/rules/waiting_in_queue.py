@@ -6,38 +6,38 @@ from outlast.job.status import State
 from outlast.kubernetes.manifests.scheduling.kueue import Priority
 from outlast.kubernetes.operator import desired
 from outlast.kubernetes.operator.plan import Document
-from outlast.kubernetes.operator.reconcile_pass import Reconcile
+from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.kubernetes.operator.rules import counted_failures
 
 RECHECK_S = 10.0
 """Poll interval for missing Kueue objects, which we do not watch."""
 
 
-def queued(rec: Reconcile) -> None:
+def queued(rec: ReconcilePass) -> None:
     """Handle a job for which the queue has not admitted enough workers, or takes quota back."""
     queue, status = rec.snapshot.queue, rec.status
     if queue is None:
         if rec.requested and not rec.desired:
-            rec.set_state(State.QUEUED, "it is not known yet what Kueue says", "Queued")
+            rec.set_state(State.QUEUED, "waiting for the first list of Kueue's objects", "Queued")
         return rec.update(queue="")
-    sizes, trains = rec.spec.workers.allowed(), status.world is not None and status.called is None and status.result is None
+    sizes, has_world = rec.spec.workers.allowed(), status.world is not None and status.called is None and status.result is None
 
-    def make(name: str, count: int, least: int, priority: Priority) -> Document:
-        return desired.workload(rec.snapshot, queue.objects.kind, name, count, least, priority)
+    def make_workload(name: str, count: int, min_count: int, priority: Priority) -> Document:
+        return desired.workload(rec.snapshot, queue.objects.kind, name, count, min_count, priority)
 
-    changes = queue.changes(rec.requested, sizes, rec.using, trains, make, rec.now)
+    changes = queue.changes(rec.requested, sizes, rec.resource_pods, has_world, make_workload, rec.now)
     rec.apply, rec.statuses = (*rec.apply, *changes.apply), changes.statuses
     for deletion in changes.deletes:
         rec.deletes[deletion.uid] = deletion
     rec.update(queue=queue.name)
     if missing_object := queue.missing_object():
         rec.requeue_at(rec.now + RECHECK_S)
-        if not trains and rec.requested:
+        if not has_world and rec.requested:
             rec.set_state(State.QUEUED, missing_object, "Queued", warning=True)
     if rec.requested and not rec.desired:  # all save and exit together, as on suspension
-        return rec.set_state(State.QUEUED, queue.reason(), "Evicted" if rec.alive else "Queued", warning=bool(rec.alive))
+        return rec.set_state(State.QUEUED, queue.pending_reason(), "Evicted" if rec.alive else "Queued", warning=bool(rec.alive))
     for pod in rec.alive:
-        if queue.refuses(pod.document):
+        if queue.rejects(pod.document):
             sentence = f"worker {pod.index} leaves: the queue {queue.name} takes its quota back"
-            counted_failures.interrupted(rec, pod, "WorkerPreempted", sentence)
+            counted_failures.record_interruption(rec, pod, "WorkerPreempted", sentence)
             rec.delete(pod, sentence)
