@@ -311,7 +311,7 @@ def test_a_script_that_is_no_python_dies_without_frames_of_ours(tmp_path: Path) 
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[0].endswith('train.py", line 1')
     assert done.stderr.splitlines()[-1] == "SyntaxError: invalid syntax"
-    assert "rank.py" not in done.stderr
+    assert "training_process.py" not in done.stderr
 
 
 def test_a_script_that_misses_a_file_of_its_original_directory_dies_with_the_hint(tmp_path: Path) -> None:
