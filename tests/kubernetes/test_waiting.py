@@ -490,10 +490,12 @@ def test_each_key_has_a_job_of_its_own_and_finds_it_again(
         assert outlast("submit", "job.yaml", "--wait", "--idempotency-key", "run-1", *more)[0] == 0
         made.append(len(set(jobs(api)) - before))
     assert made == [1, 0, 1]
-    names = {step.named(spec.parse(JOB), key, *content).metadata.name for key in ("run-1", "run-2") for content in ((), ("x",))}
+    names = {
+        step.with_key(spec.parse(JOB), key, *content).metadata.name for key in ("run-1", "run-2") for content in ((), ("x",))
+    }
     assert len(names) == 4
     longest = JOB.replace("name: digits", f"name: d{'i' * (contract.LONGEST_NAME - 1)}")
-    assert len(step.named(spec.parse(longest), "run-1").metadata.name) == contract.LONGEST_NAME
+    assert len(step.with_key(spec.parse(longest), "run-1").metadata.name) == contract.LONGEST_NAME
     assert all(re.fullmatch(r"digits-[0-9a-f]{12}", name) for name in jobs(api))
 
 

@@ -576,7 +576,7 @@ def test_a_launcher_that_takes_over_a_plain_script_that_trains_does_not_take_it_
 def test_a_launcher_that_is_long_in_starting_is_started_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[float] = []
     now = 0.0
-    monkeypatch.setattr(launcher_watch.system, "daemon", lambda *args, **kwargs: started.append(now))
+    monkeypatch.setattr(launcher_watch.os_calls, "daemon", lambda *args, **kwargs: started.append(now))
     monkeypatch.setattr(launcher_watch.time, "monotonic", lambda: now)
     environ = {contract.Env.REVIVE: "[]", contract.Env.RENDEZVOUS: f"unix://{tmp_path}/none.sock", contract.Env.WORKER: "0"}
     watch = launcher_watch.LauncherWatch(environ)

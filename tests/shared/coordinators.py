@@ -16,7 +16,7 @@ from etcds import Server
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.rendezvous import transport
-from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.etcd.gateway import put
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
@@ -104,8 +104,8 @@ class Etcd:
     """One that has been elected, and publishes in an etcd."""
 
     def __init__(self, server: Server) -> None:
-        self._server, self._keys = server, schema.Keys.of("/outlast", "run")
-        self._said = schema.Published(by="c", incarnation="i")
+        self._server, self._keys = server, key_schema.Keys.of("/outlast", "run")
+        self._said = key_schema.Published(by="c", incarnation="i")
 
     def client(self, id: int, process: str = "p", *, state: Path) -> transport.Client:
         return transport.client(self._server.endpoint, transport.Member("run", id, state, 1, {}))
