@@ -110,11 +110,11 @@ class Etcd:
     def client(self, id: int, process: str = "p", *, state: Path) -> transport.Client:
         return transport.client(self._server.endpoint, transport.Member("run", id, state, 1, {}))
 
-    def _record(self, id: int) -> schema.Record | None:
+    def _record(self, id: int) -> key_schema.Record | None:
         client = self._server.client()
         found = client.range(self._keys.member(id)).kvs
         client.close()
-        return schema.Record.loads(found[0].value) if found else None
+        return key_schema.Record.loads(found[0].value) if found else None
 
     def report(self, id: int) -> Report | None:
         record = self._record(id)
@@ -130,7 +130,7 @@ class Etcd:
             said |= {"called": call, "leave_s": called.leave_s or 0.0}
         self._said = dataclasses.replace(self._said, **said)
         client = self._server.client()
-        for key, value in ((self._keys.leader, schema.Leader("c")), (self._keys.published, self._said)):
+        for key, value in ((self._keys.leader, key_schema.Leader("c")), (self._keys.published, self._said)):
             client.txn([], [put(key, value.dumps())])
         client.close()
 
