@@ -59,7 +59,7 @@ def test_pods_of_another_namespace_wait_and_then_end_with_the_sentence(
 ) -> None:
     taken(place, "a", A)
     heartbeat.beat(place, "a", A)
-    monkeypatch.setattr(heartbeat, "_LOOK_S", 0.001)
+    monkeypatch.setattr(heartbeat, "_POLL_S", 0.001)
     said = []
 
     def say(text: str) -> None:
@@ -229,7 +229,7 @@ def test_this_machine_goes_on_with_what_it_owns_at_once_and_asks_for_anything_el
     assert store_takeover.unfinished(place, ours, ended=None, home="host:/here") is not None
     runs.acquire(place, "r", "them")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(heartbeat, "_LOOK_S", 0.001)
+        patched.setattr(heartbeat, "_POLL_S", 0.001)
         with pytest.raises(AlreadyRunning, match="--take-over takes the run from it"):
             store_takeover.unfinished(place, ours, ended=None, home="host:/here", say=refuse)
     assert store_takeover.unfinished(place, ours, ended=None, home="host:/here", take_over=True) is not None

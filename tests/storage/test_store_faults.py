@@ -471,7 +471,7 @@ def test_an_upload_that_failed_goes_on(proxy: Proxy, tmp_path: Path) -> None:
     arrived = {
         part["PartNumber"]
         for part in proxy.place.server.client.list_parts(  # type: ignore[union-attr]
-            Bucket=proxy.place.bucket, Key="p/x", UploadId=multipart.noted(journal)["upload"]  # type: ignore[union-attr,index]
+            Bucket=proxy.place.bucket, Key="p/x", UploadId=multipart.read_journal(journal)["upload"]  # type: ignore[union-attr,index]
         ).get("Parts", ())
     }  # fmt: skip
     proxy.forget()
@@ -536,7 +536,7 @@ def test_an_upload_that_the_store_has_forgotten_begins_anew(proxy: Proxy, tmp_pa
     proxy.fault = lambda request: faults.denied if "partNumber=3" in request.path else None
     with pytest.raises(Denied):
         place.upload(path, "x", journal=journal)
-    note = multipart.noted(journal)
+    note = multipart.read_journal(journal)
     assert proxy.place
     assert note
     proxy.place.server.client.abort_multipart_upload(Bucket=proxy.place.bucket, Key="p/x", UploadId=note["upload"])

@@ -101,11 +101,11 @@ def test_a_file_is_believed_unchanged_only_if_everything_says_so() -> None:
     assert verdict() is Verdict.SAME
     assert verdict(here=Stat(6, 100, 200)) is Verdict.DIFFERENT
     assert verdict(here=Stat(5, 101, 200)) is Verdict.DIFFERENT, "it was written"
-    assert verdict(here=Stat(5, 100, 201)) is Verdict.LOOK, "its time may have been set back"
+    assert verdict(here=Stat(5, 100, 201)) is Verdict.UNKNOWN, "its time may have been set back"
     assert verdict(there=Object(5, 100, 8, 0)) is Verdict.DIFFERENT, "somebody replaced the object"
     assert verdict(seen=None) is Verdict.SAME, "the state was lost, or another machine sent it"
-    assert verdict(seen=None, clean_before=100) is Verdict.LOOK, "it was read when it might still have changed unnoticed"
-    assert verdict(seen=None, here=Stat(5, 101, 200)) is Verdict.LOOK, "reading is cheaper than sending"
+    assert verdict(seen=None, clean_before=100) is Verdict.UNKNOWN, "it was read when it might still have changed unnoticed"
+    assert verdict(seen=None, here=Stat(5, 101, 200)) is Verdict.UNKNOWN, "reading is cheaper than sending"
     unknown = Object(5, 100, -1, 0)
     assert verdict(there=unknown, seen=None) is Verdict.SAME, "a file that was received from it has its time"
     assert verdict(there=unknown, seen=None, here=Stat(5, 101, 200)) is Verdict.DIFFERENT
@@ -119,7 +119,7 @@ def test_a_file_that_was_just_written_is_looked_at_again() -> None:
     soon = index.seen(stat, 7, 101 * second)
     there = Object(5, 100 * second, 7, 0)
     assert index.compare(stat, later, there, 0) is Verdict.SAME
-    assert index.compare(stat, soon, there, 0) is Verdict.LOOK
+    assert index.compare(stat, soon, there, 0) is Verdict.UNKNOWN
 
 
 def test_a_listing_tells_what_others_replaced() -> None:
@@ -912,7 +912,7 @@ def test_a_line_that_a_kill_cut_off_costs_one_file(away: Store, tmp_path: Path) 
     def killed_after(*names: str) -> None:
         with local_state.opened(tmp_path / "push", f"{away.url}/{push_and_pull.MANIFEST}") as known:
             for name in names:
-                stat, content = tree.look(source / name), (source / name).read_bytes()
+                stat, content = tree.stat_of(source / name), (source / name).read_bytes()
                 there = Object(stat.size, stat.mtime, zlib.crc32(content), index.etag_hash(away.put(name, content)))
                 known.add(name, there, Seen(*stat, zlib.crc32(content)))
 

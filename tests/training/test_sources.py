@@ -305,7 +305,7 @@ def test_a_snapshot_that_finds_no_memory_is_refused_and_the_one_before_is_read(
 
     monkeypatch.setattr(memory_files.os, "posix_fallocate", full)
     room = functools.partial(world.clients[0].room, 1000, (1, 2), (1, 1))
-    with pytest.raises(NoMemory, match=r"MB for snapshots cannot be had: No space left on device"):
+    with pytest.raises(NoMemory, match=r"MB for snapshots cannot be allocated: No space left on device"):
         room()
     world.agents[0].rooms.budget = 0
     with pytest.raises(NoMemory, match=r"raise checkpoint\.memory"):
@@ -385,7 +385,7 @@ def test_the_latest_of_memory_disk_and_store_counts(
 def test_a_store_that_does_not_answer_does_not_keep_a_job_from_what_is_in_memory(
     made: Made, silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server, "_LOOK_S", 0.1)
+    monkeypatch.setattr(server, "_NEWEST_S", 0.1)
     world = made(MEMORY)
     world.take(1)
     answers = threading.Event()
@@ -394,4 +394,4 @@ def test_a_store_that_does_not_answer_does_not_keep_a_job_from_what_is_in_memory
         found, value = world.restored()
     answers.set()
     assert (found.at, value, found.source) == ((1, 1), 1, "memory")
-    assert ("the store has not answered within" if silent else "step 5 is in the store and cannot be had") in caplog.text
+    assert ("the store has not answered within" if silent else "step 5 is in the store and cannot be fetched") in caplog.text

@@ -3,7 +3,7 @@
 The job's place in the store contains
 
     checkpoints/latest                                the register: the owner and the committed checkpoints (`register`)
-    checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`parts`)
+    checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`commit_to_store`)
     checkpoints/step-00001200/READING-<id>            lease of a reader of that step
 
 Invariants for any order of writers, any killed process and any lost response: every checkpoint in the register is complete and

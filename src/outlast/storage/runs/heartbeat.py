@@ -25,7 +25,7 @@ BEAT_S = 30.0
 DEAD_S = 120.0
 """Seconds that a heartbeat is valid; without another heartbeat, the owner then counts as dead."""
 LEFT_S = BEAT_S + 5.0
-_LOOK_S = 5.0
+_POLL_S = 5.0
 """Seconds between two polls for an owner's next heartbeat."""
 
 
@@ -100,7 +100,7 @@ def wait(
         if beat.etag != first.etag and not beat.leaving:
             age = f"last heartbeat {units.human_seconds(ago)} ago"
             raise AlreadyRunning(f"run {run} in {place.url} is trained by {beat.where} ({age}); {advice}")
-        pause(_LOOK_S)
+        pause(_POLL_S)
         current = held(place, run, where)
 
 
@@ -141,7 +141,7 @@ class Heartbeats:
     def stop(self, *, left: bool = False) -> None:
         """Stop the heartbeats. With `left`, a last heartbeat records that training has stopped here."""
         self._stop.set()
-        self._thread.join(_LOOK_S)
+        self._thread.join(_POLL_S)
         if left and not self._thread.is_alive() and not self.silent:
             beat(self._open(), self._run, self._where, left=True)
 

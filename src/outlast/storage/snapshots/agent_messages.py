@@ -1,7 +1,7 @@
-"""Messages between agents and ranks: JSON in lines, descriptors beside them on a Unix socket, raw bytes between them on TCP.
+"""Messages between agents and ranks: JSON in lines, with descriptors on a Unix socket and raw bytes between the lines on TCP.
 
-On TCP each line is sealed with the key of the run (`job.sealed_lines`); raw bytes are not, but a line has their crc32.
-Nothing is encrypted, just like the traffic between ranks.
+On TCP each line is sealed with the key of the run (`job.sealed_lines`); raw bytes are not sealed, but a line has their crc32.
+Like the traffic between ranks, messages are not encrypted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LINE = 64 << 10
 INDEX = 256 << 20
 """Maximum bytes of a line from a rank to its own agent, which may hold an index."""
 TIMEOUT_S = 10.0
-"""Timeout without progress. Arbitrary: twice as long as other packages wait for a machine that is swapping."""
+"""Seconds without progress before a timeout; arbitrary: twice as long as other modules wait for a machine that is swapping."""
 _CHUNK = 1 << 18
 _FDS = 8
 
@@ -59,18 +59,18 @@ class Connection:
             self.sock.sendall(line)
 
     def receive(self) -> dict[str, Any]:
-        """The next message. Raises OSError, also at the end of the connection, and ValueError."""
+        """Return the next message. Raises ValueError, and OSError, also at the end of the connection."""
         message = json.loads(self._seal.opened(self._line(self._longest)))
         if not isinstance(message, dict):
             raise ValueError(f"{message!r:.80} is no message")
         return message
 
     def waiting(self) -> bool:
-        """Whether `receive` would return or raise at once."""
+        """Return whether `receive` would return or raise at once."""
         while b"\n" not in self._buffer:
             try:
                 if not self._fill(socket.MSG_DONTWAIT):
-                    return True  # the end, which is news
+                    return True  # the end of the connection
             except BlockingIOError:
                 return False
             except OSError:
@@ -78,7 +78,7 @@ class Connection:
         return True
 
     def descriptor(self) -> int:
-        """The next descriptor received with a message. Raises ValueError if there is none."""
+        """Return the next descriptor received with a message. Raises ValueError if the message had none."""
         if not self._fds:
             raise ValueError("no descriptor came with it")
         return self._fds.popleft()
@@ -133,8 +133,8 @@ class Connection:
         self.sock.close()
 
 
-def patient(sock: socket.socket, seconds: float = TIMEOUT_S) -> socket.socket:
-    """Make socket operations fail after `seconds` without progress; unlike `settimeout` this also works with sendfile."""
+def set_timeout(sock: socket.socket, seconds: float = TIMEOUT_S) -> socket.socket:
+    """Make socket operations fail after `seconds` without progress. Unlike `settimeout`, this also works with sendfile."""
     sock.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
@@ -142,24 +142,24 @@ def patient(sock: socket.socket, seconds: float = TIMEOUT_S) -> socket.socket:
 
 
 def between_machines(sock: socket.socket) -> socket.socket:
-    """Set the options of a connection to another agent, so that the loss of its machine ends it soon."""
+    """Set the options of a connection to another agent, so that the connection fails soon after a loss of its machine."""
     tcp.ends_when_lost(sock, TIMEOUT_S, idle_s=5, probe_s=2)
-    return patient(sock)
+    return set_timeout(sock)
 
 
 def accepted(listener: socket.socket) -> Iterator[socket.socket]:
-    """Incoming connections, until the listener is closed."""
+    """Yield incoming connections until the listener is closed."""
     while True:
         try:
             yield listener.accept()[0]
         except OSError as error:
             if error.errno in (errno.EBADF, errno.EINVAL):  # closed, shut down
                 return
-            time.sleep(0.1)  # out of descriptors, or the peer has hung up already
+            time.sleep(0.1)  # out of descriptors, or the peer has closed the connection
 
 
 def close(listener: socket.socket | None) -> None:
-    """Stop listening: `accepted` ends, even in a thread that waits in it."""
+    """Stop listening. `accepted` ends, even in a thread that waits in it."""
     if listener is not None:
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
-"""The memory of a worker that snapshots may use, and the states that fit into it.
+"""The memory of a worker that snapshots may use, and the sizes of states that fit into this memory.
 
 `outlast validate` prints both before a job runs; the agent computes them from measured values. Pure; all sizes are bytes.
 
-A worker holds two snapshots at a time, the newest complete one and the one being written. Each has a copy of the state that every
+A worker holds two snapshots at a time: the newest complete one and the one in progress. Each has a copy of the state that every
 rank has (`shared`), of the state that only its own ranks have (`unique`), and `replicas` copies of other workers' unique state.
 """
 
@@ -14,16 +14,16 @@ from outlast.base import units
 
 SNAPSHOTS = 2
 _SHARE = 4
-"""`auto` uses 1/4 of the limit."""
+"""Divisor of the limit for `auto`: a quarter of it."""
 _FREE = 10
-"""1/10 of the limit stays free."""
+"""Divisor of the limit for the memory that stays free: a tenth of it."""
 
 
 class Budget(NamedTuple):
     """Memory of a worker that snapshots may use, and the reason in one sentence."""
 
     bytes: int
-    """0 if snapshots are off."""
+    """Size of the memory; 0 if snapshots are off."""
     reason: str
 
 
@@ -31,10 +31,10 @@ class Fit(NamedTuple):
     """The snapshots that fit into a budget."""
 
     held: bool
-    """Whether snapshots are taken."""
+    """True if snapshots are taken."""
     replicas: int
     reason: str = ""
-    """Why there are no snapshots, or fewer replicas than requested; otherwise empty."""
+    """The reason for no snapshots, or for fewer replicas than requested; otherwise empty."""
 
 
 Requested = int | Literal["auto", "off"]
@@ -42,7 +42,7 @@ Requested = int | Literal["auto", "off"]
 
 
 def requested(text: str) -> Requested:
-    """Parse `contract.Env.MEMORY`; an empty text is `auto`. Raises ValueError for any other text."""
+    """Parse `contract.Env.MEMORY`: `auto` or an empty text, `off`, or a size. Raises ValueError for any other text."""
     match text:
         case "" | "auto":
             return "auto"
@@ -52,10 +52,10 @@ def requested(text: str) -> Requested:
 
 
 def budget(requested: Requested, limit: int, used: int, free: int) -> Budget:
-    """Memory of a worker that snapshots may use.
+    """Return the memory of a worker that snapshots may use.
 
-    `limit` is the worker's memory limit (of its cgroup, else its share of the machine), `used` the memory that it uses now
-    without snapshots, `free` the memory that the machine has available for it.
+    `limit` is the worker's memory limit, of its cgroup or else its share of the machine. `used` is the memory that it uses
+    without snapshots, and `free` the memory that the machine has available for it.
     """
     if requested == "off":
         return Budget(0, "checkpoint.memory is off")
@@ -72,12 +72,12 @@ def budget(requested: Requested, limit: int, used: int, free: int) -> Budget:
 
 
 def needed(shared: int, unique: int, replicas: int) -> int:
-    """Memory that the snapshots of a worker take; `unique` is the size of one worker's own state."""
+    """Return the memory that the snapshots of a worker take. `unique` is the size of one worker's own state."""
     return SNAPSHOTS * (shared + (1 + replicas) * unique)
 
 
 def fit(budget: int, shared: int, unique: int, replicas: int, workers: int) -> Fit:
-    """Whether snapshots of this size fit, and with how many replicas; at most `workers` - 1 are possible."""
+    """Compute whether snapshots of this size fit, and with how many replicas; at most `workers` - 1 are possible."""
     possible = min(replicas, workers - 1) if unique else 0
     limit = f"checkpoint.memory is {units.human_bytes(budget)}"
     for count in range(possible, -1, -1):
@@ -91,16 +91,14 @@ def fit(budget: int, shared: int, unique: int, replicas: int, workers: int) -> F
 
 
 def largest(budget: int, replicas: int) -> tuple[int, int]:
-    """The largest state that fits if every rank has the whole state, and the largest share of one worker if the state is
-    sharded."""
+    """Return the largest state that fits if it is replicated, and the largest share of one worker if it is sharded."""
     return budget // SNAPSHOTS, budget // (SNAPSHOTS * (1 + replicas))
 
 
 def cost(requested: Requested, replicas: int, limit: int, workers: int, saved: int = 0) -> str:
-    """A sentence for `outlast validate`: the memory that snapshots take from a worker with `limit` bytes, and the state that
-    fits.
+    """Return a sentence for `outlast validate` about the memory for snapshots and the state that fits.
 
-    `saved` is the size of the run's newest checkpoint, 0 if there is none.
+    `limit` is a worker's memory, and `saved` the size of the run's newest checkpoint, 0 before the first.
     """
     usable, possible = budget(requested, limit, 0, limit), min(replicas, workers - 1)
     if not usable.bytes:
@@ -115,8 +113,7 @@ def cost(requested: Requested, replicas: int, limit: int, workers: int, saved: i
 
 
 def _compared(budget: int, replicas: int, workers: int, saved: int) -> str:
-    """A sentence on whether the state of a checkpoint of `saved` bytes fits: whole at every rank as with DDP, or sharded as with
-    FSDP."""
+    """Return a sentence on whether the state of a checkpoint of `saved` bytes fits, replicated (DDP) or sharded (FSDP)."""
     fits = {"DDP": fit(budget, saved, 0, replicas, workers), "FSDP": fit(budget, 0, -(-saved // workers), replicas, workers)}
     newest = f"; that of the newest checkpoint, {units.human_bytes(saved)},"
     reasons = {name: each.reason for name, each in fits.items() if each.reason}

@@ -11,7 +11,7 @@
         with client.open(part) as source:
             source.fetch([(i, memory) for i, item in enumerate(source.index)])
 
-One thread at a time may use a client, except that `poll` and `spare`, which never wait, may be called from another.
+Only one thread at a time may use a client. `poll` and `spare`, which never wait, may also be called from another thread.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import dataclasses
 import itertools
 import mmap
 import os
-import queue
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -37,13 +37,13 @@ from outlast.storage.snapshots import agent_messages, part_format
 from outlast.storage.snapshots.part_format import Damaged, Item, OutOfReach, Part
 
 _REPLY_S = 60
-"""Timeout for answers of our own agent. Arbitrary."""
+"""Timeout for our own agent's responses in seconds; arbitrary."""
 _STATES = 16
 _BATCH = 1024
 
 
 class NoMemory(OutlastError):
-    """There is no memory for a part."""
+    """The agent has no memory for a part."""
 
 
 class Where(NamedTuple):
@@ -60,7 +60,7 @@ class Room:
     id: int
     view: memoryview
     whole: memoryview
-    """The whole mapping, page-aligned: the same memory each time the room is used."""
+    """The whole mapping, page-aligned. It is the same memory each time the room is used."""
 
 
 @dataclasses.dataclass
@@ -70,22 +70,21 @@ class _Lent:
     mapped: mmap.mmap
     size: int
     place: int
-    """Index, within a snapshot, of the part that the memory is for."""
+    """Index of the memory's part within a snapshot."""
     at: tuple[int, int] | None = None
-    """The snapshot whose part the memory holds or will hold."""
+    """(generation, step) of the snapshot whose part the memory holds or will hold."""
 
 
 _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
-def _hang_up() -> None:
-    """Close the clients in a fork (a data loader's worker): the agent must notice the end of the rank, not that of its last
-    fork."""
+def _close_in_fork() -> None:
+    """Close the clients in a fork (a data loader's worker): the agent must detect the end of the rank, not of its last fork."""
     for client in list(_open):
         client.close()
 
 
-os.register_at_fork(after_in_child=_hang_up)
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class Client:
@@ -97,46 +96,49 @@ class Client:
         self._using = threading.Lock()
         self._states: dict[tuple[str, int], str] = {}
         self._lent: dict[int, _Lent] = {}
-        """The lent memory by room id; it is mapped once and reused."""
+        """The lent memory by room id, mapped once and reused."""
         self._indices: dict[str, Sequence[Item]] = {}
-        """The index that the agent has, by kind of part."""
+        """The last index sent to the agent, by kind of part."""
         hello = connection.receive()["hello"]
         self.address: str = hello["address"]
-        """host:port of our agent's data port; empty if the agent has none."""
+        """host:port of our agent's data port; empty without a port."""
         self.where = Where(hello["node"], hello["zone"])
-        self.budget: int = hello["budget"]
-        """Bytes for the two snapshots of this worker and for replicas of other workers' parts."""
         self._key = bytes.fromhex(hello["key"])
         self._store = bool(hello.get("store"))
-        """Whether the agent can query the store; agents of earlier versions cannot."""
+        """True if the agent can query the store; agents of earlier versions cannot."""
         _open.add(self)
 
     def room(self, nbytes: int, at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> Room:
         return self.rooms([nbytes], at, complete)[0]
 
     def rooms(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> list[Room]:
-        """Memory for the parts of the snapshot `at`, (generation, step). `complete` is the newest complete snapshot: its parts
-        stay; all older parts may be overwritten. Memory that was not reserved is requested now. Raises NoMemory."""
+        """Return memory for the parts of the snapshot `at`, (generation, step). Raises NoMemory.
+
+        Memory that was not reserved is requested now. `complete` is the newest complete snapshot: its parts stay, and all older
+        parts may be overwritten.
+        """
         self.reserve(sizes, at, complete)
         rooms = []
         for id, nbytes in zip(self._fitting(sizes, complete, at), sizes, strict=True):
             lent = self._lent[id]
             lent.at, whole = at, memoryview(lent.mapped)
-            whole[: part_format.PAGE] = bytes(part_format.PAGE)  # invalidates the part that it held
+            whole[: part_format.PAGE] = bytes(part_format.PAGE)  # invalidates the part that the memory held
             rooms.append(Room(id, whole[part_format.PAGE : part_format.PAGE + nbytes], whole))
         return rooms
 
     def reserve(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0), session: str = "") -> None:
-        """Request the memory that `rooms` would still need, and wait for it: touching 100 GB takes half a minute. Raises
-        NoMemory."""
+        """Request the memory that `rooms` would still need, and wait for it. Raises NoMemory.
+
+        The agent touches all pages first, which takes half a minute for 100 GB.
+        """
         fitting = self._fitting(sizes, complete, at)
         if 0 not in fitting:
             return
         self.give_back(complete, [id for id, lent in self._lent.items() if lent.at not in (complete, at) and id not in fitting])
         try:
             for place in (place for place, id in enumerate(fitting) if not id):
-                with self._patient():
-                    reply = self._ask({"room": sizes[place], "at": at, "complete": complete, "session": session})
+                with self._without_timeout():
+                    reply = self._request({"room": sizes[place], "at": at, "complete": complete, "session": session})
                 fd = self._connection.descriptor()
                 try:
                     mapped = mmap.mmap(fd, part_format.PAGE + reply["size"], mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -149,18 +151,19 @@ class Client:
             raise NoMemory(f"the agent gives no memory: {error}") from error
 
     def spare(self, sizes: Sequence[int], complete: tuple[int, int]) -> bool:
-        """Whether `rooms` can return memory for parts of these sizes without asking the agent. Does not wait."""
+        """Return whether `rooms` can return memory for parts of these sizes without a request to the agent. Does not wait."""
         return 0 not in self._fitting(sizes, complete)
 
     def _fitting(self, sizes: Sequence[int], *used: tuple[int, int]) -> list[int]:
-        """For each size, the id of the smallest room that is lent for a part at that index, is large enough, and holds no part of
-        the snapshots `used`; 0 if there is none."""
+        """Return for each size the id of the smallest suitable room, or 0.
+
+        A room is suitable if it is lent for a part at that index, is large enough, and holds no part of the snapshots `used`.
+        """
         free = sorted((lent.size, id, lent.place) for id, lent in list(self._lent.items()) if lent.at not in used)
         return [next((id for size, id, own in free if own == place and size >= nbytes), 0) for place, nbytes in enumerate(sizes)]
 
     def give_back(self, complete: tuple[int, int], ids: Sequence[int] | None = None) -> None:
-        """Give rooms back to the agent, all of them if `ids` is None. The agent keeps the complete snapshot and frees the
-        rest."""
+        """Give rooms back to the agent, by default all. The agent keeps the complete snapshot and frees the rest."""
         ids = list(self._lent) if ids is None else ids
         for id in ids:
             del self._lent[id]
@@ -171,8 +174,7 @@ class Client:
     def publish(
         self, room: Room, part: Part, index: Sequence[Item], *, to: Sequence[str] = (), complete: tuple[int, int] = (0, 0)
     ) -> None:
-        """Hand a completely written part to the agent, which sends replicas to the agents at `to`. `poll` returns the part's
-        state."""
+        """Publish a completely written part. The agent sends replicas to the agents at `to`; `poll` returns the part's state."""
         self._states[part.kind, part.step] = ""
         for old in list(self._states)[:-_STATES]:
             del self._states[old]
@@ -188,9 +190,11 @@ class Client:
             self._states[part.kind, part.step] = f"{part} cannot be kept: the agent is gone ({error})"
 
     def poll(self) -> Mapping[tuple[str, int], str]:
-        """Returns the states of the last publications by (kind, step), without waiting. A state is "" while the agent works on
-        the part, `held`, `replicated`, `held; ` followed by the reason why there is no replica, or the reason why the part is not
-        held."""
+        """Return the states of the last publications by (kind, step), without waiting.
+
+        A state is "" while the agent works on the part, then `held` or `replicated`, or `held; ` and the reason why a replica
+        failed. If the part is not held, the state is the reason.
+        """
         if self._using.acquire(blocking=False):
             try:
                 while self._connection.waiting():
@@ -204,37 +208,37 @@ class Client:
         return dict(self._states)
 
     def catalog(self) -> list[Part]:
-        """The parts in the memory of this worker, replicas included. Raises Damaged, OutOfReach."""
+        """Return the parts in the memory of this worker, including replicas. Raises Damaged, OutOfReach."""
         with _reading("the agent does not answer"):
-            return part_format.catalog(self._ask({"catalog": True})["parts"])
+            return part_format.catalog(self._request({"catalog": True})["parts"])
 
     def open(self, part: Part, address: str | None = None) -> Source:
-        """Open a part for reading, from our own agent or the one at `address`. Raises Damaged, OutOfReach."""
+        """Open a part for reading, from our own agent or the agent at `address`. Raises Damaged, OutOfReach."""
         if address is not None and address != self.address:
             with _reading(f"{part} is out of reach: {address}"):
                 return Source(_Peer(address, self._key, part), part)
         with _reading("the agent does not answer"):
-            id = self._ask({"open": part.json()})["open"]
+            id = self._request({"open": part.json()})["open"]
             return Source(_Local(self._connection.descriptor(), lambda: self._connection.send({"close": id})), part)
 
     def forget(self, keep: tuple[int, int] | None = None) -> None:
-        """Give up all parts in the memory of this worker, except those of the snapshot `keep`."""
+        """Drop all parts in the memory of this worker, except those of the snapshot `keep`."""
         with contextlib.suppress(OSError, ValueError):
-            self._ask({"forget": keep})
+            self._request({"forget": keep})
 
     def newest(self) -> tuple[int, int] | None:
-        """(generation, step) of the newest checkpoint in the store, if any. Raises StoreError, also on a timeout."""
+        """Return (generation, step) of the newest checkpoint in the store, or None. Raises StoreError, also on a timeout."""
         at = self._stored({"newest": True})["newest"] if self._store else None
         return at and (int(at[0]), int(at[1]))
 
     def restore(self) -> None:
-        """Have the agent fetch the store's newest checkpoint; returns when it is on the disk. Raises StoreError."""
+        """Make the agent fetch the store's newest checkpoint, and wait until it is on the disk. Raises StoreError."""
         self._stored({"restore": True})
 
     def _stored(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The agent's answer about the store, however long it takes."""
+        """Return the agent's response to a request about the store, without a timeout."""
         try:
-            with self._patient():
+            with self._without_timeout():
                 reply = self._exchange(message)
         except (OSError, ValueError) as error:
             raise StoreError(f"the newest checkpoint cannot be fetched: the agent is gone ({error})", retry=True) from error
@@ -247,13 +251,13 @@ class Client:
         self._connection.close()
 
     @contextlib.contextmanager
-    def _patient(self) -> Iterator[None]:
-        """Wait for the agent's answer without a timeout."""
-        agent_messages.patient(self._connection.sock, 0)
+    def _without_timeout(self) -> Iterator[None]:
+        """Wait for the agent's response without a timeout."""
+        agent_messages.set_timeout(self._connection.sock, 0)
         try:
             yield
         finally:
-            agent_messages.patient(self._connection.sock, _REPLY_S)
+            agent_messages.set_timeout(self._connection.sock, _REPLY_S)
 
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         with self._using:
@@ -262,7 +266,7 @@ class Client:
                 self._on_event(reply)
         return reply
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, message: dict[str, Any]) -> dict[str, Any]:
         reply = self._exchange(message)
         if "problem" in reply:
             raise OutlastError(str(reply["problem"]))
@@ -276,12 +280,12 @@ class Client:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Classify errors in reading a copy as Damaged or OutOfReach; nothing else does so."""
+    """Map errors in reading a copy to Damaged or OutOfReach."""
     try:
         yield
     except (Damaged, OutOfReach):
         raise
-    except OutlastError as problem:  # the holder itself says so
+    except OutlastError as problem:  # an error that the holder reports
         raise Damaged(str(problem)) from problem
     except OSError as error:
         raise OutOfReach(f"{what}: {error}") from error
@@ -290,10 +294,10 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def connect(environ: Mapping[str, str]) -> Client | None:
-    """The client of this process; None if snapshots are off.
+    """Return the client of this process, or None if snapshots are off.
 
-    Raises NotRestored if snapshots are on and the agent does not answer: only the agent can fetch the store's newest checkpoint,
-    so training must not begin without it.
+    Raises NotRestored if snapshots are on and the agent does not respond: only the agent can fetch the store's newest checkpoint,
+    so training must not begin without the agent.
     """
     path = Path(environ.get(Env.STATE, "/nonexistent")) / contract.SNAPSHOTS
     try:
@@ -302,10 +306,10 @@ def connect(environ: Mapping[str, str]) -> Client | None:
         return None
     except OSError as error:
         raise NotRestored(f"the agent of this worker does not answer at {path}: {error}") from error
-    connection = agent_messages.Connection(agent_messages.patient(sock, _REPLY_S), longest=agent_messages.INDEX)
+    connection = agent_messages.Connection(agent_messages.set_timeout(sock, _REPLY_S), longest=agent_messages.INDEX)
     try:
         client = Client(connection)
-        if client._store and environ.get("RANK", "0") == "0":  # prefetch: rank 0 asks for the newest checkpoint when it resumes
+        if client._store and environ.get("RANK", "0") == "0":  # prefetch: rank 0 requests the newest checkpoint when it resumes
             connection.send({"look": True})
         return client
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -317,7 +321,7 @@ class Source:
     """A part that is open for reading."""
 
     def __init__(self, reader: _Local | _Peer, part: Part) -> None:
-        """Raises Damaged if the reader has another part or the index is wrong; also OSError and ValueError."""
+        """Raises OSError, ValueError, and Damaged if the reader has another part or a damaged index."""
         self._reader = reader
         try:
             self.part, self.tail = reader.described()
@@ -329,8 +333,10 @@ class Source:
             raise
 
     def fetch(self, items: Iterable[tuple[int, memoryview]]) -> None:
-        """Read items, each given by its number in the index and memory of its size; reading many at once is faster than one by
-        one. Raises Damaged, OutOfReach."""
+        """Read items, given as (number in the index, memory of the item's size). Raises Damaged, OutOfReach.
+
+        One call for many items is faster than one call per item.
+        """
         blocks = []
         for i, into in items:
             item, memory = self.index[i], into.cast("B")
@@ -358,14 +364,14 @@ class _Block(NamedTuple):
     crc: int
     key: str
 
-    def check(self, crc: int | None = None) -> None:
-        """Raises Damaged on a wrong checksum; `crc` is the computed checksum, if the caller already has it."""
+    def verify(self, crc: int | None = None) -> None:
+        """Raise Damaged on a wrong checksum. `crc` is the checksum of the memory if the caller has computed it."""
         if (crc32.update(self.into) if crc is None else crc) != self.crc:
             raise Damaged(f"{self.key:.80} has a wrong checksum in a snapshot")
 
 
 class _Local:
-    """Reads from our own agent's memory, in several threads, since verifying checksums takes longest."""
+    """A reader of our own agent's memory, in several threads, since verifying checksums takes longest."""
 
     def __init__(self, fd: int, closed: Any) -> None:
         self._fd, self._closed = fd, closed
@@ -378,11 +384,12 @@ class _Local:
         return part, bytes(tail)
 
     def fetch(self, blocks: Sequence[_Block]) -> None:
-        def work(block: _Block) -> None:
+        def read(block: _Block) -> None:
             at = part_format.PAGE + block.place
-            block.check(part_format.filled(block.into, lambda offset, piece: self._read(piece, at + offset)))
+            block.verify(part_format.filled(block.into, lambda offset, piece: self._read(piece, at + offset)))
 
-        _together(work, blocks)
+        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), 4), "outlast-snapshots-read") as pool:
+            list(pool.map(read, blocks))
 
     def _read(self, into: memoryview, at: int) -> None:
         while into:
@@ -392,7 +399,7 @@ class _Local:
             into, at = into[count:], at + count
 
     def close(self) -> None:
-        if self._over:  # the descriptor's number may be another file's by now
+        if self._over:  # the descriptor's number may belong to another file
             return
         self._over = True
         os.close(self._fd)
@@ -401,7 +408,7 @@ class _Local:
 
 
 class _Peer:
-    """Reads from the agent of another worker, while a second thread verifies checksums."""
+    """A reader of another worker's memory, through its agent, while a second thread verifies checksums."""
 
     def __init__(self, address: str, key: bytes, part: Part) -> None:
         self._connection, self._part = agent_messages.connect(address, key), part
@@ -417,69 +424,16 @@ class _Peer:
         return part, bytes(tail)
 
     def fetch(self, blocks: Sequence[_Block]) -> None:
-        with _Checker() as checker:
-            rest = iter(blocks)
+        rest = iter(blocks)
+        with ThreadPoolExecutor(1, "outlast-snapshots-check") as pool:
+            checks = []
             while batch := list(itertools.islice(rest, _BATCH)):
                 self._connection.send({"items": [[block.place, len(block.into)] for block in batch]})
                 for block in batch:
                     self._connection.read_into(block.into)
-                    checker.put(block)
+                    checks.append(pool.submit(block.verify))
+        for check in checks:
+            check.result()
 
     def close(self) -> None:
         self._connection.close()
-
-
-class _Checker:
-    """Verifies blocks in a thread. Raises Damaged at the end."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
-        self._problem: Damaged | None = None
-        self._thread = threading.Thread(target=self._run, name="outlast-snapshots-check", daemon=True)
-
-    def put(self, block: _Block) -> None:
-        self._queue.put(block)
-
-    def _run(self) -> None:
-        while (block := self._queue.get()) is not None:
-            try:
-                block.check()
-            except Damaged as problem:
-                self._problem = problem
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._queue.put(None)
-        self._thread.join()
-        if self._problem is not None and error is None:
-            raise self._problem
-
-
-def _together(work: Any, blocks: Sequence[_Block]) -> None:
-    """Do `work` for all blocks in a few threads; raises the first error."""
-    errors: list[BaseException] = []
-    rest, lock = iter(blocks), threading.Lock()
-
-    def run() -> None:
-        while not errors:
-            with lock:
-                block = next(rest, None)
-            if block is None:
-                return
-            try:
-                work(block)
-            except (OSError, OutlastError) as error:
-                errors.append(error)
-
-    count = min(len(os.sched_getaffinity(0)), 4, len(blocks))
-    threads = [threading.Thread(target=run, name="outlast-snapshots-read", daemon=True) for _ in range(count - 1)]
-    for thread in threads:
-        thread.start()
-    run()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]

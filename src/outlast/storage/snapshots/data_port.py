@@ -1,8 +1,8 @@
 """The data port of an agent: other agents send replicas here, and ranks of other workers read parts.
 
-Anybody on the network can reach the port, so the first line of a connection must prove knowledge of the run's key, and bad input
-costs a peer no more than its connection. Beyond the maximum number of connections the oldest unauthenticated one is closed;
-authenticated peers wait for their turn.
+Any machine on the network can reach the port, so the first line of a connection must prove knowledge of the run's key, and
+invalid input only closes the connection. Beyond the maximum number of connections, the oldest unauthenticated one is closed;
+authenticated peers wait.
 
     {"put": part, "tail": bytes, "complete": at}    -> {"soon": true} while memory is allocated, {"go": true}; then the peer
                                                        sends tail and blocks; -> {"held": true}
@@ -32,7 +32,7 @@ VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
-    """The address to advertise, and whether to listen on all addresses; on a single machine only 127.0.0.1."""
+    """Return the address to advertise, and whether to listen on all addresses; a single machine uses only 127.0.0.1."""
     if Env.ADDRESS not in environ:
         return "127.0.0.1", False
     named = [name for variable in VARIABLES for name in prefixes(environ.get(variable, ""))]
@@ -40,12 +40,12 @@ def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
 
 
 def prefixes(interfaces: str) -> list[str]:
-    """The interface names in a value such as `eth0,ib` or `=eth0`; none for an exclusion (`^docker`)."""
+    """Return the interface names in a value such as `eth0,ib` or `=eth0`; no names for an exclusion (`^docker`)."""
     return [] if interfaces.startswith("^") else [name for name in interfaces.removeprefix("=").split(",") if name]
 
 
 def _address(prefixes: list[str]) -> str:
-    """The first address of an interface with one of these prefixes; empty if there is none."""
+    """Return the first address of an interface with one of these prefixes, or an empty string."""
     import psutil
 
     for prefix in prefixes:
@@ -57,17 +57,18 @@ def _address(prefixes: list[str]) -> str:
 
 
 _STRANGERS = 256
-"""Maximum number of unauthenticated connections; if another arrives, the oldest is closed."""
+"""Maximum number of unauthenticated connections; another connection closes the oldest."""
 _READERS, _REPLICAS = 512, 128
-"""Maximum number of authenticated peers served at a time: of readers, and of senders of replicas, so that neither starve the
-other."""
+"""Maximum numbers of readers and of senders of replicas that are served at a time, separate so that neither starves the other."""
 _MOST = 768
-"""Maximum number of connections; more wait in the listener's queue. A process may usually have 1,024 files open."""
+"""Maximum number of connections; more wait in the listener's queue. A process can usually open 1,024 files."""
 _BACKLOG = 1024
 _PROVE_S = 5.0
 
 
 class Port:
+    """The data port of an agent."""
+
     def __init__(self, rooms: Rooms, key: bytes, environ: Mapping[str, str]) -> None:
         self._rooms, self._key, self._environ = rooms, key, environ
         self._changed = threading.Condition()
@@ -101,7 +102,7 @@ class Port:
                 if self._strangers and (len(self._strangers) >= _STRANGERS or self._all >= _MOST):
                     first = next(iter(self._strangers))
                     del self._strangers[first]
-                    with contextlib.suppress(OSError):  # it has hung up itself
+                    with contextlib.suppress(OSError):  # the peer has closed it
                         first.shutdown(socket.SHUT_RDWR)
                 self._changed.wait_for(lambda: self._all < _MOST)
                 self._strangers[sock] = None
@@ -111,22 +112,22 @@ class Port:
     def _serve(self, sock: socket.socket) -> None:
         opened: list[Room] = []
         try:
-            connection = agent_messages.Connection(agent_messages.patient(agent_messages.between_machines(sock), _PROVE_S))
+            connection = agent_messages.Connection(agent_messages.set_timeout(agent_messages.between_machines(sock), _PROVE_S))
             connection.greet(self._key, "decider")
             request = connection.receive()
             with self._changed:
                 self._strangers.pop(sock, None)
-            agent_messages.patient(sock)
+            agent_messages.set_timeout(sock)
             with self._replicas if "put" in request else self._readers:
                 while True:
                     self._answer(connection, request, opened)
                     request = connection.receive()
         except (OSError, ValueError, RecursionError):
-            pass  # it has gone, or is no member
+            pass  # the peer has gone, or is no member of the run
         finally:
             for room in opened:
                 self._rooms.release(room)
-            with self._changed:  # before closing: afterwards its descriptor's number may be another socket's
+            with self._changed:  # before the close, after which the descriptor's number may belong to another socket
                 self._strangers.pop(sock, None)
                 self._all -= 1
                 self._changed.notify_all()
@@ -160,7 +161,7 @@ class Port:
                 raise ValueError(f"{room.part} has no block {block!r:.80}")
 
     def _receive(self, connection: agent_messages.Connection, part: Part, length: int, complete: tuple[int, int]) -> None:
-        """Receive a replica. The header is written once everything has arrived with the right checksums."""
+        """Receive a replica. The header is written once all blocks have arrived with valid checksums."""
         self._rooms.admit(part.run, part.at, complete, part.session, own=False)
         if length > part_format.LONGEST_TAIL:
             raise Damaged(f"the index of {part} has {length} bytes")

@@ -1,6 +1,6 @@
 """The machine's memory for snapshots, and files in memory whose pages are touched before use.
 
-Whatever the `budget`, a tenth of the memory stays free: a worker that is OOM-killed is worse than one without snapshots.
+A tenth of the memory stays free with any `budget`: an OOM-killed worker is worse than a worker without snapshots.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Machine(machine_memory.Machine):
     """The machine's memory, as the kernel reports it."""
 
     def budget(self, requested: budget.Requested, workers: int) -> budget.Budget:
-        """Memory for the snapshots of one of `workers` workers on this machine."""
+        """Return the memory for the snapshots of one of `workers` workers on this machine."""
         machine = self.machine()
         total, free = machine.get("MemTotal", 0), machine.get("MemAvailable", 0)
         shared = total // workers, max(0, total // workers - free // workers)
@@ -31,10 +31,9 @@ _PIECE = 4 << 30
 
 
 class File:
-    """A file in memory for one part: a header page and `size` bytes of data, with all pages touched; a tail may be written after
-    them.
+    """A file in memory for one part: a header page and `size` bytes of data, with all pages touched, and later a tail.
 
-    Calls `alive` between pieces. Raises OSError if there is not enough memory, and any exception that `alive` raises.
+    The constructor calls `alive` between pieces. Raises OSError if memory is short, and any exception from `alive`.
     """
 
     def __init__(self, size: int, alive: Callable[[], None] = lambda: None) -> None:
@@ -46,7 +45,7 @@ class File:
             for at in range(_PIECE, end, _PIECE):
                 alive()
                 os.posix_fallocate(self.fd, at, min(_PIECE, end - at))
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # so nobody who maps it ever gets SIGBUS
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # processes that map it never get SIGBUS
             self._whole = memoryview(mmap.mmap(self.fd, end))
             self.data = self._whole[part_format.PAGE :]
         except BaseException:
@@ -55,7 +54,7 @@ class File:
 
     @property
     def torn(self) -> bool:
-        """Whether a rank has begun to overwrite the part."""
+        """True if a rank has begun to overwrite the part."""
         return not self._whole[0]
 
     def clear(self) -> None:
@@ -67,7 +66,7 @@ class File:
         _write(self.fd, part_format.header(part, len(tail)), 0)
 
     def close(self) -> None:
-        """Free the memory once nobody maps it; a thread that has just finished may still hold a slice of `data`."""
+        """Free the memory once no process maps it. A thread that has just finished may still hold a slice of `data`."""
         self.data.release()
         self._whole.release()
         os.close(self.fd)

@@ -1,9 +1,9 @@
-"""The snapshot that a world resumes from: the newest whose parts can all be reached. Pure.
+"""The election of the snapshot that a world resumes from: the newest whose parts are all reachable. Pure.
 
 Each worker reports the parts in its memory, its own and replicas of other workers' parts (`Held`). A snapshot counts if it has
 the unique part of every rank of its world, and the shared parts of all ranks of one worker. The snapshot must belong to this run,
-and to this generation or an earlier one. Parts of two snapshots are never combined, whatever their steps: the result would be a
-state that training never had.
+and to this generation or an earlier one. Parts of two snapshots are never combined: the result would be a state that training
+never had.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from outlast.storage.snapshots.part_format import Part
 
 At = tuple[int, int]
-"""(generation, step), by which snapshots and checkpoints are ordered."""
+"""(generation, step), the order of snapshots and checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +32,14 @@ Holders = tuple[Held, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A snapshot whose parts can all be reached."""
+    """A snapshot whose parts are all reachable."""
 
     at: At
     unique: tuple[Holders, ...]
     """Holders of the unique parts, by rank in the world that made the snapshot."""
     shared: tuple[tuple[Holders, ...], ...]
-    """Complete sets of shared parts, each by local rank. Any set is enough; workers that shard the state alike hold the same
-    set."""
+    """Complete sets of shared parts, each by local rank. One set is enough, and workers that shard the state alike have equal
+    sets."""
 
     @property
     def parts(self) -> list[Part]:
@@ -51,16 +51,16 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Election:
-    """The snapshots to resume from, and why newer ones were rejected."""
+    """The snapshots to resume from, and the reasons for rejecting newer ones."""
 
     candidates: tuple[Candidate, ...]
-    """Newest first."""
+    """Snapshots to resume from, newest first."""
     reasons: tuple[str, ...]
     """A sentence for each rejected snapshot that is newer than the newest candidate."""
 
 
 def newest(held: Iterable[Held], run: str, generation: int) -> Election:
-    """The snapshots of `run` that a world of `generation` may resume from."""
+    """Elect the snapshots of `run` that a world of `generation` may resume from."""
     groups: dict[tuple[At, str, int], list[Held]] = {}
     foreign: set[str] = set()
     for each in held:
@@ -83,7 +83,7 @@ def newest(held: Iterable[Held], run: str, generation: int) -> Election:
 
 
 def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
-    """The snapshot that these parts form, or the reason why they do not form one."""
+    """Return the snapshot that these parts form, or the reason why they form none."""
     name = f"the snapshot of step {at[1]} (generation {at[0]})"
     by_rank: dict[int, list[Held]] = {}
     by_worker: dict[int, dict[int, list[Held]]] = {}
@@ -112,15 +112,17 @@ def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
 
 
 def _whole(by_local_rank: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
-    """A worker's shared parts by local rank; empty if one is missing."""
+    """Return a worker's shared parts by local rank, or an empty tuple if a part is missing."""
     ranks = next(iter(by_local_rank.values()))[0].part.local_ranks
     shared = tuple(_same(by_local_rank.get(local, ())) for local in range(ranks)) if len(by_local_rank) >= ranks else ()
     return shared if all(shared) else ()
 
 
 def _same(held: Sequence[Held]) -> Holders:
-    """The holders of the right copy. If copies differ, the copy of the worker that wrote the part is right; without that worker,
-    none counts."""
+    """Return the holders of the valid copy.
+
+    If copies differ, the copy of the worker that wrote the part is valid. Without that worker, no copy is.
+    """
     originals = {each.part.digest for each in held if not each.part.replica}
     digests = originals or {each.part.digest for each in held}
     if len(digests) != 1:

@@ -1,11 +1,11 @@
 """The format of a part: one rank's share of a snapshot, in a file in memory.
 
     header page     magic, length and crc32 of a JSON document: the part, the length of its tail; written last
-    data            the items, at the places that the index gives
+    data            the items, at the offsets in the index
     tail            number of blocks, crc32 of each (little-endian), the index (JSON)
 
 A part exists once its header does. Its digest is the crc32 of the tail, which holds the crc32 of every block: two parts with the
-same digest have the same bytes. All input comes from another process or machine, so everything is checked. Pure.
+same digest have the same bytes. All input comes from another process or machine, so everything is validated. Pure.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract
 
 PAGE = 4096
-"""Bytes of the header page; the data begins after it."""
+"""Bytes of the header page, which precedes the data."""
 BLOCK = 4 << 20
-"""Bytes per checksum, so that several threads can verify one item."""
+"""Bytes per checksum: small enough that several threads can verify one item."""
 _PIECE = 256 << 10
-"""Bytes that are processed at a time; smaller than a core's cache."""
+"""Bytes that are processed at a time: less than a core's cache."""
 ALIGNED = 64
-"""Places are multiples of this number of bytes, which is enough for any dtype and is a cache line."""
+"""Alignment of items in bytes: a cache line, which is enough for any dtype."""
 LONGEST_TAIL = 256 << 20
-"""Maximum bytes of a tail. Arbitrary: an index has some 150 bytes for each tensor."""
+"""Maximum bytes of a tail; arbitrary: an index has about 150 bytes per tensor."""
 _MAGIC = b"outlast1"
 _HEAD = struct.Struct("<8sII")
 _MOST = 1 << 53
 
 Kind = Literal["shared", "unique"]
-"""`shared`: state that every worker has, sharded over its ranks; `unique`: state that one rank alone has."""
+"""`shared`: state that every worker has, sharded over its ranks; `unique`: state that only one rank has."""
 
 
 class Damaged(OutlastError):
-    """A copy of a part is wrong: torn, changed, of another snapshot, or no longer there. Another copy may be right."""
+    """A copy of a part is torn, changed, from another snapshot, or gone. Another copy may be valid."""
 
 
 class OutOfReach(OutlastError):
-    """A copy of a part cannot be read now, right or wrong; a retry may succeed."""
+    """A copy of a part cannot be read at present; a retry may succeed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One rank's share of the snapshot at one step boundary. Its field names are JSON keys that other agents read, too."""
+    """One rank's share of the snapshot at one step boundary. The field names are JSON keys that other agents read."""
 
     run: str
     generation: int
@@ -57,26 +57,26 @@ class Part:
     world: int
     rank: int
     worker: int
-    """The worker whose rank wrote the part; replicas are at other workers."""
+    """The worker whose rank wrote the part; other workers hold its replicas."""
     local_rank: int
     local_ranks: int
     kind: Kind
     bytes: int = 0
     items: int = 0
     digest: str = ""
-    """Identity of the content, 8 hex digits; the agent computes it."""
+    """Checksum of the content, 8 hex digits, computed by the agent."""
     replica: bool = False
     session: str = ""
-    """Identity of one world of processes: parts of different attempts of one generation never mix."""
+    """A nonce for each start of the world's processes: parts of two attempts of one generation are never combined."""
 
     @property
     def at(self) -> tuple[int, int]:
-        """(generation, step), by which snapshots are ordered."""
+        """(generation, step), the order of snapshots."""
         return self.generation, self.step
 
     @property
     def name(self) -> tuple[object, ...]:
-        """Equal for a part and its replicas, different for all other parts."""
+        """Identity of the part, equal for its replicas and different for all other parts."""
         return self.run, self.generation, self.step, self.kind, self.rank, self.worker, self.digest, self.session
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Part:
 
     @classmethod
     def of(cls, document: object) -> Self:
-        """A part from untrusted JSON; fields of newer versions are ignored. Raises Damaged."""
+        """Parse a part from untrusted JSON, ignoring fields of newer versions. Raises Damaged."""
         if not isinstance(document, Mapping):
             raise Damaged(f"{document!r:.80} is no part of a snapshot")
         fields = {name: document[name] for name in _FITS if name in document}
@@ -104,7 +104,7 @@ class Part:
 
 
 def catalog(documents: Iterable[object]) -> list[Part]:
-    """The parts in a list from untrusted JSON, skipping any that only a newer version understands."""
+    """Parse the parts in a list from untrusted JSON, skipping those that only a newer version supports."""
     parts = []
     for each in documents:
         with contextlib.suppress(Damaged):
@@ -118,7 +118,7 @@ class Item:
 
     key: str
     dtype: str
-    """torch's name of the data type (`float32`); `bytes` for anything but tensors."""
+    """torch's name of the data type, such as `float32`; `bytes` for other data than tensors."""
     size: tuple[int, ...]
     """Shape of the whole tensor; () for bytes and scalars."""
     offsets: tuple[int, ...]
@@ -129,12 +129,12 @@ class Item:
     nbytes: int
 
     def blocks(self) -> list[tuple[int, int]]:
-        """(place, bytes) of each block of the item."""
+        """Return (place, bytes) of each block of the item."""
         return [(self.place + at, min(BLOCK, self.nbytes - at)) for at in range(0, self.nbytes, BLOCK)]
 
     @classmethod
     def of(cls, row: object) -> Self:
-        """An item from untrusted JSON. Raises Damaged."""
+        """Parse an item from untrusted JSON. Raises Damaged."""
         if not (isinstance(row, Sequence) and len(row) == 7):
             raise Damaged(f"{row!r:.80} is no item of a snapshot")
         key, dtype, size, offsets, chunk, place, nbytes = row
@@ -153,7 +153,7 @@ class Item:
 
 
 def laid_out(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Places for items of these sizes, and their total size with padding; all in bytes."""
+    """Return the offsets of items of these sizes, and their total size with padding; all in bytes."""
     places, end = [], 0
     for size in sizes:
         places.append(end)
@@ -162,7 +162,7 @@ def laid_out(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def checksums(index: Sequence[Item], data: memoryview) -> list[int]:
-    """The crc32 of each block, in the order of the index."""
+    """Return the crc32 of each block, in the order of the index."""
     return [crc32.update(data[place : place + nbytes]) for item in index for place, nbytes in item.blocks()]
 
 
@@ -180,7 +180,7 @@ def filled(into: memoryview, fill: Callable[[int, memoryview], object]) -> int:
 
 
 def checked(index: Iterable[Item], part: Part) -> list[Item]:
-    """The items of a part. Raises Damaged if an item reaches beyond the part's data."""
+    """Return the items of a part. Raises Damaged if an item ends beyond the part's data."""
     items = list(index)
     for item in items:
         if item.place + item.nbytes > part.bytes:
@@ -197,17 +197,17 @@ def encoded(rows: Sequence[object]) -> bytes:
 
 
 def tail(index: Sequence[Item], crcs: Sequence[int], encoded_index: bytes = b"") -> bytes:
-    """The bytes after the data. Pass `encoded_index` to avoid encoding the index again."""
+    """Return the bytes after the data. Pass `encoded_index` to avoid encoding the index again."""
     return struct.pack(f"<{1 + len(crcs)}I", len(crcs), *crcs) + (encoded_index or encoded(rows(index)))
 
 
 def finished(part: Part, index: Sequence[Item], tail: bytes) -> Part:
-    """The part with its number of items and its digest."""
+    """Return the part with its number of items and its digest."""
     return dataclasses.replace(part, items=len(index), digest=f"{crc32.update(tail):08x}")
 
 
 def read_tail(part: Part, tail: bytes) -> tuple[list[Item], list[list[int]]]:
-    """The index of a part, and for each item the crc32 of its blocks. Raises Damaged."""
+    """Return the index of a part, and for each item the crc32 of its blocks. Raises Damaged."""
     if f"{crc32.update(tail):08x}" != part.digest:
         raise Damaged(f"the index of {part} has digest {crc32.update(tail):08x} instead of {part.digest}")
     try:
@@ -222,7 +222,7 @@ def read_tail(part: Part, tail: bytes) -> tuple[list[Item], list[list[int]]]:
 
 
 def header(part: Part, tail: int) -> bytes:
-    """The header page of a part whose tail has `tail` bytes."""
+    """Return the header page of a part whose tail has `tail` bytes. Raises Damaged if the part does not fit."""
     document = json.dumps({"part": part.json(), "tail": tail}).encode()
     if len(document) > PAGE - _HEAD.size:
         raise Damaged(f"the header of {part} has {len(document)} bytes; {PAGE - _HEAD.size} are possible")
@@ -230,7 +230,7 @@ def header(part: Part, tail: int) -> bytes:
 
 
 def read_header(page: bytes) -> tuple[Part, int]:
-    """The part in a header page, and the length of its tail. Raises Damaged."""
+    """Return the part in a header page, and the length of its tail in bytes. Raises Damaged."""
     if len(page) < _HEAD.size:
         raise Damaged("a part of a snapshot has no header")
     magic, length, crc = _HEAD.unpack_from(page)
@@ -241,7 +241,7 @@ def read_header(page: bytes) -> tuple[Part, int]:
 
 
 def described(document: object) -> tuple[Part, int]:
-    """The part and the length of its tail, from the JSON of a header. Raises Damaged."""
+    """Return the part and the length of its tail, given the JSON of a header. Raises Damaged."""
     tail = document.get("tail") if isinstance(document, Mapping) else None
     if not (isinstance(document, Mapping) and _count(tail) and tail <= LONGEST_TAIL):
         raise Damaged(f"{document!r:.80} is no header of a part of a snapshot")

@@ -1,8 +1,7 @@
-"""Replicas: which other workers hold them (`holders`, pure), and sending them, slowly enough not to disturb training.
+"""Replicas: the choice of their holders (`holders`, pure), and a sender that is slow enough not to disturb training.
 
 No worker holds more than a fair share, so that memory can be planned. Within this limit, workers on other nodes are preferred,
-then workers in other zones, then those furthest away in a ring of ranks: neighbours in rank, often in one rack, have their
-replicas far from each other.
+then workers in other zones, then workers furthest away in a ring of ranks: neighbours in rank are often in one rack.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ class Place:
     """Location of a worker."""
 
     address: str
-    """Address of its agent's data port; empty if the agent has none."""
+    """Address of its agent's data port; empty without a port."""
     node: str = ""
     zone: str = ""
 
 
 def holders(workers: Sequence[Place], count: int) -> list[tuple[str, ...]]:
-    """For each worker, the addresses of the `count` other workers that hold replicas of its parts; fewer in a small world.
+    """Return, for each worker, the addresses of the `count` other workers that hold its replicas; fewer in a small world.
 
-    `workers` are in the order of their ranks. Deterministic: every worker computes the same.
+    `workers` are in the order of their ranks. Every worker computes the same result.
     """
     ring = _Ring(workers, count)
     for _ in range(count):
@@ -43,7 +42,7 @@ def holders(workers: Sequence[Place], count: int) -> list[tuple[str, ...]]:
 
 
 class _Ring:
-    """The peers chosen so far, and how many replicas each worker may still hold."""
+    """The peers chosen so far, and the number of replicas that each worker may still hold."""
 
     def __init__(self, workers: Sequence[Place], count: int) -> None:
         self._workers = workers
@@ -63,8 +62,7 @@ class _Ring:
         self._by_zone[self._workers[other].zone] += more
 
     def choose(self, own: int) -> None:
-        """Assign the best remaining peer to a worker. If no peer with room suits the worker, swap peers with another worker that
-        can use such a peer."""
+        """Assign the best remaining peer to a worker. If no peer with room suits it, swap peers with another worker."""
         peer = self._best(own)
         if peer is None:
             holders = (n for n, free in enumerate(self._free) if free)
@@ -80,7 +78,7 @@ class _Ring:
         self._count(peer, -1)
 
     def _after(self, own: int) -> Iterator[int]:
-        """All workers in ring order, beginning halfway around it."""
+        """Yield all workers in ring order, beginning halfway around the ring."""
         first = own + max(1, len(self._workers) // 2)
         return (other % len(self._workers) for other in range(first, first + len(self._workers)))
 
@@ -88,7 +86,7 @@ class _Ring:
         return other != own and other not in self.peers[own]
 
     def _best(self, own: int) -> int | None:
-        """The first peer with room, if possible on a node and in a zone without a copy of this worker's parts."""
+        """Return the first peer with room, if possible on a node and in a zone without a copy of this worker's parts."""
         nodes, zones = ({getattr(self._workers[each], name) for each in (own, *self.peers[own])} for name in ("node", "zone"))
         room = sum(self._free)
         least = sum(self._by_node[node] for node in nodes) == room, self._zoned and sum(self._by_zone[z] for z in zones) == room
@@ -107,19 +105,21 @@ class _Ring:
 SLOWEST = 50e6
 """Minimum bytes per second; a lower rate would make snapshots rare."""
 _FIRST = 200e6
-"""Bytes per second for the first part, before the interval between snapshots is known. Arbitrary."""
+"""Bytes per second for the first part, before the interval between snapshots is known; arbitrary."""
 
 
 def rate(nbytes: int, interval_s: float | None) -> float:
-    """Bytes per second at which sending a part takes a quarter of the interval between snapshots.
+    """Return the bytes per second at which sending a part takes a quarter of the interval between snapshots.
 
-    Not half: the next snapshot waits for the replicas of this one. If this wait makes the interval two steps long, the replicas
-    are complete after the first step, and the next interval is one step.
+    Half of the interval would be too long, since the next snapshot waits for the replicas of this one. At a quarter, a wait that
+    makes the interval two steps long ends after the first step, and the next interval is one step.
     """
     return _FIRST if interval_s is None else max(SLOWEST, 4 * nbytes / max(interval_s, 1e-3))
 
 
 class Sender:
+    """The sender of replicas of one agent."""
+
     def __init__(self, rooms: Rooms, key: bytes) -> None:
         self._rooms, self._key = rooms, key
         self._lock = threading.Lock()
@@ -150,7 +150,7 @@ class Sender:
                 idle = self._idle[address].pop() if self._idle[address] else None
             if idle is None:
                 return agent_messages.connect(address, self._key)
-            if not idle.waiting():  # else the other side has hung up
+            if not idle.waiting():  # otherwise the peer has closed it
                 return idle
             idle.close()
 

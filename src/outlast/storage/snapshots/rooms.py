@@ -1,10 +1,10 @@
-"""The rooms of one agent: files in memory, the parts in them, their users. Threads of `server` and `data_port` share it.
+"""The rooms of one agent: files in memory, their parts and their users. Threads of `server` and `data_port` share the rooms.
 
 `choose`, a pure rule, picks the room of a part: one complete snapshot is kept at any time, and memory holds at most two. Rooms
-are reused, since touched memory costs no page faults. A room is free unless somebody uses it, or it holds a part of the newest
-complete snapshot or of the one being made. Everything else (an older or abandoned snapshot, one of an ended world) is
-overwritten. A room is reserved under the lock, but its memory is allocated outside: allocation takes a third of a second per GiB.
-Fencing is done here, too: parts of another run, of an earlier generation or from processes that have ended are refused.
+are reused, since touched memory costs no page faults. A room is free unless it is in use or holds a part of the newest complete
+snapshot or of the snapshot in progress. Older and abandoned snapshots are overwritten. A room is reserved under the lock, but its
+memory is allocated outside: allocation takes a third of a second per GiB. Rooms also fence: they refuse parts of another run, of
+an earlier generation or from processes that have ended.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from outlast.storage.snapshots.part_format import Damaged, Item, Part
 At = tuple[int, int]
 """(generation, step) of a snapshot; (0, 0) sorts before all snapshots."""
 _WASTE = 1.1
-"""While memory is left, a room is reused only for a part smaller by at most this factor. Arbitrary."""
+"""Maximum ratio of a reused room's size to its part's size while memory is left; arbitrary."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A room, as `choose` sees it."""
+    """The properties of a room that `choose` needs."""
 
     id: int
     size: int
     at: At | None = None
-    """The snapshot whose part the room holds or will hold, if any."""
+    """The snapshot whose part the room holds or will hold; None for an empty room."""
     busy: bool = False
     replica: bool = False
-    """Whether the room holds a part of another worker."""
+    """True if the room holds a part of another worker."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The room for a part: one to reuse, or a new one after others are dropped; `problem` if neither is possible."""
+    """The room for a part: a room to `reuse`, or a new room after rooms are dropped. `problem` if neither is possible."""
 
     reuse: int | None = None
     drop: tuple[int, ...] = ()
@@ -48,12 +48,12 @@ class Choice:
 
 
 def free(room: View, at: At, complete: At) -> bool:
-    """Whether a room may be overwritten for the snapshot `at`, when `complete` is the newest complete one."""
+    """Return whether a room may be overwritten for the snapshot `at`, given the newest complete snapshot."""
     return not room.busy and (room.at is None or (room.at < at and room.at != complete))
 
 
 def surplus(rooms: Sequence[View], previous: At) -> list[int]:
-    """Rooms that have not been used since the `previous` complete snapshot, since parts now have another size."""
+    """Return the rooms unused since the `previous` complete snapshot: the parts of newer snapshots have other sizes."""
     return [room.id for room in rooms if not room.busy and room.at is not None and room.at < previous]
 
 
@@ -82,7 +82,7 @@ def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, 
 
 
 def _newest_own(rooms: Sequence[View]) -> int:
-    """Bytes of the worker's own parts of its newest snapshot."""
+    """Return the bytes of the worker's own parts of its newest snapshot."""
     own = [room for room in rooms if not room.replica and room.at is not None]
     newest = max((room.at for room in own if room.at is not None), default=None)
     return sum(room.size for room in own if room.at == newest)
@@ -98,11 +98,11 @@ def _megabytes(size: int) -> str:
 
 
 _STALE_S = 20.0
-"""Timeout for memory that was given up but is still in use; shorter than the ranks' timeout for the agent."""
+"""Seconds to wait for dropped memory that is still in use; less than the ranks' timeout for the agent."""
 
 
 class Refused(OutlastError):
-    """A part is not accepted: there is no memory for it, or it is out of date."""
+    """A part is not accepted: it is out of date, or memory is short."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -114,16 +114,16 @@ class Room:
     at: At
     replica: bool
     file: memory_files.File = dataclasses.field(init=False)
-    """Set once the room's memory is allocated."""
+    """The room's memory, set once it is allocated."""
     users: int = 1
     """Number of users: readers, writers, and the rank that the room is lent to."""
     part: Part | None = None
-    """Set once the header is written."""
+    """The part in the room, set once the header is written."""
     tail: int = 0
     """Bytes of the part's tail."""
     index: Sequence[Item] = ()
     stale: bool = False
-    """Whether the room was given up while in use; it becomes free once its users are gone."""
+    """True if the room was dropped while in use. It becomes free once its users are gone."""
 
     @property
     def view(self) -> View:
@@ -136,6 +136,8 @@ class Room:
 
 
 class Rooms:
+    """The rooms of one agent."""
+
     def __init__(self, run: str, budget: int, headroom: Callable[[], int]) -> None:
         self.run, self.budget, self.headroom = run, budget, headroom
         self._rooms: dict[int, Room] = {}
@@ -174,14 +176,14 @@ class Rooms:
         _free(unused)
 
     def _end_session(self) -> None:
-        """From now on, parts of the current session are refused."""
+        """Refuse parts of the current session from now on."""
         self._over |= {self._session} - {""}
         self._session = ""
 
     def take(self, size: int, at: At, *, replica: bool = False, alive: Callable[[], None] = lambda: None) -> Room:
-        """A room for a part of `size` bytes, which the caller must `release` or `hold`. Raises Refused.
+        """Return a room for a part of `size` bytes, which the caller must `release` or `hold`. Raises Refused.
 
-        `alive` is called now and then while memory is allocated; an exception that it raises ends the allocation.
+        `alive` is called about once a second while memory is allocated; an exception from it ends the allocation.
         """
         with self._lock:
             choice = self._choose(size, at, replica)
@@ -204,7 +206,7 @@ class Rooms:
         return room
 
     def _allocate(self, room: Room, alive: Callable[[], None]) -> None:
-        """Create the file of a room; raises Refused and drops the room if there is no memory."""
+        """Create the file of a room. Drops the room and raises Refused if memory is short."""
         with self._lock:
             self._allocating += room.size
             headroom = max(0, self.headroom() + room.size - self._allocating)
@@ -217,7 +219,7 @@ class Rooms:
             with self._lock:
                 del self._rooms[room.id]
             if isinstance(error, OSError):
-                raise Refused(f"{room.size / 1e6:.1f} MB for snapshots cannot be had: {error.strerror}") from error
+                raise Refused(f"{room.size / 1e6:.1f} MB for snapshots cannot be allocated: {error.strerror}") from error
             raise
         finally:
             with self._lock:
@@ -228,13 +230,15 @@ class Rooms:
         return choose(rooms, size, self.budget, at, self._complete, replica=replica)
 
     def use(self, room: Room, at: At) -> None:
-        """Record that the rank is writing a part of the snapshot `at` into a room lent to it; the caller must `hold` or `release`
-        the room once more."""
+        """Record that the rank is writing a part of the snapshot `at` into a lent room.
+
+        The caller must `hold` or `release` the room once more.
+        """
         with self._lock:
             room.part, room.at, room.users = None, at, room.users + 1
 
     def hold(self, room: Room, part: Part, index: Sequence[Item], tail: bytes) -> None:
-        """Write tail and header, so that the part can be opened. Raises Refused if the room has been given up since."""
+        """Write tail and header, so that the part can be opened. Raises Refused if the room has been dropped."""
         if not room.stale:
             room.file.finish(part, tail)
         with self._lock:
@@ -250,7 +254,7 @@ class Rooms:
                 self._lock.notify_all()
 
     def give_back(self, rooms: Iterable[Room], complete: At) -> None:
-        """End a rank's use of these rooms; free all memory except the newest complete snapshot's."""
+        """End a rank's use of these rooms, and free all memory except the newest complete snapshot's."""
         for room in rooms:
             self.release(room)
         with self._lock:
@@ -260,7 +264,7 @@ class Rooms:
         _free(dropped)
 
     def parts(self) -> list[Part]:
-        """The parts that can be opened."""
+        """Return the parts that can be opened."""
         with self._lock:
             return [room.part for room in self._rooms.values() if room.part and not room.stale and not room.file.torn]
 
@@ -273,7 +277,7 @@ class Rooms:
             return [room.id for room in self._rooms.values() if room.users]
 
     def open(self, part: Part) -> Room:
-        """The room that holds a part, which the caller must `release`. Raises Damaged."""
+        """Return the room that holds a part. The caller must `release` it. Raises Damaged."""
         with self._lock:
             for room in self._rooms.values():
                 if room.part and room.part.name == part.name and not room.stale:
@@ -283,7 +287,7 @@ class Rooms:
 
     @contextlib.contextmanager
     def opened(self, part: Part) -> Iterator[Room]:
-        """The room that holds a part, released at the end of the block. Raises Damaged."""
+        """Yield the room that holds a part, and release it at the end of the block. Raises Damaged."""
         room = self.open(part)
         try:
             yield room
@@ -291,8 +295,10 @@ class Rooms:
             self.release(room)
 
     def forget(self, keep: At | None) -> None:
-        """Give up all parts except those of the snapshot `keep`, from which training goes on: it is now the newest complete
-        one."""
+        """Drop all parts except those of the snapshot `keep`, from which training goes on.
+
+        `keep` becomes the newest complete snapshot.
+        """
         with self._lock:
             self._end_session()
             self._previous = self._complete = keep or (0, 0)
@@ -303,7 +309,7 @@ class Rooms:
                         room.clear()
 
     def close(self) -> None:
-        """Free all unused rooms; the rest is freed with the process."""
+        """Free all unused rooms. The end of the process frees the rest."""
         with self._lock:
             self._closed = True
             dropped = [self._rooms.pop(id) for id in [id for id, room in self._rooms.items() if not room.users]]
@@ -311,6 +317,6 @@ class Rooms:
 
 
 def _free(rooms: Iterable[Room]) -> None:
-    """Free the memory of rooms. Slow, so never called under the lock."""
+    """Free the memory of rooms. This is slow, so never call it under the lock."""
     for room in rooms:
         room.file.close()

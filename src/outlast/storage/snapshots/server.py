@@ -1,24 +1,24 @@
 """The agent's side of snapshots: memory for the ranks of its worker, and a port for other agents (`data_port`).
 
-Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank asks for a room, writes
-into it, and publishes it; the agent computes the checksums and writes the header, then sends the part to other agents. So a rank
-that dies in between leaves no part, and one that dies afterwards leaves a whole one.
+Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank requests a room, writes
+into it, and publishes it. The agent computes the checksums and writes the header, then sends the part to other agents. So a rank
+that dies before the publication leaves no part, and a rank that dies later leaves a complete part.
 
     agent -> rank   {"hello": {address, node, zone, budget, key, store}}
     rank -> agent   {"room": bytes, "at", "complete", "session"}    -> {"room": id, "size"} with a descriptor; it may be used
-                                                                       again and again, until it is given back
-                    {"publish": id, "part", "index", "to", "complete"}   no answer, but {"event": [kind, step, state]}; an index
-                                                                         of null is that of the last part of the kind
-                    {"give": [id, ...], "complete": at}                  no answer
+                                                                       again until it is given back
+                    {"publish": id, "part", "index", "to", "complete"}   no response, but {"event": [kind, step, state]}; a null
+                                                                         index is that of the last part of the kind
+                    {"give": [id, ...], "complete": at}                  no response
                     {"catalog": true}                               -> {"parts": [...]}
                     {"open": part}                                  -> {"open": id} with a descriptor;   {"close": id}
                     {"forget": [generation, step] or null}          -> {}
-                    {"look": true}                                  no answer: the store is queried for its newest checkpoint
+                    {"look": true}                                  no response: the store is queried for its newest checkpoint
                     {"newest": true}                                -> {"newest": at or null}, or {"problem", "retry"}
                     {"restore": true}                               -> {} when it is on the disk, or {"problem", "retry"}
     on any problem                                                  -> {"problem": sentence}
 
-The agent must not be slowed down: its threads wait, or are in calls that release the GIL.
+The threads must not slow the agent down, so they wait, or are in calls that release the GIL.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
 Query = Callable[[], object]
 """A query of the store. Raises StoreError, OSError."""
-_LOOK_S = 3.0
-"""Timeout for a rank's request `newest`: the query began earlier (`look`), and memory may have a state to resume from."""
+_NEWEST_S = 3.0
+"""Timeout for a rank's request `newest` in seconds: the query began earlier (`look`), and memory may have a newer state."""
 _FINISHERS = 8
-"""Maximum number of threads that compute checksums; there is one for every four cores."""
+"""Maximum number of threads that compute checksums, one for every four cores."""
 _SMALL = part_format.BLOCK
-"""Size in bytes up to which a part is finished in the receiving thread: waking another thread takes as long."""
+"""Size in bytes up to which the receiving thread finishes a part: waking another thread takes as long."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Publication:
     part: Part
     index: list[Item]
     rows: bytes
-    """`index`, encoded."""
+    """The encoded `index`."""
     to: tuple[str, ...]
     complete: rooms.At
     rank: _Rank
@@ -67,7 +67,7 @@ class Publication:
 class Server:
     """Serves the ranks of one worker and other agents, in threads.
 
-    `restore` fetches the store's newest checkpoint, `newest` returns its (generation, step), or None.
+    `restore` fetches the store's newest checkpoint, and `newest` returns its (generation, step), or None.
     """
 
     def __init__(self, environ: Mapping[str, str], budget: int, restore: Query, newest: Query = lambda: None) -> None:
@@ -109,7 +109,7 @@ class Server:
             _thread(_Rank(self, sock).serve, "rank")
 
     def hello(self) -> dict[str, object]:
-        """The first message to a rank."""
+        """Return the first message to a rank."""
         node = self._environ.get(Env.NODE) or _boot_id()
         where = {"node": node, "zone": self._environ.get(Env.ZONE, "")}
         return {"address": self.address, "budget": self.rooms.budget, "key": self._key.hex(), "store": True, **where}
@@ -122,18 +122,18 @@ class Server:
             self._published.put(publication)
 
     def restore(self) -> dict[str, object]:
-        """Fetch the store's newest checkpoint. Returns the answer for the rank."""
+        """Fetch the store's newest checkpoint. Returns the response to the rank."""
         with self._restoring:
             return _answered(self.fetch)
 
-    def look(self) -> queue.SimpleQueue[dict[str, object]]:
-        """Query the store for its newest checkpoint in a thread. Returns a queue that gets the answer for the rank."""
+    def query_newest(self) -> queue.SimpleQueue[dict[str, object]]:
+        """Query the store for its newest checkpoint in a thread. Returns a queue for the response to the rank."""
         answer: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         _thread(lambda: answer.put(_answered(self.newest)), "look")
         return answer
 
     def _finishing(self) -> None:
-        """Worker thread: checksum and seal published parts one at a time (CPU-bound)."""
+        """Finish published parts one at a time, in a thread (CPU-bound)."""
         while True:
             self._finish(self._published.get())
 
@@ -142,7 +142,7 @@ class Server:
             tail = part_format.tail(each.index, part_format.checksums(each.index, each.room.file.data), each.rows)
             part = part_format.finished(each.part, each.index, tail)
             self.rooms.hold(each.room, part, each.index, tail)
-        except Exception as error:  # not even a bug may end snapshots silently
+        except Exception as error:  # the rank waits for a report, even of a bug
             self.rooms.release(each.room)
             each.rank.report(each.part, f"{each.part} cannot be kept: {error!r}")
             return
@@ -165,7 +165,8 @@ class _Rank:
         self._connection = agent_messages.Connection(sock, longest=agent_messages.INDEX)
         self._lent: dict[int, Room] = {}
         self._open: list[Room] = []
-        self._looked: queue.SimpleQueue[dict[str, object]] | None = None
+        self._query: queue.SimpleQueue[dict[str, object]] | None = None
+        """The query begun by `look`, until `newest` returns its result."""
         self._indices: dict[str, tuple[list[Item], bytes]] = {}
         """The last index and its encoded form, by kind of part."""
         self._replicas: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -182,7 +183,7 @@ class _Rank:
                 except OutlastError as problem:
                     connection.send({"problem": str(problem)})
         except (OSError, ValueError):
-            pass  # the rank has ended, or makes no sense
+            pass  # the rank has ended, or has sent an invalid request
         finally:
             for room in [*self._lent.values(), *self._open]:
                 self._rooms.release(room)
@@ -216,13 +217,13 @@ class _Rank:
                 self._rooms.forget(None if keep is None else _at(keep))
                 self._connection.send({})
             case {"look": True}:
-                self._looked = self._server.look()
+                self._query = self._server.query_newest()
             case {"newest": True}:
-                looked, self._looked = self._looked or self._server.look(), None
+                query, self._query = self._query or self._server.query_newest(), None
                 try:
-                    self._connection.send(looked.get(timeout=_LOOK_S))
+                    self._connection.send(query.get(timeout=_NEWEST_S))
                 except queue.Empty:
-                    self._connection.send({"problem": f"the store has not answered within {_LOOK_S:.0f} s", "retry": True})
+                    self._connection.send({"problem": f"the store has not answered within {_NEWEST_S:.0f} s", "retry": True})
             case {"restore": True}:
                 self._connection.send(self._server.restore())
             case _:
@@ -230,7 +231,7 @@ class _Rank:
 
     def _publish(self, id: int, part: Part, index: object, to: list[str], complete: rooms.At) -> None:
         try:
-            if isinstance(index, list):  # kept even if this part is refused: the rank does not send it again
+            if isinstance(index, list):  # kept even if this part is refused, since the rank does not send the index again
                 self._indices[part.kind] = [], b""
                 self._indices[part.kind] = [Item.of(each) for each in index], part_format.encoded(index)
             self._rooms.admit(part.run, part.at, complete, part.session)
@@ -261,7 +262,7 @@ class _Rank:
 
 
 def _answered(query: Query) -> dict[str, object]:
-    """The result of a query of the store as a message to a rank."""
+    """Return the result of a query of the store as a message to a rank."""
     try:
         return {"newest": query()}
     except OSError as error:
@@ -277,7 +278,7 @@ def _at(value: object) -> rooms.At:
 
 
 def _boot_id() -> str:
-    """Identity of a machine until its next restart, the same in all its containers."""
+    """Return the identity of the machine until its next restart, the same in all its containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

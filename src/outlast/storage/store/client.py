@@ -1,9 +1,9 @@
-"""The client of a store; the only module that knows obstore.
+"""The client of a store; the only module that uses obstore.
 
-All reads and writes of stores go through here: `sync.push_and_pull`, `checkpoints`, `prepare.phases`, the command line. Calls
-raise StoreError, whose `retry` says whether a later attempt can succeed. Transient errors have been retried for about
-OUTLAST_STORE_TIMEOUT seconds (default 60) by then. Calls block and release the GIL; they may come from many threads, and in the
-main thread a signal interrupts them. obstore is imported when a store is opened. Do not use a store across a fork.
+All reads and writes of stores go through this client: those of `sync.push_and_pull`, `checkpoints`, `prepare.phases` and the
+command line. Transient errors are retried for about OUTLAST_STORE_TIMEOUT seconds (default 60). Then calls raise StoreError; its
+`retry` tells whether a later attempt can succeed. Calls block, release the GIL and are thread-safe; in the main thread, a signal
+interrupts them. obstore is imported when a store is opened. Do not use a store across a fork.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from outlast.storage.store import error_mapping, multipart, s3, urls
 from outlast.storage.store.urls import normalised
 
 STALLED_S = 30.0
-"""Read timeout: a connection without a byte for this long is closed."""
+"""Read timeout in seconds: a connection without a byte for this long is closed."""
 SLOW_S = 300.0
-"""Read timeout of large uploads on a slow network: 8 MiB at 28 KiB/s."""
+"""Read timeout of large uploads on a slow network in seconds: 8 MiB at 28 KiB/s."""
 PAGE = 1000
-"""Keys that are listed or deleted at a time; S3 takes no more."""
+"""Number of keys that are listed or deleted at a time, the maximum of S3."""
 T = TypeVar("T")
 
 
@@ -40,12 +40,12 @@ class Entry:
     """An object in a store, without its content."""
 
     key: str
-    """Relative to the URL of the place."""
+    """Name of the object relative to the URL of the place."""
     size: int
     etag: str
-    """Changes with the content; compare etags, but do not compute them."""
+    """Version of the content, to be compared only: stores compute it differently."""
     modified: float
-    """Seconds since the epoch, by the store's clock."""
+    """Time of the last change by the store's clock, seconds since the epoch."""
 
 
 @dataclass
@@ -61,9 +61,9 @@ class _Root:
     timeout_s: float = backoff.DEFAULT_S
     conditional: bool | None = None
     slow: bool = False
-    """Whether a large upload timed out although the store responds."""
+    """True once a large upload has timed out although the store responds."""
     odd_ranges: bool = False
-    """Whether obstore rejects the server's responses to range requests."""
+    """True once obstore has rejected the server's response to a range request."""
 
 
 class Store:
@@ -71,7 +71,7 @@ class Store:
 
     def __init__(self, url: str, root: _Root, prefix: str) -> None:
         self.url = url
-        """Normalised, without a slash at the end."""
+        """The normalised URL, without a slash at the end."""
         self._root = root
         self._raw = root.raw
         self._prefix = prefix
@@ -80,12 +80,12 @@ class Store:
         return f"Store({self.url})"
 
     def child(self, key: str) -> Store:
-        """The place below `key`."""
+        """Return the place below `key`."""
         key = key.strip("/")
         return Store(f"{self.url}/{key}", self._root, self._path(key)) if key else self
 
     def entries(self, below: str = "") -> Iterator[Entry]:
-        """All objects below `below` (whole path segments), sorted by key (UTF-8), page by page as they arrive."""
+        """Yield all objects below `below` (whole path segments), sorted by key (UTF-8), page by page as they arrive."""
         held: Entry | None = None
         for entry in map(self._entry, chain.from_iterable(self._pages(below))):
             # Consoles mark a directory by an empty object `directory/`; obstore drops the slash.
@@ -99,7 +99,7 @@ class Store:
         import obstore
 
         path = self._path(below) if below else self._prefix
-        if self._root.scheme == "file":  # listed in the disk's order
+        if self._root.scheme == "file":  # obstore lists a directory in the disk's order
             listing = self._do("list", below, lambda: obstore.list(self._raw, path).collect())
             yield sorted(listing, key=lambda meta: meta["path"].encode())
             return
@@ -120,7 +120,7 @@ class Store:
             offset = page[-1]["path"]
 
     def names(self, below: str = "") -> list[str]:
-        """The names directly below `below`: objects, and the first segments of deeper objects, sorted, without duplicates."""
+        """Return the sorted names directly below `below`: objects, and the first segments of deeper objects."""
         import obstore
 
         path = self._path(below) if below else self._prefix
@@ -129,7 +129,7 @@ class Store:
         return sorted({each.rstrip("/").rpartition("/")[2] for each in paths if each != path})
 
     def head(self, key: str) -> Entry:
-        """Size, etag and time of an object; raises Missing."""
+        """Return size, etag and time of an object. Raises Missing."""
         import obstore
 
         path = self._path(key)
@@ -138,14 +138,14 @@ class Store:
         except StoreError as error:
             if error.retry or isinstance(error, Missing):
                 raise
-        # An error response to HEAD has no body with the reason; one to GET has.
+        # An error response to HEAD has no body with the reason, but a response to GET has.
         return self._entry(self._do("read", key, lambda: obstore.get(self._raw, path).meta))
 
     def get(self, key: str) -> bytes:
         return self.read(key)[0]
 
     def read(self, key: str) -> tuple[bytes, Entry]:
-        """Content and version of an object; raises Missing."""
+        """Return content and version of an object. Raises Missing."""
         import obstore
 
         path = self._path(key)
@@ -161,8 +161,7 @@ class Store:
         return self._do("read", key, attempt)
 
     def range(self, key: str, start: int, end: int) -> memoryview:
-        """Bytes `start` to `end` (exclusive) of an object. Raises Missing, and Changed if the object does not have those
-        bytes."""
+        """Return bytes `start` to `end` (exclusive) of an object. Raises Missing, and Changed if the object is shorter."""
         import obstore
 
         root, path = self._root, self._path(key)
@@ -184,7 +183,7 @@ class Store:
         return data
 
     def link(self, key: str) -> str | None:
-        """A presigned URL to read an object, valid for 15 minutes; None if the store or our credentials cannot make one."""
+        """Return a presigned URL to read an object, valid for 15 minutes, or None if the store or our credentials have none."""
         import obstore
 
         if self._root.scheme in ("file", "memory") or (self._root.access and self._root.access.anonymous):
@@ -196,7 +195,7 @@ class Store:
             return None
 
     def put(self, key: str, data: bytes | bytearray | memoryview, mode: Any = "overwrite") -> str:
-        """Write an object as a whole; returns its etag. `mode` is obstore's: see `create`, `replace`. For files, see `upload`."""
+        """Write a whole object and return its etag. `mode` is obstore's (see `create`, `replace`). For files, see `upload`."""
         import obstore
 
         root, path = self._root, self._path(key)
@@ -228,13 +227,12 @@ class Store:
         progress: Callable[[int], None] = lambda _: None,
         stop: threading.Event | None = None,
     ) -> str:
-        """Write a large file by parts, several at a time, in bounded memory; returns its etag.
+        """Write a large file by parts, several at a time, in bounded memory, and return its etag.
 
-        `journal` is a file that makes uploads to S3 resumable: when called again with the same journal after a kill, `upload`
-        sends only the missing parts; if the file has changed since, the old upload is aborted. `progress` is called with the
-        number of bytes sent since its last call, and once with all bytes that an earlier attempt sent. Raises StoreError; Changed
-        if the file changes during the upload; and Stopped soon after `stop` is set (parts already sent are kept for the next
-        call).
+        `journal` is a file that makes uploads to S3 resumable: a later call with the same journal sends only the missing parts,
+        or aborts the old upload if the file has changed. `progress` is called with the number of bytes sent since its last call,
+        and once with all bytes that an earlier attempt sent. Raises StoreError, and Changed if the file changes during the
+        upload. Raises Stopped soon after `stop` is set; the next call reuses the parts already sent.
         """
         stop = stop or threading.Event()
         root = self._root
@@ -255,7 +253,7 @@ class Store:
         return etag
 
     def _stream(self, path: Path, key: str, size: int, progress: Callable[[int], None], stop: threading.Event) -> str:
-        """Upload with obstore, which cannot resume: after an interruption it starts over."""
+        """Upload with obstore, which cannot resume an interrupted upload."""
         import obstore
 
         target, part = self._path(key), multipart.part_size(size) // 2
@@ -279,8 +277,8 @@ class Store:
         return etag
 
     def forget(self, journal: Path) -> None:
-        """Abort the upload noted in a journal, if any, and remove the journal."""
-        if (note := multipart.noted(journal)) and self._root.access:
+        """Abort the upload in a journal, if any, and remove the journal."""
+        if (note := multipart.read_journal(journal)) and self._root.access:
             bucket, _, path = note["key"].partition("/")
             key = path.removeprefix(f"{self._prefix}/" if self._prefix else "")
             if (bucket, self._path(key)) == (self._root.bucket, path):
@@ -288,8 +286,11 @@ class Store:
         journal.unlink(missing_ok=True)
 
     def create(self, key: str, data: bytes) -> str:
-        """Write an object that must not exist yet; returns its etag. Raises Exists, unless the existing object has the same
-        content: then an earlier attempt of ours wrote it, and the response was lost. Needs `conditional()`."""
+        """Write an object that must not exist yet, and return its etag. Needs `conditional()`.
+
+        Raises Exists, unless the existing object has the same content: then an earlier attempt of ours wrote it, and the response
+        was lost.
+        """
         try:
             return self.put(key, data, "create")
         except Exists:
@@ -298,8 +299,10 @@ class Store:
             raise
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
-        """Write an object if it is still the version `etag`; returns its new etag. Raises Changed (also if the object is gone),
-        unless the current object has the same content. Needs `conditional()`."""
+        """Write an object if it is still the version `etag`, and return its new etag. Needs `conditional()`.
+
+        Raises Changed, also if the object is gone, unless the current object has the same content.
+        """
         import obstore
 
         condition: Any = {"e_tag": etag}
@@ -318,14 +321,14 @@ class Store:
             raise Changed(f"{self._name(key)} is gone") from error
 
     def _etag_if_same(self, key: str, data: bytes) -> str:
-        """The etag of the object if it has exactly this content; otherwise empty."""
+        """Return the etag of the object if it has exactly this content, otherwise an empty string."""
         with contextlib.suppress(Missing):
             content, entry = self.read(key)
             return entry.etag if content == data else ""
         return ""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; missing objects are not an error."""
+        """Delete objects. A missing object is not an error."""
         import obstore
 
         rest = iter(keys)
@@ -353,7 +356,7 @@ class Store:
                     break
 
     def copy(self, key: str, to: str) -> None:
-        """Copy an object inside this place: on the server if the store can do so, otherwise by a download and an upload."""
+        """Copy an object inside this place: on the server if possible, otherwise by a download and an upload."""
         import obstore
 
         path, target = self._path(key), self._path(to)
@@ -381,8 +384,11 @@ class Store:
             raise Changed(f"{self._name(key)} changed while it was copied", retry=True)
 
     def conditional(self) -> bool:
-        """Whether this store supports conditional writes (`create`, `replace`). Probed once, with an object `.outlast-probe-...`
-        that is removed again; raises Denied without permission to write."""
+        """Return whether this store supports conditional writes (`create`, `replace`).
+
+        The first call probes the store with an object `.outlast-probe-...`, and removes the object. Raises Denied without
+        permission to write.
+        """
         if self._root.conditional is None:
             self._root.conditional = self._probe(f".outlast-probe-{uuid.uuid4().hex[:16]}")
         return self._root.conditional
@@ -402,7 +408,7 @@ class Store:
         except StoreError as error:
             if error.retry or isinstance(error, Denied):
                 raise
-            return False  # such requests are not supported
+            return False  # the store does not support conditional requests
         finally:
             with contextlib.suppress(StoreError):
                 self.delete([key])
@@ -431,7 +437,7 @@ class Store:
             raise StoreError(f"{path} cannot be {f'sent: {error}' if other else f'read: {error.strerror}'}") from error
 
     def impossible(self, key: str) -> str:
-        """The reason why `key` cannot be an object's name here; empty if it can."""
+        """Return why `key` cannot be an object's name in this store, or an empty string."""
         return urls.impossible(key, "") or urls.impossible(self._whole(key), self._root.scheme)
 
     def _path(self, key: str) -> str:
@@ -451,7 +457,7 @@ class Store:
 
 
 def _tag(meta: Any) -> str:
-    """The etag, always in quotes: some servers omit the quotes in listings."""
+    """Return the etag, always in quotes: some servers omit the quotes in listings."""
     etag = meta["e_tag"] or ""
     return etag if not etag or etag.endswith('"') else f'"{etag}"'
 
@@ -463,8 +469,8 @@ _memories_lock = threading.Lock()
 def open_(url: str, *, timeout_s: float | None = None) -> Store:
     """Open a place: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///directory` or `memory://name`.
 
-    Credentials come from the environment, as is standard for each store. No request is sent yet. `timeout_s` limits retries;
-    default OUTLAST_STORE_TIMEOUT, or 60. Raises StoreError for an invalid URL or without credentials.
+    Credentials come from the environment, as is standard for each store. No request is sent yet. `timeout_s` limits retries, by
+    default to OUTLAST_STORE_TIMEOUT or 60 seconds. Raises StoreError for an invalid URL or without credentials.
     """
     url = normalised(url)
     scheme, _, rest = url.partition("://")
@@ -492,8 +498,8 @@ def open_(url: str, *, timeout_s: float | None = None) -> Store:
     client = {
         "allow_http": access is not None and access.endpoint.startswith("http://"),
         "connect_timeout": timedelta(seconds=min(10, stalled_s)),
-        "timeout": timedelta(days=1),  # a whole request may be slow
-        "read_timeout": timedelta(seconds=stalled_s),  # without a byte of the response
+        "timeout": timedelta(days=1),  # for a whole request, which may be slow
+        "read_timeout": timedelta(seconds=stalled_s),  # for the next byte of the response
     }
     slow = {**client, "read_timeout": timedelta(seconds=SLOW_S)}
     try:

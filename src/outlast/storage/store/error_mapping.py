@@ -1,7 +1,7 @@
 """Maps obstore's and botocore's exceptions to ours, with a remedy. Called by `store` only.
 
-Both libraries keep the store's response as text, so this parses text; tests/storage/test_store_faults.py checks it with real
-answers.
+Both libraries keep the store's response as text, so this module parses text. tests/storage/test_store_faults.py checks it with
+real responses.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> Sto
 
 
 def _response(error: Exception) -> tuple[int, str, str, str]:
-    """HTTP status (0 if there was no response), the store's error code and message, and the whole text."""
+    """Return the HTTP status (0 without a response), the store's error code and message, and the whole text."""
     if (answer := s3.answer(error)) is not None:
         return *answer, f"{error} {getattr(error, 'kwargs', {}).get('error', '')}"
     text = str(error)
@@ -143,7 +143,7 @@ def _response(error: Exception) -> tuple[int, str, str, str]:
 
 
 def _without_credentials(scheme: str, undone: str, status: int, text: str) -> StoreError:
-    """The error for missing credentials of GCS or Azure; obstore tried the machine's metadata last."""
+    """Return the error for missing credentials of GCS or Azure; obstore tries the machine's metadata last."""
     first = text.splitlines()[0].removeprefix("Generic ")
     if scheme == "gs":
         looked, way = "GOOGLE_APPLICATION_CREDENTIALS, gcloud's default login", "gcloud auth application-default login"
@@ -164,7 +164,7 @@ def _disk(number: int, undone: str, text: str) -> StoreError:
 
 
 def _skew(text: str) -> str:
-    """A sentence on the difference between our clock and the store's, if the response contains the store's time."""
+    """Return a sentence on the difference between our clock and the store's, in seconds if the response has the store's time."""
     if match := re.search(r"<ServerTime>([^<]+)", text):
         try:
             seconds = time.time() - datetime.fromisoformat(match[1].strip()).timestamp()

@@ -2,7 +2,7 @@
 
 Before the first part, a journal records the upload: {key, upload, size, mtime_ns, inode, part}. A later call with the same
 journal sends only the missing parts if the file is unchanged, and aborts the upload otherwise. `etag` is added once all parts
-have arrived, to recognise an upload whose completion got no response. Called by `store.Store.upload`.
+have arrived, to detect a completed upload after a lost response. Called by `store.Store.upload`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ MAX_PARTS = 9_500  # S3 allows 10,000
 AT_ONCE = 8
 COPIED = 1 << 30
 PIECE = 256 << 10
-"""Bytes read and sent at a time: the memory that a part takes, and the amount that must not time out on a slow line."""
+"""Bytes read and sent at a time: the memory per part, and the amount that must not time out on a slow network."""
 _ENCRYPTION = {
     "ServerSideEncryption": "AWS_SERVER_SIDE_ENCRYPTION",
     "SSEKMSKeyId": "AWS_SSE_KMS_KEY_ID",
     "BucketKeyEnabled": "AWS_SSE_BUCKET_KEY_ENABLED",
 }
-"""Arguments of an upload, each with the environment variable by which obstore takes the same setting."""
+"""Arguments of an upload, each with obstore's environment variable for the same setting."""
 
 
 def part_size(size: int) -> int:
-    """Bytes per part for a file of `size` bytes; whole MiB."""
+    """Return the bytes per part for a file of `size` bytes, in whole MiB."""
     return max(PART, -(-size // (MAX_PARTS << 20)) << 20)
 
 
-def noted(journal: Path | None) -> dict[str, Any] | None:
-    """The upload noted in a journal; None if there is none, or the journal is damaged."""
+def read_journal(journal: Path | None) -> dict[str, Any] | None:
+    """Return the upload in a journal, or None if the journal is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         note = json.loads(journal.read_text()) if journal else None
         if isinstance(note, dict) and {"key", "upload", "size", "mtime_ns", "inode", "part"} <= note.keys():
@@ -56,13 +56,13 @@ def noted(journal: Path | None) -> dict[str, Any] | None:
 
 
 class Slice:
-    """A range of an open file, as a request's body. `stop` ends the request in the middle."""
+    """A range of an open file, as a request's body. `stop` ends the request early."""
 
     def __init__(self, file: int, start: int, length: int, stop: threading.Event) -> None:
         self._file, self._start, self._length, self._stop, self._at = file, start, length, stop, 0
 
     def read(self, _: int = -1) -> bytes:
-        """Up to PIECE bytes; the requested size is ignored."""
+        """Read up to PIECE bytes; the requested size is ignored."""
         if self._stop.is_set():
             raise Stopped("the upload was stopped")
         size = min(PIECE, self._length - self._at)
@@ -85,16 +85,20 @@ class Slice:
 
 @dataclass(frozen=True)
 class Upload:
+    """Multipart uploads to one object."""
+
     access: Access
     bucket: str
     key: str
     do: Callable[[str, Callable[[], Any]], Any]
-    """Sends a request, named by a verb; retries it, and maps its errors."""
+    """A function that sends a request, named by a verb, with retries, and maps its errors."""
     stop: threading.Event
 
     def send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:
-        """Send a file, or its missing parts; returns the object's etag. Raises StoreError, Changed if the file changes during the
-        upload, Stopped, and OSError if the file cannot be read."""
+        """Send a file, or its missing parts, and return the object's etag.
+
+        Raises StoreError, Stopped, OSError if the file cannot be read, and Changed if it changes during the upload.
+        """
         reported = 0
         for again in (False, True):
             arrived = 0
@@ -111,7 +115,7 @@ class Upload:
                 if again or type(error) is not StoreError:
                     raise
                 # Some servers cannot receive an incomplete part again (rclone), so start over.
-                if note := noted(journal):
+                if note := read_journal(journal):
                     self.abort(note["upload"])
                 self._end(journal)
         raise AssertionError
@@ -121,7 +125,7 @@ class Upload:
             identity = _identity(os.fstat(file.fileno()))
             if not identity["size"]:
                 raise Changed(f"{path} was emptied before it was sent", retry=True)
-            note, arrived = self._resumable(identity, noted(journal))
+            note, arrived = self._resumable(identity, read_journal(journal))
             if note and arrived is None and (etag := self._completed(note)):
                 progress(identity["size"])
                 self._end(journal)
@@ -150,7 +154,7 @@ class Upload:
     def abort(self, upload: str) -> None:
         """Abort an upload, which deletes its parts in the store."""
         with contextlib.suppress(Missing):
-            self.do("write", lambda: self._ask("abort_multipart_upload", UploadId=upload))
+            self.do("write", lambda: self._request("abort_multipart_upload", UploadId=upload))
 
     def copied(self, source: str, size: int, etag: str) -> None:
         """Copy another object of the bucket that is too large for one request, inside the store."""
@@ -165,7 +169,7 @@ class Upload:
                     "PartNumber": number,
                     "UploadId": note["upload"],
                 }
-                response = self.do("copy", partial(self._ask, "upload_part_copy", **arguments))
+                response = self.do("copy", partial(self._request, "upload_part_copy", **arguments))
                 if not response.get("CopyPartResult", {}).get("ETag"):
                     raise StoreError(f"the server cannot copy parts of {source}")
                 etags.append(response["CopyPartResult"]["ETag"])
@@ -176,14 +180,13 @@ class Upload:
                 self.abort(note["upload"])
             raise
 
-    def _ask(self, operation: str, **arguments: Any) -> Any:
+    def _request(self, operation: str, **arguments: Any) -> Any:
         return getattr(self.access.client, operation)(Bucket=self.bucket, Key=self.key, **arguments)
 
     def _resumable(
         self, identity: dict[str, int], note: dict[str, Any] | None
     ) -> tuple[dict[str, Any] | None, dict[int, tuple[str, int]] | None]:
-        """The earlier upload of this file, if the file is unchanged, and its parts in the store; None if the store has no such
-        upload."""
+        """Return the earlier upload of an unchanged file, or None, and its parts, or None if the store lacks the upload."""
         if note is None or note["key"] != f"{self.bucket}/{self.key}":
             return None, None
         if identity.items() <= note.items():
@@ -195,16 +198,16 @@ class Upload:
         encryption: dict[str, Any] = {name: os.environ[env] for name, env in _ENCRYPTION.items() if os.environ.get(env)}
         if "BucketKeyEnabled" in encryption:
             encryption["BucketKeyEnabled"] = encryption["BucketKeyEnabled"].lower() in ("1", "true")
-        upload = self.do("write", lambda: self._ask("create_multipart_upload", **encryption))["UploadId"]
+        upload = self.do("write", lambda: self._request("create_multipart_upload", **encryption))["UploadId"]
         return {"key": f"{self.bucket}/{self.key}", "upload": upload, **identity, "part": part_size(identity["size"])}
 
     def _arrived(self, upload: str) -> dict[int, tuple[str, int]] | None:
-        """Etag and size of each part in the store, by part number; None if the store has no such upload."""
+        """Return etag and size of each part in the store, by part number, or None if the store lacks the upload."""
         arrived: dict[int, tuple[str, int]] = {}
         marker = 0
 
         def page() -> Any:
-            return self._ask("list_parts", UploadId=upload, PartNumberMarker=marker)
+            return self._request("list_parts", UploadId=upload, PartNumberMarker=marker)
 
         while True:
             try:
@@ -219,7 +222,7 @@ class Upload:
     def _parts(
         self, file: int, note: Mapping[str, Any], arrived: Mapping[int, tuple[str, int]], progress: Callable[[int], None]
     ) -> list[str]:
-        """Send the missing parts; returns the etags of all parts."""
+        """Send the missing parts, and return the etags of all parts."""
         size, part = note["size"], note["part"]
         lengths = {number: min(part, size - start) for number, start in enumerate(range(0, size, part), 1)}
         etags = {number: arrived[number][0] for number, length in lengths.items() if arrived.get(number, ("", -1))[1] == length}
@@ -237,7 +240,7 @@ class Upload:
 
                     def request(number: int = number) -> Any:
                         body = Slice(own, (number - 1) * part, lengths[number], enough)
-                        return self._ask("upload_part", PartNumber=number, UploadId=note["upload"], Body=body)
+                        return self._request("upload_part", PartNumber=number, UploadId=note["upload"], Body=body)
 
                     done.put((number, self.do("write", request)["ETag"]))
             except queue.Empty:
@@ -250,7 +253,7 @@ class Upload:
         threads: list[threading.Thread] = []
         try:
             for _ in range(min(AT_ONCE, waiting.qsize())):
-                # A daemon thread with its own descriptor: it may be stalled when this process or call ends.
+                # A daemon thread with its own descriptor, since it may be stalled when this process or call ends.
                 threads.append(threading.Thread(target=work, args=(os.dup(file),), name=f"part of {self.key}", daemon=True))
                 threads[-1].start()
             while len(etags) < len(lengths):
@@ -272,20 +275,20 @@ class Upload:
     def _complete(self, note: Mapping[str, Any], etags: list[str]) -> str:
         parts = {"Parts": [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]}
         try:
-            self.do("write", lambda: self._ask("complete_multipart_upload", UploadId=note["upload"], MultipartUpload=parts))
-        except Missing:  # perhaps done by an attempt whose response was lost
+            self.do("write", lambda: self._request("complete_multipart_upload", UploadId=note["upload"], MultipartUpload=parts))
+        except Missing:  # an attempt whose response was lost may have completed it
             if etag := self._completed(note):
                 return etag
-            raise Changed(f"the store has forgotten the upload of {self.key}", retry=True) from None
-        head = self.do("read", lambda: self._ask("head_object"))
+            raise Changed(f"the store no longer has the upload of {self.key}", retry=True) from None
+        head = self.do("read", lambda: self._request("head_object"))
         if head["ContentLength"] != note["size"]:
             raise Changed(f"{self.key} has {head['ContentLength']} bytes in the store, not {note['size']}", retry=True)
         return str(head["ETag"])
 
     def _completed(self, note: Mapping[str, Any]) -> str:
-        """The etag of the object if this upload made it; otherwise empty."""
+        """Return the etag of the object if this upload created it, otherwise an empty string."""
         with contextlib.suppress(Missing):
-            head = self.do("read", lambda: self._ask("head_object"))
+            head = self.do("read", lambda: self._request("head_object"))
             if note.get("etag") and head["ContentLength"] == note["size"] and head["ETag"].strip('"') == note["etag"]:
                 return str(head["ETag"])
         return ""
@@ -300,8 +303,10 @@ def _identity(stat: os.stat_result) -> dict[str, int]:
 
 
 def _etag(parts: list[str]) -> str:
-    """The etag of an object made of these parts, if etags are MD5 sums (not with KMS): the MD5 of the parts' MD5 sums, and the
-    number of parts."""
+    """Compute the etag of an object from its parts: the MD5 of the parts' MD5 sums, and the number of parts.
+
+    Returns an empty string if etags are not MD5 sums, as with KMS.
+    """
     with contextlib.suppress(ValueError):
         whole = hashlib.md5(b"".join(bytes.fromhex(etag.strip('"')) for etag in parts), usedforsecurity=False)
         return f"{whole.hexdigest()}-{len(parts)}"

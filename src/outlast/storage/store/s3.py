@@ -1,8 +1,8 @@
-"""S3: credentials, region and endpoint. The only module that knows botocore.
+"""S3: credentials, region and endpoint. The only module that uses botocore.
 
-`access` looks where the AWS command line looks: the environment, profiles and SSO in ~/.aws, a web identity (EKS, GitHub), pod
-identity, ECS, the instance's metadata. If the environment has everything, botocore is not even loaded. Called by `store`, and by
-`multipart` for botocore's client.
+`access` searches the same places as the AWS command line: the environment, profiles and SSO in ~/.aws, a web identity (EKS,
+GitHub), pod identity, ECS, and the instance's metadata. botocore is loaded only if the environment is not sufficient. Called by
+`store`, and by `multipart` for botocore's client.
 """
 
 from __future__ import annotations
@@ -28,27 +28,31 @@ LOOKED = (
 
 @dataclass(frozen=True)
 class Access:
+    """Credentials, region and endpoint for S3."""
+
     region: str
     endpoint: str
-    """Empty for AWS itself."""
+    """URL of the service; empty for AWS."""
     style: str
-    """Where a URL has the bucket's name: path, virtual (in the host name), or auto."""
+    """Position of the bucket's name in a URL: path, virtual (in the host name), or auto."""
     keys: tuple[str, str, str] | None
-    """Access key, secret and session token (may be empty), if they are static."""
+    """Static access key, secret and session token (may be empty); None for other credentials."""
     anonymous: bool
     session: Any = None
-    """botocore's session, if one was needed."""
+    """botocore's session; None if the environment was sufficient."""
     credentials: Any = None
-    """botocore's credentials, which renew themselves."""
+    """botocore's credentials, which it renews."""
     timeout_s: float = 30
 
     def virtual(self, bucket: str) -> bool:
-        """Whether the bucket's name is part of the host name; not if it contains a dot, since wildcard TLS certificates cover one
-        label."""
+        """Return whether the bucket's name is part of the host name.
+
+        With `auto`, a name with a dot is not, since wildcard TLS certificates cover only one label.
+        """
         return self.style == "virtual" or (self.style == "auto" and not self.endpoint and "." not in bucket)
 
     def options(self, bucket: str) -> dict[str, Any]:
-        """Arguments for obstore's S3Store."""
+        """Return the arguments for obstore's S3Store."""
         endpoint = self.endpoint
         if not endpoint and self.region.startswith("cn-"):
             endpoint = f"https://{f'{bucket}.' if self.virtual(bucket) else ''}s3.{self.region}.amazonaws.com.cn"
@@ -57,7 +61,7 @@ class Access:
             endpoint = f"{parts.scheme}://{bucket}.{parts.netloc}{parts.path}"
         options: dict[str, Any] = {"region": self.region, "virtual_hosted_style_request": self.virtual(bucket)}
         if endpoint:
-            options["aws_endpoint_url_s3"] = endpoint  # takes precedence over obstore's own look into the environment
+            options["aws_endpoint_url_s3"] = endpoint  # takes precedence over obstore's own search of the environment
         if "AWS_UNSIGNED_PAYLOAD" not in os.environ:
             options["unsigned_payload"] = True  # TLS protects the content; hashing it costs more than sending it
         if self.anonymous:
@@ -68,7 +72,7 @@ class Access:
         return {**options, "access_key_id": key, "secret_access_key": secret, **({"session_token": token} if token else {})}
 
     def fresh(self) -> dict[str, Any]:
-        """Credentials for the next minutes. botocore renews them 10 minutes before they expire, obstore 5."""
+        """Return credentials for the next minutes. botocore renews them 10 minutes before they expire, obstore 5."""
         with _mapped_errors("the credentials for S3"):
             frozen = self.credentials.get_frozen_credentials()
         return {
@@ -80,7 +84,7 @@ class Access:
 
     @cached_property
     def client(self) -> Any:
-        """botocore's client, without retries: `store` retries."""
+        """botocore's client, without retries, since `store` retries."""
         botocore = _botocore()
         config = import_module("botocore.config").Config(
             s3={
@@ -108,7 +112,7 @@ class Access:
         )
 
     def range(self, bucket: str, key: str, start: int, end: int) -> bytes:
-        """Bytes of an object, for servers whose range responses obstore rejects (rclone sends 200 instead of 206)."""
+        """Read bytes of an object from servers whose range responses obstore rejects (rclone sends 200 instead of 206)."""
         response = self.client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
         with contextlib.closing(response["Body"]) as body:
             if not (response.get("ContentRange") or "").startswith(f"bytes {start}-"):
@@ -117,7 +121,7 @@ class Access:
 
 
 def access(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 30) -> Access:
-    """Find credentials, region and endpoint; raises Denied without credentials."""
+    """Find credentials, region and endpoint. Raises Denied without credentials."""
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     style = environ.get("AWS_S3_ADDRESSING_STYLE")
@@ -152,7 +156,10 @@ def access(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 30) ->
 
 
 def answer(error: BaseException) -> tuple[int, str, str] | None:
-    """Status, code and message of a botocore exception; 0 and empty if there was no response. None for other exceptions."""
+    """Return status, code and message of a botocore exception, or None for other exceptions.
+
+    Without a response, the status is 0, and code and message are empty.
+    """
     response = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
         details, status = response["Error"], response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -168,7 +175,7 @@ def _botocore() -> Any:
 
 
 def _session(*, needed: bool) -> Any:
-    """botocore's session; None if botocore is neither installed nor needed."""
+    """Return botocore's session, or None if botocore is neither installed nor needed."""
     try:
         return import_module("botocore.session").Session()
     except ImportError as error:
@@ -193,14 +200,16 @@ def _mapped_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (errors.ConnectionError, errors.HTTPClientError) as error:
-        raise Unreachable(f"{what} cannot be had: {error}") from error
+        raise Unreachable(f"{what} cannot be obtained: {error}") from error
     except (errors.BotoCoreError, errors.ClientError) as error:
         raise Denied(f"{what} cannot be used: {error}") from error
 
 
 def find_certificates(environ: MutableMapping[str, str]) -> None:
-    """If this machine has no CA certificates, as in slim images, use botocore's: without certificates obstore creates no client,
-    not even for http://."""
+    """Use botocore's CA certificates if this machine has none, as in slim images.
+
+    Without certificates, obstore creates no client, not even for http://.
+    """
     given = environ.get("SSL_CERT_FILE") or environ.get("SSL_CERT_DIR")
     if given or any(os.path.exists(path) for path in _CERTIFICATES):
         return
@@ -216,4 +225,4 @@ _CERTIFICATES = (
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
     "/etc/ssl/ca-bundle.pem",
 )
-"""Where Linux distributions keep CA certificates; rustls-native-certs looks there."""
+"""Paths of CA certificates in Linux distributions, as rustls-native-certs searches them."""

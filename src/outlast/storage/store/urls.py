@@ -1,6 +1,6 @@
 """URLs of stores, and valid names of objects. Pure; called by `store.client`.
 
-A URL is taken literally: nothing in it is percent-encoded, `#` and `?` are ordinary characters. Repeated and trailing slashes
+A URL is taken literally: percent-encoding does not apply, and `#` and `?` are ordinary characters. Repeated and trailing slashes
 have no meaning.
 """
 
@@ -21,7 +21,7 @@ _BUCKET = {
 
 
 def normalised(url: str) -> str:
-    """The URL without repeated and trailing slashes and `.` segments. Raises StoreError if it names no place."""
+    """Return the URL without repeated and trailing slashes and `.` segments. Raises StoreError for an invalid URL."""
     scheme, separator, rest = url.partition("://")
     schemes = ", ".join(f"{scheme}://" for scheme in PLACES)
     if not separator:
@@ -47,7 +47,7 @@ def normalised(url: str) -> str:
 
 
 def impossible(key: str, scheme: str) -> str:
-    """The reason why `key` cannot be an object's name; empty if it can."""
+    """Return why `key` cannot be an object's name, or an empty string."""
     if not key:
         return "it is empty"
     segments = key.split("/")

@@ -1,1 +1,1 @@
-"""Synchronises directory trees and object stores, in both directions."""
+"""Synchronisation of directory trees and object stores, in both directions."""

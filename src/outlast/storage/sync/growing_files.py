@@ -8,8 +8,8 @@ When a file was truncated (`metrics.jsonl`, if a run resumes from an earlier ste
 last one: writing all parts in order produces the file (`as_file`). Logs and ledgers are never truncated, so the store keeps bytes
 that a machine has lost (`pieces`).
 
-The parts are the only state: a sender continues after the last part that matches the file. `agent.upload` sends, `ownership` and
-`stored` fetch, the command line reads. Docs: docs/decisions/0019-growing-files.md.
+The parts are the only state: a sender continues after the last part that matches the file. `agent.upload` sends, `join_run` and
+`store_takeover` fetch, and the command line reads. Docs: docs/decisions/0019-growing-files.md.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from outlast.storage.sync import tree
 T = TypeVar("T")
 
 PART = 8 << 20
-"""Maximum size of a part in bytes: it takes one request, and fits into memory."""
+"""Maximum size of a part in bytes: a part takes one request and fits into memory."""
 _AT_ONCE = 8
 _PIECE = 1 << 20
 """Bytes of a part read at a time by `pieces`."""
 AHEAD = 32
 _HELD = 64 << 20
 _HELD_READ = 8 << 20
-"""Number of concurrent requests for parts (most are small), and bytes read ahead by a fetch and by a stream (there may be many
-streams)."""
-_REMEMBERED = 16
-"""Number of parts per file that the sender remembers; if none of them matches the file, it lists all parts."""
+"""Number of concurrent requests for parts, and bytes read ahead by a fetch and by a stream. Most parts are small, and a process
+may have many streams."""
+_RECENT = 16
+"""Number of recent parts per file that the sender caches. If no cached part matches the file, it lists all parts."""
 _NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
 
 
@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
 
 def grows(path: str) -> bool:
-    """Whether a path below a job's output is a growing file."""
+    """Return whether a path below a job's output is a growing file."""
     directory, _, name = path.rpartition("/")
     return path == contract.METRICS or (directory, os.path.splitext(name)[1]) in (
         (contract.LOGS, ".log"),
@@ -71,7 +71,7 @@ def grows(path: str) -> bool:
 
 
 def place(path: str) -> str:
-    """The directory of a file's parts."""
+    """Return the directory of a file's parts."""
     return f"{os.path.splitext(path)[0]}.parts"
 
 
@@ -82,7 +82,7 @@ def is_part(key: str) -> bool:
 
 
 def files(store: Store) -> list[str]:
-    """The growing files that have parts in a store."""
+    """Return the growing files that have parts in a store."""
     paths = set()
     for directory, ext in (("", os.path.splitext(contract.METRICS)[1]), (contract.LOGS, ".log"), (contract.LEDGER, ".jsonl")):
         for name in store.names(directory):
@@ -93,7 +93,7 @@ def files(store: Store) -> list[str]:
 
 
 def parts(store: Store, path: str) -> list[Part]:
-    """The parts of a file, in the order in which they were written."""
+    """Return the parts of a file in the order in which they were written."""
     parts = []
     for entry in store.entries(place(path)):
         stem, ext = os.path.splitext(entry.key.rpartition("/")[2])
@@ -103,9 +103,9 @@ def parts(store: Store, path: str) -> list[Part]:
 
 
 def as_file(parts: Sequence[Part]) -> list[tuple[Part, int]]:
-    """The parts that make up the file, each with the offset from which later parts replace it.
+    """Return the parts that make up the file, each with the offset from which later parts replace it.
 
-    If two parts have the same number, one is from a sender that had been superseded; the part that later parts continue counts.
+    If two parts have the same number, one of them is from a superseded sender. The part that later parts continue counts.
     """
     made, limit = [], None
     for _, group in itertools.groupby(reversed(parts), lambda part: part.number):
@@ -119,22 +119,24 @@ def as_file(parts: Sequence[Part]) -> list[tuple[Part, int]]:
 
 
 class Sender:
-    """Sends new bytes of the files below `root`. Use only one sender per directory at a time."""
+    """A sender of new bytes of the files below `root`. Use only one sender per directory at a time."""
 
     def __init__(self, store: Store, root: Path) -> None:
         self._store, self._root = store, root
         self._parts: dict[str, list[Part]] = {}
         self._tried: dict[str, Part] = {}
-        """Parts whose arrival is uncertain. They are sent again unchanged, and so stored once."""
+        """Parts whose arrival is uncertain. They are sent again unchanged, so the store has them once."""
         self.failed: list[tuple[str, str]] = []
-        """Files that the last push could not read or send, with the reason."""
+        """Files that the last push could not read or send, with the reasons."""
 
     def forget(self, path: str) -> None:
         self._parts.pop(path, None)
 
     def push(self, paths: Iterable[str], stop: threading.Event) -> int:
-        """Send the new bytes of these files; returns the number of bytes. Raises Stopped, and errors that concern all files, such
-        as Unreachable."""
+        """Send the new bytes of these files, and return their number.
+
+        Raises Stopped, and errors that concern all files, such as Unreachable.
+        """
         self.failed = []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
             return sum(pool.map(lambda path: self._try(path, stop), paths))
@@ -148,7 +150,7 @@ class Sender:
             return self._push(path, stop)
         except FileNotFoundError:
             return 0
-        except (Stopped, NoBucket, Denied, Unreachable):  # the others would fail, too
+        except (Stopped, NoBucket, Denied, Unreachable):  # other files would fail, too
             raise
         except StoreError as error:
             self.forget(path)
@@ -160,7 +162,7 @@ class Sender:
 
     def _push(self, path: str, stop: threading.Event) -> int:
         if path not in self._parts:
-            self._parts[path] = parts(self._store, path)[-_REMEMBERED:]
+            self._parts[path] = parts(self._store, path)[-_RECENT:]
         recent, sent = self._parts[path], 0
         with (self._root / path).open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -175,7 +177,7 @@ class Sender:
                 self._store.put(part.key, data)
                 del self._tried[path]
                 recent.append(part)
-                del recent[:-_REMEMBERED]
+                del recent[:-_RECENT]
                 at, sent = part.end, sent + part.size
         return sent
 
@@ -192,10 +194,10 @@ class Sender:
         return Part(key, number, start, len(data), crc), data
 
     def _behind(self, file: int, size: int, path: str) -> int:
-        """The offset after which the store lacks bytes of the file: the end of the last part that matches the file."""
+        """Return the offset after which the store lacks bytes: the end of the last part that matches the file."""
         recent = self._parts[path]
         at = self._matching(file, size, recent)
-        if at is None and len(recent) == _REMEMBERED:
+        if at is None and len(recent) == _RECENT:
             at = self._matching(file, size, parts(self._store, path))
         return at or 0
 
@@ -209,7 +211,7 @@ class Sender:
 
 
 def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None) -> bool:
-    """Fetch a file to `to` in one piece unless `to` exists; returns whether it exists now."""
+    """Fetch a file to `to`, atomically, unless `to` exists. Returns whether `to` exists now."""
     made = as_file(parts(store, path))
     if to.exists() or not made:
         return to.exists()
@@ -228,8 +230,10 @@ def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None
 
 
 def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]:
-    """Stream the bytes of a file: the present state of metrics, and everything ever pushed of logs and ledgers. Threads of
-    `thread_pool` read ahead."""
+    """Stream the bytes of a file, while threads of `pool` read ahead.
+
+    The bytes are the present content of metrics, and all bytes ever pushed of logs and ledgers.
+    """
     every = parts(store, path)
     made = as_file(every) if path == contract.METRICS else [(part, part.end) for part in every]
     ranges = ((part, at, min(end - part.start, at + _PIECE)) for part, end in made for at in range(0, end - part.start, _PIECE))
@@ -238,13 +242,13 @@ def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]
 
 
 def since(store: Store, path: str, start: int) -> bytes:
-    """The present bytes of a file from offset `start` on; empty beyond its end."""
+    """Return the present bytes of a file from offset `start` on; empty beyond its end."""
     later = [(part, max(start, part.start), end) for part, end in as_file(parts(store, path)) if end > start]
     return b"".join(bytes(store.range(part.key, at - part.start, end - part.start)) for part, at, end in later)
 
 
 def _ahead(pool: ThreadPoolExecutor, jobs: Iterable[tuple[int, Callable[..., T], tuple[Any, ...]]], most: int) -> Iterator[T]:
-    """The results of jobs (bytes, function, arguments) in order, with at most `most` bytes in flight or waiting to be used."""
+    """Yield the results of jobs (bytes, function, arguments) in order, with at most `most` bytes in progress or unused."""
     pending: collections.deque[tuple[int, Future[T]]] = collections.deque()
     held = 0
     for size, do, arguments in jobs:
@@ -259,7 +263,7 @@ def _ahead(pool: ThreadPoolExecutor, jobs: Iterable[tuple[int, Callable[..., T],
 
 
 def tail(store: Store, path: str, count: int) -> list[bytes]:
-    """The last `count` lines of a log; reads no more parts than needed."""
+    """Return the last `count` lines of a log, reading no more parts than needed."""
     text = b""
     for part in reversed(parts(store, path)):
         for end in range(part.size, 0, -PART):

@@ -1,8 +1,7 @@
-"""Objects as the manifest lists them, files as they were last seen, and whether the two agree.
+"""The rules of `push_and_pull`: objects in the manifest, files at their last read or write, and the comparison of the two.
 
-The rules of `push_and_pull`, as plain functions of plain values, without disk, clock or store. A file is identified by its
-size, its mtime and ctime and the crc32 of its content; an object by its size, its crc32, and a hash of its etag. Times are
-nanoseconds since the epoch; a crc32 of -1 is unknown.
+Pure functions without disk, clock or store. A file is identified by its size, its mtime and ctime and the crc32 of its content,
+and an object by its size, its crc32 and a hash of its etag. Times are nanoseconds since the epoch; a crc32 of -1 is unknown.
 """
 
 from __future__ import annotations
@@ -18,18 +17,20 @@ from typing import Any, NamedTuple
 
 VERSION = 1
 GRANULARITY_NS = 2_000_000_000
-"""A file that was written less than this before it was read may be written again without a new mtime (two seconds on FAT, clock
-ticks elsewhere), so it is read once more; git calls such files racy."""
+"""Granularity of mtimes: two seconds on FAT, a clock tick elsewhere. A file that was written less than this before it was read
+may be written again without a new mtime, so it is read once more; git calls these files racy."""
 
 
 class Stat(NamedTuple):
+    """Size and times of a file."""
+
     size: int
     mtime: int
     ctime: int
 
 
 class Seen(NamedTuple):
-    """A file as it was when its content was read or written. A ctime of 0 matches no file, so the content is read again."""
+    """The state of a file when its content was last read or written. A ctime of 0 matches no file, so the file is read again."""
 
     size: int
     mtime: int
@@ -38,46 +39,46 @@ class Seen(NamedTuple):
 
 
 class Object(NamedTuple):
-    """An object as it was last written to the store, or found there."""
+    """The state of an object when it was last written or listed."""
 
     size: int
     mtime: int
-    """The mtime of the original file; if unknown, that of the object."""
+    """The mtime of the original file, or of the object if that is unknown."""
     crc32: int
     mark: int
     """The crc32 of the object's etag, which changes if the object is replaced."""
 
 
 class Verdict(enum.Enum):
-    """Whether a file has the content of an object."""
+    """The result of comparing a file with an object."""
 
     SAME = enum.auto()
     DIFFERENT = enum.auto()
-    LOOK = enum.auto()
-    """Unknown until the file is read."""
+    UNKNOWN = enum.auto()
+    """The file must be read."""
 
 
 def compare(file: Stat, seen: Seen | None, object: Object, clean_before: int) -> Verdict:
-    """Whether a file has the content of an object, given the state in which it was last `seen`.
+    """Compare a file with an object, given the file's state when it was last `seen`.
 
-    Without `seen`, a file with the object's size and mtime is taken to be the object's original if the mtime is before
-    `clean_before`: the sender then read the file when it could no longer change unnoticed.
+    Without `seen`, a file with the object's size and mtime counts as the object's original if the mtime is before `clean_before`:
+    the sender then read the file when every later change would change the mtime.
     """
     if file.size != object.size:
         return Verdict.DIFFERENT
-    if object.crc32 < 0:  # a download of it got its mtime; but if we had seen the file, we would know its crc32
+    if object.crc32 < 0:  # a download would have set the object's mtime, and a recorded file would have a crc32
         return Verdict.SAME if seen is None and file.mtime == object.mtime else Verdict.DIFFERENT
     if seen is None:
-        return Verdict.SAME if file.mtime == object.mtime and file.mtime < clean_before else Verdict.LOOK
+        return Verdict.SAME if file.mtime == object.mtime and file.mtime < clean_before else Verdict.UNKNOWN
     if seen.size != file.size or seen.mtime != file.mtime:
         return Verdict.DIFFERENT
     if seen.ctime != file.ctime:
-        return Verdict.LOOK
+        return Verdict.UNKNOWN
     return Verdict.SAME if seen.crc32 == object.crc32 else Verdict.DIFFERENT
 
 
 def seen(stat: Stat, crc32: int, read: int) -> Seen:
-    """The record of a file with this stat and checksum; `read` is the time at which reading began."""
+    """Return the record of a file with this stat and checksum. `read` is the time at which the read began."""
     return Seen(stat.size, stat.mtime, stat.ctime if stat.mtime < read - GRANULARITY_NS else 0, crc32)
 
 
@@ -86,13 +87,15 @@ def etag_hash(etag: str) -> int:
 
 
 def as_left(recorded: Object, size: int, etag: str) -> bool:
-    """Whether an object has not been replaced since it was recorded."""
+    """Return whether an object has not been replaced since it was recorded."""
     return recorded.size == size and recorded.mark == etag_hash(etag)
 
 
 def listed(entries: Iterable[tuple[str, int, str, float]], recorded: Mapping[str, Object], own: str) -> dict[str, Object]:
-    """The objects of a listing (key, size, etag, modified), as recorded unless they were replaced. `own` is the manifest's key.
-    Keys that end in a slash stand for directories, and are left out."""
+    """Return the objects of a listing (key, size, etag, modified), as recorded unless they were replaced.
+
+    The manifest's key `own` and keys that end in a slash, which stand for directories, are left out.
+    """
     objects = {}
     for key, size, etag, modified in entries:
         if key == own or not key or key.endswith("/"):
@@ -106,12 +109,12 @@ def listed(entries: Iterable[tuple[str, int, str, float]], recorded: Mapping[str
 
 
 def unknown(size: int, etag: str, modified: float) -> Object:
-    """An object whose original file is unknown."""
+    """Return the record of an object whose original file is unknown."""
     return Object(size, round(modified * 1000) * 1_000_000, -1, etag_hash(etag))
 
 
 def unsafe(key: str) -> str:
-    """The reason why a key cannot be a path inside a directory; empty if it can."""
+    """Return why a key cannot be a path inside a directory, or an empty string."""
     if key.startswith("/"):
         return "it begins with a slash"
     if "\0" in key:
@@ -123,7 +126,7 @@ def unsafe(key: str) -> str:
 
 
 def directories(paths: Iterable[str]) -> set[str]:
-    """All directories above these paths."""
+    """Return all directories above these paths."""
     directories: set[str] = set()
     for path in paths:
         above = path.rpartition("/")[0]
@@ -133,14 +136,14 @@ def directories(paths: Iterable[str]) -> set[str]:
     return directories
 
 
-# Documents: JSON by columns, sorted by path; in a store it is compressed. 100,000 files take 3 MB there, and 0.1 s.
+# Documents: JSON by columns, sorted by path, and compressed in a store: 100,000 files take 3 MB and 0.1 s.
 
 _UNKNOWN = Object(-1, 0, -1, 0)
 _UNSEEN = Seen(-1, 0, 0, -1)
 
 
 def encode(objects: Mapping[str, Object], clean_before: int) -> bytes:
-    """A manifest, for the store."""
+    """Encode a manifest for the store."""
     paths = sorted(objects)
     text = _text({"settled": clean_before, "path": paths, **_columns(Object, [objects[path] for path in paths])})
     packer = zlib.compressobj(1, zlib.DEFLATED, 31)  # 31: gzip; level 1: six times as fast as 6, and 9 % larger
@@ -148,7 +151,7 @@ def encode(objects: Mapping[str, Object], clean_before: int) -> bytes:
 
 
 def decode(data: bytes) -> tuple[dict[str, Object], int]:
-    """The objects and `clean_before` of a manifest. Raises ValueError."""
+    """Decode the objects and `clean_before` of a manifest. Raises ValueError."""
     try:
         document = _document(zlib.decompress(data, 31))
         with _uncollected():
@@ -159,11 +162,11 @@ def decode(data: bytes) -> tuple[dict[str, Object], int]:
 
 @dataclass
 class State:
-    """A local record of a tree and its place in a store, which saves requests."""
+    """The local record of a tree and its place in a store, which saves requests."""
 
     place: str = ""
     etag: str = ""
-    """The etag of the manifest that `objects` came from; empty if there was none."""
+    """The etag of the manifest that `objects` came from; empty without a manifest."""
     clean_before: int = 0
     checked: float = 0.0
     """Local time of the last listing of the store."""
@@ -179,7 +182,7 @@ class State:
 
     @classmethod
     def decode(cls, data: bytes) -> State:
-        """Parse the bytes that `encode` returns; raises ValueError."""
+        """Parse the bytes that `encode` returns. Raises ValueError."""
         try:
             document = _document(data)
             head = (str(document["place"]), str(document["etag"]), int(document["settled"]), float(document["checked"]))
@@ -216,7 +219,7 @@ def _document(data: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector, which would otherwise scan the many new values repeatedly and take half of the time."""
+    """Pause the garbage collector, which would otherwise take half of the time to scan the many new values."""
     enabled = gc.isenabled()
     gc.disable()
     try:

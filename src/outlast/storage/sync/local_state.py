@@ -1,12 +1,12 @@
-"""The local state of a sync, by which an interrupted sync resumes, and a sync without changes has nothing to do.
+"""The local state of a sync: an interrupted sync resumes from it, and a sync without changes transfers nothing.
 
     state           files and objects (`index.State`), replaced as a whole
     state.done      log of later transfers, one line per file
     state.lock      held by the only process that syncs
     state.uploads/  journals of large uploads (`Store.upload`)
 
-A transfer is logged once it is done. So whenever the process dies, every logged file has been transferred, and all others are
-transferred again.
+A transfer is logged once it is done. So whenever the process dies, every logged file has been transferred, and the next sync
+transfers all others again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outlast.base.errors import AlreadyRunning, OutlastError
 from outlast.storage.sync.index import Object, Seen, State
 
 _FLUSH_S = 1.0
-"""Flush interval of the log: a kill loses the transfers logged in this time, an exception loses none."""
+"""Seconds between two flushes of the log. A kill loses the transfers logged in this time, an exception loses none."""
 
 
 class StateFile:
@@ -38,7 +38,7 @@ class StateFile:
         self._flushed = 0.0
         self._id = ""
         self.fresh: set[str] = set()
-        """Paths transferred after the state was written, which the manifest in the store does not list yet."""
+        """Paths transferred after the state was written; the manifest in the store lacks them."""
         self.state = State(place)
         with contextlib.suppress(FileNotFoundError, ValueError):
             state, self._id = State.decode(path.read_bytes()), _id(path)
@@ -68,7 +68,7 @@ class StateFile:
             self.flush()
 
     def _opened(self) -> IO[str]:
-        if self._replayed:  # cut off a line that a kill left incomplete
+        if self._replayed:  # cut off an incomplete line left by a kill
             whole = self._done.read_bytes()
             os.truncate(self._done, whole.rfind(b"\n") + 1)
             return self._done.open("a")
@@ -97,14 +97,14 @@ class StateFile:
 
 
 def _id(path: Path) -> str:
-    """The identity of a version of the state; the log names the version that it belongs to."""
+    """Return the identity of a version of the state. A log names the version that it continues."""
     stat = path.stat()
     return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
 
 
 @contextlib.contextmanager
 def opened(path: Path, place: str) -> Iterator[StateFile]:
-    """The state at `path`, locked; raises AlreadyRunning if another process holds it."""
+    """Open and lock the state at `path`. Raises AlreadyRunning if another process holds the lock."""
     lock = path.with_name(f"{path.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

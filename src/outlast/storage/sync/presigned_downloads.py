@@ -2,9 +2,9 @@
 
 obstore collects a response in fresh memory, piece by piece, and passes it from thread to thread. For files this takes up to 1.6
 times the CPU time, over TLS as well (docs/decisions/0024-the-house-in-order.md). Here the kernel fills the buffer and wakes the
-thread when it is full. Only the simplest responses are supported (RFC 9112: HTTP/1.1, a Content-Length, no encoding). For
-anything else (a proxy, an error, a broken connection) `fetch` returns None, and the store's client sends the request, with its
-own retries and error handling.
+thread when the buffer is full. Only the simplest responses are supported (RFC 9112: HTTP/1.1, a Content-Length, no encoding). In
+all other cases (a proxy, an error, a broken connection) `fetch` returns None, and the store's client sends the request, with
+retries and error handling.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _BUFFER = 256 << 10  # fits into a CPU cache between recv, checksum and write
 _TIMEOUT_S = 30
-_DOUBTS = 3
-"""Consecutive failures after which direct downloads are no longer tried."""
+_MOST_FAILURES = 3
+"""Number of consecutive failures after which direct downloads are no longer tried."""
 _END = b"\r\n\r\n"
 
 
@@ -40,23 +40,23 @@ class Direct:
         self._local = threading.local()
         self._lock = threading.Lock()
         self._open: list[_Connection] | None = []  # None: closed
-        self._doubts = 0
+        self._failures = 0
 
     def fetch(self, key: str, file: int, start: int, end: int, whole: bool) -> int | None:
-        """Write bytes `start` to `end` of an object to the same offset of an open file. Returns their crc32; None if the request
-        needs the store's client.
+        """Write bytes `start` to `end` of an object to the same offset of an open file, and return their crc32.
 
-        `whole`: whether the object should have no other bytes. Raises OSError if the file cannot be written.
+        Returns None if the request needs the store's client. With `whole`, the object must have no other bytes. Raises OSError if
+        the file cannot be written.
         """
-        if self._doubts >= _DOUBTS or (url := self._link(key)) is None:
+        if self._failures >= _MOST_FAILURES or (url := self._link(key)) is None:
             return None
         parts = urlsplit(url)
         crc = None if self._proxied(parts) else self._fetch(parts, file, start, end, whole)
-        self._doubts = self._doubts + 1 if crc is None else 0
+        self._failures = self._failures + 1 if crc is None else 0
         return crc
 
     def close(self) -> None:
-        """End all connections for good: `fetch` returns None from now on."""
+        """Close all connections. `fetch` returns None from now on."""
         with self._lock:
             ended, self._open = self._open or [], None
         for connection in ended:
@@ -84,7 +84,7 @@ class Direct:
         return None
 
     def _connected(self, parts: SplitResult) -> _Connection | None:
-        """A new connection, registered for `close`; None if that fails."""
+        """Open a connection, registered for `close`. Returns None on failure."""
         if self._open is None:
             return None
         try:
@@ -122,7 +122,7 @@ class _Connection:
         host, port = parts.hostname or "", parts.port or (443 if tls else 80)
         self.place = parts.scheme, parts.netloc
         self.over = False
-        """Whether the server will close the connection."""
+        """True if the server will close the connection."""
         self._buffer = bytearray(_BUFFER)
         self._view = memoryview(self._buffer)
         self._socket = socket.create_connection((host, port), timeout=_TIMEOUT_S)
@@ -130,7 +130,7 @@ class _Connection:
         self._flags = 0
         if tls is not None:
             self._socket = tls.wrap_socket(self._socket, server_hostname=host)
-        else:  # MSG_WAITALL with a socket timeout: no poll before each call, no return after every packet
+        else:  # MSG_WAITALL with a socket timeout avoids a poll before each call and a return after each packet
             self._flags = socket.MSG_WAITALL
             for side in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 self._socket.setsockopt(socket.SOL_SOCKET, side, struct.pack("ll", _TIMEOUT_S, 0))
@@ -140,7 +140,7 @@ class _Connection:
         self._socket.close()
 
     def fetch(self, parts: SplitResult, file: int, start: int, end: int, whole: bool) -> int | None:
-        """Like Direct.fetch; raises _Closed if there is no response at all."""
+        """Fetch bytes as `Direct.fetch` does. Raises _Closed if the server sends no response."""
         target = f"{parts.path}?{parts.query}" if parts.query else parts.path
         byte_range = "" if whole else f"Range: bytes={start}-{end - 1}\r\n"
         filled = 0
@@ -160,7 +160,7 @@ class _Connection:
         return self._body(head + len(_END), filled, file, start, end)
 
     def _as_requested(self, head: bytes, start: int, end: int, whole: bool) -> bool:
-        """Whether the body will be exactly the requested bytes."""
+        """Return whether the body will be exactly the requested bytes."""
         status, _, rest = head.partition(b"\r\n")
         fields = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in rest.split(b"\r\n"))}
         self.over = fields.get(b"connection", b"").lower() == b"close"
@@ -175,7 +175,7 @@ class _Connection:
         )
 
     def _body(self, begin: int, filled: int, file: int, start: int, end: int) -> int | None:
-        """Write the response's body, whose first bytes are in the buffer. Returns its crc32; None on a broken connection."""
+        """Write the response's body, whose first bytes are in the buffer. Returns its crc32, or None on a broken connection."""
         crc = 0
         while start < end:
             count = min(_BUFFER - begin, end - start)

@@ -1,12 +1,12 @@
 """Synchronises a directory to a place in a store (`push`), or a place in a store to a directory (`pull`).
 
-A push leaves a manifest in the store: names, sizes, times and checksums of all objects. A local state file records the manifest,
-and the size and times of the local files that match it, so an unchanged tree costs a walk and one request, however many files it
-has. `index` compares, `tree` reads and writes files, `local_state` records, `transfer` uploads and downloads.
+A push writes a manifest to the store: names, sizes, times and checksums of all objects. A local state file records the manifest,
+and the size and times of the local files that match it. So an unchanged tree of any size costs a walk and one request. `index`
+compares, `tree` reads and writes files, `local_state` records, and `transfer` uploads and downloads.
 
 Invariants, whenever a process dies: objects are written first, then the manifest, then the state. So every object in the manifest
-exists, and every file that the state calls unchanged has been transferred. Changes that others make in the store are noticed if
-they change the manifest, otherwise once a day, or with `check`.
+exists, and every file that is unchanged by the state has been transferred. Changes by other writers are detected if they change
+the manifest, otherwise once a day, or with `check`.
 
 Called by the command line and by `agent.upload`. `send` and `receive` transfer given files without a manifest.
 """
@@ -33,12 +33,12 @@ __all__ = ["MANIFEST", "Options", "Progress", "Report", "Sent", "pull", "push", 
 
 MANIFEST = ".outlast-manifest"
 CHECK_EVERY_S = 86_400.0
-"""TTL of the recorded objects: after this time the store is listed again, in case others wrote to it without a manifest."""
+"""Seconds after which the store is listed again, since other programs may write to it without a manifest."""
 _PROGRESS_S = 0.2
 _ABANDONED_S = 3600.0
-"""Age without growth at which a partial file counts as abandoned."""
+"""Seconds without growth after which a partial file counts as abandoned."""
 _HOPELESS = 3
-"""Number of consecutive failed requests after which the rest is not tried."""
+"""Number of consecutive failed requests after which the remaining files are not tried."""
 _DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EROFS: "the file system is read-only"}
 
 
@@ -54,7 +54,7 @@ class Progress:
 
 @dataclasses.dataclass
 class Report:
-    """The result of a push or pull; with `dry_run`, the result that it would have."""
+    """The result of a push or pull, or its expected result with `dry_run`."""
 
     transferred: int = 0
     bytes: int = 0
@@ -65,7 +65,7 @@ class Report:
     ignored: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """Paths that are not files, with the reason."""
     changing: list[str] = dataclasses.field(default_factory=list)
-    """Files that kept changing while they were sent; the next push sends them again."""
+    """Files that changed during each attempt to send them; the next push sends them again."""
     planned: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """With `dry_run`, pairs of an action (send, receive or delete) and a path."""
 
@@ -76,11 +76,11 @@ class Options:
 
     manifest: str = MANIFEST
     skip: Callable[[str], bool] = lambda relative: False
-    """Whether to leave a path alone on both sides."""
+    """A predicate for paths that are ignored on both sides."""
     delete: bool = False
-    """Whether to delete files or objects that the source does not have, unless something failed."""
+    """True to delete files or objects that the source lacks, unless a transfer has failed."""
     check: bool = False
-    """Whether to list the store instead of trusting its manifest."""
+    """True to list the store instead of trusting its manifest."""
     dry_run: bool = False
     progress: Callable[[Progress], None] = lambda _: None
     stop: threading.Event | None = None
@@ -97,9 +97,9 @@ def push(
 ) -> Report:
     """Upload the files of the directory `source` that are missing or different in `store`.
 
-    `state` is a local file that records both sides. Files that `leave` accepts are not sent, but objects of their names stay.
-    Without `delete`, objects without a file in `source` are deleted if they are `expired`. Raises NotFound if there is no source,
-    AlreadyRunning if another process holds the state, StoreError, and Stopped; transfers done by then are recorded.
+    `state` is a local file that records both sides. Files that `leave` accepts are not sent, but objects with their names stay.
+    Without `delete`, objects without a file in `source` are deleted if they are `expired`. Raises NotFound without a source,
+    AlreadyRunning if another process holds the state, StoreError, and Stopped. Completed transfers are recorded in any case.
     """
     skip = options.skip
     with local_state.opened(state, f"{store.url}/{options.manifest}") as file:
@@ -112,7 +112,7 @@ def push(
         run = _Run(str(source), store, file, options)
         report = run.report
         report.failed, report.ignored = list(scan.failed.items()), sorted(scan.ignored.items())
-        run.look(options.check)
+        run.load(options.check)
         todo = run.nameable(run.compared(scan.files, [path for path in scan.files if not leave(path)]))
         doomed = [
             path for path in file.state.objects if path not in scan.files and not skip(path) and (options.delete or expired(path))
@@ -126,7 +126,7 @@ def push(
         if run.changed or file.fresh or doomed:
             run.write(began - GRANULARITY_NS, doomed)
         if doomed:
-            with run.doubting():  # until they are deleted, the manifest is incomplete
+            with run.doubting():  # the manifest is incomplete until the objects are deleted
                 store.delete(doomed)
             report.deleted = len(doomed)
         run.save()
@@ -140,14 +140,14 @@ def push(
 def pull(store: Store, target: Path, state: Path, options: Options = Options(), *, only_missing: bool = False) -> Report:
     """Download the objects of `store` that are missing or different in the directory `target`.
 
-    With `only_missing`, files that exist stay as they are. Nothing is written outside of `target`; a link to a file is replaced,
-    not followed. The rest is as in `push`.
+    With `only_missing`, existing files stay unchanged. Nothing is written outside of `target`: a link to a file is replaced, not
+    followed. State and errors are those of `push`.
     """
     skip = options.skip
     with local_state.opened(state, f"{store.url}/{options.manifest}") as file:
         scan = tree.scan(str(target), skip=skip, own=options.manifest) if os.path.lexists(target) else tree.Scan()
         run = _Run(str(target), store, file, options)
-        report, objects = run.report, run.look(options.check)
+        report, objects = run.report, run.load(options.check)
         if options.delete and not objects:
             raise OutlastError(
                 f"there is nothing in {store.url}: --delete would delete all of {target}; leave it out, or correct the URL"
@@ -160,9 +160,8 @@ def pull(store: Store, target: Path, state: Path, options: Options = Options(), 
         todo = run.possible(run.compared(scan.files, paths))
         doomed = [path for path in scan.files if path not in objects] if options.delete else []
         inside = tree.Inside(str(target))
-        doomed = [
-            path for path in doomed if not inside.through_link(path)
-        ]  # through a link, so an object may have its other name
+        # A file reached through a link may be an object under its other name.
+        doomed = [path for path in doomed if not inside.through_link(path)]
         if options.dry_run:
             return run.planned("receive", todo, objects, doomed)
         run.receive(todo)
@@ -183,24 +182,24 @@ class _Run:
         self._file, self._state = file, file.state
         self.report = Report()
         self.changed = False
-        """Whether the manifest in the store is out of date."""
+        """True if the manifest in the store is out of date."""
         self._listed = False
-        self._learned = False
-        """Whether the state on disk is out of date."""
+        self._dirty = False
+        """True if the state on disk is out of date."""
         self._done = "read"
         self._refused = 0
         self._refusal: StoreError = StoreError("")
 
-    def look(self, check: bool) -> dict[str, Object]:
-        """The objects of the store, from the manifest if it can be trusted, otherwise from a listing."""
+    def load(self, check: bool) -> dict[str, Object]:
+        """Load the objects of the store, from the manifest if it is recent, otherwise or with `check` from a listing."""
         state, store = self._state, self._store
         try:
             if not state.etag or store.head(self._key).etag != state.etag:
                 data, entry = store.read(self._key)
                 state.objects, state.clean_before = index.decode(data)
                 state.etag = entry.etag
-                self._file.fresh.clear()  # another writer may have replaced those objects since
-                self._learned = True
+                self._file.fresh.clear()  # another writer may have replaced these objects
+                self._dirty = True
         except (Missing, ValueError):  # treat an unreadable manifest as a missing one
             state.etag, state.clean_before = "", 0
             check = self.changed = True
@@ -209,11 +208,11 @@ class _Run:
             objects = index.listed(entries, state.objects, self._key)
             self.changed |= objects != state.objects
             state.objects, state.checked = objects, time.time()
-            self._listed = self._learned = True
+            self._listed = self._dirty = True
         return state.objects
 
     def compared(self, files: Mapping[str, Stat], paths: Iterable[str]) -> list[str]:
-        """The paths at which the file and the object differ."""
+        """Return the paths at which the file and the object differ."""
         seen, objects, clean_before = self._state.seen, self._state.objects, self._state.clean_before
         todo, doubtful = [], []
         for path in paths:
@@ -226,8 +225,8 @@ class _Run:
                 self.report.unchanged += 1
                 if path not in seen and object.crc32 >= 0:
                     seen[path] = Seen(*file, object.crc32)
-                    self._learned = True
-            elif verdict is Verdict.LOOK:
+                    self._dirty = True
+            elif verdict is Verdict.UNKNOWN:
                 doubtful.append(path)
             else:
                 todo.append(path)
@@ -236,14 +235,14 @@ class _Run:
             for path, result, _ in outcomes:
                 if result is not None and result.crc32 == objects[path].crc32 and result.size == objects[path].size:
                     seen[path] = result
-                    self._learned = True
+                    self._dirty = True
                     self.report.unchanged += 1
-                else:  # its transfer reports an unreadable file
+                else:  # the transfer reports an unreadable file
                     todo.append(path)
         return todo
 
     def nameable(self, paths: list[str]) -> list[str]:
-        """The paths that are valid object names; all other paths are reported."""
+        """Return the paths that are valid object names. All other paths are reported."""
         wrong = {path: reason for path in paths if (reason := self._store.impossible(path))}
         self.report.failed += [
             (path, f"it cannot be the name of an object: {reason}; rename it") for path, reason in wrong.items()
@@ -251,7 +250,7 @@ class _Run:
         return [path for path in paths if path not in wrong]
 
     def possible(self, paths: list[str]) -> list[str]:
-        """The paths that can be written here; all other paths are reported."""
+        """Return the paths that can be written on this machine. All other paths are reported."""
         directories, inside = index.directories(self._state.objects), tree.Inside(self._root)
         possible = []
         for path in paths:
@@ -287,7 +286,7 @@ class _Run:
         with contextlib.closing(outcomes):
             for (place, path), uploaded, error in outcomes:
                 if uploaded is None:
-                    if not tree.gone(place):  # deleted since the walk, which is no failure
+                    if not tree.gone(place):  # a file deleted after the walk is no failure
                         self._failed(path, error)
                     continue
                 sent, stat, read, steady = uploaded
@@ -301,7 +300,7 @@ class _Run:
         meter.tick(last=True)
 
     def receive(self, paths: list[str]) -> None:
-        """Download objects and record them. Objects that are replaced during the download are looked up and tried once more."""
+        """Download objects and record them. Objects that are replaced during the download are tried once more."""
         self._done, objects = "written", self._state.objects
         meter = _Meter(self._progress, len(paths), sum(objects[path].size for path in paths))
         replaced = self._receive(paths, meter)
@@ -347,13 +346,13 @@ class _Run:
 
     def _moved(self, path: str, object: Object, seen: Seen) -> None:
         self._file.add(path, object, seen)
-        self._learned = True
+        self._dirty = True
         self._refused = 0
         self.report.transferred += 1
         self.report.bytes += object.size
 
     def _failed(self, path: str, error: BaseException | None) -> None:
-        """Report the failure of one file; raises errors that would occur with every file."""
+        """Report the failure of one file. Raises errors that would occur with every file."""
         match error:
             case NoBucket():
                 raise error
@@ -374,14 +373,14 @@ class _Run:
                 raise error
 
     def _settle(self) -> None:
-        """Raise the store's error if nothing at all was transferred."""
+        """Raise the store's last error if no file was transferred."""
         if self._refused and not self.report.transferred:
             raise self._refusal
 
     def write(self, clean_before: int, doomed: list[str]) -> None:
         """Write the manifest, without objects that are about to be deleted."""
         state, store = self._state, self._store
-        try:  # merge with the manifest of another pusher since our look
+        try:  # merge with a manifest that another push has written meanwhile
             if store.head(self._key).etag != state.etag:
                 theirs, _ = index.decode(store.get(self._key))
                 own = {path: state.objects[path] for path in self._file.fresh if path in state.objects}
@@ -391,25 +390,25 @@ class _Run:
         for path in doomed:
             state.objects.pop(path, None)
         state.etag, state.clean_before = store.put(self._key, index.encode(state.objects, clean_before)), clean_before
-        self._learned = True
+        self._dirty = True
 
     @contextlib.contextmanager
     def doubting(self) -> Iterator[None]:
-        """Force a listing next time unless the block succeeds: until it ends, the store has objects that its manifest lacks."""
+        """Make the next sync list the store unless the block succeeds: in the block, the manifest lacks objects of the store."""
         checked, self._state.checked = self._state.checked, 0.0
         self.save()
         yield
         self._state.checked = checked
 
     def save(self) -> None:
-        if self._learned:
+        if self._dirty:
             objects = self._state.objects
             self._state.seen = {path: seen for path, seen in self._state.seen.items() if path in objects}
             self._file.save()
 
 
 class _Meter:
-    """Counts transfers, and reports progress a few times a second."""
+    """A counter of transfers that reports progress at most five times a second."""
 
     def __init__(self, progress: Callable[[Progress], None], files: int, size: int) -> None:
         self._progress, self._files_total, self._bytes_total = progress, files, size
@@ -419,7 +418,7 @@ class _Meter:
         self.files = 0
 
     def moved(self, count: int) -> None:
-        """Count transferred bytes; called by many threads."""
+        """Count transferred bytes. Many threads call this."""
         with self._lock:
             self._bytes += count
 

@@ -1,7 +1,7 @@
 """A thread pool for many small jobs in bounded memory: requests to a store, files to read.
 
-It starts small and doubles while throughput grows: loopback needs 8 threads, a distant store 100. The caller receives every
-outcome in its own thread, so it needs no locks. Called by `transfer` and `push_and_pull`.
+The pool starts small and doubles while throughput grows: loopback needs 8 threads, a distant store 100. The caller receives all
+outcomes in one thread and needs no locks. Called by `transfer` and `push_and_pull`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MEMORY = 64 << 20
 FEW, MANY = 8, 128
 """Initial and maximum number of threads."""
 _WINDOW_S = 0.5
-"""How long throughput is measured before threads are added."""
+"""Seconds for which throughput is measured before threads are added."""
 _LEAVE_S = 3.0
-"""How long jobs in progress may go on after a stop."""
+"""Seconds that jobs in progress may go on after a stop."""
 
 
 class Job(NamedTuple, Generic[T]):
@@ -52,8 +52,8 @@ def work(
 ) -> Generator[Outcome[T], None, None]:
     """Run jobs in threads and yield their outcomes as they end. Uses at most MEMORY bytes, or the cost of one larger job.
 
-    `tick` is called at least ten times a second. When `stop` is set or the generator is closed, `enough` is set, which jobs
-    should check, and queued jobs are dropped. After `stop`, the outcomes of running jobs are yielded and then Stopped is raised.
+    `tick` is called at least ten times a second. `stop` and closing the generator drop the queued jobs and set `enough`, which
+    jobs should check. After `stop`, the outcomes of running jobs are yielded and then Stopped is raised.
     """
     source, out, cost = iter(jobs), 0, 0
     waiting = next(source, None)
@@ -101,9 +101,10 @@ def work(
 
 
 def widened(width: int, previous: float, now: float) -> tuple[int, float]:
-    """The next number of threads, given the throughput `now` of `width` threads; and the throughput to compare it with.
+    """Return the next number of threads, and the throughput to compare its throughput with.
 
-    The number doubles if throughput is at least a quarter higher than `previous`, which is 0 at first.
+    `now` is the throughput of `width` threads. The number doubles if `now` is at least a quarter higher than `previous`, which is
+    0 at first.
     """
     if now < 1.25 * previous or width >= MANY:
         return width, float("inf")
@@ -111,7 +112,7 @@ def widened(width: int, previous: float, now: float) -> tuple[int, float]:
 
 
 class _Threads:
-    """Threads that run jobs from `todo` and put their outcomes into `done`; started as needed."""
+    """Threads that run jobs from `todo` and put their outcomes into `done`."""
 
     def __init__(self) -> None:
         self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()

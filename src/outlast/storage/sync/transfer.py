@@ -3,9 +3,9 @@
     send(store, [(path, key)], journals=directory)        -> {key: Sent}
     receive(store, [(key, size, path)])                   -> {key: crc32}
 
-Small files are sent and received whole, large ones by parts. A download is written to a temporary file, compared with the
-expected size (and checksum), and renamed. `thread_pool` provides the threads and limits the memory. `push_and_pull` uses this
-for trees, `checkpoints` for checkpoints, `fetch` and `code` for data.
+Small files are sent and received whole, large files by parts. A download is written to a temporary file, compared with the
+expected size (and checksum), and renamed. `thread_pool` provides the threads and limits the memory. `push_and_pull` transfers
+trees, `checkpoints` checkpoints, and `fetch_from_store` and `code_placement` data.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from outlast.storage.sync.thread_pool import Job, Outcome, work
 
 T = TypeVar("T")
 SMALL = 8 << 20
-"""Size in bytes above which a file is sent by `Store.upload`, and received in pieces of this size."""
+"""Size in bytes above which `Store.upload` sends a file, and a file is received in pieces of this size."""
 _UPLOAD = 32 << 20
-"""Bytes of one file that `Store.upload` holds in memory."""
+"""Bytes of memory that `Store.upload` needs for one file."""
 
 
 class Damaged(StoreError):
@@ -43,7 +43,7 @@ class Damaged(StoreError):
 
 
 class Sent(NamedTuple):
-    """An object as it was uploaded."""
+    """An uploaded object."""
 
     size: int
     crc32: int
@@ -55,7 +55,7 @@ class Uploaded(NamedTuple):
     stat: Stat
     """The file's stat before reading."""
     read: int
-    """Time at which reading began, nanoseconds since the epoch."""
+    """Time at which the read began, nanoseconds since the epoch."""
     steady: bool
 
 
@@ -84,11 +84,11 @@ def send(
     progress: Callable[[int], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> dict[str, Sent]:
-    """Upload files, given as (path, key); returns the uploaded objects by key.
+    """Upload files, given as (path, key), and return the uploaded objects by key.
 
-    Uploads of large files resume after a kill, from their journals in the directory `journals`. `progress` is called from many
-    threads with the number of bytes sent since the last call. Raises the first StoreError or OSError, Changed if a file changes
-    during the upload, and Stopped soon after `stop` is set.
+    Uploads of large files resume after a kill, from their journals in the directory `journals`. Many threads call `progress` with
+    the number of bytes sent since the last call. Raises the first StoreError or OSError, Changed if a file changes during the
+    upload, and Stopped soon after `stop` is set.
     """
     done = {}
     for (path, key), uploaded in _results(uploads(store, files, journals=journals, progress=progress, stop=stop)):
@@ -106,11 +106,11 @@ def receive(
     progress: Callable[[int], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> dict[str, int]:
-    """Download objects to files, given as (key, size, path); returns their crc32 by key.
+    """Download objects to files, given as (key, size, path), and return their crc32 by key.
 
-    A file gets its name once it has the right size; with `durable`, only when it would also survive a power failure. `progress`
-    is called from many threads with the number of bytes received since the last call. Raises the first StoreError (also Missing
-    and Changed) or OSError, and Stopped soon after `stop` is set.
+    A file gets its name once it has the right size and, with `durable`, would survive a power failure. Many threads call
+    `progress` with the number of bytes received since the last call. Raises the first StoreError (also Missing and Changed) or
+    OSError, and Stopped soon after `stop` is set.
     """
     requests = (Download(key, size, str(path)) for key, size, path in objects)
     outcomes = downloads(store, requests, durable=durable, progress=progress, stop=stop)
@@ -118,7 +118,7 @@ def receive(
 
 
 def _results(outcomes: Generator[Outcome[T], None, None]) -> Iterator[tuple[Any, T]]:
-    """Keys and results of the jobs; raises the first error."""
+    """Yield keys and results of the jobs. Raises the first error."""
     with contextlib.closing(outcomes):
         for key, result, error in outcomes:
             if error is not None:
@@ -137,7 +137,7 @@ def uploads(
     stop: threading.Event | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Generator[Outcome[Uploaded], None, None]:
-    """Upload files and yield the outcome of each. With `snapshots`, a large file that keeps changing is copied first."""
+    """Upload files and yield the outcome of each. With `snapshots`, a large file that changes meanwhile is copied first."""
     enough = threading.Event()
 
     def job(path: Path, key: str) -> Uploaded:
@@ -153,7 +153,7 @@ def uploads(
     def jobs() -> Iterator[Job[Uploaded]]:
         for path, key in files:
             size = 0
-            with contextlib.suppress(OSError):  # the job reports it
+            with contextlib.suppress(OSError):  # the job reports the error
                 size = os.stat(path).st_size
             yield Job((path, key), size if size <= SMALL else _UPLOAD, partial(job, path, key))
 
@@ -173,7 +173,7 @@ def _upload(
     journals.mkdir(parents=True, exist_ok=True)
     journal = journals / f"{hashlib.sha256(f'{store.url}/{key}'.encode()).hexdigest()[:32]}.upload"
     for _ in range(1 if snapshots else tree.ATTEMPTS):  # a file that has changed once will change again
-        read, stat = time.time_ns(), tree.look(path)
+        read, stat = time.time_ns(), tree.stat_of(path)
         failed = threading.Event()
         with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as other:
             crc = other.submit(crc32.of, file.fileno(), stat.size, stop=failed)
@@ -185,13 +185,13 @@ def _upload(
             except BaseException:
                 failed.set()
                 raise
-            if tree.look(path) == stat:
+            if tree.stat_of(path) == stat:
                 return Uploaded(Sent(stat.size, crc.result(), etag), stat, read, True)
     if not snapshots:
         raise Changed(f"{path} changes while it is sent", retry=True)
     with tempfile.TemporaryDirectory(dir=journals) as directory:
         copy = Path(directory) / "copy"
-        read, stat = time.time_ns(), tree.look(path)
+        read, stat = time.time_ns(), tree.stat_of(path)
         size, crc_sent = tree.copy(path, copy, stat.size)
         # If the file still begins with these bytes, it has only grown, and the copy is not a mixture of old and new bytes.
         with path.open("rb", buffering=0) as file:
@@ -254,8 +254,7 @@ def downloads(
 
 @dataclass(eq=False)
 class _Pieces:
-    """A large object, downloaded in pieces. The thread that fetches the last piece finishes the file, or raises the first
-    error."""
+    """A large object, downloaded in pieces. The thread of the last piece finishes the file, or raises the first error."""
 
     store: Store
     request: Download
@@ -275,7 +274,7 @@ class _Pieces:
         self.ended = False
 
     def fetch(self, start: int) -> Downloaded | None:
-        """Download the piece at `start`; returns the file after the last piece."""
+        """Download the piece at `start`. Returns the file after the last piece, otherwise None."""
         with self._lock:
             self._left -= 1
             if self._error is None:
@@ -314,7 +313,7 @@ class _Pieces:
         if self.enough.is_set():
             raise Stopped(f"the download of {self.request.key} was stopped")
         if self._file is None:
-            if self.request.crc32 < 0:  # else the crc32 tells whether all pieces are of one version
+            if self.request.crc32 < 0:  # otherwise the crc32 shows whether all pieces are of one version
                 entry = self.store.head(self.request.key)
                 if entry.size != self.request.size:
                     raise _replaced(self.store, self.request, entry.size)

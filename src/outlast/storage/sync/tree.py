@@ -1,8 +1,7 @@
-"""A directory tree: scanning it, consistent reads of files, atomic writes.
+"""Walks of a directory tree, consistent reads of files, and atomic writes.
 
 Called by `push_and_pull` and `transfer`. Links to files count as files. A link to a directory is followed if its target lies
-inside the tree and is not being walked already. Names are UTF-8. Empty directories do not count, since stores have no
-directories.
+inside the tree and does not contain the link. Names are UTF-8. Empty directories do not count, since stores have no directories.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.storage.sync.index import Seen, Stat, seen
 
 PARTIAL = ".outlast-"
-"""Prefix of files that are being written; they end in `.part`."""
+"""Prefix of the names of partial files, which end in `.part`."""
 _PIECE = 64 << 10
-"""Bytes written at a time. For more, Linux allocates larger blocks for its page cache; a virtual machine that returns free blocks
-to its host (free page reporting) must then get the blocks back, which takes three times as long as everything else."""
+"""Bytes written at a time. For larger writes, Linux allocates larger blocks for its page cache. A virtual machine that returns
+free blocks to its host (free page reporting) must then get them back, which takes three times as long as everything else."""
 ATTEMPTS = 3
-"""Number of attempts to read a file that keeps changing."""
+"""Number of attempts to read a file that changes during the read."""
 
 
 @dataclass
@@ -35,17 +34,17 @@ class Scan:
 
     files: dict[str, Stat] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    """Unreadable paths, with the reason. They may exist although they are not in `files`."""
+    """Unreadable paths, with the reason. They may exist although `files` lacks them."""
     ignored: dict[str, str] = field(default_factory=dict)
     """Paths that are not files, with the reason."""
     partials: list[str] = field(default_factory=list)
-    """Files that are being written, or were left half written."""
+    """Partial files, in progress or abandoned."""
 
 
 def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "") -> Scan:
-    """Walk a tree. `own` is the name of a manifest, which is left out. Raises NotFound if there is no such directory.
+    """Walk a tree. Raises NotFound if `root` is not a directory.
 
-    Files deleted during the walk are left out.
+    The manifest `own`, paths that `skip` accepts, and files deleted during the walk are left out.
     """
     if not os.path.isdir(root):
         if os.path.lexists(root):
@@ -89,7 +88,7 @@ def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "")
 
 
 def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) -> str:
-    """Add the target of a link if the target is a file; return the target if it is a directory to walk."""
+    """Add the target of a link to the scan if it is a file. Returns the target if it is a directory to walk."""
     try:
         stat = os.stat(place)
         target = os.path.realpath(place)
@@ -110,7 +109,7 @@ def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) ->
 
 
 def _not_utf8(name: str) -> str:
-    """The printable form of a name that is not UTF-8; empty if it is UTF-8."""
+    """Return the printable form of a name that is not UTF-8, or an empty string for UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -119,7 +118,7 @@ def _not_utf8(name: str) -> str:
 
 
 def gone(path: str | Path) -> bool:
-    """Whether a path does not exist; False for a path that we may not access."""
+    """Return whether a path does not exist; False for an inaccessible path."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -129,8 +128,8 @@ def gone(path: str | Path) -> bool:
     return False
 
 
-def look(path: str | Path) -> Stat:
-    """Size and times of a file; raises OSError."""
+def stat_of(path: str | Path) -> Stat:
+    """Return size and times of a file. Raises OSError."""
     return _stat(os.stat(path))
 
 
@@ -139,14 +138,15 @@ def _stat(result: os.stat_result) -> Stat:
 
 
 def version(stat: Stat) -> tuple[int, int]:
-    """A value that changes when the content does."""
+    """Return a value that changes when the content does."""
     return stat.size, stat.mtime
 
 
 def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
-    """A file's content, its stat before the read, and whether the stat stayed the same; None if it has more than `limit` bytes.
+    """Read a file, or return None if it has more than `limit` bytes. Raises OSError.
 
-    A file that changes during the read is read again, a few times. Raises OSError.
+    Returns the content, the stat before the read, and whether the stat was the same after it. A file that changes during the read
+    is read up to ATTEMPTS times.
     """
     with open(path, "rb", buffering=0) as file:
         for _ in range(ATTEMPTS):
@@ -161,7 +161,7 @@ def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
 
 
 def write(file: int, data: bytes | memoryview, start: int) -> None:
-    """Write all of `data` at offset `start` of an open file; raises OSError."""
+    """Write all of `data` at offset `start` of an open file. Raises OSError."""
     view = memoryview(data)
     written = 0
     while written < len(view):
@@ -169,7 +169,7 @@ def write(file: int, data: bytes | memoryview, start: int) -> None:
 
 
 def checksum(path: str) -> Seen:
-    """A file's checksum and stat; the checksum is -1 if the file changes during the read. Raises OSError."""
+    """Return a file's checksum and stat. The checksum is -1 if the file changes during the read. Raises OSError."""
     began = time.time_ns()
     with open(path, "rb", buffering=0) as file:
         stat = _stat(os.fstat(file.fileno()))
@@ -179,7 +179,7 @@ def checksum(path: str) -> Seen:
 
 
 def copy(path: Path, to: Path, length: int) -> tuple[int, int]:
-    """Copy up to `length` bytes of a file; returns the number of bytes and their crc32. Raises OSError."""
+    """Copy up to `length` bytes of a file. Returns the number of bytes and their crc32. Raises OSError."""
     with path.open("rb", buffering=0) as source, to.open("wb", buffering=0) as target:
         size, crc = 0, 0
         while size < length and (data := source.read(min(1 << 20, length - size))):
@@ -195,7 +195,7 @@ class AtomicFile:
             os.pwrite(file.fd, ...)
             stat = file.finish(mtime)
 
-    Without `finish`, nothing remains. Raises OSError, and OutlastError if a directory is in the way.
+    Without `finish`, the file is removed. Raises OSError, and OutlastError if `path` is a directory.
     """
 
     def __init__(self, path: str) -> None:
@@ -216,7 +216,7 @@ class AtomicFile:
         return self
 
     def finish(self, mtime: int | None = None, *, durable: bool = False) -> Stat:
-        """Set the file's mtime, in nanoseconds, if given, and rename the file to `path`. Returns the file's stat."""
+        """Set the file's mtime, in nanoseconds, unless None, and rename the file to `path`. Returns the file's stat."""
         if mtime is not None:
             os.utime(self.fd, ns=(mtime, mtime))
         if durable:
@@ -252,7 +252,7 @@ class AtomicFile:
 
 
 class Inside:
-    """Decides whether a path may be written: its directory must, after all links, lie inside the tree."""
+    """The rule for paths that may be written: after all links, the directory of a path must lie inside the tree."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -260,7 +260,7 @@ class Inside:
         self._reasons: dict[str, str] = {}
 
     def obstacle(self, path: str) -> str:
-        """The reason why a file cannot be written at a relative path; empty if it can."""
+        """Return why a file cannot be written at a relative path, or an empty string."""
         directory = path.rpartition("/")[0]
         if directory not in self._reasons:
             self._reasons[directory] = self._reason(directory)
@@ -278,13 +278,13 @@ class Inside:
         return ""
 
     def through_link(self, path: str) -> bool:
-        """Whether the directory of a path is reached through a link."""
+        """Return whether the directory of a path is reached through a link."""
         directory = path.rpartition("/")[0]
         return os.path.realpath(os.path.join(self._root, directory)) != os.path.normpath(os.path.join(self._real, directory))
 
 
 def sweep(root: str, partials: list[str], before: float) -> None:
-    """Remove half-written files that have not changed since `before`."""
+    """Remove partial files that have not changed since `before`."""
     for path in partials:
         with contextlib.suppress(OSError):
             if os.stat(os.path.join(root, path)).st_mtime < before:
@@ -292,7 +292,7 @@ def sweep(root: str, partials: list[str], before: float) -> None:
 
 
 def remove(root: str, paths: list[str]) -> Iterator[tuple[str, str]]:
-    """Delete files, and directories that become empty; yields each path with the reason why it could not be deleted, or ""."""
+    """Delete files, and directories that become empty. Yields each path with the reason for a failure, or ""."""
     emptied: set[str] = set()
     for path in paths:
         try:

@@ -144,7 +144,7 @@ class _Committed:
             self.fetch()
         except (NotRestored, StoreError) as problem:
             if self._search.disks.rank == 0:
-                log.warning("outlast: step %s is in the store and cannot be had, an older state counts: %s", step, problem)
+                log.warning("outlast: step %s is in the store and cannot be fetched, an older state counts: %s", step, problem)
             return valid
         return newest_on_disks.valid(self._search, self.offered, after)
 
