@@ -106,7 +106,7 @@ def test_ranks_of_plain_torchrun_are_known_by_their_variables(tmp_path: Path) ->
         (tmp_path / str(pid) / "environ").write_bytes(b"".join(f"{k}={v}\0".encode() for k, v in environ.items()))
     (tmp_path / "30").mkdir()
     (tmp_path / "self").mkdir()
-    assert fault_in_pod.launched(str(tmp_path)) == {2: 8, 3: 9}
+    assert fault_in_pod.torchrun_pids(str(tmp_path)) == {2: 8, 3: 9}
 
 
 def test_what_cannot_be_harmed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

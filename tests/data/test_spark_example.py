@@ -54,8 +54,8 @@ def test_accounts_are_of_a_restricted_namespace_and_may_touch_no_secret() -> Non
 def test_pods_are_restricted_and_placed_like_those_of_jobs(role: str, spot: str) -> None:
     (document,) = documents(f"{role}.yaml")
     pod, (container,) = document["spec"], document["spec"]["containers"]
-    assert pod["securityContext"] == volumes.security()
-    assert container["securityContext"] == volumes.confined()
+    assert pod["securityContext"] == volumes.pod_security()
+    assert container["securityContext"] == volumes.container_security()
     assert container["command"] == ["python", "-P", "-m", "outlast.spark_entrypoint"]
     assert pod["automountServiceAccountToken"] is (role == "driver")
     assert {key: pod[key] for key in ("affinity", "tolerations") if key in pod} == placed(spot)
@@ -65,7 +65,7 @@ def placed(spot: str) -> dict[str, Any]:
     """How the pods of a job are placed."""
     fields = {"module": "outlast.recipes.smoke", "scheduling": {"spot": spot}}
     job = spec.parse(json.dumps({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "a"}, "spec": fields}))
-    return placement.pod(job, several=False)
+    return placement.pod(job, has_peers=False)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_spark_application_is_the_same_submission_for_the_operator(words: Call
     assert fields["sparkVersion"] in (SPARK.parents[1] / "constraints.txt").read_text()
     for role, spot in (("driver", "avoid"), ("executor", "prefer")):
         pod = fields[role]
-        assert (pod["podSecurityContext"], pod["securityContext"]) == (volumes.security(), volumes.confined())
+        assert (pod["podSecurityContext"], pod["securityContext"]) == (volumes.pod_security(), volumes.container_security())
         assert {key: pod[key] for key in ("affinity", "tolerations") if key in pod} == placed(spot)
         assert pod["template"]["spec"]["automountServiceAccountToken"] is (role == "driver")
 

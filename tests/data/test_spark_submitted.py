@@ -56,7 +56,10 @@ def environ() -> dict[str, str]:
 def check(pod: Document, role: str, claim: str, place: str) -> Document:
     """Check that a pod is restricted and has the claim; its container."""
     (container,) = pod["spec"]["containers"]
-    assert (pod["spec"]["securityContext"], container["securityContext"]) == (volumes.security(), volumes.confined())
+    assert (pod["spec"]["securityContext"], container["securityContext"]) == (
+        volumes.pod_security(),
+        volumes.container_security(),
+    )
     assert pod["spec"]["automountServiceAccountToken"] is (role == "driver")
     assert container["command"] == ["python", "-P", "-m", "outlast.spark_entrypoint"]
     assert container["args"][0] == role

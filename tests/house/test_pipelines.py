@@ -104,11 +104,11 @@ def test_the_workflow_is_valid_by_argos_schema_and_its_pods_are_restricted() -> 
         wrong = copy.deepcopy(document)
         wrong["spec"]["templates"][1] |= change
         assert list(of_argo().iter_errors(wrong)), change
-    assert workflow()["spec"]["podMetadata"]["labels"] == labels.UNMESHED
+    assert workflow()["spec"]["podMetadata"]["labels"] == labels.NO_SIDECAR
     for each in workflow()["spec"]["templates"]:
         if "container" in each:
             container = {"name": "main", **each["container"]}
-            assert container["securityContext"] == volumes.confined()
+            assert container["securityContext"] == volumes.container_security()
             pod = {"securityContext": workflow()["spec"]["securityContext"], "containers": [container]}
             pod |= {"volumes": workflow()["spec"]["volumes"]}
             schemas.validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": pod}, NEWEST, strict=True)
@@ -232,13 +232,13 @@ def test_the_role_allows_what_a_step_does_and_nothing_else(api: Ending, outlast:
     assert code == 0, err
     cluster = kube.connect()
     waiter = waiting.Waiter(waiting.Workloads(cluster), "gpt", lambda _: None)
-    waiter.submitted(lambda: iter(()))
+    waiter.submit(lambda: iter(()))
     (job,) = api.jobs()
     api.put({**copy.deepcopy(job), "status": {"state": "Failed", "reason": "a bug"}})
-    assert waiter.until_end().sentence.startswith("gpt has failed")
+    assert waiter.wait().sentence.startswith("gpt has failed")
     api.put({**copy.deepcopy(job), "status": {"state": "Running"}})
     look = functools.partial(waiting.own_pod, cluster, {})
-    assert waiter.terminated("cancel", look).sentence == "SIGTERM: gpt is cancelled; what it has saved stays"
+    assert waiter.on_sigterm("cancel", look).sentence == "SIGTERM: gpt is cancelled; what it has saved stays"
     cluster.close()
     assert {right for right in refused if right[0] not in ("list", "get")} == set()
     assert {right for right in refused if right[0] == "get"} <= {("get", "", "namespaces")}

@@ -25,7 +25,7 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract, spec
 from outlast.job.shipping import archives, code_files, ignore
 from outlast.kubernetes import manifests
-from outlast.kubernetes.jobs.parcel import APPLIED, SMALL, choose, pack
+from outlast.kubernetes.jobs.parcel import CLIENT_APPLY_BYTES, CONFIG_MAP_BYTES, choose, pack
 from outlast.kubernetes.manifests import volumes
 from outlast.storage import store
 from outlast.worker.prepare import phases
@@ -297,11 +297,11 @@ CHECKSUM = "1a2b3c4d" + "0" * 56
 @pytest.mark.parametrize(
     ("output", "size", "way"),
     [
-        (None, SMALL, "ConfigMap train-code-1a2b3c4d"),
-        ("s3://bucket/runs", SMALL, "ConfigMap train-code-1a2b3c4d"),
-        ("s3://bucket/runs/", SMALL + 1, f"s3://bucket/runs/code/{CHECKSUM}.tar.gz"),
-        (None, SMALL + 1, "None"),
-        ("/shared/runs", SMALL + 1, "None"),
+        (None, CONFIG_MAP_BYTES, "ConfigMap train-code-1a2b3c4d"),
+        ("s3://bucket/runs", CONFIG_MAP_BYTES, "ConfigMap train-code-1a2b3c4d"),
+        ("s3://bucket/runs/", CONFIG_MAP_BYTES + 1, f"s3://bucket/runs/code/{CHECKSUM}.tar.gz"),
+        (None, CONFIG_MAP_BYTES + 1, "None"),
+        ("/shared/runs", CONFIG_MAP_BYTES + 1, "None"),
     ],
 )
 def test_small_code_goes_into_a_config_map_and_the_rest_into_the_store(output: str | None, size: int, way: str) -> None:
@@ -313,8 +313,8 @@ def test_code_travels_with_its_checksum_and_without_what_is_no_code(tmp_path: Pa
     write(tmp_path, {"train.py": "print(1)", "job.yaml": "x", "req.txt": "einops", "runs/old": "", "data/d": "", "w/x": ""})
     fields = {"output": "runs", "data": [{"from": "data"}], "models": [{"from": "w", "name": "w"}]}
     job = a_job(tmp_path, **fields, environment={"requirements": "req.txt"})
-    with pack(job, but=[tmp_path / "job.yaml"]) as parcel:
-        assert parcel.put() is False
+    with pack(job, excluded=[tmp_path / "job.yaml"]) as parcel:
+        assert parcel.upload() is False
     checksum = hashlib.sha256(parcel.code).hexdigest()
     assert parcel.job.spec.code == f"file:///etc/outlast-code/code.tar.gz#sha256={checksum}"
     assert parcel.job.spec.environment.requirements == "req.txt"
@@ -331,14 +331,14 @@ def test_code_travels_with_its_checksum_and_without_what_is_no_code(tmp_path: Pa
 def test_code_that_pods_see_is_not_shipped(fields: dict[str, Any]) -> None:
     job = a_job(Path("/code"), **fields)
     with pack(job) as parcel:
-        assert (parcel.job, parcel.code, parcel.sentence, parcel.put()) == (job, b"", "", False)
+        assert (parcel.job, parcel.code, parcel.sentence, parcel.upload()) == (job, b"", "", False)
 
 
 def test_large_code_goes_to_the_store_once(tmp_path: Path, moto: Place) -> None:
-    root = write(tmp_path, {"train.py": "print(1)", "big.bin": noise(SMALL)})
+    root = write(tmp_path, {"train.py": "print(1)", "big.bin": noise(CONFIG_MAP_BYTES)})
     with pack(a_job(root, output=f"{moto.url}/runs")) as parcel:
         assert [entry.key for entry in store.open_(moto.url).entries()] == []
-        assert (parcel.put(), parcel.put()) == (True, False)
+        assert (parcel.upload(), parcel.upload()) == (True, False)
     (entry,) = store.open_(f"{moto.url}/runs/code").entries()
     assert parcel.url == f"{moto.url}/runs/code/{entry.key}"
     assert parcel.job.spec.code == f"{parcel.url}#sha256={entry.key.removesuffix('.tar.gz')}"
@@ -349,20 +349,20 @@ def test_large_code_goes_to_the_store_once(tmp_path: Path, moto: Place) -> None:
 
 
 def test_a_torn_object_in_the_store_is_replaced(tmp_path: Path, moto: Place) -> None:
-    root = write(tmp_path, {"train.py": "print(1)", "big.bin": noise(SMALL)})
+    root = write(tmp_path, {"train.py": "print(1)", "big.bin": noise(CONFIG_MAP_BYTES)})
     with pack(a_job(root, output=moto.url)) as parcel:
         above, _, key = parcel.url.rpartition("/")
         store.open_(above).put(key, b"torn")
-        assert parcel.put() is True
+        assert parcel.upload() is True
         assert store.open_(above).head(key).size == parcel.archive.stat().st_size
 
 
-@pytest.mark.parametrize("size", [SMALL, 4 * SMALL])
+@pytest.mark.parametrize("size", [CONFIG_MAP_BYTES, 4 * CONFIG_MAP_BYTES])
 def test_large_code_without_a_store_is_refused_with_the_biggest_files(tmp_path: Path, size: int) -> None:
     root = write(tmp_path, {"train.py": "print(1)", "weights/big.bin": noise(size)})
     with pytest.raises(OutlastError) as caught, pack(a_job(root)):
         pass
-    held = {SMALL: "700 KiB", 4 * SMALL: "2.7 MiB"}[size]
+    held = {CONFIG_MAP_BYTES: "700 KiB", 4 * CONFIG_MAP_BYTES: "2.7 MiB"}[size]
     assert str(caught.value) == (
         f"code ({root}) holds 2 files, {held} (the biggest: weights/big.bin {held}, train.py 8 B), which is too much for a "
         "ConfigMap (700 KiB), and output is no store that it could be put into; say output: s3://..., or put the code into the "
@@ -450,7 +450,7 @@ def test_a_changed_tree_is_another_run_and_the_same_tree_is_the_same(tmp_path: P
 
 def test_a_worker_unpacks_what_came_in_the_config_map(tmp_path: Path) -> None:
     """It is at a place that only pods have: that it is looked for there is what can be seen here."""
-    job = a_job(tmp_path, code=volumes.shipped("code.tar.gz", "0" * 64))
+    job = a_job(tmp_path, code=volumes.shipped_url("code.tar.gz", "0" * 64))
     environ = {"OUTLAST_STATE": str(tmp_path), contract.Env.STATE: str(tmp_path), contract.Env.CODE: str(tmp_path / "workspace")}
     with pytest.raises(FileNotFoundError) as caught:
         phases.Preparation(job, environ, say=lambda _: None).code()
@@ -493,11 +493,15 @@ def test_render_makes_no_config_map_that_kubectl_could_not_apply(outlast: Outlas
     assert all(way in err for way in ("`outlast submit`", "--server-side", "output: s3://" if output == "/out" else "--upload"))
     code, out, err = outlast("render", job_file, "--as", "job", "--server-side")
     first = next(yaml.safe_load_all(out))
-    assert (code, first["kind"], len(base64.b64decode(first["binaryData"]["code.tar.gz"])) > APPLIED) == (0, "ConfigMap", True)
+    assert (code, first["kind"], len(base64.b64decode(first["binaryData"]["code.tar.gz"])) > CLIENT_APPLY_BYTES) == (
+        0,
+        "ConfigMap",
+        True,
+    )
 
 
 def test_render_writes_to_the_store_only_when_it_is_told_to(outlast: Outlast, tmp_path: Path, moto: Place) -> None:
-    job_file = write(tmp_path, {"train.py": "", "x": noise(SMALL), "job.yaml": JOB % f"{moto.url}/runs"}) / "job.yaml"
+    job_file = write(tmp_path, {"train.py": "", "x": noise(CONFIG_MAP_BYTES), "job.yaml": JOB % f"{moto.url}/runs"}) / "job.yaml"
     code, out, err = outlast("render", job_file, "--as", "job")
     assert (code, out) == (2, "")
     assert err.startswith(f"Error: code: 2 files, 700 KiB -> {moto.url}/runs/code/")

@@ -42,7 +42,7 @@ def member(cluster: Cluster, rank: int) -> Agent:
 def report(cluster: Cluster) -> goodput.Goodput:
     """What `outlast report` makes of the ledger in the store and of what the cluster shows."""
     status = shown.status(shown.Snapshot("train", cluster.job))
-    entries = shown.entries(cluster.job, status)
+    entries = shown.cluster_events(cluster.job, status)
     stored = ledger.Events([]).merged(cluster.ledger).merged(cluster.noted)
     return goodput.buckets(stored.merged(entries), cluster.now if status.state.active else None)
 
@@ -108,5 +108,5 @@ def test_a_job_that_an_operator_of_another_version_ran_has_a_beginning_and_an_en
     meta = {"name": "train", "creationTimestamp": "2026-01-01T00:00:00Z"}
     told = {"state": "Failed", "reason": "it failed", "completionTime": "2026-01-01T00:01:40Z", "step": 3}
     workload = {"kind": "ElasticJob", "metadata": meta, "spec": {}, "status": told}
-    account = goodput.buckets(shown.entries(workload, shown.status(shown.Snapshot("train", workload))), None)
+    account = goodput.buckets(shown.cluster_events(workload, shown.status(shown.Snapshot("train", workload))), None)
     assert (account.state, account.wall_s, account.goodput) == ("Failed", 100, 0)

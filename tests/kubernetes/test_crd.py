@@ -449,8 +449,8 @@ def test_whether_a_field_can_change_is_decided_for_all_of_them() -> None:
         "restarts",
         "scheduling",
     }
-    assert set(cel.FIXED) | free == set(SPEC["properties"])
-    assert {*cel.FIXED_SCHEDULING, "priorityClassName"} == set(SPEC["properties"]["scheduling"]["properties"])
+    assert set(cel.IMMUTABLE) | free == set(SPEC["properties"])
+    assert {*cel.IMMUTABLE_SCHEDULING, "priorityClassName"} == set(SPEC["properties"]["scheduling"]["properties"])
 
 
 # Status
@@ -535,7 +535,7 @@ OWNER = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "name": "a",
 
 
 def test_workers_may_say_that_they_are_there_and_read_their_job() -> None:
-    account, role, binding = rbac.members("a", "team", 2, {"x": "y"}, OWNER)
+    account, role, binding = rbac.worker_access("a", "team", 2, {"x": "y"}, OWNER)
     meta = {"name": "a-worker", "namespace": "team", "labels": {"x": "y"}, "ownerReferences": [OWNER]}
     assert [account["metadata"], role["metadata"], binding["metadata"]] == [meta] * 3
     assert account["automountServiceAccountToken"] is False
@@ -562,7 +562,7 @@ def test_the_operator_may_do_what_it_lets_workers_do() -> None:
     (held,) = [
         each["rules"] for each in INSTALLED if each["metadata"]["name"] == "outlast-operator" and each["kind"] == "ClusterRole"
     ]
-    given = rbac.members("a", "team", 1, {}, OWNER)[1]["rules"]
+    given = rbac.worker_access("a", "team", 1, {}, OWNER)[1]["rules"]
     assert triples(given) <= triples(held)
 
 
@@ -571,7 +571,7 @@ def test_the_operator_may_look_at_all_that_it_makes_beside_pods() -> None:
     (held,) = [
         each["rules"] for each in INSTALLED if each["metadata"]["name"] == "outlast-operator" and each["kind"] == "ClusterRole"
     ]
-    made = [*rbac.members("a", "team", 1, {}, OWNER), disruption.budget("a", "team", 1, {}, OWNER)]
+    made = [*rbac.worker_access("a", "team", 1, {}, OWNER), disruption.budget("a", "team", 1, {}, OWNER)]
     found = [kinds.kind_of(document) for document in made]
     wanted = {(kind.group, kind.plural, "get") for kind in (*found, kinds.SERVICE, kinds.VOLCANO_GROUP, kinds.POD_GROUP)}
     assert wanted <= triples(held)
@@ -590,7 +590,7 @@ def triples(rules: list[Document]) -> set[tuple[str, str, str]]:
 @each_minor
 def test_kubernetes_takes_what_is_made_for_a_job(version: str) -> None:
     budget = disruption.budget("a", "team", 2, {}, OWNER)
-    for document in [*rbac.members("a", "team", 2, {}, OWNER), budget]:
+    for document in [*rbac.worker_access("a", "team", 2, {}, OWNER), budget]:
         schemas.validate(document, version, strict=True)
 
 
@@ -608,7 +608,7 @@ def test_a_drain_leaves_a_job_its_fewest_workers_and_waits_for_none_that_is_not_
 
 
 def test_users_of_a_namespace_may_use_its_elasticjobs() -> None:
-    found = {document["metadata"]["name"]: document for document in rbac.users()}
+    found = {document["metadata"]["name"]: document for document in rbac.user_roles()}
     prefix = "rbac.authorization.k8s.io/aggregate-to-"
     assert found["outlast-view"]["metadata"]["labels"][f"{prefix}view"] == "true"
     assert {f"{prefix}edit", f"{prefix}admin"} <= found["outlast-edit"]["metadata"]["labels"].keys()

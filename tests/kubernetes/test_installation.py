@@ -196,7 +196,7 @@ class Slow(FakeCluster):
 
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installation, "_GONE_S", 0.3)
+    monkeypatch.setattr(installation, "_DELETION_S", 0.3)
     monkeypatch.setattr(installation, "_POLL_S", 0.01)
 
 
@@ -481,20 +481,20 @@ def real() -> Iterator[api.Cluster]:
 def test_a_real_cluster_is_given_all_once_and_gives_all_back(real: api.Cluster) -> None:
     """Puts roles into the cluster and removes them, and the definition of ElasticJob where there is none."""
     wanted = installation.documents(namespace="why-install")
-    would = [done.what for done in installation.ensure(real, wanted, dry_run=True)]
-    made = [done.what for done in installation.ensure(real, wanted)]
+    would = [done.action for done in installation.ensure(real, wanted, dry_run=True)]
+    made = [done.action for done in installation.ensure(real, wanted)]
     assert made == would
     assert set(made) <= {"created", "unchanged", "changed"}  # others may have the definition
-    assert {done.what for done in installation.ensure(real, wanted)} == {"unchanged"}
+    assert {done.action for done in installation.ensure(real, wanted)} == {"unchanged"}
     (again,) = installation.ensure(real, wanted[:1])
-    assert again.what == "unchanged"
+    assert again.action == "unchanged"
     other = installation.documents(namespace="why-install", image="example.com/operator:2")
-    changed = [done for done in installation.ensure(real, other) if done.what == "changed"]
+    changed = [done for done in installation.ensure(real, other) if done.action == "changed"]
     assert [str(done) for done in changed] == ["changed    Deployment outlast-operator in why-install"]
     causes = installation.wait(real, wanted[-1], timeout_s=5)
     assert causes
     gone = {
-        str(done).split(":")[0].split(maxsplit=1)[1]: done.what for done in installation.remove(real, namespace="why-install")
+        str(done).split(":")[0].split(maxsplit=1)[1]: done.action for done in installation.remove(real, namespace="why-install")
     }
     assert gone["Deployment outlast-operator in why-install"] == "deleted"
     assert gone["CustomResourceDefinition elasticjobs.outlast.dev"] == "kept"

@@ -213,7 +213,7 @@ def test_a_variable_that_refers_to_one_that_is_known_has_its_value_in_the_pod() 
 
 @given(value=st.text("$()aHOME", max_size=12))
 def test_a_literal_survives_what_kubernetes_makes_of_it(value: str) -> None:
-    assert expanded(variables.literal(value), {"HOME": "changed", "a": "changed"}) == value
+    assert expanded(variables.escaped(value), {"HOME": "changed", "a": "changed"}) == value
 
 
 def expanded(value: str, known: dict[str, str]) -> str:
@@ -565,8 +565,10 @@ def test_what_a_claim_has_and_is_not_asked_for_is_said() -> None:
         return {"kind": "PersistentVolumeClaim", "metadata": {"name": "pvc"}, "spec": wanted}
 
     there = a_claim("102400Mi", storageClassName="slow")
-    assert configmaps_and_service.kept(a_claim("100Gi"), there) == "PersistentVolumeClaim pvc exists and is used as it is"
-    assert configmaps_and_service.kept(a_claim("200Gi", storageClassName="fast"), there) == (
+    assert (
+        configmaps_and_service.existing_claim(a_claim("100Gi"), there) == "PersistentVolumeClaim pvc exists and is used as it is"
+    )
+    assert configmaps_and_service.existing_claim(a_claim("200Gi", storageClassName="fast"), there) == (
         "PersistentVolumeClaim pvc exists and is used as it is; its size is 100Gi, not 200Gi; its StorageClass is slow, not fast"
     )
 
@@ -703,7 +705,7 @@ def test_fabric_adapters_come_with_their_huge_pages_and_their_provider() -> None
     for kind in ("requests", "limits"):
         assert wanted.items() <= container["resources"][kind].items()
     assert {"name": "FI_PROVIDER", "value": "efa"} in container["env"]
-    assert resources.times(job.spec, 2)["vpc.amazonaws.com/efa"] == 8
+    assert resources.total(job.spec, 2)["vpc.amazonaws.com/efa"] == 8
     own = a_job(resources={"efa": 1, "memory": "1Gi"}, env={"FI_PROVIDER": "tcp"})
     (container,) = template(manifests.render(own, "job"))["spec"]["containers"]
     assert [each["value"] for each in container["env"] if each["name"] == "FI_PROVIDER"] == ["tcp"]
@@ -836,7 +838,7 @@ def test_laying_over_twice_is_laying_over_once(base: Document, patch: Document) 
 def test_the_operator_makes_the_same_pods() -> None:
     job = a_job("a", workers={"replicas": 2})
     asked = render_request.Request(job, names.Names("a", "0" * 8), "run-1")
-    worker = worker_pod.Worker(variables.plain("1"), "kubernetes://", account="outlast-worker")
+    worker = worker_pod.Worker(variables.literal_source("1"), "kubernetes://", account="outlast-worker")
     made = worker_pod.pod(asked, worker, index=1, generation=4, file="spec: {}")
     assert made["metadata"]["name"] == "a-worker-1"
     assert {"outlast.dev/worker": "1", "outlast.dev/generation": "4", "outlast.dev/run": "run-1"}.items() <= made["metadata"][

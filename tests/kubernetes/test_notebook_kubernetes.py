@@ -43,11 +43,11 @@ def test_its_objects_are_valid_and_its_pod_is_restricted_and_on_no_spot_machine(
     claim, service, stateful_set = documents(STATEFUL_SET)
     pod = pod_of(STATEFUL_SET)
     (container,) = pod["containers"]
-    assert pod["securityContext"] == volumes.security()
-    assert container["securityContext"] == volumes.confined()
-    assert pod["affinity"] == placement.off_spot({})
+    assert pod["securityContext"] == volumes.pod_security()
+    assert container["securityContext"] == volumes.container_security()
+    assert pod["affinity"] == placement.avoid_spot({})
     template = stateful_set["spec"]["template"]["metadata"]
-    assert template["annotations"] == disruption.UNDISTURBED
+    assert template["annotations"] == disruption.DO_NOT_DISRUPT
     assert service["spec"]["selector"] == template["labels"] == stateful_set["spec"]["selector"]["matchLabels"]
     assert service["metadata"]["name"] == stateful_set["spec"]["serviceName"]
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
@@ -67,7 +67,7 @@ def test_kubeflows_notebook_is_the_same_pod_served_below_its_prefix() -> None:
     assert (pod.pop("serviceAccountName"), there.pop("serviceAccountName")) == ("notebook", "default-editor")
     pod.pop("automountServiceAccountToken")
     assert pod == there
-    assert own["metadata"]["annotations"] == {"notebooks.kubeflow.org/server-type": "jupyter", **disruption.UNDISTURBED}
+    assert own["metadata"]["annotations"] == {"notebooks.kubeflow.org/server-type": "jupyter", **disruption.DO_NOT_DISRUPT}
 
 
 @pytest.mark.parametrize("file", [STATEFUL_SET, KUBEFLOW], ids=["StatefulSet", "Notebook"])

@@ -170,7 +170,7 @@ def test_what_agents_say_is_the_step() -> None:
     )
     told = {"train-0-0": {**job_status.metrics(exposition), "committed_step": 100.0}, "train-1-0": {"step": 119.0}}
     told["train-0-0"] |= {"snapshot_step": 118.0, "snapshot_every": 2.0}
-    found = job_status.status(Snapshot("train", a_job(), [running(0), running(1)], told, allowed=(1, 4)))
+    found = job_status.status(Snapshot("train", a_job(), [running(0), running(1)], told, allowed_sizes=(1, 4)))
     assert (found.step, found.steps, found.generation, found.world, found.min, found.max) == (120, 1560, 3, [0, 1], 1, 4)
     assert found.checkpoint is not None
     assert found.checkpoint.step == 100
@@ -192,7 +192,7 @@ def test_a_step_that_an_agent_reads_in_the_log_is_shown_although_the_operator_kn
 
 
 def test_without_the_right_to_ask_agents_it_is_said() -> None:
-    found = job_status.status(Snapshot("train", a_job(), [running(0), running(1)], unknown="eve may not get pods/proxy"))
+    found = job_status.status(Snapshot("train", a_job(), [running(0), running(1)], query_error="eve may not get pods/proxy"))
     assert found.warnings == ["steps are not known: eve may not get pods/proxy"]
 
 
@@ -220,7 +220,7 @@ def test_what_an_operator_has_written_is_believed() -> None:
         "spec": {"workers": {"replicas": 2, "min": 1, "max": 4}},
         "status": {"state": "Resizing", "reason": "grows to 3", "step": 7, "restarts": 2, "run": "r", "unheardOf": 1},
     }
-    found = job_status.status(Snapshot("train", workload, [running(0)], allowed=(1, 4)))
+    found = job_status.status(Snapshot("train", workload, [running(0)], allowed_sizes=(1, 4)))
     assert (found.state, found.reason, found.step, found.restarts, found.run) == (State.RESIZING, "grows to 3", 7, 2, "r")
     assert (found.replicas, found.min, found.max, len(found.workers)) == (2, 1, 4, 1)
 

@@ -87,7 +87,7 @@ def followed(cluster: Cluster | kube.Cluster, **options: Any) -> tuple[list[LogL
         assert isinstance(cluster, Cluster)
         return not cluster.after_cut and all(pod["status"]["phase"] == "Succeeded" for pod in cluster.pods.values())
 
-    course = podlogs.Followed("job=train", options.pop("over", over))
+    course = podlogs.FollowedJob("job=train", options.pop("over", over))
     return list(podlogs.follow(cluster, course, **{"say": said.append, **options})), said  # type: ignore[arg-type]
 
 
@@ -182,7 +182,7 @@ def test_what_the_kubelet_says_in_place_of_a_log_is_no_line() -> None:
     cluster.pods["p"] = a_pod("p", state="terminated", phase="Succeeded")
     cluster.lines["p", 0] = ["unable to retrieve container logs for containerd://17", at(1, "a line"), at(2, "")]
     assert texts(followed(cluster)[0]) == ["a line", ""]
-    assert texts(list(podlogs.merged(cluster, [cluster.pods["p"]]))) == ["a line", ""]  # type: ignore[arg-type]
+    assert texts(list(podlogs.merge(cluster, [cluster.pods["p"]]))) == ["a line", ""]  # type: ignore[arg-type]
 
 
 def test_tail_is_of_pods_that_are_there_at_the_begin() -> None:
@@ -199,7 +199,7 @@ def test_past_logs_are_merged_by_time() -> None:
         cluster.pods[name] = a_pod(name, index=index, state="terminated", phase="Succeeded")
     cluster.lines["p", 0] = [at(1, "p1"), at(3, "p3")]
     cluster.lines["q", 0] = [at(2, "q2"), at(3, "q3", fraction=".1")]
-    assert texts(list(podlogs.merged(cluster, list(cluster.pods.values())))) == ["p1", "q2", "p3", "q3"]  # type: ignore[arg-type]
+    assert texts(list(podlogs.merge(cluster, list(cluster.pods.values())))) == ["p1", "q2", "p3", "q3"]  # type: ignore[arg-type]
 
 
 WORKER = {"outlast.dev/job": "train", "app.kubernetes.io/component": "worker"}
@@ -272,7 +272,7 @@ def test_following_asks_for_one_kind_and_leaves_agents_alone(connected: Connecte
     api.until(lambda: sum(path.startswith(looks) for path in api.asked) >= 5)
     assert sum("/proxy/" in path for path in api.asked) == 1
     assert sum("/batch/v1/namespaces/n/jobs" in path for path in api.asked) <= 3
-    monkeypatch.setattr(backend, "_AGENTS_S", 0)
+    monkeypatch.setattr(backend, "_AGENT_POLL_S", 0)
     api.metrics["train-0"] = "outlast_done 1\n"
     thread.join(60)
     assert not thread.is_alive()
@@ -281,7 +281,7 @@ def test_following_asks_for_one_kind_and_leaves_agents_alone(connected: Connecte
 def test_following_waits_for_an_api_server_that_is_away(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
     api, cluster = connected
     monkeypatch.setattr(kube.requests, "_ATTEMPTS", 1)
-    monkeypatch.setattr(backend, "_AGENTS_S", 0)
+    monkeypatch.setattr(backend, "_AGENT_POLL_S", 0)
     a_stateful_set(api)
     api.prescribe("train-0/log.*follow=true", goes_on(at(1, "before")))
     api.logs["train-0"] = [at(1, "before"), at(2, "after")]

@@ -286,7 +286,7 @@ def test_the_label_of_a_job_names_its_queue_and_its_priority() -> None:
 
 def test_in_the_older_version_a_priority_is_said_in_two_fields() -> None:
     priority = kueue.Priority(5, "high", "scheduling.k8s.io")
-    made = kueue.workload(kinds.WORKLOAD, {}, queue="q", template={}, count=2, least=2, priority=priority)
+    made = kueue.workload(kinds.WORKLOAD, {}, queue="q", template={}, count=2, min_count=2, priority=priority)
     said = {"priority": 5, "priorityClassName": "high", "priorityClassSource": "scheduling.k8s.io/priorityclass"}
     assert made["spec"] == {"queueName": "q", "podSets": [{"name": "main", "count": 2, "template": {}}], **said}
     default = {"kind": "PriorityClass", "metadata": {"name": "low"}, "value": -1, "globalDefault": True}
@@ -304,7 +304,7 @@ def test_pods_go_where_their_flavor_and_admission_checks_say() -> None:
         "admissionChecks": [{"name": "c", "state": "Ready", "podSetUpdates": updates}],
     }
     flavor = {"spec": {"nodeLabels": {"pool": "spot"}, "tolerations": [{"key": "x"}, {"key": "spot"}]}}
-    assert kueue.placed(pod, {"metadata": {"name": "w"}, "status": status}, {"spot": flavor}) == {
+    assert kueue.with_admission(pod, {"metadata": {"name": "w"}, "status": status}, {"spot": flavor}) == {
         "metadata": {"labels": {"a": "b"}, "annotations": {kueue.WORKLOAD: "w", "check": "1"}},
         "spec": {"tolerations": [{"key": "x"}, {"key": "spot"}], "nodeSelector": {"gpu": "yes", "pool": "spot", "zone": "b"}},
     }

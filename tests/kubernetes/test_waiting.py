@@ -57,7 +57,7 @@ class Scene:
     def __init__(self, *script: Callable[[Scene], object]) -> None:
         self.cluster = Cluster(CRD, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}})
         self.script, self.said, self.clock = list(script), [], 0.0
-        self.waiter = Waiter(Workloads(self.cluster), "digits", self.said.append, waiting.Time(lambda: self.clock, self.sleep))  # type: ignore[arg-type]
+        self.waiter = Waiter(Workloads(self.cluster), "digits", self.said.append, waiting.Timing(lambda: self.clock, self.sleep))  # type: ignore[arg-type]
 
     said: list[str]
 
@@ -82,9 +82,9 @@ class Scene:
         else:
             yield "ElasticJob digits unchanged"
 
-    def wait(self) -> waiting.Ended:
-        self.waiter.submitted(self.submit)
-        return self.waiter.until_end()
+    def wait(self) -> waiting.WaitResult:
+        self.waiter.submit(self.submit)
+        return self.waiter.wait()
 
 
 def to(state: str, reason: str = "", **fields: Any) -> Callable[[Scene], object]:
@@ -222,10 +222,10 @@ def test_of_a_job_that_was_removed_while_the_api_server_was_away_the_store_knows
 
 def test_a_second_wait_attaches_to_the_same_job() -> None:
     scene = Scene(to("Running"), to("Succeeded"))
-    scene.waiter.submitted(scene.submit)  # its pod is killed here
-    again = Waiter(scene.waiter.workloads, "digits", scene.said.append, scene.waiter.time)
-    again.submitted(scene.submit)
-    assert again.until_end().code is Code.SUCCEEDED
+    scene.waiter.submit(scene.submit)  # its pod is killed here
+    again = Waiter(scene.waiter.workloads, "digits", scene.said.append, scene.waiter.timing)
+    again.submit(scene.submit)
+    assert again.wait().code is Code.SUCCEEDED
     assert scene.said[:2] == ["ElasticJob digits created", "ElasticJob digits unchanged"]
 
 
@@ -266,10 +266,10 @@ def a_workflow(*, deleted: bool = False, **spec: Any) -> Document:
 def test_sigterm_cancels_the_job_unless_the_step_is_to_be_run_again(
     pod: Document | None, owner: Document | None, sentence: str
 ) -> None:
-    assert waiting.spared(pod, owner) == sentence
+    assert waiting.reason_to_continue(pod, owner) == sentence
     scene = Scene()
-    scene.waiter.submitted(scene.submit)
-    ended = scene.waiter.terminated("cancel", lambda: (pod, owner))
+    scene.waiter.submit(scene.submit)
+    ended = scene.waiter.on_sigterm("cancel", lambda: (pod, owner))
     assert (ended.code, scene.cluster.find(kube.ELASTIC_JOB, "digits") is None) == (Code.TERMINATED, not sentence)
     assert ended.sentence == (
         f"SIGTERM: digits is not cancelled: {sentence}" if sentence else "SIGTERM: digits is cancelled; what it has saved stays"
@@ -290,9 +290,9 @@ def test_a_step_knows_its_pod_and_the_workflow_that_owns_it_also_when_the_pod_wa
     before, found = waiting.own_pod(cluster, environ)  # type: ignore[arg-type]
     assert (before and before["metadata"]["name"], found and found["metadata"]["name"]) == ("step", "w")
     cluster.delete(kube.POD, "step")
-    assert waiting.spared(*waiting.own_pod(cluster, environ, last=before)).endswith("Workflow w goes on")  # type: ignore[arg-type]
+    assert waiting.reason_to_continue(*waiting.own_pod(cluster, environ, last=before)).endswith("Workflow w goes on")  # type: ignore[arg-type]
     cluster.delete(kube.WORKFLOW, "w")
-    assert waiting.spared(*waiting.own_pod(cluster, environ, last=before)) == ""  # type: ignore[arg-type]
+    assert waiting.reason_to_continue(*waiting.own_pod(cluster, environ, last=before)) == ""  # type: ignore[arg-type]
     assert waiting.own_pod(cluster, environ) == waiting.own_pod(cluster, {}) == (None, None)  # type: ignore[arg-type]
 
 
@@ -300,7 +300,7 @@ def test_sigterm_leaves_what_is_not_ours_and_what_is_to_be_left() -> None:
     scene = Scene()
     scene.cluster.put(scene.job("Running"))
     assert terminated(scene).endswith("is not cancelled: it was not submitted yet")
-    scene.waiter.submitted(scene.submit)
+    scene.waiter.submit(scene.submit)
     assert terminated(scene, "leave").endswith("is not cancelled: --on-terminate is leave")
     to("Succeeded")(scene)
     assert terminated(scene) == "SIGTERM: digits has ended already (Succeeded)"
@@ -310,7 +310,7 @@ def test_sigterm_leaves_what_is_not_ours_and_what_is_to_be_left() -> None:
     gone(scene)
     assert terminated(scene) == "SIGTERM: digits is gone already"
     scene = Scene(*[nothing] * 10)
-    scene.waiter.submitted(scene.submit)
+    scene.waiter.submit(scene.submit)
     away(scene)
     said = terminated(scene)
     assert said.startswith("SIGTERM: digits could not be cancelled: https://fake does not answer; do it with: outlast cancel")
@@ -321,26 +321,26 @@ def terminated(scene: Scene, mode: str = "cancel", pod: Document | None = None) 
         scene.cluster._may(kube.POD)
         return pod, None
 
-    return scene.waiter.terminated(mode, look).sentence
+    return scene.waiter.on_sigterm(mode, look).sentence
 
 
 def test_at_sigterm_during_an_outage_the_pod_is_read_before_anything_is_cancelled() -> None:
     for pod, left in ((a_pod(reason="EvictionByEvictionAPI"), True), (None, False)):
         scene = Scene(nothing, back)
-        scene.waiter.submitted(scene.submit)
+        scene.waiter.submit(scene.submit)
         away(scene)
         assert ("is evicted" in terminated(scene, pod=pod)) is left
         assert (scene.cluster.find(kube.ELASTIC_JOB, "digits") is not None) is left
     scene = Scene(lambda scene: setattr(scene.cluster, "unserved", False))
-    scene.waiter.submitted(scene.submit)
+    scene.waiter.submit(scene.submit)
     scene.cluster.unserved = True  # an API server that has just started
     assert terminated(scene).endswith("is cancelled; what it has saved stays")
 
 
 def test_a_job_that_is_removed_as_soon_as_it_is_submitted_is_gone() -> None:
     scene = Scene()
-    scene.waiter.submitted(lambda: iter(()))
-    assert scene.waiter.until_end().code is Code.GONE
+    scene.waiter.submit(lambda: iter(()))
+    assert scene.waiter.wait().code is Code.GONE
 
 
 # Outputs
@@ -362,7 +362,7 @@ def test_the_outputs_are_what_the_status_and_the_store_say(tmp_path: Path) -> No
         "best_step": 300,
         "best_metric": 0.25,
         "best_by": "val_loss",
-        **outcome.numbers([{"accuracy": 97.5}], logged),
+        **outcome.metric_outputs([{"accuracy": 97.5}], logged),
     }
     found = outcome.outcome(a_status(steps=400, finished=160.5, restarts=1, goodput=0.8), "team", there, now=1000.0)
     assert found.missing == {}
@@ -387,7 +387,7 @@ def test_the_outputs_are_what_the_status_and_the_store_say(tmp_path: Path) -> No
         "accuracy": "97.5",
         "metrics": '{"step": 400, "val_loss": 0.3}',
     }
-    diverged = outcome.numbers([], [{"loss": float("nan")}])
+    diverged = outcome.metric_outputs([], [{"loss": float("nan")}])
     found_nan = outcome.outcome(a_status(), "team", diverged, now=1.0)
     assert (found_nan.texts()["loss"], found_nan.texts()["metrics"]) == ("nan", '{"loss": null}')
     assert json.loads(found_nan.json(), parse_constant=pytest.fail)["loss"] is None
@@ -447,14 +447,14 @@ def jobs(api: apiserver.ApiServer) -> dict[str, Document]:
 
 def ends(api: apiserver.ApiServer, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     """Have an operator end every job at once when it has been submitted."""
-    original = Waiter.submitted
+    original = Waiter.submit
 
     def submitted(waiter: Waiter, apply: Callable[[], Iterator[str]]) -> None:
         original(waiter, apply)
         job = jobs(api)[waiter.name]
         api.put({**copy.deepcopy(job), "status": {"state": state, "run": "digits-1", "step": 8}})
 
-    monkeypatch.setattr(Waiter, "submitted", submitted)
+    monkeypatch.setattr(Waiter, "submit", submitted)
 
 
 def test_submit_waits_and_writes_the_outputs(
@@ -504,7 +504,7 @@ def test_sigterm_ends_the_wait_and_the_job_if_that_is_wanted(
     api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch, mode: str, left: int
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(Waiter, "until_end", lambda waiter: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(Waiter, "wait", lambda waiter: os.kill(os.getpid(), signal.SIGTERM))
     try:
         code, _, err = outlast("submit", "job.yaml", "--wait", "--on-terminate", mode)
     finally:

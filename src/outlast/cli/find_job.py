@@ -148,7 +148,7 @@ def no_job(place: Backend) -> str:
     if (there := in_cluster(place)) is None:
         return "no job has been run here; start one with `outlast run FILE`, in this directory"
     if not there.cluster.has_namespace():
-        raise there.workloads.nowhere()
+        raise there.workloads.no_namespace()
     return f"there is no job in namespace {there.cluster.namespace} of {there.cluster.context}; outlast submit FILE creates one"
 
 

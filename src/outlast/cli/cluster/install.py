@@ -67,7 +67,7 @@ def install(
         count: dict[str, int] = {}
         for done in installation.ensure(cluster, documents, dry_run=dry_run):
             print(done, flush=True)
-            count[done.what] = count.get(done.what, 0) + 1
+            count[done.action] = count.get(done.action, 0) + 1
         would = "would be " if dry_run else ""
         counts = ", ".join(f"{number} {would}{what}" for what, number in count.items())
         print(f"{cluster.context or cluster.server}: {counts}")

@@ -56,17 +56,17 @@ def render(
     from outlast.cli.train import overrides
     from outlast.job.spec import unused_fields
     from outlast.kubernetes import manifests
-    from outlast.kubernetes.jobs.parcel import APPLIED, SMALL
+    from outlast.kubernetes.jobs.parcel import CLIENT_APPLY_BYTES, CONFIG_MAP_BYTES
 
     job = overrides.load(file, name=name, set_=set_ or ())
-    room = SMALL if server_side else APPLIED
+    room = CONFIG_MAP_BYTES if server_side else CLIENT_APPLY_BYTES
     with rendered(job, topology, source=file, namespace=find_job.checked(namespace), room=room) as (documents, parcel):
         if parcel.url and not upload:
             ways = "add --upload, or use `outlast submit`"
-            if parcel.archive.stat().st_size <= SMALL:
+            if parcel.archive.stat().st_size <= CONFIG_MAP_BYTES:
                 ways = f"{ways}, or add --server-side for kubectl apply --server-side"
             raise OutlastError(f"{parcel.sentence}, which render does not upload to by default; {ways}")
-        parcel.put()
+        parcel.upload()
     sentences = [parcel.sentence] if parcel.sentence else []
     for sentence in [*sentences, *unused_fields.anywhere(job), *manifests.warnings(job, topology)]:
         terminal.say(f"{job.metadata.name}: {sentence}")
@@ -87,17 +87,17 @@ def rendered(
     fresh: bool = False,
     room: int | None = None,
 ) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
-    """Yield the documents of a job in the order of application, and its code, which must be uploaded (`Parcel.put`) before the
+    """Yield the documents of a job in the order of application, and its code, which must be uploaded (`Parcel.upload`) before the
     documents are applied.
 
     `run` and `fresh` are as for `manifests.render`; `room` is the maximum size of code in a ConfigMap (default: as much as a
     ConfigMap can hold). Raises InvalidJob with the name of the job's file.
     """
     from outlast.kubernetes import manifests
-    from outlast.kubernetes.jobs.parcel import SMALL, pack
+    from outlast.kubernetes.jobs.parcel import CONFIG_MAP_BYTES, pack
     from outlast.kubernetes.manifests import volumes
 
-    with pack(job, but=[source], room=room or SMALL) as parcel:
+    with pack(job, excluded=[source], limit=room or CONFIG_MAP_BYTES) as parcel:
         files = texts(volumes.files(parcel.job.spec))
         try:
             made = manifests.render(

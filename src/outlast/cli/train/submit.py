@@ -83,7 +83,7 @@ def submit(
         job = submit_wait.with_key(job, key, content, *ctx.args, workers, *(set_ or ()))
     place = backend(ctx, job, topology, namespace, context)
     if not wait and not place.cluster.has_namespace():  # with --wait, requests are repeated while the API server is away
-        raise place.workloads.nowhere()
+        raise place.workloads.no_namespace()
     title = job.metadata.name
     for sentence in (*script.misplaced(ctx, file), *unused_fields.anywhere(job), *manifests.warnings(job, topology)):
         terminal.say(f"{title}: {sentence}")
@@ -136,7 +136,7 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
             if run is not None:  # without a run, the documents are only compared with the cluster's
                 if parcel.sentence:
                     terminal.say(parcel.sentence)
-                parcel.put()
+                parcel.upload()
             return found
 
     return KubernetesBackend(cluster, documents=made)
@@ -150,7 +150,7 @@ def _change(cluster: Cluster, document: Document) -> str:
 
     old = apply_documents.existing(cluster, document)
     if old is not None and api.kind_of(document) is api.CLAIM:
-        return configmaps_and_service.kept(document, old)
+        return configmaps_and_service.existing_claim(document, old)
     done = apply_documents.apply(cluster, document, old=old, dry_run=True)
     verb = "is" if done.what == "unchanged" else "would be"
     difference = _diff(*map(api.without_server_fields, (old, done.new))) if old else ()

@@ -133,17 +133,17 @@ def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[
 
     options.prepare()
     terminable = _Terminable()
-    waiter = waiting.Waiter(place.workloads, name, say=terminal.say, owned=options.keyed, held=terminable.held)
+    waiter = waiting.Waiter(place.workloads, name, say=terminal.say, may_cancel=options.keyed, defer_sigterm=terminable.held)
     before = None
     try:
         with terminable:
             with contextlib.suppress(Unanswered):
                 before, _ = waiting.own_pod(place.cluster)
-            waiter.submitted(apply)
+            waiter.submit(apply)
             terminal.say(f"waiting for {name} in namespace {place.cluster.namespace}")
-            ended = waiter.until_end()
+            ended = waiter.wait()
     except _Terminated:
-        ended = waiter.terminated(options.on_terminate, lambda: waiting.own_pod(place.cluster, last=before))
+        ended = waiter.on_sigterm(options.on_terminate, lambda: waiting.own_pod(place.cluster, last=before))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         terminal.say(ended.sentence)
         return ended.code

@@ -19,8 +19,8 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import dropins, pod_status
 from outlast.kubernetes.jobs import evaluation, fault_injection, job_status
 from outlast.kubernetes.jobs import logs as podlogs
-from outlast.kubernetes.jobs.job_documents import KINDS, NAMED, WORKERS, Workloads, job_name
-from outlast.kubernetes.jobs.submission import Submission, rendered
+from outlast.kubernetes.jobs.job_documents import KINDS, NAMED_AFTER_JOB, WORKERS, Workloads, job_name
+from outlast.kubernetes.jobs.submission import Submission, render_elasticjob
 from outlast.storage.runs import output as stored
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Document = api.Document
 
-_AGENTS_S = 5.0
+_AGENT_POLL_S = 5.0
 """Interval at which agents are asked whether they are done while logs are followed."""
 
 
@@ -41,7 +41,7 @@ class KubernetesBackend:
     poll_s = 2.0
 
     def __init__(
-        self, cluster: api.Cluster, *, documents: Callable[[Job, Path, str | None, bool], list[Document]] = rendered
+        self, cluster: api.Cluster, *, documents: Callable[[Job, Path, str | None, bool], list[Document]] = render_elasticjob
     ) -> None:
         self.cluster = cluster
         self.documents = documents
@@ -57,7 +57,9 @@ class KubernetesBackend:
         for workload in self.workloads.list_():
             by_name.setdefault(job_name(workload), []).append(workload)
         workers = self.cluster.list_(api.POD, labels=f"{Label.JOB},{WORKERS}") if by_name else []
-        statuses = [job_status.status(self.workloads.snapshot(name, each, workers, ask=False)) for name, each in by_name.items()]
+        statuses = [
+            job_status.status(self.workloads.snapshot(name, each, workers, query_agents=False)) for name, each in by_name.items()
+        ]
         return sorted(statuses, key=lambda status: status.submitted)
 
     def status(self, name: str) -> JobStatus:
@@ -70,12 +72,12 @@ class KubernetesBackend:
     def events(self, name: str) -> Events:
         """The ledger of the run, as far as it has been uploaded to the store, and events that only the cluster has recorded."""
         workloads = self.workloads.existing(name)
-        status = job_status.status(self.workloads.snapshot(name, workloads, (), ask=False))
+        status = job_status.status(self.workloads.snapshot(name, workloads, (), query_agents=False))
         if not status.store:
             raise NotFound(f"the ledger of {name} is in its pods only; give the job an output in a store to read it from here")
         from outlast.storage import store
 
-        return stored.events(store.open_(status.store.url)).merged(job_status.entries(workloads[0], status))
+        return stored.events(store.open_(status.store.url)).merged(job_status.cluster_events(workloads[0], status))
 
     def pods(self, name: str) -> Sequence[Document]:
         """The pods of a job's workers, sorted by index."""
@@ -92,7 +94,7 @@ class KubernetesBackend:
             end = pod_status.end(candidates[-1])
             why = pod_status.waiting_reason(candidates[-1]) or (end.sentence if end else "does not run")
             raise NotFound(f"worker {worker} of {name} does not run: it {why}")
-        raise self._unknown(name, worker, self.pods(name))
+        raise self._unknown_worker(name, worker, self.pods(name))
 
     def reader(self, name: str) -> Callable[[str, int], bytes]:
         """A function that reads files of the output in the pod of rank 0: (path, first byte) -> the content from that byte on,
@@ -131,33 +133,33 @@ class KubernetesBackend:
         if follow:
             if not (workloads := self.workloads.of(name)):
                 if not self.cluster.has_namespace():
-                    raise self.workloads.nowhere()
+                    raise self.workloads.no_namespace()
                 say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
                 while not (workloads := backoff.until_answered(lambda: self.workloads.of(name), say, every_s=self.poll_s)):
                     time.sleep(self.poll_s)
-            every = backoff.until_answered(lambda: self.workloads.pods(name), say, every_s=self.poll_s)
+            all_pods = backoff.until_answered(lambda: self.workloads.pods(name), say, every_s=self.poll_s)
         else:
-            workloads, every = self.workloads.existing(name), self.workloads.pods(name)
-        chosen = [pod for pod in every if selected(pod)]
-        began = any(pod_status.has_started(pod) for pod in chosen)
-        if follow and (began or job_status.over(workloads[0]) is None):
-            watched = _Watched(self.workloads, name)
-            followed = podlogs.Followed(
-                f"{Label.JOB}={name},{WORKERS}", watched.over, selected, watched.done.__contains__, watched.why
+            workloads, all_pods = self.workloads.existing(name), self.workloads.pods(name)
+        selected_pods = [pod for pod in all_pods if selected(pod)]
+        began = any(pod_status.has_started(pod) for pod in selected_pods)
+        if follow and (began or job_status.final_state(workloads[0]) is None):
+            poll = _JobPoll(self.workloads, name)
+            followed = podlogs.FollowedJob(
+                f"{Label.JOB}={name},{WORKERS}", poll.is_over, selected, poll.finished_pods.__contains__, poll.no_pods_reason
             )
             yield from podlogs.follow(self.cluster, followed, tail=tail, since_s=since_s, say=say)
         elif began:
-            yield from podlogs.merged(self.cluster, chosen, tail=tail, since_s=since_s, say=say)
+            yield from podlogs.merge(self.cluster, selected_pods, tail=tail, since_s=since_s, say=say)
         elif url := self.workloads.store_url(name):
             say(f"no pod of {name} has a log; these lines are from {url}")
             yield from stored.logs(url, worker=worker, tail=tail)
-        elif chosen:
+        elif selected_pods:
             raise NotFound(
-                f"worker {pod_status.index(chosen[0])} of {name} has no log yet: it "
-                f"{pod_status.waiting_reason(chosen[0])}; wait with -f"
+                f"worker {pod_status.index(selected_pods[0])} of {name} has no log yet: it "
+                f"{pod_status.waiting_reason(selected_pods[0])}; wait with -f"
             )
-        elif every and worker is not None:
-            raise self._unknown(name, worker, every)
+        elif all_pods and worker is not None:
+            raise self._unknown_worker(name, worker, all_pods)
         else:
             raise NotFound(f"{name} has no pods now, and its output is in no store: there are no logs to be had")
 
@@ -201,8 +203,8 @@ class KubernetesBackend:
     def scale(self, name: str, replicas: int) -> None:
         """Set the number of workers."""
         workload, kind, title = self.workloads.active(name)
-        low, high = self.workloads.allowed(workload) or (1, replicas)
-        if not replicas and kind not in NAMED:
+        low, high = self.workloads.size_range(workload) or (1, replicas)
+        if not replicas and kind not in NAMED_AFTER_JOB:
             raise OutlastError(f"0 workers train nothing; outlast suspend {name} saves, and holds the job until outlast resume")
         if replicas and not low <= replicas <= high:
             raise OutlastError(
@@ -210,7 +212,7 @@ class KubernetesBackend:
             )
         if kind in dropins.KINDS:
             self.workloads.set_replicas(kind, title, None, replicas)
-        elif kind is api.STATEFUL_SET and job_status.suspended(workload):
+        elif kind is api.STATEFUL_SET and job_status.is_suspended(workload):
             self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.REPLICAS: str(replicas)}}})
         elif kind in (api.ELASTIC_JOB, api.STATEFUL_SET):
             self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
@@ -229,12 +231,12 @@ class KubernetesBackend:
 
     def resume(self, name: str) -> None:
         workload, kind, _ = self.workloads.active(name)
-        if not job_status.suspended(workload):
+        if not job_status.is_suspended(workload):
             raise OutlastError(
                 f"{name} is not suspended ({self.status(name).state}); outlast status {name} shows where it stands"
             )
         if kind is api.ELASTIC_JOB and not workload["spec"].get("suspend"):
-            low, _ = self.workloads.allowed(workload) or (1, 1)
+            low, _ = self.workloads.size_range(workload) or (1, 1)
             raise OutlastError(f"{name} is to have 0 workers, which suspends it; go on with: outlast scale {name} {low}")
         self.workloads.set_suspended(workload, False)
 
@@ -264,37 +266,38 @@ class KubernetesBackend:
 
     # Internal
 
-    def _unknown(self, name: str, worker: int, workers: Sequence[Document]) -> NotFound:
+    def _unknown_worker(self, name: str, worker: int, workers: Sequence[Document]) -> NotFound:
         indices = ", ".join(str(index) for index in sorted({pod_status.index(pod) for pod in workers}))
         return NotFound(f"{name} has no worker {worker}; {f'there are {indices}' if indices else 'it has no pods now'}")
 
 
-class _Watched:
-    """Polls whether a job is over with few requests: once known, only its kind is queried, and agents only every `_AGENTS_S`."""
+class _JobPoll:
+    """Polls with few requests whether a job is over: only the job's kind is queried once it is known, and agents only every
+    `_AGENT_POLL_S`."""
 
     def __init__(self, workloads: Workloads, name: str) -> None:
         self._workloads, self._name = workloads, name
         self._kinds: Sequence[api.Kind] = KINDS
-        self._queried_at = -_AGENTS_S
+        self._queried_at = -_AGENT_POLL_S
         self._workload: Document = {}
-        self.done: set[str] = set()
+        self.finished_pods: set[str] = set()
         """Names of pods whose workers have ended; in a StatefulSet, these pods stay up."""
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether no more log lines will come, unless the job is resumed or submitted again."""
         workloads = self._workloads.of(self._name, self._kinds) or self._workloads.of(self._name)
-        if not workloads or job_status.over(workloads[0]) is not None:
+        if not workloads or job_status.final_state(workloads[0]) is not None:
             return True
         self._workload, self._kinds = workloads[0], [api.kind_of(workloads[0])]
-        if job_status.suspended(workloads[0]):
+        if job_status.is_suspended(workloads[0]):
             return not any(pod_status.running(pod) for pod in self._workloads.pods(self._name))
-        if self._kinds != [api.STATEFUL_SET] or time.monotonic() - self._queried_at < _AGENTS_S:
+        if self._kinds != [api.STATEFUL_SET] or time.monotonic() - self._queried_at < _AGENT_POLL_S:
             return False
         status = self._workloads.status(self._name)
         self._queried_at = time.monotonic()
-        self.done.update(worker.pod for worker in status.workers if worker.state in ("done", "failed"))
+        self.finished_pods.update(worker.pod for worker in status.workers if worker.state in ("done", "failed"))
         return status.state in (State.SUCCEEDED, State.FAILED)
 
-    def why(self) -> str:
+    def no_pods_reason(self) -> str:
         """Why the job has no pods, as far as its workload shows."""
-        return job_status.status(self._workloads.snapshot(self._name, [self._workload], (), ask=False)).reason
+        return job_status.status(self._workloads.snapshot(self._name, [self._workload], (), query_agents=False)).reason

@@ -16,26 +16,28 @@ def get(workloads: Workloads, request: dataset_job.Download) -> str:
     OutlastError."""
     cluster, document = workloads.cluster, dataset_job.document(request)
     if not cluster.has_namespace():
-        raise workloads.nowhere()
+        raise workloads.no_namespace()
     name, (to, claim, _) = request.name, request.target()
     if claim and cluster.find(api.CLAIM, claim) is None:
         raise Absent(
             f"there is no claim {claim} in namespace {cluster.namespace}; create it, or choose another (--claim NAME:/PATH)"
         )
-    there = cluster.find(api.JOB, name)
+    existing = cluster.find(api.JOB, name)
     ownership.check(
-        there, {Label.DATASET: name}, instead="bring the dataset to another namespace (-n), or have that Job renamed or removed"
+        existing,
+        {Label.DATASET: name},
+        instead="bring the dataset to another namespace (-n), or have that Job renamed or removed",
     )
-    if there is not None:
-        command = there["spec"]["template"]["spec"]["containers"][0].get("command") or [""]
-        if job_status.over(there) is None:
+    if existing is not None:
+        command = existing["spec"]["template"]["spec"]["containers"][0].get("command") or [""]
+        if job_status.final_state(existing) is None:
             if command == document["spec"]["template"]["spec"]["containers"][0]["command"]:
                 return f"Job {name} brings it already"
             raise OutlastError(
                 f"Job {name} brings it to another place ({command[-1]}); wait for its end, or: outlast cancel {name}"
             )
-        workloads.delete(api.JOB, there, grace_s=None)
-        workloads.wait_until_gone(api.JOB, there)
+        workloads.delete(api.JOB, existing, grace_s=None)
+        workloads.wait_until_gone(api.JOB, existing)
     document["metadata"]["namespace"] = cluster.namespace
     cluster.create(document)
     return f"Job {name} brings {request.dataset.partition('#')[0]} to {to}"

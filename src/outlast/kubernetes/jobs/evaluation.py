@@ -28,19 +28,19 @@ def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Call
     if not has_claim(workload) and not workloads.store_url(name):
         raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
     unique = f"{RANDOM.getrandbits(32):08x}"
-    made = cluster.create(evaluation_job.document(name, _template(workloads, workload), args, unique=unique))
-    title = made["metadata"]["name"]
+    job = cluster.create(evaluation_job.document(name, _template(workloads, workload), args, unique=unique))
+    title = job["metadata"]["name"]
     print(f"outlast | Job {title} evaluates {name}", file=sys.stderr, flush=True)
 
     def over() -> bool:
-        return job_status.over(cluster.get(api.JOB, title)) is not None
+        return job_status.final_state(cluster.get(api.JOB, title)) is not None
 
     def say(sentence: str) -> None:
         print(f"outlast | {sentence.replace('worker 0', 'the evaluation')}", file=sys.stderr, flush=True)
 
     labels = f"batch.kubernetes.io/job-name={title}"
     try:
-        for line in podlogs.follow(cluster, podlogs.Followed(labels, over), say=say):
+        for line in podlogs.follow(cluster, podlogs.FollowedJob(labels, over), say=say):
             show(line)
     except KeyboardInterrupt:
         cluster.delete(api.JOB, title)
@@ -59,9 +59,11 @@ def _template(workloads: Workloads, workload: Document) -> Document:
         raise OutlastError(
             f"the job file of {job_name(workload)} is of another version of Outlast; install that, or this one there"
         )
-    one = {"workers": job.spec.workers.model_copy(update={"min": 1, "replicas": 1, "max": 1, "step": None, "sizes": None})}
+    single_worker = {
+        "workers": job.spec.workers.model_copy(update={"min": 1, "replicas": 1, "max": 1, "step": None, "sizes": None})
+    }
     run = str((workload.get("status") or {}).get("run") or "") or None
-    documents = manifests.render(job.model_copy(update={"spec": job.spec.model_copy(update=one)}), "job", run=run)
+    documents = manifests.render(job.model_copy(update={"spec": job.spec.model_copy(update=single_worker)}), "job", run=run)
     for document in documents:
         if api.kind_of(document) is api.CONFIG_MAP:
             old = apply_documents.existing(workloads.cluster, document)

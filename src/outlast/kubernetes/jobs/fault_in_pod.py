@@ -16,7 +16,7 @@ import time
 SIGNALS = {"kill-process": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": signal.SIGSTOP}
 
 
-def reported(state: str) -> dict[int, int]:
+def agent_pids(state: str) -> dict[int, int]:
     """Pids by rank, as the processes of an Outlast worker report them to their agent."""
     pids = {}
     for path in glob.glob(os.path.join(state, "progress-*.json")):
@@ -30,7 +30,7 @@ def reported(state: str) -> dict[int, int]:
     return pids
 
 
-def launched(proc: str = "/proc") -> dict[int, int]:
+def torchrun_pids(proc: str = "/proc") -> dict[int, int]:
     """Pids by rank of the processes started by plain torchrun: those that have a rank but whose parent has none, as data loaders
     inherit the rank."""
     ranks, parents = {}, {}
@@ -49,11 +49,11 @@ def launched(proc: str = "/proc") -> dict[int, int]:
 
 def main(action: str, pick: float, turns: int, stopped_s: float, running_s: float) -> int:
     state = os.environ.get("OUTLAST_WORKER_STATE")
-    found = reported(state) if state else launched()
-    if not found:
+    pids = agent_pids(state) if state else torchrun_pids()
+    if not pids:
         return 3
-    rank = sorted(found)[int(pick * len(found))]
-    pid = found[rank]
+    rank = sorted(pids)[int(pick * len(pids))]
+    pid = pids[rank]
     print(json.dumps({"rank": rank, "pid": pid}), flush=True)
     os.kill(pid, SIGNALS[action])
     if action != "slow" or os.fork():  # a child continues, so that the connection can be closed

@@ -16,7 +16,7 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.jobs import fault_in_pod
 
-_NOBODY = 3
+_NO_PROCESS = 3
 """Exit code of `fault_in_pod` if there is no training process."""
 _START = 'p=$(command -v python3 || command -v python) || { echo "it has no Python" >&2; exit 127; }; exec "$p" - "$@"'
 
@@ -39,11 +39,11 @@ def inject(cluster: api.Cluster, pod: api.Document, action: str, rng: random.Ran
     arguments = [action, f"{rng.random():.6f}", str(turns), str(stopped_s), str(running_s)]
     program = Path(fault_in_pod.__file__).read_bytes()
     command = ["sh", "-c", _START, "sh", *arguments]
-    ended = cluster.exec_(name, command, namespace=namespace, container=pod_status.container_name(pod), stdin=program)
-    if ended.code == _NOBODY:
+    result = cluster.exec_(name, command, namespace=namespace, container=pod_status.container_name(pod), stdin=program)
+    if result.code == _NO_PROCESS:
         raise NotFound(f"{worker} has no training process now; wait until it trains")
-    if ended.code:
-        raise OutlastError(f"{action} failed in pod {name}: {ended.error_line}")
-    hit = json.loads(ended.output)
+    if result.code:
+        raise OutlastError(f"{action} failed in pod {name}: {result.error_line}")
+    target = json.loads(result.output)
     verb = {"kill-process": "killed", "stop": "stopped", "slow": "slowed down"}[action]
-    return f"{verb} rank {hit['rank']} on {worker} (pid {hit['pid']} in pod {name})"
+    return f"{verb} rank {target['rank']} on {worker} (pid {target['pid']} in pod {name})"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from outlast.kubernetes.diagnosis import Finding
 
 _ESTABLISHED_S = 60.0
-_GONE_S = 120.0
+_DELETION_S = 120.0
 """Timeout of a deletion: pods have 15 s to end, and the namespace controller works in rounds."""
 _POLL_S = 0.5
 _PROTECTED_KINDS = (
@@ -53,18 +53,18 @@ _PROTECTED_KINDS = (
 
 
 @dataclass(frozen=True)
-class Done:
+class Outcome:
     """The outcome for one document."""
 
-    what: str
+    action: str
     """created | changed | unchanged | deleting | deleted | kept | absent"""
     document: Document
-    why: str = ""
+    reason: str = ""
 
     def __str__(self) -> str:
         meta = self.document["metadata"]
         where = f" in {meta['namespace']}" if "namespace" in meta else ""
-        return f"{self.what:9}  {self.document['kind']} {meta['name']}{where}" + (f": {self.why}" if self.why else "")
+        return f"{self.action:9}  {self.document['kind']} {meta['name']}{where}" + (f": {self.reason}" if self.reason else "")
 
 
 def documents(
@@ -76,7 +76,7 @@ def documents(
 ) -> list[Document]:
     """All documents of an installation, in the order of creation. `watch` includes the node watcher; for `on_demand` see
     `operator_deployment.files`."""
-    files = operator_deployment.files(into=namespace, image=image, on_demand=on_demand)
+    files = operator_deployment.files(operator_namespace=namespace, image=image, on_demand=on_demand)
     names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml", *(["node-watch/node-watch.yaml"] if watch else [])]
     return [document for name in names for document in files[name]]
 
@@ -84,41 +84,41 @@ def documents(
 # Installing
 
 
-def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = False) -> Iterator[Done]:
+def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = False) -> Iterator[Outcome]:
     """Apply the documents one after the other, and yield the outcome for each.
 
     Raises ClusterError; or OutlastError, before anything is changed, if the operator is in another namespace, or if another
     controller that makes the same pods is running.
     """
-    _check_rivals(cluster)
+    _check_other_controllers(cluster)
     shared = [kind.resource for kind in dropins.KINDS]  # another controller may have created the definition
     for document in desired:
         if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := gather_evidence.operator_namespace(document)):
-            _check_alone(cluster, namespace)
+            _check_single_operator(cluster, namespace)
     own = [each for each in desired if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
     apply_documents.check(cluster, own, instead="have it renamed or removed, or install into another --namespace")
     created_namespace = ""
     """The namespace that a dry run would create: the server cannot dry-run the creation of objects in it."""
     for document in desired:
         if dry_run and created_namespace and document["metadata"].get("namespace") == created_namespace:
-            yield Done("created", document)
+            yield Outcome("created", document)
             continue
         old = apply_documents.existing(cluster, document)
         if old is not None and old["metadata"].get("deletionTimestamp"):
-            if not dry_run and not _gone(cluster, old):
-                raise ClusterError(f"{_going(document)}; install again when it is gone")
+            if not dry_run and not _wait_until_gone(cluster, old):
+                raise ClusterError(f"{_still_deleting(document)}; install again when it is gone")
             old = None
         if old is not None and not ownership.owned(old):
-            yield Done("unchanged", document, "it was there before")
+            yield Outcome("unchanged", document, "it was there before")
             continue
         if document["kind"] == kinds.NAMESPACE.kind:
             created_namespace = document["metadata"]["name"] if old is None else ""
-        yield Done(apply_documents.apply(cluster, document, old=old, dry_run=dry_run).what, document)
+        yield Outcome(apply_documents.apply(cluster, document, old=old, dry_run=dry_run).what, document)
         if document["kind"] == kinds.CRD.kind and not dry_run:
             _wait_established(cluster, document["metadata"]["name"])
 
 
-def _check_rivals(cluster: Cluster) -> None:
+def _check_other_controllers(cluster: Cluster) -> None:
     if rivals := gather_evidence.conflicting_controllers(cluster):
         raise OutlastError(
             f"{', '.join(rivals)} runs here and makes the pods of ElasticJobs of another API, as the operator would; "
@@ -126,7 +126,7 @@ def _check_rivals(cluster: Cluster) -> None:
         )
 
 
-def _check_alone(cluster: Cluster, namespace: str) -> None:
+def _check_single_operator(cluster: Cluster, namespace: str) -> None:
     other = gather_evidence.operator_namespace(cluster.find(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
     if other and other != namespace and cluster.find(kinds.DEPLOYMENT, OPERATOR, namespace=other):
         raise OutlastError(
@@ -135,9 +135,9 @@ def _check_alone(cluster: Cluster, namespace: str) -> None:
         )
 
 
-def _gone(cluster: Cluster, document: Document) -> bool:
+def _wait_until_gone(cluster: Cluster, document: Document) -> bool:
     """Wait until a document that is being deleted is gone; False on timeout."""
-    with within(_GONE_S) as stop:
+    with within(_DELETION_S) as stop:
         while not stop.is_set():
             now = apply_documents.existing(cluster, document)
             if now is None or now["metadata"].get("uid") != document["metadata"].get("uid"):
@@ -146,11 +146,10 @@ def _gone(cluster: Cluster, document: Document) -> bool:
     return False
 
 
-def _going(document: Document) -> str:
+def _still_deleting(document: Document) -> str:
     kind, name = kind_of(document), document["metadata"]["name"]
-    return (
-        f"{kind} {name} is still being deleted after {_GONE_S:.0f} s: kubectl describe {kind.resource} {name} says what holds it"
-    )
+    remedy = f"kubectl describe {kind.resource} {name} says what holds it"
+    return f"{kind} {name} is still being deleted after {_DELETION_S:.0f} s: {remedy}"
 
 
 def _wait_established(cluster: Cluster, name: str) -> None:
@@ -161,23 +160,23 @@ def _wait_established(cluster: Cluster, name: str) -> None:
             raise ClusterError(f"the definition {name} is not accepted: {refused.get('message')}; remove what has its names")
         return pod_status.condition(definition, "Established") is not None
 
-    if await_(cluster, kinds.CRD, name, established, timeout_s=_ESTABLISHED_S) is None:
+    if wait_for(cluster, kinds.CRD, name, established, timeout_s=_ESTABLISHED_S) is None:
         raise ClusterError(f"the API server does not serve {name} after {_ESTABLISHED_S:.0f} s; look at it, and install again")
 
 
-def await_(
+def wait_for(
     cluster: Cluster,
     kind: Kind,
     name: str,
-    until: Callable[[Document], bool],
+    holds: Callable[[Document], bool],
     *,
     timeout_s: float,
     namespace: str | None = None,
 ) -> Document | None:
-    """Wait until `until` holds for an object, and return it; None on timeout."""
+    """Wait until `holds` is true for an object, and return the object, or None on timeout."""
     with within(timeout_s) as stop:
         for change in cluster.watch(kind, stop=stop, namespace=namespace, fields=f"metadata.name={name}"):
-            if change.type != "deleted" and until(change.document):
+            if change.type != "deleted" and holds(change.document):
                 return change.document
     return None
 
@@ -189,17 +188,19 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Find
 
     def runs(now: Document) -> bool:
         status = now.get("status", {})
-        seen = status.get("observedGeneration", 0) >= now["metadata"].get("generation", 0)
+        evidence = status.get("observedGeneration", 0) >= now["metadata"].get("generation", 0)
         if kind == kinds.DAEMON_SET:
             names = ("updatedNumberScheduled", "numberAvailable")
-            return bool(seen and all(status.get(each, 0) == status.get("desiredNumberScheduled") for each in names))
-        return bool(seen and status.get("updatedReplicas", 0) == status.get("availableReplicas", 0) == now["spec"]["replicas"])
+            return bool(evidence and all(status.get(each, 0) == status.get("desiredNumberScheduled") for each in names))
+        return bool(
+            evidence and status.get("updatedReplicas", 0) == status.get("availableReplicas", 0) == now["spec"]["replicas"]
+        )
 
-    if await_(cluster, kind, name, runs, timeout_s=timeout_s, namespace=namespace):
+    if wait_for(cluster, kind, name, runs, timeout_s=timeout_s, namespace=namespace):
         return []
-    selected = ",".join(f"{key}={value}" for key, value in workload["spec"]["selector"]["matchLabels"].items())
-    seen = gather_evidence.workload(cluster, name, namespace, labels=selected, kind=kind)
-    return [cause for cause in diagnosis.causes(seen, time.time()) if cause.name != "absent"]
+    selector = ",".join(f"{key}={value}" for key, value in workload["spec"]["selector"]["matchLabels"].items())
+    evidence = gather_evidence.workload(cluster, name, namespace, labels=selector, kind=kind)
+    return [cause for cause in diagnosis.causes(evidence, time.time()) if cause.name != "absent"]
 
 
 # Removing
@@ -208,104 +209,116 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Find
 def jobs(cluster: Cluster) -> list[str]:
     """All ElasticJobs of the definitions that are ours, as `namespace/name`. Raises Forbidden: a user who may not list jobs may
     not delete them."""
-    jobs_: list[Document] = []
+    elastic_jobs: list[Document] = []
     for kind in _JOBS:
         definition = cluster.find(kinds.CRD, kind.resource)
         if definition is not None and not ownership.owned(definition):
             continue
         with contextlib.suppress(NotServed, Absent):
-            jobs_ += cluster.list_(kind, everywhere=True)
-    return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in jobs_]
+            elastic_jobs += cluster.list_(kind, everywhere=True)
+    return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in elastic_jobs]
 
 
 _JOBS = (kinds.ELASTIC_JOB, *dropins.KINDS)
 
 
-def _named(kind: Kind, name: str, namespace: str = "") -> Document:
+def _reference(kind: Kind, name: str, namespace: str = "") -> Document:
     """A document that only identifies an object."""
     where = {"namespace": namespace} if namespace else {}
     return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name, **where}}
 
 
-def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Done]:
+def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Outcome]:
     """Delete the objects that `ensure` created, in reverse order. The definitions are deleted first, and only with `crds`, since
     all jobs are deleted with them.
 
     Raises OutlastError, before anything is changed, if the operator is in another namespace.
     """
-    _check_alone(cluster, namespace)
-    made = documents(namespace=namespace, watch=True)
-    desired = [each for each in made if each["kind"] != kinds.CRD.kind]
-    named = [_named(kinds.CRD, kind.resource) for kind in _JOBS]
+    _check_single_operator(cluster, namespace)
+    installed = documents(namespace=namespace, watch=True)
+    desired = [each for each in installed if each["kind"] != kinds.CRD.kind]
+    definitions = [_reference(kinds.CRD, kind.resource) for kind in _JOBS]
     if crds:
-        yield from (_delete(cluster, each) for each in named)
-    left = (
+        yield from (_delete(cluster, each) for each in definitions)
+    remaining = (
         []
         if crds
-        else [each for each in named if (there := apply_documents.existing(cluster, each)) is not None and ownership.owned(there)]
+        else [
+            each
+            for each in definitions
+            if (existing := apply_documents.existing(cluster, each)) is not None and ownership.owned(existing)
+        ]
     )
-    roles = [each["metadata"]["name"] for each in rbac.users()]
+    roles = [each["metadata"]["name"] for each in rbac.user_roles()]
     for document in reversed(desired):
         old = apply_documents.existing(cluster, document)
         if old is None:
             if not document["metadata"]["name"].startswith(nodewatch_daemonset.NAME):
-                yield Done("absent", document)
+                yield Outcome("absent", document)
         elif document["kind"] == kinds.NAMESPACE.kind:
             yield from _remove_namespace(cluster, old)
-        elif left and document["metadata"]["name"] in roles:
-            yield Done("kept", document, "users have their rights to ElasticJobs from it; --crds removes it")
+        elif remaining and document["metadata"]["name"] in roles:
+            yield Outcome("kept", document, "users have their rights to ElasticJobs from it; --crds removes it")
         else:
             yield _delete(cluster, document)
-    for each in left:
-        yield Done("kept", each, "ElasticJobs would be deleted with it; --crds removes it")
+    for each in remaining:
+        yield Outcome("kept", each, "ElasticJobs would be deleted with it; --crds removes it")
 
 
-def _delete(cluster: Cluster, document: Document) -> Done:
+def _delete(cluster: Cluster, document: Document) -> Outcome:
     meta = document["metadata"]
     existing = apply_documents.existing(cluster, document)
     if existing is not None and not ownership.owned(existing):
-        return Done("kept", document, "somebody else made it")
+        return Outcome("kept", document, "somebody else made it")
     try:
         cluster.delete(kind_of(document), meta["name"], namespace=meta.get("namespace"))
     except Absent:
-        return Done("absent", document)
-    return Done("deleted", document)
+        return Outcome("absent", document)
+    return Outcome("deleted", document)
 
 
-def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
+def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome]:
     """Delete our namespace, and wait until it is gone: until then nothing can be installed there."""
     if not namespace["metadata"].get("deletionTimestamp"):  # it cannot be deleted twice
-        if reason := _protected(cluster, namespace):
-            yield Done("kept", namespace, reason)
+        if reason := _reason_to_keep(cluster, namespace):
+            yield Outcome("kept", namespace, reason)
             return
         _delete(cluster, namespace)
     if apply_documents.existing(cluster, namespace):
-        yield Done("deleting", namespace, "what is in it ends first")
-    yield Done("deleted", namespace) if _gone(cluster, namespace) else Done("deleting", namespace, _going(namespace))
+        yield Outcome("deleting", namespace, "what is in it ends first")
+    yield (
+        Outcome("deleted", namespace)
+        if _wait_until_gone(cluster, namespace)
+        else Outcome("deleting", namespace, _still_deleting(namespace))
+    )
 
 
-def _installed(document: Document) -> bool:
+def _is_installed(document: Document) -> bool:
     """Whether `ensure` created an object; objects of jobs have the same label, but also the label of their job."""
     return ownership.owned(document) and Label.JOB not in document["metadata"].get("labels", {})
 
 
-def _protected(cluster: Cluster, namespace: Document) -> str:
+def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
     """Why a namespace must not be deleted; empty if everything in it is ours."""
     if not ownership.owned(namespace):
         return "it was not made by `outlast install`"
     others = []
     for kind in _PROTECTED_KINDS:
         try:
-            found = cluster.list_(kind, namespace=namespace["metadata"]["name"])
+            objects = cluster.list_(kind, namespace=namespace["metadata"]["name"])
         except (NotServed, Absent):
             continue
         except Forbidden:
             return f"its {kind.plural} may not be listed: they may be those of others"
-        others += [f"{kind} {each['metadata']['name']}" for each in found if not _installed(each) and not _by_cluster(kind, each)]
+        others += [
+            f"{kind} {each['metadata']['name']}"
+            for each in objects
+            if not _is_installed(each) and not _is_created_by_cluster(kind, each)
+        ]
     return f"there is more in it: {', '.join(others[:5])}" if others else ""
 
 
-def _by_cluster(kind: Kind, document: Document) -> bool:
+def _is_created_by_cluster(kind: Kind, document: Document) -> bool:
     """Whether the cluster itself creates such an object in each namespace."""
     if kind == kinds.CONFIG_MAP:
         return document["metadata"]["name"] in ("kube-root-ca.crt", "openshift-service-ca.crt", "istio-ca-root-cert")

@@ -28,16 +28,16 @@ Document = api.Document
 
 KINDS = (api.ELASTIC_JOB, *dropins.KINDS, api.JOB, api.STATEFUL_SET)
 """Kinds of workload that a job can be."""
-BESIDE = (api.CONFIG_MAP, api.SERVICE, api.POD_GROUP, api.VOLCANO_GROUP)
+COMPANIONS = (api.CONFIG_MAP, api.SERVICE, api.POD_GROUP, api.VOLCANO_GROUP)
 """Kinds of objects that are created along with a workload and deleted with it. Claims are kept: they hold data and output."""
-NAMED = (api.ELASTIC_JOB, *dropins.KINDS)
+NAMED_AFTER_JOB = (api.ELASTIC_JOB, *dropins.KINDS)
 """Kinds of workload that have the name of their job; workloads of all other kinds only carry it as a label."""
 _WORKER = "app.kubernetes.io/component=worker"
 WORKERS = f"app.kubernetes.io/component!={evaluation_job.COMPONENT}"
 """Label selector for workers, which excludes evaluations. Pods of a drop-in have the labels of their template."""
-_ASK_S = 3.0
+_AGENT_TIMEOUT_S = 3.0
 """Timeout of a request to an agent."""
-_CONCURRENT = 16
+_MAX_CONCURRENT = 16
 """Maximum number of concurrent requests to agents."""
 
 
@@ -57,7 +57,7 @@ class Workloads:
             if kind in self._unserved:
                 continue
             try:  # a user who may create only some of these kinds has jobs of those kinds only
-                if kind in NAMED:
+                if kind in NAMED_AFTER_JOB:
                     workloads += self.cluster.list_(kind, fields=f"metadata.name={name}" if name else "")
                 else:
                     workloads += self.cluster.list_(kind, labels=f"{Label.JOB}{f'={name}' if name else ''},{_WORKER}")
@@ -75,27 +75,27 @@ class Workloads:
         return sorted(self.list_(name, kinds), key=lambda each: each["metadata"]["creationTimestamp"], reverse=True)
 
     def existing(self, name: str) -> list[Document]:
-        if found := self.of(name):
-            return found
-        here = self.cluster.namespace
+        if workloads := self.of(name):
+            return workloads
+        namespace = self.cluster.namespace
         if not self.cluster.has_namespace():
-            raise self.nowhere()
+            raise self.no_namespace()
         existing = ", ".join(sorted({job_name(workload) for workload in self.list_()}))
         raise NotFound(
-            f"there is no job {name} in namespace {here} of {self.cluster.context}; "
+            f"there is no job {name} in namespace {namespace} of {self.cluster.context}; "
             + (f"there are {existing}" if existing else "there is none at all; choose another with -n, or submit one")
         )
 
-    def nowhere(self) -> Absent:
+    def no_namespace(self) -> Absent:
         """The error to raise for a namespace that does not exist."""
-        here, context = self.cluster.namespace, self.cluster.context
-        instead = f"create it (kubectl create namespace {here}), or choose another with -n"
-        return Absent(f"there is no namespace {here} in {context}; {instead}")
+        namespace, context = self.cluster.namespace, self.cluster.context
+        instead = f"create it (kubectl create namespace {namespace}), or choose another with -n"
+        return Absent(f"there is no namespace {namespace} in {context}; {instead}")
 
     def active(self, name: str) -> tuple[Document, api.Kind, str]:
         """The current workload of a job. Raises OutlastError if the job has ended."""
         workload = self.existing(name)[0]
-        if (state := job_status.over(workload)) is not None:
+        if (state := job_status.final_state(workload)) is not None:
             more = "goes on with it" if state is State.FAILED else "--fresh runs it again"
             raise OutlastError(f"{name} has ended ({state}); outlast submit FILE {more}")
         return workload, api.kind_of(workload), workload["metadata"]["name"]
@@ -104,7 +104,7 @@ class Workloads:
         return self.cluster.list_(api.POD, labels=f"{Label.JOB}={name},{WORKERS}")
 
     def own_pods(self, workload: Document) -> list[Document]:
-        return [pod for pod in self.pods(job_name(workload)) if part_of(pod, workload)]
+        return [pod for pod in self.pods(job_name(workload)) if belongs_to(pod, workload)]
 
     def job(self, workload: Document) -> Job | None:
         """The job file of a workload, as its pods read it; None if we may not read it, or if it is of another version."""
@@ -121,20 +121,20 @@ class Workloads:
         except (OutlastError, KeyError):
             return None
 
-    def allowed(self, workload: Document) -> tuple[int, int] | None:
+    def size_range(self, workload: Document) -> tuple[int, int] | None:
         if (drop_in := dropins.of(workload)) is not None:
             low, _, high = drop_in.sizes(workload)
             return low, high
         job = self.job(workload)
-        return sizes(job) if job else None
+        return job_sizes(job) if job else None
 
     def status(self, name: str) -> JobStatus:
         """The status of a job; its agents are queried for their current step."""
-        return job_status.status(self.snapshot(name, self.existing(name), self.pods(name), ask=True))
+        return job_status.status(self.snapshot(name, self.existing(name), self.pods(name), query_agents=True))
 
     def recorded(self, name: str) -> JobStatus:
         """The status of a job according to its workload alone."""
-        return job_status.status(self.snapshot(name, self.existing(name), (), ask=False))
+        return job_status.status(self.snapshot(name, self.existing(name), (), query_agents=False))
 
     def store_url(self, name: str) -> str:
         """URL of the store with a job's output; empty if the output is in no store."""
@@ -142,35 +142,37 @@ class Workloads:
         return stored.url if stored else ""
 
     def snapshot(
-        self, name: str, workloads: Sequence[Document], documents: Sequence[Document], *, ask: bool
+        self, name: str, workloads: Sequence[Document], documents: Sequence[Document], *, query_agents: bool
     ) -> job_status.Snapshot:
-        """The snapshot of a job's newest workload and its pods; `ask`: also query the agents."""
+        """Return the snapshot of a job's newest workload and its pods, with the agents' metrics if `query_agents` is set."""
         current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
-        older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.over(each) is None]
-        own = [pod for pod in documents if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and part_of(pod, current)]
-        metrics, unknown = self._metrics(own) if ask and not workload_template.agentless(current) else ({}, "")
-        processes, allowed = 1, None
+        older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.final_state(each) is None]
+        own = [
+            pod for pod in documents if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and belongs_to(pod, current)
+        ]
+        metrics, unknown = self._metrics(own) if query_agents and not workload_template.agentless(current) else ({}, "")
+        processes, allowed_sizes = 1, None
         if (drop_in := dropins.of(current)) is not None:
             low, _, high = drop_in.sizes(current)
-            processes, allowed = drop_in.processes(current), (low, high)
-        elif (ask or current["kind"] == "ElasticJob") and (job := self.job(current)):
-            processes, allowed = job.spec.processes(), sizes(job)
-        return job_status.Snapshot(name, current, own, metrics, allowed, processes, older, unknown, time.time())
+            processes, allowed_sizes = drop_in.processes(current), (low, high)
+        elif (query_agents or current["kind"] == "ElasticJob") and (job := self.job(current)):
+            processes, allowed_sizes = job.spec.processes(), job_sizes(job)
+        return job_status.Snapshot(name, current, own, metrics, allowed_sizes, processes, older, unknown, time.time())
 
     def _metrics(self, documents: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
         """The metrics of agents by the names of their pods, and the error if access to some was denied."""
         names = [pod["metadata"]["name"] for pod in documents if pod_status.running(pod)]
 
-        def ask(name: str) -> job_status.Metrics | ClusterError:
+        def query(name: str) -> job_status.Metrics | ClusterError:
             try:
-                return job_status.metrics(self.cluster.proxy(name, Pod.PROBE_PORT, "/metrics", timeout_s=_ASK_S))
+                return job_status.metrics(self.cluster.proxy(name, Pod.PROBE_PORT, "/metrics", timeout_s=_AGENT_TIMEOUT_S))
             except ClusterError as error:
                 return error
 
         if not names:
             return {}, ""
-        with ThreadPoolExecutor(min(_CONCURRENT, len(names))) as crew:
-            answers = dict(zip(names, crew.map(ask, names), strict=True))
+        with ThreadPoolExecutor(min(_MAX_CONCURRENT, len(names))) as pool:
+            answers = dict(zip(names, pool.map(query, names), strict=True))
         denied = next((str(answer) for answer in answers.values() if isinstance(answer, Forbidden)), "")
         return {name: answer for name, answer in answers.items() if not isinstance(answer, ClusterError)}, denied
 
@@ -181,40 +183,40 @@ class Workloads:
             self.cluster.patch(kind, title, {"spec": {"suspend": value}})
         elif not value:
             annotation = (workload["metadata"].get("annotations") or {}).get(job_status.REPLICAS)
-            self.set_replicas(kind, title, None, int(annotation or (self.allowed(workload) or (1, 1))[1]))
-        elif not job_status.suspended(workload):
+            self.set_replicas(kind, title, None, int(annotation or (self.size_range(workload) or (1, 1))[1]))
+        elif not job_status.is_suspended(workload):
             drop_in = dropins.of(workload)
             now = drop_in.sizes(workload)[1] if drop_in else workload["spec"].get("replicas", 1)
             self.set_replicas(kind, title, str(now), 0)
 
-    def set_replicas(self, kind: api.Kind, title: str, before: str | None, replicas: int) -> None:
+    def set_replicas(self, kind: api.Kind, title: str, former: str | None, replicas: int) -> None:
         """Set the number of pods of a workload that has no field for suspension, and record the former number in an
         annotation."""
         drop_in = dropins.of({"apiVersion": kind.api_version, "kind": kind.kind})
         spec = drop_in.scale_patch(replicas) if drop_in else {"replicas": replicas}
-        self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.REPLICAS: before}}, "spec": spec})
+        self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.REPLICAS: former}}, "spec": spec})
 
     def adopt(self, document: Document, workload: Document) -> None:
         """Make a workload an owner of an object; the object is deleted together with its last owner."""
         meta, uid = document["metadata"], workload["metadata"]["uid"]
         owners = meta.get("ownerReferences") or []
         if uid not in [owner["uid"] for owner in owners]:
-            named = {"apiVersion": workload["apiVersion"], "kind": workload["kind"], "name": workload["metadata"]["name"]}
-            change = {"metadata": {"ownerReferences": [*owners, {**named, "uid": uid}]}}
+            owner = {"apiVersion": workload["apiVersion"], "kind": workload["kind"], "name": workload["metadata"]["name"]}
+            change = {"metadata": {"ownerReferences": [*owners, {**owner, "uid": uid}]}}
             self.cluster.patch(api.kind_of(document), meta["name"], change, namespace=meta.get("namespace"))
 
     def remove(self, name: str, *, grace_s: float | None) -> None:
-        workloads, beside = self.of(name), list(self.beside(name))
-        for workload in workloads or (() if beside else self.existing(name)):
+        workloads, companions = self.of(name), list(self.companions(name))
+        for workload in workloads or (() if companions else self.existing(name)):
             self.delete(api.kind_of(workload), workload, grace_s=grace_s)
-        for kind, document in beside:
+        for kind, document in companions:
             with contextlib.suppress(Absent):
                 self.cluster.delete(kind, document["metadata"]["name"], uid=document["metadata"]["uid"])
 
-    def beside(self, name: str) -> Iterator[tuple[api.Kind, Document]]:
+    def companions(self, name: str) -> Iterator[tuple[api.Kind, Document]]:
         """The objects created along with a job's workloads, which may still exist when the workloads are gone."""
         component = f"app.kubernetes.io/component={evaluation_job.COMPONENT}"
-        for kind, labels in [*((kind, "") for kind in BESIDE), (api.JOB, f",{component}")]:
+        for kind, labels in [*((kind, "") for kind in COMPANIONS), (api.JOB, f",{component}")]:
             with contextlib.suppress(NotServed, Forbidden):
                 for document in self.cluster.list_(kind, labels=f"{Label.JOB}={name}{labels}"):
                     yield kind, document
@@ -256,7 +258,7 @@ def has_claim(workload: Document) -> bool:
     return any("persistentVolumeClaim" in volume for volume in volumes)
 
 
-def sizes(job: Job) -> tuple[int, int]:
+def job_sizes(job: Job) -> tuple[int, int]:
     """The minimum and maximum number of workers that a job may have."""
     allowed = job.spec.workers.allowed()
     return allowed[0], allowed[-1]
@@ -267,6 +269,6 @@ def job_name(workload: Document) -> str:
     return str((workload["metadata"].get("labels") or {}).get(Label.JOB) or workload["metadata"]["name"])
 
 
-def part_of(pod: Document, workload: Document) -> bool:
+def belongs_to(pod: Document, workload: Document) -> bool:
     """Whether a pod belongs to this workload."""
     return not owner_references.owners(pod) or owner_references.owned_by(pod, workload)

@@ -22,7 +22,7 @@ Metrics = Mapping[str, float]
 REPLICAS = "outlast.dev/replicas"
 """Annotation of a suspended StatefulSet: the number of workers before the suspension."""
 
-TAKEN_S = 15.0
+RECONCILED_WITHIN_S = 15.0
 """Maximum time until an operator reconciles a new job: usually about a second, and this long if the leader has just failed."""
 
 
@@ -35,12 +35,12 @@ class Snapshot:
     pods: Sequence[Document] = ()
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
     """Metrics of agents, by the name of the agent's pod."""
-    allowed: tuple[int, int] | None = None
+    allowed_sizes: tuple[int, int] | None = None
     """`workers.min` and `max` of the job file, if the file could be read."""
     processes: int = 1
-    older: Sequence[str] = ()
+    older_workloads: Sequence[str] = ()
     """Names of workloads of this job that were made from earlier files and are not over."""
-    unknown: str = ""
+    query_error: str = ""
     """Why agents could not be queried."""
     now: float = float("inf")
     """Seconds since the epoch."""
@@ -54,10 +54,10 @@ def metrics(exposition: str) -> dict[str, float]:
 
 def status(snapshot: Snapshot) -> JobStatus:
     meta = snapshot.workload["metadata"]
-    newest = _newest(snapshot.pods)
+    newest = _newest_pods(snapshot.pods)
     workers = [_worker(pod, snapshot.metrics.get(pod["metadata"]["name"]), snapshot.pods) for _, pod in sorted(newest.items())]
-    desired = _desired(snapshot.workload)
-    low, high = snapshot.allowed or (desired, desired)
+    desired = _desired_workers(snapshot.workload)
+    low, high = snapshot.allowed_sizes or (desired, desired)
     reported = snapshot.metrics.values()
     ends = [end for pod in snapshot.pods if (end := pods.end(pod)) is not None and end.code != 0]
     state, reason = _state(snapshot, newest, desired)
@@ -75,7 +75,7 @@ def status(snapshot: Snapshot) -> JobStatus:
         world=[pods.index(pod) for _, pod in sorted(newest.items()) if pods.ready(pod)],
         step=round(max((m.get("step", 0) for m in reported), default=0)),
         steps=round(max((m.get("target_step", 0) for m in reported), default=0)) or None,
-        told="data" if _brings_data(snapshot.workload) else "log" if any(m.get("step_logged") for m in reported) else "",
+        told="data" if _is_download(snapshot.workload) else "log" if any(m.get("step_logged") for m in reported) else "",
         restarts=sum(end.counted for end in ends) + sum(_earlier_restarts(pod) for pod in snapshot.pods),
         interruptions=sum(not end.counted for end in ends),
         checkpoint=CheckpointStatus(step=committed, path="", time=0.0) if committed else None,
@@ -95,10 +95,10 @@ def status(snapshot: Snapshot) -> JobStatus:
         result.exit_code = result.failure.code if result.failure and result.failure.code > 0 else 1
     if state is State.SUCCEEDED:
         result.exit_code = 0
-    return _as_written(result, snapshot.workload)
+    return _with_operator_status(result, snapshot.workload)
 
 
-def _as_written(observed: JobStatus, workload: Document) -> JobStatus:
+def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
     """The observed status, completed by the one that the operator has written to the ElasticJob."""
     written = workload.get("status") or {}
     if workload_template.agentless(workload):
@@ -122,43 +122,43 @@ def _as_written(observed: JobStatus, workload: Document) -> JobStatus:
     return JobStatus.model_validate(fields)
 
 
-def entries(workload: Document, status: JobStatus) -> list[Event]:
+def cluster_events(workload: Document, status: JobStatus) -> list[Event]:
     """Events of a run that the cluster has recorded in addition to the run's ledger: the operator's ledger entries and, unless
     they are among these, the submission and the end."""
-    noted = [dict(each) for each in (workload.get("status") or {}).get("ledger") or ()]
-    kinds = {each.get("kind") for each in noted}
+    events = [dict(each) for each in (workload.get("status") or {}).get("ledger") or ()]
+    kinds = {each.get("kind") for each in events}
     if "submitted" not in kinds and status.submitted:
-        noted.append({"t": status.submitted, "kind": "submitted", "source": "cluster", "job": status.name})
+        events.append({"t": status.submitted, "kind": "submitted", "source": "cluster", "job": status.name})
     if "finished" not in kinds and status.state.final and status.finished:
         end = {"state": str(status.state), "reason": status.reason, "step": status.step, "code": status.exit_code}
-        noted.append({"t": status.finished, "kind": "finished", "source": "cluster", **end})
-    return noted
+        events.append({"t": status.finished, "kind": "finished", "source": "cluster", **end})
+    return events
 
 
-def _newest(documents: Sequence[Document]) -> dict[int, Document]:
+def _newest_pods(documents: Sequence[Document]) -> dict[int, Document]:
     """The pod of each worker: the newest one that is not being deleted, else the newest."""
     return {pods.index(pod): pod for pod in sorted(documents, key=lambda pod: (not pods.terminating(pod), pods.created_at(pod)))}
 
 
-def _desired(workload: Document) -> int:
+def _desired_workers(workload: Document) -> int:
     """The number of workers; for a suspended workload, the number before the suspension."""
-    held = (workload["metadata"].get("annotations") or {}).get(REPLICAS)
-    return workload_template.replicas(workload) or int(held or 0)
+    annotation = (workload["metadata"].get("annotations") or {}).get(REPLICAS)
+    return workload_template.replicas(workload) or int(annotation or 0)
 
 
-def suspended(workload: Document) -> bool:
+def is_suspended(workload: Document) -> bool:
     """Whether a workload is suspended, so that it should have no pods."""
     spec = workload.get("spec") or {}
     if workload.get("kind") == "StatefulSet":
         return spec.get("replicas") == 0
     if (drop_in := dropins.of(workload)) is not None:
         return drop_in.sizes(workload)[1] == 0
-    if workload.get("kind") == "ElasticJob" and _desired(workload) == 0:
+    if workload.get("kind") == "ElasticJob" and _desired_workers(workload) == 0:
         return True
     return bool(spec.get("suspend"))
 
 
-def over(workload: Document) -> State | None:
+def final_state(workload: Document) -> State | None:
     """The state in which a workload has ended; None while it has not."""
     if (drop_in := dropins.of(workload)) is not None:
         return State(end) if (end := drop_in.final_state(workload)) else None
@@ -171,11 +171,11 @@ def over(workload: Document) -> State | None:
 
 
 def _state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> tuple[State, str]:
-    if (ended := over(snapshot.workload)) is not None:
-        return ended, _ended(snapshot, ended)
-    if (ended := _stayed_up(snapshot, newest, desired)) is not None:
+    if (ended := final_state(snapshot.workload)) is not None:
+        return ended, _end_reason(snapshot, ended)
+    if (ended := _statefulset_state(snapshot, newest, desired)) is not None:
         return ended, "all workers are done" if ended is State.SUCCEEDED else "workers have failed for good; their logs say why"
-    if suspended(snapshot.workload):
+    if is_suspended(snapshot.workload):
         leaving = sum(not pods.finished(pod) for pod in newest.values())
         queue = (snapshot.workload["metadata"].get("labels") or {}).get("kueue.x-k8s.io/queue-name")
         if queue and not snapshot.pods:
@@ -187,46 +187,46 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> 
     for index, pod in sorted(newest.items()):
         if problem := pods.unreachable_reason(pod):
             return State.RESTARTING, f"worker {index} {problem}"
-    troubles = [(index, pod) for index, pod in sorted(newest.items()) if index not in alive and pods.phase(pod) != "Succeeded"]
+    not_running = [(index, pod) for index, pod in sorted(newest.items()) if index not in alive and pods.phase(pod) != "Succeeded"]
     if len(alive) + sum(pods.phase(pod) == "Succeeded" for pod in newest.values()) >= desired:
         ready = sum(pods.ready(pod) for pod in newest.values())
-        if _brings_data(snapshot.workload):
+        if _is_download(snapshot.workload):
             return State.RUNNING, "brings the data; its log says how far it is"
         return (
             State.RUNNING,
             f"{ready} of {desired} workers are in a world" if ready < desired else f"all {desired} workers train",
         )
     began = any(pods.has_started(pod) for pod in snapshot.pods)
-    if troubles:
-        index, pod = troubles[0]
-        ended_ = pods.end(pod)
-        sentence = pods.waiting_reason(pod) or (ended_.sentence if ended_ else "begins")
+    if not_running:
+        index, pod = not_running[0]
+        end = pods.end(pod)
+        sentence = pods.waiting_reason(pod) or (end.sentence if end else "begins")
         sentence = "leaves, and is being replaced" if pods.terminating(pod) else sentence
         return (State.RESTARTING if began else State.PENDING), f"worker {index} {sentence}"
     if began:
         return State.RESTARTING, f"{len(alive)} of {desired} workers are there; the others are being replaced"
-    return State.PENDING, _unmade(snapshot)
+    return State.PENDING, _no_pods_reason(snapshot)
 
 
-def _brings_data(workload: Document) -> bool:
+def _is_download(workload: Document) -> bool:
     """Whether a workload is a Job of `outlast data get`, which trains nothing."""
     return Label.DATASET in (workload["metadata"].get("labels") or {})
 
 
-def _unmade(snapshot: Snapshot) -> str:
+def _no_pods_reason(snapshot: Snapshot) -> str:
     """Why a workload has no pods."""
-    if held := pods.condition(snapshot.workload, "FailedCreate") or pods.condition(snapshot.workload, "ReplicaFailure"):
-        return f"its pods cannot be created: {held.get('message')}"
-    if broken := snapshot.workload.get(document_parsing.UNREADABLE):
-        return f"it cannot be read: {broken}"
+    if condition := pods.condition(snapshot.workload, "FailedCreate") or pods.condition(snapshot.workload, "ReplicaFailure"):
+        return f"its pods cannot be created: {condition.get('message')}"
+    if parse_error := snapshot.workload.get(document_parsing.UNREADABLE):
+        return f"it cannot be read: {parse_error}"
     if snapshot.workload.get("kind") == "ElasticJob" and not snapshot.workload.get("status"):
-        if snapshot.now - pods.created_at(snapshot.workload) < TAKEN_S:
+        if snapshot.now - pods.created_at(snapshot.workload) < RECONCILED_WITHIN_S:
             return "it was submitted a moment ago, and its operator is to take it up"
         return "no operator has taken it up yet; is one installed? (outlast install)"
     return f"its pods are not created yet; if it stays so, outlast why {snapshot.name} says why"
 
 
-def _stayed_up(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> State | None:
+def _statefulset_state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> State | None:
     """The final state of a StatefulSet, whose pods stay after their workers end: Failed if any worker failed, else Succeeded;
     None until all have ended."""
     if snapshot.workload.get("kind") != "StatefulSet" or len(newest) < desired or not newest:
@@ -237,18 +237,18 @@ def _stayed_up(snapshot: Snapshot, newest: Mapping[int, Document], desired: int)
     return State.FAILED if any(each.get("failed") for each in reported) else State.SUCCEEDED
 
 
-def _ended(snapshot: Snapshot, state: State) -> str:
+def _end_reason(snapshot: Snapshot, state: State) -> str:
     """Why a workload has ended in this state."""
     if state is State.SUCCEEDED:
-        return "the data are complete" if _brings_data(snapshot.workload) else "all workers are done"
-    if _brings_data(snapshot.workload):
+        return "the data are complete" if _is_download(snapshot.workload) else "all workers are done"
+    if _is_download(snapshot.workload):
         for pod in sorted(snapshot.pods, key=pods.created_at, reverse=True):
             if error := pods.last_error(pod):
                 return error
     failure = _failure(snapshot.pods)
     condition = pods.condition(snapshot.workload, "Failed") or {}
-    because = f"{condition.get('message') or condition.get('reason') or ''}".rstrip(".")
-    return "; ".join(filter(None, (failure.reason if failure else "", because))) or "it failed"
+    message = f"{condition.get('message') or condition.get('reason') or ''}".rstrip(".")
+    return "; ".join(filter(None, (failure.reason if failure else "", message))) or "it failed"
 
 
 def _failure(documents: Sequence[Document]) -> Failure | None:
@@ -272,9 +272,9 @@ def _snapshot(reported: Collection[Metrics]) -> SnapshotStatus | None:
     return SnapshotStatus(step=step, every=round(newest.get("snapshot_every", 0))) if step else None
 
 
-def _worker(pod: Document, reported: Metrics | None, every: Sequence[Document]) -> WorkerStatus:
+def _worker(pod: Document, reported: Metrics | None, documents: Sequence[Document]) -> WorkerStatus:
     index, end = pods.index(pod), pods.end(pod)
-    others = [other for other in every if pods.index(other) == index and other is not pod]
+    others = [other for other in documents if pods.index(other) == index and other is not pod]
     restarts = sum((e := pods.end(other)) is not None and e.counted for other in others)
     reason = pods.unreachable_reason(pod) or pods.waiting_reason(pod)
     if pods.finished(pod) and end is not None:
@@ -301,9 +301,9 @@ def _worker(pod: Document, reported: Metrics | None, every: Sequence[Document]) 
 
 
 def _warnings(snapshot: Snapshot) -> Iterator[str]:
-    if snapshot.unknown and any(pods.running(pod) for pod in snapshot.pods):
-        yield f"steps are not known: {snapshot.unknown}"
-    for name in snapshot.older:
+    if snapshot.query_error and any(pods.running(pod) for pod in snapshot.pods):
+        yield f"steps are not known: {snapshot.query_error}"
+    for name in snapshot.older_workloads:
         yield f"{name}, of an earlier file of this job, is not over; end it with: kubectl delete job {name}"
 
 
@@ -323,7 +323,7 @@ def _url(snapshot: Snapshot) -> str:
 
 
 def _output(snapshot: Snapshot) -> str:
-    if _brings_data(snapshot.workload):
+    if _is_download(snapshot.workload):
         return str((workload_template.template(snapshot.workload)["spec"]["containers"][0].get("command") or [""])[-1])
     if workload_template.agentless(snapshot.workload):
         return ""  # wherever its script writes it

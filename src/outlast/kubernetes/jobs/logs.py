@@ -25,18 +25,18 @@ _QUEUE = 10_000
 """Maximum number of items (log lines, changes of pods, messages) that wait to be handled."""
 _POLL_S = 1.0
 """Interval at which we check whether the job is over."""
-_STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
+_TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
 """RFC 3339, the format in which nodes write times."""
 _QUIET_S = 30.0
 """After the job has ended, a worker that writes nothing for this long is no longer followed. Until then it may still be uploading
 its output. The phase of its pod does not show the end: its node may be lost, and no controller may delete the pod."""
-_LAST_S = 300.0
+_MAX_FOLLOW_S = 300.0
 """Maximum time for which such a worker is followed after the job has ended."""
 _PAUSE_S = 0.5
 """Pause before reconnecting to a log after its connection has ended."""
 
 
-def merged(
+def merge(
     cluster: api.Cluster,
     documents: Sequence[api.Document],
     *,
@@ -53,7 +53,7 @@ def merged(
 
     def past(pod: api.Document) -> Iterator[tuple[tuple[str, str], LogLine]]:
         try:
-            yield from _past(cluster, pod, tail=tail, since_s=since_s)
+            yield from _existing_lines(cluster, pod, tail=tail, since_s=since_s)
         except Unanswered as error:
             unread.append(error)
             if len(unread) == len(begun):
@@ -64,7 +64,7 @@ def merged(
         yield line
 
 
-def _past(
+def _existing_lines(
     cluster: api.Cluster, pod: api.Document, *, tail: int | None, since_s: float | None
 ) -> Iterator[tuple[tuple[str, str], LogLine]]:
     """Times and lines of a pod, including those before the last restart of its container."""
@@ -81,24 +81,24 @@ def _past(
 
 
 @dataclass(frozen=True)
-class Followed:
+class FollowedJob:
     """The pods of a job to follow, and callbacks about the job."""
 
     labels: str
     """Label selector for the pods."""
-    over: Callable[[], bool]
+    is_over: Callable[[], bool]
     """Whether the job has ended; called every second in a separate thread."""
     selected: Callable[[api.Document], bool] = lambda _: True
     """Whether to read the log of a pod."""
-    finished: Callable[[str], bool] = lambda _: False
+    is_finished: Callable[[str], bool] = lambda _: False
     """Whether the pod with this name has no more to write once the job has ended, although the pod stays up."""
-    why: Callable[[], str] = lambda: "they are not made yet"
+    no_pods_reason: Callable[[], str] = lambda: "they are not made yet"
     """Why there are no pods."""
 
 
 def follow(
     cluster: api.Cluster,
-    followed: Followed,
+    followed: FollowedJob,
     *,
     tail: int | None = None,
     since_s: float | None = None,
@@ -115,40 +115,40 @@ class _Follower:
     log."""
 
     def __init__(
-        self, cluster: api.Cluster, followed: Followed, say: Callable[[str], None], tail: int | None, since_s: float | None
+        self, cluster: api.Cluster, followed: FollowedJob, say: Callable[[str], None], tail: int | None, since_s: float | None
     ) -> None:
         self._cluster, self._followed, self._say = cluster, followed, say
         self._tail, self._since_s = tail, since_s
-        self._stop, self._over, self._pods_exist = api.Stop(), threading.Event(), threading.Event()
-        self._news: queue.Queue[LogLine | api.Change | str | BaseException | None] = queue.Queue(_QUEUE)
+        self._stop, self._job_is_over, self._pods_exist = api.Stop(), threading.Event(), threading.Event()
+        self._items: queue.Queue[LogLine | api.Change | str | BaseException | None] = queue.Queue(_QUEUE)
         self._readers: dict[str, _Reader] = {}
         self._threads: list[threading.Thread] = []
         self._reported: dict[str, str] = {}
 
     def lines(self) -> Iterator[LogLine]:
-        last = 0.0  # deadline for the logs that still go on; 0 while the job is not over
+        deadline = 0.0  # deadline for the logs that still go on; 0 while the job is not over
         try:
             for pod in backoff.until_answered(self._list, self._say, every_s=_POLL_S):
-                self._look(pod, first=True)
+                self._handle_pod(pod, first=True)
             self._run(self._watch)
             self._run(self._wait_for_the_end)
             while not self._all_read():
                 item: object = None
                 with contextlib.suppress(queue.Empty):
-                    item = self._news.get(timeout=_PAUSE_S)
+                    item = self._items.get(timeout=_PAUSE_S)
                 if isinstance(item, LogLine):
                     yield item
                 elif isinstance(item, api.Change):
                     if item.type != "deleted":
-                        self._look(item.document, first=False)
+                        self._handle_pod(item.document, first=False)
                 elif isinstance(item, str):
                     self._say(item)
                 elif isinstance(item, BaseException):
                     raise item
-                if self._over.is_set():
-                    last = last or time.monotonic() + _LAST_S
+                if self._job_is_over.is_set():
+                    deadline = deadline or time.monotonic() + _MAX_FOLLOW_S
                     for reader in self._readers.values():
-                        if self._followed.finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > last:
+                        if self._followed.is_finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > deadline:
                             reader.finish()
         finally:
             self._stop.set()
@@ -159,7 +159,7 @@ class _Follower:
         """Whether the job is over and nothing is left to read. Threads are checked before the queue, as a thread puts its last
         line before it ends."""
         reads = any(thread.is_alive() for thread in self._threads)
-        return self._over.is_set() and not reads and self._news.empty()
+        return self._job_is_over.is_set() and not reads and self._items.empty()
 
     def _list(self) -> Sequence[api.Document]:
         return self._cluster.list_(api.POD, labels=self._followed.labels)
@@ -167,7 +167,7 @@ class _Follower:
     def _put(self, item: LogLine | api.Change | str | BaseException | None) -> None:
         while not self._stop.is_set():
             with contextlib.suppress(queue.Full):
-                self._news.put(item, timeout=_PAUSE_S)
+                self._items.put(item, timeout=_PAUSE_S)
                 return
 
     def _run(self, work: Callable[[], None]) -> threading.Thread:
@@ -197,19 +197,19 @@ class _Follower:
             nonlocal waiting
             if self._stop.is_set():
                 return ()
-            if self._followed.over():
+            if self._followed.is_over():
                 return self._list()
-            if not self._pods_exist.is_set() and waiting != (waiting := f"waiting for pods: {self._followed.why()}"):
+            if not self._pods_exist.is_set() and waiting != (waiting := f"waiting for pods: {self._followed.no_pods_reason()}"):
                 self._put(waiting)
             return None
 
-        while (left := backoff.until_answered(remaining, self._put, every_s=_POLL_S)) is None:
+        while (pods := backoff.until_answered(remaining, self._put, every_s=_POLL_S)) is None:
             self._stop.wait(_POLL_S)
-        for pod in left:
+        for pod in pods:
             self._put(api.Change("added", pod))
-        self._over.set()
+        self._job_is_over.set()
 
-    def _look(self, pod: api.Document, *, first: bool) -> None:
+    def _handle_pod(self, pod: api.Document, *, first: bool) -> None:
         """Start to read the log of a pod that has started; report why a pod is still waiting."""
         self._pods_exist.set()
         uid = pod["metadata"]["uid"]
@@ -242,27 +242,27 @@ class _Reader:
         self._finished = api.Stop()
         self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         self._uid, self._container, self._index = pod["metadata"]["uid"], pod_status.container_name(pod), pod_status.index(pod)
-        self._starts = int(pod_status.container_status(pod).get("restartCount", 0))
+        self._restarts = int(pod_status.container_status(pod).get("restartCount", 0))
         """How often the container had been restarted when we started to read this log."""
         self._last_line_at = time.monotonic()
-        self._last, self._same = "", 0
+        self._last, self._lines_at_last = "", 0
         """Time of the newest line, and the number of lines with that time. Kept when the container restarts, so that lines that
         were read before we learned of the restart are not repeated."""
 
     def read(self) -> None:
-        if self._starts and self._tail is None:
+        if self._restarts and self._tail is None:
             self._lines(previous=True)
         while not self._stop.is_set():
             self._lines(follow=True)
             if self._finished.wait(_PAUSE_S):
                 self._lines()
                 return
-            if (pod := self._look()) is None:
+            if (pod := self._current_pod()) is None:
                 return
             starts = int(pod_status.container_status(pod).get("restartCount", 0))
-            if starts == self._starts + 1:
+            if starts == self._restarts + 1:
                 self._lines(previous=True)  # the lines after the connection was lost
-            self._starts = starts
+            self._restarts = starts
             if pod_status.finished(pod) or (not pod_status.running(pod) and pod["metadata"].get("deletionTimestamp")):
                 self._lines()
                 return
@@ -274,7 +274,7 @@ class _Reader:
     def quiet_s(self) -> float:
         return time.monotonic() - self._last_line_at
 
-    def _look(self) -> api.Document | None:
+    def _current_pod(self) -> api.Document | None:
         """The current pod; None if it is gone."""
         while not self._stop.is_set():
             try:
@@ -286,7 +286,7 @@ class _Reader:
 
     def _lines(self, *, follow: bool = False, previous: bool = False) -> None:
         """Put the lines that have not been put into the queue yet."""
-        skip, begin = self._same, self._last
+        skip, begin = self._lines_at_last, self._last
         if self._stop.is_set():
             return
         try:
@@ -304,13 +304,13 @@ class _Reader:
                 if (stamped := _split(line)) is None:
                     continue
                 when, text = stamped
-                if begin and when < _moment(begin):
+                if begin and when < _sort_key(begin):
                     continue
-                if begin and when == _moment(begin) and skip:
+                if begin and when == _sort_key(begin) and skip:
                     skip -= 1
                     continue
                 stamp = line.partition(" ")[0]
-                self._same = self._same + 1 if stamp == self._last else 1
+                self._lines_at_last = self._lines_at_last + 1 if stamp == self._last else 1
                 self._last = stamp
                 self._last_line_at = time.monotonic()
                 self._put(LogLine(self._index, text))
@@ -322,10 +322,10 @@ def _split(line: str) -> tuple[tuple[str, str], str] | None:
     """Time and text of a line that begins with a time; None for the kubelet's own messages, such as that the log of a container
     no longer exists (`unable to retrieve container logs for containerd://...`)."""
     stamp, _, text = line.partition(" ")
-    return (_moment(stamp), text) if _STAMP.fullmatch(stamp) else None
+    return (_sort_key(stamp), text) if _TIMESTAMP.fullmatch(stamp) else None
 
 
-def _moment(stamp: str) -> tuple[str, str]:
+def _sort_key(stamp: str) -> tuple[str, str]:
     """A time in a form that can be compared with other times of the same node: Go omits trailing zeros of fractions."""
     fraction = re.search(r"\.(\d+)", stamp)
     return stamp[:19], (fraction[1] if fraction else "").ljust(9, "0")

@@ -62,7 +62,7 @@ class Outcome:
 def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, now: float) -> Outcome:
     """The outputs of a job that has ended. `stored` has the outputs from its store, see `read`, or says why the store cannot be
     read."""
-    found: dict[str, Any] = {
+    values_by_name: dict[str, Any] = {
         "job": status.name,
         "namespace": namespace,
         "run": status.run or None,
@@ -79,23 +79,23 @@ def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, 
     }
     reasons = {"steps": "the training does not tell how many"}
     reasons |= dict.fromkeys(("run", "seconds"), "the job was gone before its status could be read")
-    unread = "not known"
+    default_reason = "not known"
     if isinstance(stored, str):
-        unread = stored
+        default_reason = stored
     else:
-        found |= stored
+        values_by_name |= stored
         reasons |= dict.fromkeys(("checkpoint", "checkpoint_step"), "the register in the store has none")
         reasons |= dict.fromkeys(("best_checkpoint", "best_step", "best_metric", "best_by"), "no checkpoint has a metric")
         reasons |= dict.fromkeys(("loss", "accuracy", "metrics"), "the training has logged none")
         reasons["goodput"] = "the store has no ledger of the run"
-    values = {name: value for name, value in found.items() if value is not None}
-    return Outcome(values, {name: reasons.get(name, unread) for name in OUTPUTS if name not in values})
+    values = {name: value for name, value in values_by_name.items() if value is not None}
+    return Outcome(values, {name: reasons.get(name, default_reason) for name in OUTPUTS if name not in values})
 
 
-def numbers(evaluations: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def metric_outputs(evaluations: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The outputs with metrics, from the recipes' files in order of precedence and from lines of metrics.jsonl."""
     newest = [*evaluations, *reversed(logged)]
-    values = {"loss": _first(newest, ("loss", "val_loss")), "accuracy": _first(newest, _ACCURACY)}
+    values = {"loss": _first_number(newest, ("loss", "val_loss")), "accuracy": _first_number(newest, _ACCURACY)}
     return {**values, "metrics": json.dumps(_finite(logged[-1])) if logged else None}
 
 
@@ -104,7 +104,7 @@ def _finite(document: Mapping[str, Any]) -> dict[str, Any]:
     return {name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in document.items()}
 
 
-def _first(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float | None:
+def _first_number(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float | None:
     """The first number under one of these names."""
     for document in documents:
         for name in names:
@@ -135,21 +135,21 @@ def _read(place: Any, status: JobStatus) -> dict[str, Any]:
 
     record = runs.read(place)
     run = record.run if record else status.run
-    kept = [each for each in in_store.Checkpoints(place, run).list_() if not each.problem]
+    checkpoints = [each for each in in_store.Checkpoints(place, run).list_() if not each.problem]
 
     def url(checkpoint: in_store.Checkpoint) -> str:
         return f"{place.url}/{contract.CHECKPOINTS}/{checkpoint.place.key}"
 
     logged = [each for line in growing_files.tail(place, contract.METRICS, _LINES) if (each := _parsed(line))]
     evaluations = [each for name in _EVALUATIONS if (each := _document(place, name))]
-    found = {"output": place.url, "run": run or None, **numbers(evaluations, logged)}
-    if kept:
-        found |= {"checkpoint": url(kept[-1]), "checkpoint_step": kept[-1].step}
-    best = next((each for each in ranked(kept) if each.metric), None)
+    values = {"output": place.url, "run": run or None, **metric_outputs(evaluations, logged)}
+    if checkpoints:
+        values |= {"checkpoint": url(checkpoints[-1]), "checkpoint_step": checkpoints[-1].step}
+    best = next((each for each in ranked(checkpoints) if each.metric), None)
     if best and (metric := best.metric):
-        found |= {"best_checkpoint": url(best), "best_step": best.step, "best_metric": metric.value, "best_by": metric.by}
-    account = goodput.buckets(output.events(place), None)
-    return found | ({"goodput": account.goodput} if account.worlds else {})
+        values |= {"best_checkpoint": url(best), "best_step": best.step, "best_metric": metric.value, "best_by": metric.by}
+    buckets = goodput.buckets(output.events(place), None)
+    return values | ({"goodput": buckets.goodput} if buckets.worlds else {})
 
 
 def _document(place: Any, name: str) -> Mapping[str, Any]:

@@ -1,10 +1,10 @@
 """Shipping a job's code to its pods: through a ConfigMap if the code is small, else through the store to which the job writes.
 
 `choose` decides and is pure; `pack` packs local code and sets its location in the job. Nothing is written to a store before
-`put`, so `render` writes nothing.
+`upload`, so `render` writes nothing.
 
-    with pack(job, but=[job_file]) as parcel:
-        parcel.put()                                                     only if the code goes to a store
+    with pack(job, excluded=[job_file]) as parcel:
+        parcel.upload()                                                  only if the code goes to a store
         documents = manifests.render(parcel.job, topology, code=parcel.code)
 
 A job whose code is in a store, in the image or on a volume is left unchanged. An archive is named by its SHA-256, so that an
@@ -31,17 +31,17 @@ from outlast.kubernetes.manifests.names import Names
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SMALL = 700 << 10
+CONFIG_MAP_BYTES = 700 << 10
 """Maximum size of an archive for a ConfigMap, which may hold 1 MiB; in JSON the archive is a third larger."""
-APPLIED = 190 << 10
+CLIENT_APPLY_BYTES = 190 << 10
 """Maximum size of an archive for kubectl's client-side apply, which stores a copy of the ConfigMap in an annotation of at most
 256 KiB."""
-BELOW = "code"
+CODE_DIRECTORY = "code"
 """Directory in the store to which jobs write: it has archives named by their SHA-256, shared by all jobs."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Destination:
     """The destination of an archive: either a ConfigMap or a store."""
 
     config_map: str = ""
@@ -52,12 +52,12 @@ class Way:
         return f"ConfigMap {self.config_map}" if self.config_map else self.url
 
 
-def choose(job: spec.Job, *, size: int, checksum: str, suffix: str, room: int = SMALL) -> Way | None:
+def choose(job: spec.Job, *, size: int, checksum: str, suffix: str, limit: int = CONFIG_MAP_BYTES) -> Destination | None:
     """The destination of an archive of this size; None if the archive is too large for a ConfigMap and the job names no store."""
-    if size <= room:
-        return Way(config_map=Names(job.metadata.name).code(checksum))
-    above = volumes.store_of_all(job.spec)
-    return Way(url=f"{above}/{BELOW}/{checksum}{suffix}") if above else None
+    if size <= limit:
+        return Destination(config_map=Names(job.metadata.name).code(checksum))
+    parent = volumes.store_parent(job.spec)
+    return Destination(url=f"{parent}/{CODE_DIRECTORY}/{checksum}{suffix}") if parent else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +75,15 @@ class Parcel:
     archive: Path = Path()
     """Path of the archive, valid until the end of the `with` block of `pack`."""
 
-    def put(self) -> bool:
+    def upload(self) -> bool:
         """Put the archive into the store, unless no store is used or the archive is already there. Returns whether it was
         uploaded. Raises StoreError."""
         if not self.url:
             return False
         from outlast.storage import store
 
-        above, _, key = self.url.rpartition("/")
-        place = store.open_(above)
+        parent, _, key = self.url.rpartition("/")
+        place = store.open_(parent)
         with contextlib.suppress(store.Missing):
             if place.head(key).size == self.archive.stat().st_size:
                 return False
@@ -92,89 +92,92 @@ class Parcel:
 
 
 @contextlib.contextmanager
-def pack(job: spec.Job, *, but: Collection[Path] = (), room: int = SMALL) -> Iterator[Parcel]:
+def pack(job: spec.Job, *, excluded: Collection[Path] = (), limit: int = CONFIG_MAP_BYTES) -> Iterator[Parcel]:
     """The code of a job, packed if it is on this machine and pods cannot see it there.
 
-    `but`: paths in the code's directory that are not code, above all the job file: suspending a job must not change its code. The
-    job's data, models and output are not code either. `room`: maximum size of an archive for a ConfigMap. Raises OutlastError.
+    `excluded` are paths in the code's directory that are not code, above all the job file: suspending a job must not change its
+    code. The job's data, models and output are excluded as well. `limit` is the maximum size of an archive for a ConfigMap.
+    Raises OutlastError.
     """
-    here = volumes.to_ship(job.spec)
-    if here is None:
+    local_code = volumes.code_to_ship(job.spec)
+    if local_code is None:
         yield Parcel(job)
         return
-    place, checksum = spec.pinned(here)
+    place, checksum = spec.pinned(local_code)
     path = spec.local(place)
     assert path is not None
     for sentence in spec.absent(job.spec.model_copy(update={"data": (), "models": ()})):
         raise OutlastError(sentence)
     with tempfile.TemporaryDirectory(prefix="outlast-code-") as directory:
         if path.is_dir():
-            yield _of_directory(job, path, Path(directory, "code.tar.gz"), but, room)
+            yield _pack_directory(job, path, Path(directory, "code.tar.gz"), excluded, limit)
         else:
-            yield _of_archive(job, path, checksum, room)
+            yield _pack_archive(job, path, checksum, limit)
 
 
-def _of_directory(job: spec.Job, root: Path, archive: Path, but: Collection[Path], room: int) -> Parcel:
-    but = code_files.not_code(job.spec, root, but)
+def _pack_directory(job: spec.Job, root: Path, archive: Path, excluded: Collection[Path], limit: int) -> Parcel:
+    excluded = code_files.not_code(job.spec, root, excluded)
     withheld: set[str] = set()
     try:
-        most = None if volumes.store_of_all(job.spec) else room
-        entries = code_files.pack(root, archive, but=but, room=most, withheld=withheld.add)
+        max_bytes = None if volumes.store_parent(job.spec) else limit
+        entries = code_files.pack(root, archive, but=excluded, room=max_bytes, withheld=withheld.add)
     except code_files.TooLarge:
-        raise _too_large(root, code_files.listed(root, but), room) from None
+        raise _too_large(root, code_files.listed(root, excluded), limit) from None
     names = {entry.name for entry in entries}
     code_files.check_script(job.spec, root, names)
-    made = _shipped(job, archive, f"{len(entries):,} file{'' if len(entries) == 1 else 's'}", room)
-    if made is None:  # the end of an archive exceeds the limit
-        raise _too_large(root, entries, room)
-    fields = made.job.spec
-    environment = fields.environment.model_copy(update=dict(_in_code(fields.environment, root.resolve(), names)))
-    changed = made.job.model_copy(update={"spec": fields.model_copy(update={"environment": environment})})
-    without = f"; {code_files.without_credentials(withheld)}" if withheld else ""
-    return dataclasses.replace(made, job=changed, sentence=made.sentence + without)
+    parcel = _make_parcel(job, archive, f"{len(entries):,} file{'' if len(entries) == 1 else 's'}", limit)
+    if parcel is None:  # the end of an archive exceeds the limit
+        raise _too_large(root, entries, limit)
+    fields = parcel.job.spec
+    environment = fields.environment.model_copy(update=dict(_shipped_files(fields.environment, root.resolve(), names)))
+    changed = parcel.job.model_copy(update={"spec": fields.model_copy(update={"environment": environment})})
+    omission = f"; {code_files.without_credentials(withheld)}" if withheld else ""
+    return dataclasses.replace(parcel, job=changed, sentence=parcel.sentence + omission)
 
 
-def _of_archive(job: spec.Job, path: Path, checksum: str, room: int) -> Parcel:
+def _pack_archive(job: spec.Job, path: Path, checksum: str, limit: int) -> Parcel:
     archives.check(path, f"code ({path})", checksum, job.spec.script or "")
-    made = _shipped(job, path, path.name, room)
-    if made is None:
+    parcel = _make_parcel(job, path, path.name, limit)
+    if parcel is None:
         size = units.human_bytes(path.stat().st_size)
-        raise OutlastError(f"code ({path}) has {size}, {_ways(room)}")
-    return made
+        raise OutlastError(f"code ({path}) has {size}, {_limit_and_alternatives(limit)}")
+    return parcel
 
 
-def _ways(room: int) -> str:
+def _limit_and_alternatives(limit: int) -> str:
     """A phrase about the size limit of a ConfigMap, and the alternatives."""
-    by_kubectl = " that kubectl apply takes" if room < SMALL else ""
-    larger = f"add --server-side or use `outlast submit`, for up to {units.human_bytes(SMALL)}; " if room < SMALL else ""
+    by_kubectl, larger = "", ""
+    if limit < CONFIG_MAP_BYTES:
+        by_kubectl = " that kubectl apply takes"
+        larger = f"add --server-side or use `outlast submit`, for up to {units.human_bytes(CONFIG_MAP_BYTES)}; "
     return (
-        f"which is too much for a ConfigMap{by_kubectl} ({units.human_bytes(room)}), and output is no store that it could be put "
-        f"into; {larger}say output: s3://..., or put the code into the image and say code: {Pod.CODE}"
+        f"which is too much for a ConfigMap{by_kubectl} ({units.human_bytes(limit)}), and output is no store that it could be "
+        f"put into; {larger}say output: s3://..., or put the code into the image and say code: {Pod.CODE}"
     )
 
 
-def _too_large(root: Path, entries: Sequence[code_files.Entry], room: int) -> OutlastError:
+def _too_large(root: Path, entries: Sequence[code_files.Entry], limit: int) -> OutlastError:
     size = units.human_bytes(sum(entry.size for entry in entries))
     return OutlastError(
-        f"code ({root}) holds {len(entries):,} files, {size} ({code_files.biggest(entries)}), {_ways(room)}, "
+        f"code ({root}) holds {len(entries):,} files, {size} ({code_files.biggest(entries)}), {_limit_and_alternatives(limit)}, "
         "or name what is no code in .outlastignore"
     )
 
 
-def _shipped(job: spec.Job, archive: Path, what: str, room: int) -> Parcel | None:
+def _make_parcel(job: spec.Job, archive: Path, content: str, limit: int) -> Parcel | None:
     """The parcel for an archive; None if neither a ConfigMap nor a store can take the archive."""
     suffix = next(each for each in spec.ARCHIVES if archive.name.lower().endswith(each))
     checksum, size = archives.checksum(archive), archive.stat().st_size
-    way = choose(job, size=size, checksum=checksum, suffix=suffix, room=room)
-    if way is None:
+    destination = choose(job, size=size, checksum=checksum, suffix=suffix, limit=limit)
+    if destination is None:
         return None
-    place = volumes.shipped(f"code{suffix}", checksum) if way.config_map else f"{way.url}#sha256={checksum}"
+    place = volumes.shipped_url(f"code{suffix}", checksum) if destination.config_map else f"{destination.url}#sha256={checksum}"
     changed = job.model_copy(update={"spec": job.spec.model_copy(update={"code": place})})
-    content = archive.read_bytes() if way.config_map else b""
-    return Parcel(changed, content, f"code: {what}, {units.human_bytes(size)} -> {way}", way.url, archive)
+    data = archive.read_bytes() if destination.config_map else b""
+    return Parcel(changed, data, f"code: {content}, {units.human_bytes(size)} -> {destination}", destination.url, archive)
 
 
-def _in_code(environment: spec.Environment, root: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
+def _shipped_files(environment: spec.Environment, root: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
     """The environment's files that are shipped with the code: (field, name of the file in the code)."""
     for field, file in environment:
         if file and Path(file).is_absolute() and root in Path(file).parents:

@@ -16,7 +16,7 @@ from outlast.job.status import State
 from outlast.kubernetes import api
 from outlast.kubernetes.api import apply_documents, owner_references
 from outlast.kubernetes.jobs import job_status
-from outlast.kubernetes.jobs.job_documents import BESIDE, KINDS, NAMED, Workloads, has_claim, job_name, workload_in
+from outlast.kubernetes.jobs.job_documents import COMPANIONS, KINDS, NAMED_AFTER_JOB, Workloads, has_claim, job_name, workload_in
 from outlast.kubernetes.manifests import configmaps_and_service
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 Document = api.Document
 
-FILE = "outlast.dev/file"
+FILE_ANNOTATION = "outlast.dev/file"
 """Annotation of a submitted workload: the value that the label `run` would have if the file were applied by itself."""
 
 
-def rendered(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
+def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
     """The documents of a job for the operator. `run` identifies the submission (None: a digest of the file); `fresh` starts a new
     run."""
     from outlast.kubernetes import manifests
@@ -37,7 +37,7 @@ def rendered(job: Job, source: Path, run: str | None, fresh: bool) -> list[Docum
     return manifests.render(job, "elasticjob", run=run, fresh=fresh)
 
 
-def _released(url: str) -> str:
+def _release_owner(url: str) -> str:
     """Remove the owner of the unfinished run in a store; returns a sentence about it."""
     from outlast.storage import store
     from outlast.storage.runs import heartbeat as alive
@@ -51,7 +51,7 @@ def new_run(job: Job) -> str:
     return f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}"
 
 
-_INSTEAD = "submit under another --name, or in another namespace (-n)"
+_REMEDY = "submit under another --name, or in another namespace (-n)"
 
 
 class Submission:
@@ -64,49 +64,49 @@ class Submission:
         """Submit a job, and yield a sentence for each step: `Job train-0a1b2c3d created`. `take_over` stops the job that
         currently trains the run in the store, for instance in another namespace. Raises AlreadyRunning if that may be this
         job."""
-        url = self._to_take(job, fresh) if take_over else ""
-        of_file = workload_in(self.documents(job, source, None, False))
+        url = self._store_to_take_over(job, fresh) if take_over else ""
+        from_file = workload_in(self.documents(job, source, None, False))
         if not (fresh or take_over):
             for existing in self.workloads.of(job.metadata.name):
                 ended = self._ended(existing)
-                if ended is not State.FAILED and self._same(existing, of_file, ended):
-                    yield self._again(existing, of_file, ended)
+                if ended is not State.FAILED and self._is_same(existing, from_file, ended):
+                    yield self._resume_existing(existing, from_file, ended)
                     return
         # Each submission owns the run under a new id: an earlier one of the same file may have ended or be stopped.
         documents = self.documents(job, source, new_run(job), fresh)
         workload = workload_in(documents)
-        if run := (of_file["metadata"].get("labels") or {}).get(Label.RUN):
-            workload["metadata"].setdefault("annotations", {})[FILE] = run
+        if run := (from_file["metadata"].get("labels") or {}).get(Label.RUN):
+            workload["metadata"].setdefault("annotations", {})[FILE_ANNOTATION] = run
         if not fresh:
-            yield from self._continued(job)
+            yield from self._reopen_run(job)
         yield from self.make_room(job.metadata.name, documents, fresh=fresh)
         if take_over:
-            yield _released(url)
+            yield _release_owner(url)
         workloads = [each["metadata"] for each in self.workloads.of(job.metadata.name)]
         alive = {meta["uid"] for meta in workloads if "deletionTimestamp" not in meta}
-        beside: list[Document] = []
+        companions: list[Document] = []
         for document in documents:
             kind, meta = api.kind_of(document), document["metadata"]
-            if document is workload and (secret := configmaps_and_service.key(job, workload, secrets.token_hex(32))):
-                key, sentence = self._key(secret, alive)
-                beside += key
+            if document is workload and (secret := configmaps_and_service.key_secret(job, workload, secrets.token_hex(32))):
+                key, sentence = self._create_key(secret, alive)
+                companions += key
                 yield sentence
             title = f"{kind} {meta['name']}"
             old = self._existing(document, alive)
             if old is not None and kind is api.CLAIM:
-                yield configmaps_and_service.kept(document, old)
+                yield configmaps_and_service.existing_claim(document, old)
                 continue
-            if kind not in NAMED:  # includes objects created since `make_room`
-                ownership.check(old, {Label.JOB: job.metadata.name}, instead=_INSTEAD)
-            done = apply_documents.apply(self.cluster, document, old=old)
-            yield f"{title} {done.what}"
-            if kind in BESIDE:
-                beside.append(done.new)
+            if kind not in NAMED_AFTER_JOB:  # includes objects created since `make_room`
+                ownership.check(old, {Label.JOB: job.metadata.name}, instead=_REMEDY)
+            result = apply_documents.apply(self.cluster, document, old=old)
+            yield f"{title} {result.what}"
+            if kind in COMPANIONS:
+                companions.append(result.new)
             elif kind in KINDS:
-                for each in beside:
-                    self.workloads.adopt(each, done.new)
+                for each in companions:
+                    self.workloads.adopt(each, result.new)
 
-    def _continued(self, job: Job) -> Iterator[str]:
+    def _reopen_run(self, job: Job) -> Iterator[str]:
         """Reopen the run of a job that has succeeded if the job now requests more steps or epochs, so that workers continue the
         run."""
         from outlast.job.spec import version_differences
@@ -114,7 +114,7 @@ class Submission:
         from outlast.storage import runs, store
         from outlast.storage.checkpoints import register
 
-        name, url = job.metadata.name, places.store(job)
+        name, url = job.metadata.name, places.store_url(job)
         existing = next(iter(self.workloads.of(name)), None)
         old = self.workloads.job(existing) if existing and self._ended(existing) is State.SUCCEEDED else None
         if old is None or not version_differences.longer(old, new := places.document(job), 0):
@@ -134,11 +134,11 @@ class Submission:
             runs.end(place, run.run, State.CANCELLED, "more steps or epochs are asked for", None, by=run.owner)
             yield f"{name} has succeeded; as it asks for more now, its run goes on from step {newest.step}; --fresh starts anew"
 
-    def _to_take(self, job: Job, fresh: bool) -> str:
+    def _store_to_take_over(self, job: Job, fresh: bool) -> str:
         """The store with the run to take over. Raises AlreadyRunning if the job already exists in this namespace."""
         from outlast.kubernetes.manifests import volumes as places
 
-        if not (url := places.store(job)):
+        if not (url := places.store_url(job)):
             raise OutlastError("--take-over is for a run in a store, and output names none; leave it out")
         name = job.metadata.name
         if not fresh and (existing := self.workloads.of(name)):
@@ -148,7 +148,7 @@ class Submission:
             )
         return url
 
-    def _key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
+    def _create_key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
         """Create the Secret with which workers authenticate each other, unless it exists already. Returns the Secret, if the job
         is to adopt it, and a sentence."""
         title = f"Secret {secret['metadata']['name']}"
@@ -161,8 +161,8 @@ class Submission:
             if old is not None:
                 own = (old["metadata"].get("labels") or {}).get(Label.JOB) == secret["metadata"]["labels"][Label.JOB]
                 return [old] if own else [], f"{title} unchanged"
-            made = self.cluster.create(secret)
-            return [made] if readable else [], f"{title} created"
+            created = self.cluster.create(secret)
+            return [created] if readable else [], f"{title} created"
         except Taken:
             return [], f"{title} unchanged"
         except Forbidden:
@@ -171,32 +171,32 @@ class Submission:
 
     def _ended(self, workload: Document) -> State | None:
         """The state in which a workload has ended, None if it has not. For a StatefulSet the agents are queried."""
-        if api.kind_of(workload) is api.STATEFUL_SET and not job_status.suspended(workload):
+        if api.kind_of(workload) is api.STATEFUL_SET and not job_status.is_suspended(workload):
             state = self.workloads.status(job_name(workload)).state
             return state if state.final else None
-        return job_status.over(workload)
+        return job_status.final_state(workload)
 
-    def _same(self, existing: Document, desired: Document, ended: State | None) -> bool:
+    def _is_same(self, existing: Document, desired: Document, ended: State | None) -> bool:
         """Whether two workloads were made from the same file. False if the existing one is an ElasticJob that has not ended."""
         if existing["kind"] != "ElasticJob":
             return _same_file(existing, desired)
         if ended is None or desired["kind"] != "ElasticJob" or "deletionTimestamp" in existing["metadata"]:
             return False
         new = self.cluster.apply(desired, dry_run=True)
-        return _trained(new) == _trained(existing)
+        return _training_spec(new) == _training_spec(existing)
 
-    def _onward(self, name: str) -> str:
+    def _continuation(self, name: str) -> str:
         """A phrase about how the run of a failed job continues when it is submitted again."""
         if self.workloads.store_url(name) or has_claim(self.workloads.existing(name)[0]):
             return "goes on from its newest checkpoint"
         return "begins anew, since its output was in its pods"
 
-    def _again(self, existing: Document, desired: Document, ended: State | None) -> str:
+    def _resume_existing(self, existing: Document, desired: Document, ended: State | None) -> str:
         """Resume the existing workload if it is suspended; returns a sentence about it."""
         title = existing["metadata"]["name"]
         if ended is not None:
             return f"{existing['kind']} {title} has ended ({ended}) and is not run again; --fresh does"
-        if job_status.suspended(existing) and not job_status.suspended(desired):
+        if job_status.is_suspended(existing) and not job_status.is_suspended(desired):
             self.workloads.set_suspended(existing, False)
             return f"{existing['kind']} {title} is resumed"
         return f"{existing['kind']} {title} runs this very file already"
@@ -204,15 +204,15 @@ class Submission:
     def _existing(self, document: Document, alive: AbstractSet[str]) -> Document | None:
         """The existing object with a document's name; None if there is none or if its owners are gone. In the latter case the
         object is deleted: garbage collection may be about to delete it, and so take it away from the new workload."""
-        if (found := apply_documents.existing(self.cluster, document)) is None:
+        if (existing := apply_documents.existing(self.cluster, document)) is None:
             return None
-        kind, meta, owners = api.kind_of(document), document["metadata"], owner_references.owners(found)
-        if kind not in (*BESIDE, api.SECRET) or not ownership.owned(found) or not owners or owners & alive:
-            return found
+        kind, meta, owners = api.kind_of(document), document["metadata"], owner_references.owners(existing)
+        if kind not in (*COMPANIONS, api.SECRET) or not ownership.owned(existing) or not owners or owners & alive:
+            return existing
         try:
-            self.cluster.delete(kind, meta["name"], namespace=meta.get("namespace"), uid=found["metadata"]["uid"])
+            self.cluster.delete(kind, meta["name"], namespace=meta.get("namespace"), uid=existing["metadata"]["uid"])
         except Forbidden:
-            return found
+            return existing
         except (Absent, Conflict):  # garbage collection was faster
             pass
         return None
@@ -220,29 +220,29 @@ class Submission:
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> list[str]:
         """End or remove workloads that are in the way of a new job, or refuse. Returns sentences about them. Raises
         AlreadyRunning."""
-        made = {(api.kind_of(document), document["metadata"]["name"]) for document in documents}
-        done: list[str] = []
+        desired = {(api.kind_of(document), document["metadata"]["name"]) for document in documents}
+        sentences: list[str] = []
         for number, old in enumerate(self.workloads.of(name)):
             kind, title = api.kind_of(old), old["metadata"]["name"]
-            same, ended = (kind, title) in made, self._ended(old)
+            same, ended = (kind, title) in desired, self._ended(old)
             if not fresh and not ended and not same:
                 raise AlreadyRunning(
                     f"{name} is there already, as {old['kind']} {title} of another file or topology; "
                     f"end it with outlast cancel {name}, or submit with --fresh, which ends it first"
                 )
             if fresh:
-                done.append(f"{old['kind']} {title} is ended first")
+                sentences.append(f"{old['kind']} {title} is ended first")
             elif ended is State.FAILED and not number:
-                done.append(f"{old['kind']} {title} has failed; its run {self._onward(name)}; --fresh starts anew")
-            if (fresh or (same and job_status.over(old))) and not dry_run:  # nothing trains an ElasticJob that has ended
+                sentences.append(f"{old['kind']} {title} has failed; its run {self._continuation(name)}; --fresh starts anew")
+            if (fresh or (same and job_status.final_state(old))) and not dry_run:  # nothing trains an ElasticJob that has ended
                 self.workloads.delete(kind, old, grace_s=None)
                 self.workloads.wait_until_gone(kind, old)
-        own = [each for each in documents if api.kind_of(each) not in (api.CLAIM, *NAMED)]
-        apply_documents.check(self.cluster, own, {Label.JOB: name}, instead=_INSTEAD)
-        return done
+        own = [each for each in documents if api.kind_of(each) not in (api.CLAIM, *NAMED_AFTER_JOB)]
+        apply_documents.check(self.cluster, own, {Label.JOB: name}, instead=_REMEDY)
+        return sentences
 
 
-def _trained(elastic_job: Document) -> Document:
+def _training_spec(elastic_job: Document) -> Document:
     """An ElasticJob's spec without `replicas`, which scaling changes, to tell whether two jobs are the same."""
     spec = api.without_server_fields(elastic_job)["spec"]
     return {**spec, "workers": {**spec.get("workers", {}), "replicas": None}}
@@ -253,4 +253,4 @@ def _same_file(existing: Document, desired: Document) -> bool:
     meta, run = existing["metadata"], (desired["metadata"].get("labels") or {}).get(Label.RUN)
     if existing["kind"] != desired["kind"] or "deletionTimestamp" in meta:
         return False
-    return run in ((meta.get("annotations") or {}).get(FILE), (meta.get("labels") or {}).get(Label.RUN))
+    return run in ((meta.get("annotations") or {}).get(FILE_ANNOTATION), (meta.get("labels") or {}).get(Label.RUN))

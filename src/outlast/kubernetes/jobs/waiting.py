@@ -1,8 +1,8 @@
 """Waiting for the end of a job in a cluster, as a step of a pipeline does. Decision: docs/decisions/0054-a-step-of-a-pipeline.md.
 
     waiter = Waiter(workloads, "digits", say=print)
-    waiter.submitted(lambda: backend.apply(job, source=file))
-    ended = waiter.until_end()
+    waiter.submit(lambda: backend.apply(job, source=file))
+    result = waiter.wait()
 
 Only the end of the job ends the wait; the wait goes on while the API server is unavailable, or the job is suspended or queued.
 Clock and sleep are parameters, so that tests need not wait.
@@ -30,7 +30,7 @@ from outlast.kubernetes.jobs.job_documents import Workloads
 
 T = TypeVar("T")
 
-EVERY_S = 5.0
+POLL_S = 5.0
 """Interval at which the job's status is requested."""
 PROGRESS_S = 60.0
 """Interval between progress reports; a change of state is reported immediately."""
@@ -41,8 +41,8 @@ _UNSERVED_S = 300.0
 _CANCEL_S = 15.0
 """Maximum time for which to retry the cancellation: a pod has 30 s after SIGTERM."""
 
-Look = Callable[[], tuple[api.Document | None, api.Document | None]]
-"""Reads the step's pod and the Workflow that owns it; the arguments of `spared`."""
+ReadStep = Callable[[], tuple[api.Document | None, api.Document | None]]
+"""Reads the step's pod and the Workflow that owns it; the arguments of `reason_to_continue`."""
 
 
 class Code(enum.IntEnum):
@@ -57,14 +57,14 @@ class Code(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Ended:
+class WaitResult:
     code: Code
     sentence: str
     status: JobStatus
 
 
 @dataclass(frozen=True)
-class Time:
+class Timing:
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -76,110 +76,110 @@ class Waiter:
     workloads: Workloads
     name: str
     say: Callable[[str], None]
-    time: Time = field(default_factory=Time)
-    owned: bool = False
+    timing: Timing = field(default_factory=Timing)
+    may_cancel: bool = False
     """Whether we may cancel the job of this name: either we have submitted it, or only we use the name."""
-    held: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    defer_sigterm: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """A context manager that defers SIGTERM: once the job exists, SIGTERM must not arrive before we have noted that the job is
     ours."""
     _kind: api.Kind = api.ELASTIC_JOB
     _title: str = ""
     _uid: str = ""
 
-    def submitted(self, apply: Callable[[], Iterator[str]]) -> None:
+    def submit(self, apply: Callable[[], Iterator[str]]) -> None:
         """Submit the job, or attach to it if it is already submitted, and report each step. Raises OutlastError."""
 
         def attempt() -> None:
-            with self.held():
+            with self.defer_sigterm():
                 for sentence in apply():
                     self.say(sentence)
                 for workload in self.workloads.of(self.name)[:1]:  # none: somebody has already removed it
                     meta = workload["metadata"]
                     self._kind, self._title, self._uid = api.kind_of(workload), meta["name"], meta["uid"]
-                self.owned = True
+                self.may_cancel = True
 
-        self._answered(attempt, _SUBMIT_S)
+        self._retry(attempt, _SUBMIT_S)
 
-    def until_end(self) -> Ended:
+    def wait(self) -> WaitResult:
         """Wait for the end of the job."""
         last: JobStatus | None = None
-        reported_s = self.time.now()
+        reported_s = self.timing.now()
         while self._uid:
-            due = last is None or self.time.now() - reported_s >= PROGRESS_S
-            status = self._answered(lambda due=due: self._look(ask=due))  # type: ignore[misc]
+            due = last is None or self.timing.now() - reported_s >= PROGRESS_S
+            status = self._retry(lambda due=due: self._request_status(query_agents=due))  # type: ignore[misc]
             if status is None:
-                return self._gone(last)
+                return self._ended_elsewhere(last)
             if status.state.final:
-                return self._ended(status)
+                return self._result(status)
             if due or last is None or status.state is not last.state:
                 self.say(progress(status))
-                reported_s = self.time.now()
+                reported_s = self.timing.now()
             last = status
-            self.time.sleep(EVERY_S)
-        return self._gone(None)
+            self.timing.sleep(POLL_S)
+        return self._ended_elsewhere(None)
 
-    def terminated(self, mode: str, look: Look) -> Ended:
+    def on_sigterm(self, mode: str, read_step: ReadStep) -> WaitResult:
         """Cancel the job after SIGTERM, or leave it running. `mode` is `cancel` or `leave`."""
-        why = "--on-terminate is leave" if mode == "leave" else "" if self.owned else "it was not submitted yet"
+        reason = "--on-terminate is leave" if mode == "leave" else "" if self.may_cancel else "it was not submitted yet"
         try:
-            done = f"is not cancelled: {why}" if why else self._answered(lambda: self._cancel(look), _CANCEL_S)
+            outcome = f"is not cancelled: {reason}" if reason else self._retry(lambda: self._cancel(read_step), _CANCEL_S)
         except NotFound:
-            done = "is gone already" if self._uid else "is not cancelled: it was not submitted yet"
+            outcome = "is gone already" if self._uid else "is not cancelled: it was not submitted yet"
         except ClusterError as error:
-            done = f"could not be cancelled: {error}; do it with: outlast cancel {self.name}"
-        return Ended(Code.TERMINATED, f"SIGTERM: {self.name} {done}", JobStatus(name=self.name, run=""))
+            outcome = f"could not be cancelled: {error}; do it with: outlast cancel {self.name}"
+        return WaitResult(Code.TERMINATED, f"SIGTERM: {self.name} {outcome}", JobStatus(name=self.name, run=""))
 
-    def _cancel(self, look: Look) -> str:
+    def _cancel(self, read_step: ReadStep) -> str:
         """Cancel the job, unless it should go on or has ended; returns a phrase about the result. Raises ClusterError."""
-        if why := spared(*look()):
-            return f"is not cancelled: {why}"
+        if reason := reason_to_continue(*read_step()):
+            return f"is not cancelled: {reason}"
         if self._uid:
             workload = self.workloads.cluster.get(self._kind, self._title)
             if workload["metadata"]["uid"] != self._uid:
                 return "is not cancelled: somebody else has submitted it again"
-            if (state := job_status.over(workload)) is not None:
+            if (state := job_status.final_state(workload)) is not None:
                 return f"has ended already ({state})"
         self.workloads.remove(self.name, grace_s=None)
         return "is cancelled; what it has saved stays"
 
-    def _look(self, *, ask: bool) -> JobStatus | None:
-        """The status of the submitted job; None if the job is gone. `ask`: also query the agents for their step."""
+    def _request_status(self, *, query_agents: bool) -> JobStatus | None:
+        """Return the status of the submitted job, or None if the job is gone. `query_agents` adds the agents' steps."""
         try:
             workload = self.workloads.cluster.get(self._kind, self._title)
         except Absent:
             return None
         if workload["metadata"]["uid"] != self._uid:
             return None
-        over = job_status.over(workload) is not None
-        ask = ask or over or self._kind is api.STATEFUL_SET  # only its agents know its end
-        snapshot = self.workloads.snapshot(self.name, [workload], self.workloads.pods(self.name), ask=ask)
+        ended = job_status.final_state(workload) is not None
+        query_agents = query_agents or ended or self._kind is api.STATEFUL_SET  # only its agents know its end
+        snapshot = self.workloads.snapshot(self.name, [workload], self.workloads.pods(self.name), query_agents=query_agents)
         return job_status.status(snapshot)
 
-    def _answered(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
+    def _retry(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
         """The answer to a request, which is repeated while the API server is unavailable or does not serve the kind of a job that
         existed before."""
-        since = self.time.now()
+        since = self.timing.now()
         unserved: float | None = None
 
         def hopeless(error: ClusterError) -> bool:
             nonlocal unserved
-            now = self.time.now()
+            now = self.timing.now()
             if isinstance(error, NotServed):
                 unserved = now if unserved is None else unserved
                 return not self._uid or now - since > timeout_s or now - unserved > _UNSERVED_S
             unserved = None
             return not isinstance(error, Unanswered) or now - since > timeout_s
 
-        return backoff.until_answered(request, self.say, every_s=EVERY_S, sleep=self.time.sleep, hopeless=hopeless)
+        return backoff.until_answered(request, self.say, every_s=POLL_S, sleep=self.timing.sleep, hopeless=hopeless)
 
-    def _ended(self, status: JobStatus) -> Ended:
+    def _result(self, status: JobStatus) -> WaitResult:
         if status.state is State.SUCCEEDED:
-            return Ended(Code.SUCCEEDED, f"{self.name} has succeeded", status)
+            return WaitResult(Code.SUCCEEDED, f"{self.name} has succeeded", status)
         if status.state is State.FAILED:
-            return Ended(Code.FAILED, f"{self.name} has failed: {self._why(status)}", status)
-        return self._gone(status)
+            return WaitResult(Code.FAILED, f"{self.name} has failed: {self._failure_reason(status)}", status)
+        return self._ended_elsewhere(status)
 
-    def _why(self, status: JobStatus) -> str:
+    def _failure_reason(self, status: JobStatus) -> str:
         """The first problem that `outlast why` finds; if it finds none, the reason in the status."""
         from outlast.kubernetes import diagnosis
         from outlast.kubernetes.diagnosis import gather_evidence
@@ -190,19 +190,21 @@ class Waiter:
             causes = []
         return next((cause.what for cause in causes if cause.failed), status.reason)
 
-    def _gone(self, last: JobStatus | None) -> Ended:
+    def _ended_elsewhere(self, last: JobStatus | None) -> WaitResult:
         """The result for a job that is gone: it was cancelled or replaced, unless its store shows that it had ended before."""
         status = last or JobStatus(name=self.name, run="")
-        if (recorded := _recorded(status)) is not None:
-            return self._ended(recorded)
+        if (recorded := _status_from_store(status)) is not None:
+            return self._result(recorded)
         status = status.model_copy(update={"state": State.CANCELLED})
-        existing = self._answered(lambda: self.workloads.of(self.name))
+        existing = self._retry(lambda: self.workloads.of(self.name))
         if existing and existing[0]["metadata"]["uid"] != self._uid:
-            return Ended(Code.GONE, f"{self.name} was submitted again by somebody else, and this run of it is over", status)
-        return Ended(Code.GONE, f"{self.name} was cancelled or deleted by somebody else; submitted again, it goes on", status)
+            return WaitResult(Code.GONE, f"{self.name} was submitted again by somebody else, and this run of it is over", status)
+        return WaitResult(
+            Code.GONE, f"{self.name} was cancelled or deleted by somebody else; submitted again, it goes on", status
+        )
 
 
-def _recorded(status: JobStatus) -> JobStatus | None:
+def _status_from_store(status: JobStatus) -> JobStatus | None:
     """`status`, updated from the run's record in the store; None unless that record says that the run succeeded or failed."""
     if status.store is None or not status.run:
         return None
@@ -228,12 +230,14 @@ def progress(status: JobStatus) -> str:
     return f"{status.name}: {state}{'; ' if facts else ''}{', '.join(facts)}"
 
 
-def spared(pod: api.Document | None, owner: api.Document | None) -> str:
+def reason_to_continue(pod: api.Document | None, owner: api.Document | None) -> str:
     """Why a job should go on although its pipeline step received SIGTERM; empty if the pipeline is being terminated. Pure. `pod`
     is the step's pod, None if it cannot be read; `owner` is the Workflow that owns it, None if the Workflow is gone."""
     spec = (owner or {}).get("spec") or {}
-    over = owner is not None and "deletionTimestamp" in owner["metadata"]
-    if pod is None or over or spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0:  # 0: Kubeflow Pipelines terminates
+    deleting = owner is not None and "deletionTimestamp" in owner["metadata"]
+    if (
+        pod is None or deleting or spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0
+    ):  # 0: Kubeflow Pipelines terminates
         return ""
     if disruption := pod_status.disruption(pod):
         return f"the step's pod is evicted ({disruption.get('reason')}), and the step is to be run again"

@@ -19,7 +19,7 @@ def config(request: Request) -> Document:
         "kind": "ConfigMap",
         "metadata": labels.metadata(request, request.names.config),
         "immutable": True,
-        "data": volumes.config(request),
+        "data": volumes.config_data(request),
     }
 
 
@@ -60,9 +60,9 @@ def headless(meta: Document, selector: dict[str, str], target: str | int) -> Doc
     }
 
 
-def key(job: spec.Job, workload: Document, value: str) -> Document | None:
+def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None:
     """The Secret with which the workers of a workload authenticate one another; None for a single worker."""
-    if not (name := _secret(job, workload)):
+    if not (name := _secret_name(job, workload)):
         return None
     meta: Document = {"name": name, "labels": labels.common(job)}
     if namespace := workload["metadata"].get("namespace"):
@@ -70,7 +70,7 @@ def key(job: spec.Job, workload: Document, value: str) -> Document | None:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "immutable": True, "stringData": {variables.KEY: value}}
 
 
-def _secret(job: spec.Job, workload: Document) -> str:
+def _secret_name(job: spec.Job, workload: Document) -> str:
     """The name of the Secret to which the pods refer, or to which an ElasticJob's pods will refer; empty for a single worker."""
     if workload["kind"] == contract.KIND:
         return Names(job.metadata.name).service if job.spec.workers.max > 1 else ""
@@ -88,16 +88,18 @@ def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
             "apiVersion": "v1",
             "kind": "PersistentVolumeClaim",
             "metadata": labels.metadata(request, name),
-            "spec": wanted,
+            "spec": claim,
         }
-        for name, wanted in volumes.claims(request.spec, mode).items()
+        for name, claim in volumes.claims(request.spec, mode).items()
     ]
 
 
-def kept(desired: Document, existing: Document) -> str:
+def existing_claim(desired: Document, existing: Document) -> str:
     """A sentence about a claim that exists. As the claim may hold data, it is used and never changed."""
-    asked, has = _storage(desired), _storage(existing)
-    differ = [f"its {name} is {has[name] or 'none'}, not {each}" for name, each in asked.items() if each and each != has[name]]
+    requested, actual = _storage(desired), _storage(existing)
+    differ = [
+        f"its {name} is {actual[name] or 'none'}, not {each}" for name, each in requested.items() if each and each != actual[name]
+    ]
     return "; ".join([f"PersistentVolumeClaim {existing['metadata']['name']} exists and is used as it is", *differ])
 
 

@@ -17,9 +17,9 @@ from outlast.kubernetes.manifests.render_request import Document
 
 IMAGE = operator_deployment.IMAGE
 """An image with Outlast but without torch."""
-_KEEP_S = 86_400
+_TTL_S = 86_400
 """TTL of the Job after its end, during which its log can be read."""
-_TRIES = 3
+_RETRIES = 3
 """Maximum number of retries; each continues from the files on the claim."""
 
 
@@ -41,7 +41,7 @@ class Download:
 
     @property
     def name(self) -> str:
-        return names.fit(f"data-{re.sub(r'[^a-z0-9]+', '-', self.directory.lower()).strip('-')}", names.LONGEST - 6)
+        return names.fit(f"data-{re.sub(r'[^a-z0-9]+', '-', self.directory.lower()).strip('-')}", names.MAX_LENGTH - 6)
 
     def target(self) -> tuple[str, str, str]:
         """The destination, and the claim's name and mount path, both empty without a claim. Raises OutlastError if the
@@ -52,7 +52,7 @@ class Download:
                     "in a cluster the data need a place that stays: --claim NAME:/PATH for a volume, or --to s3://BUCKET/PREFIX"
                 )
             return self.to, "", ""
-        claim, path = claimed(self.claim)
+        claim, path = parse_claim(self.claim)
         to = self.to or f"{path}/{self.directory}"
         if "://" not in to and PurePosixPath(path) not in (PurePosixPath(to), *PurePosixPath(to).parents):
             raise OutlastError(
@@ -61,7 +61,7 @@ class Download:
         return to, claim, path
 
 
-def claimed(option: str) -> tuple[str, str]:
+def parse_claim(option: str) -> tuple[str, str]:
     """The claim's name and the mount path in `--claim NAME:/PATH`. Raises OutlastError if the option has another form."""
     claim, colon, path = option.partition(":")
     if not colon or not re.fullmatch(r"(/[^/:.][^/:]*)+", path) or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
@@ -76,8 +76,8 @@ def job(name: str, metadata: Document, pod: Document) -> Document:
         "kind": "Job",
         "metadata": {"name": name, "labels": metadata["labels"]},
         "spec": {
-            "backoffLimit": _TRIES,
-            "ttlSecondsAfterFinished": _KEEP_S,
+            "backoffLimit": _RETRIES,
+            "ttlSecondsAfterFinished": _TTL_S,
             "podReplacementPolicy": "Failed",  # one writer at a time
             "podFailurePolicy": {
                 "rules": [
@@ -88,7 +88,7 @@ def job(name: str, metadata: Document, pod: Document) -> Document:
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 ]
             },
-            "template": {"metadata": {**metadata, "labels": {**labels.UNMESHED, **metadata["labels"]}}, "spec": pod},
+            "template": {"metadata": {**metadata, "labels": {**labels.NO_SIDECAR, **metadata["labels"]}}, "spec": pod},
         },
     }
 
@@ -108,9 +108,9 @@ def document(download: Download) -> Document:
         Label.DATASET: names.fit(download.name, 63),
     }
     scratch = {Pod.CACHE: "cache", Pod.HOME: "home", "/tmp": "tmp"}
-    found = [({"name": name, "emptyDir": {}}, {"name": name, "mountPath": place}) for place, name in scratch.items()]
+    mounted = [({"name": name, "emptyDir": {}}, {"name": name, "mountPath": place}) for place, name in scratch.items()]
     if claim:
-        found.append(({"name": "claim", "persistentVolumeClaim": {"claimName": claim}}, {"name": "claim", "mountPath": path}))
+        mounted.append(({"name": "claim", "persistentVolumeClaim": {"claimName": claim}}, {"name": "claim", "mountPath": path}))
     variables = {Env.CACHE: Pod.CACHE, "HOME": Pod.HOME, "USER": "outlast", "PYTHONUNBUFFERED": "1"}
     container: Document = {
         "name": Pod.CONTAINER,
@@ -120,16 +120,16 @@ def document(download: Download) -> Document:
         "env": [{"name": name, "value": value} for name, value in variables.items()],
         **({"envFrom": [{"secretRef": {"name": secret}} for secret in download.secrets]} if download.secrets else {}),
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
-        "securityContext": volumes.confined(),
+        "securityContext": volumes.container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [mount for _, mount in found],
+        "volumeMounts": [mount for _, mount in mounted],
     }
     pod = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": volumes.security(),
+        "securityContext": volumes.pod_security(),
         "containers": [container],
-        "volumes": [volume for volume, _ in found],
+        "volumes": [volume for volume, _ in mounted],
     }
     return job(download.name, {"labels": meta}, pod)

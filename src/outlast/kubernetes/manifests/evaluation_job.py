@@ -12,11 +12,11 @@ from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import gang
 
 COMPONENT = "evaluation"
-_KEEP_S = 3600
+_TTL_S = 3600
 """TTL of the Job after its end, during which its log can be read."""
 
 
-def _of_the_workload(label: str) -> bool:
+def _identifies_workload(label: str) -> bool:
     """Whether a label identifies a pod or its workload. The API server adds some of these labels to a Job's template."""
     return label in (Label.WORKER, gang.GROUP_LABEL, "controller-uid", "job-name") or label.startswith("batch.kubernetes.io/")
 
@@ -24,10 +24,10 @@ def _of_the_workload(label: str) -> bool:
 def document(job: str, template: Document, args: Sequence[str], *, unique: str) -> Document:
     """The Job that evaluates a model, made from the template of the workers' pods. `unique` distinguishes it from other
     evaluations."""
-    name = names.fit(f"{job}-evaluation-{unique}", names.LONGEST - 6)
+    name = names.fit(f"{job}-evaluation-{unique}", names.MAX_LENGTH - 6)
     pod: dict[str, Any] = copy.deepcopy(template)
     labels = {**pod["metadata"]["labels"], "app.kubernetes.io/component": COMPONENT}
-    pod["metadata"]["labels"] = {key: value for key, value in labels.items() if not _of_the_workload(key)}
+    pod["metadata"]["labels"] = {key: value for key, value in labels.items() if not _identifies_workload(key)}
     pod["metadata"].get("annotations", {}).pop(gang.GROUP_ANNOTATION, None)
     pod["spec"] = {key: value for key, value in pod["spec"].items() if key not in ("subdomain", "hostname", "schedulingGates")}
     if pod["spec"].get("schedulerName") in gang.SCHEDULERS.values():
@@ -36,8 +36,8 @@ def document(job: str, template: Document, args: Sequence[str], *, unique: str) 
     for container in pod["spec"]["containers"]:
         if container["name"] in Pod.AGENT:
             container["command"] = ["outlast", "evaluation", "--", *args]
-            gone = (Env.WORKER, Env.RENDEZVOUS, Env.RENDEZVOUS_KEY, Env.STAY)
-            container["env"] = [each for each in container["env"] if each["name"] not in gone] + [
+            removed = (Env.WORKER, Env.RENDEZVOUS, Env.RENDEZVOUS_KEY, Env.STAY)
+            container["env"] = [each for each in container["env"] if each["name"] not in removed] + [
                 {"name": Env.WORKER, "value": "0"}
             ]
             for probe in ("startupProbe", "livenessProbe", "readinessProbe", "args"):
@@ -46,5 +46,5 @@ def document(job: str, template: Document, args: Sequence[str], *, unique: str) 
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": name, "labels": {Label.JOB: job, "app.kubernetes.io/component": COMPONENT}},
-        "spec": {"backoffLimit": 0, "ttlSecondsAfterFinished": _KEEP_S, "template": pod},
+        "spec": {"backoffLimit": 0, "ttlSecondsAfterFinished": _TTL_S, "template": pod},
     }

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from outlast.job import contract, spec
 from outlast.job.contract import Label
 from outlast.kubernetes.manifests import names
-from outlast.kubernetes.manifests.render_request import Document, Request, wrong
+from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 
-UNMESHED = {"sidecar.istio.io/inject": "false"}
+NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
 """Label that keeps Istio from adding a proxy to pods that run to completion, in namespaces where Istio adds one, such as
 Kubeflow's. The proxy would outlive the training, so that a Job never completes, and would reject connections of other workers.
 https://istio.io/latest/docs/setup/additional-setup/sidecar-injection/"""
@@ -36,7 +36,7 @@ def selector(job: str) -> dict[str, str]:
 def common(job: spec.Job) -> dict[str, str]:
     """Labels of all objects of a job: the user's labels, then Outlast's. Raises InvalidJob for invalid labels."""
     return {
-        **_users(job),
+        **_user_labels(job),
         "app.kubernetes.io/name": "outlast",
         "app.kubernetes.io/instance": job.metadata.name,
         "app.kubernetes.io/managed-by": "outlast",
@@ -60,28 +60,28 @@ def settings(args: Sequence[str]) -> dict[str, str]:
 
     Arguments whose name or value is invalid in a label, and possible secrets, are left out.
     """
-    found = {f"{Label.SETTING}{name}": value for name, value in _options(args) if not _SECRET.search(name)}
-    return {name: value for name, value in found.items() if _NAME.fullmatch(name) and _VALUE.fullmatch(value)}
+    options = {f"{Label.SETTING}{name}": value for name, value in _options(args) if not _SECRET.search(name)}
+    return {name: value for name, value in options.items() if _NAME.fullmatch(name) and _VALUE.fullmatch(value)}
 
 
 def metadata(request: Request, name: str) -> Document:
     """The metadata of a document of this job."""
-    found: Document = {"name": name}
+    meta: Document = {"name": name}
     if request.job.metadata.namespace:
-        found["namespace"] = request.job.metadata.namespace
-    return {**found, "labels": common(request.job)}
+        meta["namespace"] = request.job.metadata.namespace
+    return {**meta, "labels": common(request.job)}
 
 
 def workload(request: Request, name: str, *, annotations: Mapping[str, str] | None = None) -> Document:
     """The metadata of the owner of the pods, with the user's annotations, and Kueue's queue if there is one."""
-    found = metadata(request, name)
-    found["labels"] |= {"app.kubernetes.io/component": "worker", Label.RUN: names.fit(request.run), **kueue(request.spec)}
+    meta = metadata(request, name)
+    meta["labels"] |= {"app.kubernetes.io/component": "worker", Label.RUN: names.fit(request.run), **queue_label(request.spec)}
     if more := {**request.job.metadata.annotations, **(annotations or {})}:
-        found["annotations"] = more
-    return found
+        meta["annotations"] = more
+    return meta
 
 
-def kueue(fields: spec.Spec) -> dict[str, str]:
+def queue_label(fields: spec.Spec) -> dict[str, str]:
     """Kueue's label, https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/; empty if the job has no queue or its queue
     is Volcano's."""
     if not fields.scheduling.queue or fields.scheduling.gang == "volcano":
@@ -89,24 +89,25 @@ def kueue(fields: spec.Spec) -> dict[str, str]:
     return {"kueue.x-k8s.io/queue-name": fields.scheduling.queue}
 
 
-def _users(job: spec.Job) -> dict[str, str]:
-    broken = [
-        f'metadata.labels.{name} ("{value}") cannot be a label; at most {names.LONGEST} letters, digits, -, _ and . are allowed'
+def _user_labels(job: spec.Job) -> dict[str, str]:
+    problems = [
+        f'metadata.labels.{name} ("{value}") cannot be a label; '
+        f"at most {names.MAX_LENGTH} letters, digits, -, _ and . are allowed"
         for name, value in job.metadata.labels.items()
         if not (_NAME.fullmatch(name) and _VALUE.fullmatch(value))
     ]
-    broken += [
+    problems += [
         f"metadata.labels.{name} is set by Outlast itself; remove it"
         for name in job.metadata.labels
         if name.partition("/")[0].endswith(("app.kubernetes.io", contract.GROUP)) and "/" in name
     ]
-    broken += [
+    problems += [
         f"metadata.labels.{name} is reserved by Kubernetes, which writes it on pods itself; choose another name"
         for name in job.metadata.labels
         if name in _RESERVED or name.partition("/")[0] in _RESERVED_GROUPS
     ]
-    if broken:
-        raise wrong(job, *broken)
+    if problems:
+        raise invalid_job(job, *problems)
     return dict(job.metadata.labels)
 
 

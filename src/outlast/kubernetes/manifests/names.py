@@ -13,7 +13,7 @@ from typing import Any
 
 from outlast.job import contract
 
-LONGEST = contract.LONGEST_HOST
+MAX_LENGTH = contract.LONGEST_HOST
 _DIGITS = 8
 
 
@@ -23,11 +23,11 @@ def digest(value: Any, digits: int = _DIGITS) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
-def fit(name: str, longest: int = LONGEST) -> str:
+def fit(name: str, max_length: int = MAX_LENGTH) -> str:
     """The name, or its beginning and a digest if it is too long."""
-    if len(name) <= longest:
+    if len(name) <= max_length:
         return name
-    return f"{name[: longest - _DIGITS - 1].rstrip('-.')}-{digest(name)}"
+    return f"{name[: max_length - _DIGITS - 1].rstrip('-.')}-{digest(name)}"
 
 
 @dataclass(frozen=True)
@@ -54,4 +54,4 @@ class Names:
 
     def workload(self, suffix: str = "") -> str:
         """Name of the owner of the pods. The longest host name of a pod is this name and `suffix`."""
-        return fit(f"{self.job}-{self.digest}", LONGEST - len(suffix))
+        return fit(f"{self.job}-{self.digest}", MAX_LENGTH - len(suffix))

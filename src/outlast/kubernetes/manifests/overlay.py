@@ -27,62 +27,62 @@ KEYS = {
     "topologySpreadConstraints": "topologyKey",
 }
 """Merge keys (`patchMergeKey` of the Kubernetes API), by the name of the list."""
-_ONE_OF = ("volumes", "env")
+_UNIONS = ("volumes", "env")
 """Lists whose items are unions (`retainKeys`): a claim replaces an emptyDir, for example."""
-_WAYS = ("merge", "replace", "delete")
+_DIRECTIVES = ("merge", "replace", "delete")
 
 
-def merge(base: dict[str, Any], patch: dict[str, Any], at: str = "template") -> dict[str, Any]:
+def merge(base: dict[str, Any], patch: dict[str, Any], path: str = "template") -> dict[str, Any]:
     """`base` merged with `patch`; neither is changed. Raises ValueError with a sentence that says which part cannot be merged."""
-    if _way(patch, at) == "replace":
-        return _bare(patch)
+    if _directive(patch, path) == "replace":
+        return _without_directive(patch)
     result = dict(base)
     for key, value in patch.items():
         if key == "$patch":
             continue
-        here, old = f"{at}.{key}", result.get(key)
+        key_path, old = f"{path}.{key}", result.get(key)
         if isinstance(old, list) and key in KEYS and not isinstance(value, list | None):
-            raise ValueError(f"{here} must be a list of mappings, each with its {KEYS[key]}")
+            raise ValueError(f"{key_path} must be a list of mappings, each with its {KEYS[key]}")
         if value is None:
             result.pop(key, None)
         elif isinstance(value, dict):
-            result[key] = merge(old if isinstance(old, dict) else {}, value, here)
+            result[key] = merge(old if isinstance(old, dict) else {}, value, key_path)
         elif isinstance(value, list) and key in KEYS:
-            result[key] = _items(old if isinstance(old, list) else [], value, key, here)
+            result[key] = _items(old if isinstance(old, list) else [], value, key, key_path)
         else:
             result[key] = value
     return result
 
 
-def _items(base: list[Any], patch: list[Any], name: str, at: str) -> list[Any]:
+def _items(base: list[Any], patch: list[Any], name: str, path: str) -> list[Any]:
     """The merged list: items in both lists are merged in place, and new items come last."""
     key = KEYS[name]
     for index, item in enumerate(patch):
         if not isinstance(item, dict) or not isinstance(item.get(key, "" if "$patch" in item else None), str | int):
-            raise ValueError(f"{at}[{index}] has no {key}; give it")
+            raise ValueError(f"{path}[{index}] has no {key}; give it")
     if any(item == {"$patch": "replace"} for item in patch):
-        return [_bare(item) for item in patch if "$patch" not in item]
-    found = {item[key]: item for item in base}
+        return [_without_directive(item) for item in patch if "$patch" not in item]
+    merged = {item[key]: item for item in base}
     for index, item in enumerate(patch):
-        here = f"{at}[{index}]"
+        item_path = f"{path}[{index}]"
         if name == "containers" and item.get(key) in Pod.AGENT:  # one container, under the name that it has in this pod
-            item = {**item, key: next((each for each in Pod.AGENT if each in found), item[key])}
-        if _way(item, here) == "delete":
-            found.pop(item.get(key), None)
+            item = {**item, key: next((each for each in Pod.AGENT if each in merged), item[key])}
+        if _directive(item, item_path) == "delete":
+            merged.pop(item.get(key), None)
         else:
-            old = found.get(item[key], {})
-            if name in _ONE_OF:
+            old = merged.get(item[key], {})
+            if name in _UNIONS:
                 old = {part: value for part, value in old.items() if part in item}
-            found[item[key]] = merge(old, item, here)
-    return list(found.values())
+            merged[item[key]] = merge(old, item, item_path)
+    return list(merged.values())
 
 
-def _way(patch: dict[str, Any], at: str) -> str:
-    way = str(patch.get("$patch", "merge"))
-    if way not in _WAYS:
-        raise ValueError(f"{at}.$patch ({way}) must be one of {', '.join(_WAYS)}")
-    return way
+def _directive(patch: dict[str, Any], path: str) -> str:
+    directive = str(patch.get("$patch", "merge"))
+    if directive not in _DIRECTIVES:
+        raise ValueError(f"{path}.$patch ({directive}) must be one of {', '.join(_DIRECTIVES)}")
+    return directive
 
 
-def _bare(value: dict[str, Any]) -> dict[str, Any]:
+def _without_directive(value: dict[str, Any]) -> dict[str, Any]:
     return {key: each for key, each in value.items() if key != "$patch"}

@@ -29,30 +29,30 @@ class Request:
     """The archive of code for the ConfigMap; empty if there is none or the ConfigMap already exists."""
     fresh: bool = False
     """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
-    carried: bool = False
+    job_file_in_annotation: bool = False
     """Whether each pod has the job file in an annotation instead of in a ConfigMap."""
 
     @property
     def spec(self) -> spec.Spec:
         return self.job.spec
 
-    def but(self, **fields: Any) -> Request:
+    def with_spec(self, **fields: Any) -> Request:
         """The request with other values for fields of `spec`."""
         changed = self.spec.model_copy(update=fields)
         return dataclasses.replace(self, job=self.job.model_copy(update={"spec": changed}))
 
-    def held(self) -> Request:
+    def with_zero_as_suspended(self) -> Request:
         """The request, with a job of 0 workers turned into a suspended job with the smallest allowed number of workers."""
         workers = self.spec.workers
         if workers.replicas:
             return self
-        return self.but(suspend=True, workers=workers.model_copy(update={"replicas": workers.allowed()[0]}))
+        return self.with_spec(suspend=True, workers=workers.model_copy(update={"replicas": workers.allowed()[0]}))
 
-    def at_most(self, workers: int) -> Request:
+    def limited_to(self, workers: int) -> Request:
         """The request limited to `workers`, the number of pods that there will be, so that no worker waits for more."""
-        return self.but(workers=self.spec.workers.model_copy(update={"replicas": workers, "max": workers}))
+        return self.with_spec(workers=self.spec.workers.model_copy(update={"replicas": workers, "max": workers}))
 
 
-def wrong(job: spec.Job, *sentences: str) -> InvalidJob:
+def invalid_job(job: spec.Job, *sentences: str) -> InvalidJob:
     """An InvalidJob error for a valid job that cannot run on Kubernetes."""
     return InvalidJob([(None, sentence) for sentence in sentences], source=job.metadata.name)

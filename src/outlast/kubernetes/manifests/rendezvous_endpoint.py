@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from outlast.job import contract
 from outlast.job.contract import Env, Pod
-from outlast.kubernetes.manifests.render_request import Request, wrong
+from outlast.kubernetes.manifests.render_request import Request, invalid_job
 
 
 def endpoint(request: Request, pod0: str, service: str) -> str:
@@ -17,22 +17,26 @@ def endpoint(request: Request, pod0: str, service: str) -> str:
 
     Raises InvalidJob.
     """
-    wanted = request.spec.rendezvous
-    if wanted.endpoint is None:
+    rendezvous = request.spec.rendezvous
+    if rendezvous.endpoint is None:
         return f"c10d://{fqdn(pod0, service)}:{Pod.RENDEZVOUS_PORT}"
-    scheme, _, address = wanted.endpoint.rpartition("://")
-    schemes = contract.SCHEMES[wanted.backend]
+    scheme, _, address = rendezvous.endpoint.rpartition("://")
+    schemes = contract.SCHEMES[rendezvous.backend]
     if scheme not in schemes:
-        known = " or ".join(f"{each}://" for each in schemes if each)
-        raise wrong(request.job, f"rendezvous.endpoint ({wanted.endpoint}) begins with {scheme}://; write {address}, or {known}")
+        allowed = " or ".join(f"{each}://" for each in schemes if each)
+        raise invalid_job(
+            request.job, f"rendezvous.endpoint ({rendezvous.endpoint}) begins with {scheme}://; write {address}, or {allowed}"
+        )
     host = address.rpartition(":")[0]
-    if wanted.backend == "c10d" and host.split(".")[0] == service:
+    if rendezvous.backend == "c10d" and host.split(".")[0] == service:
         remedy = "leave rendezvous out: it is pod 0 then"
-        raise wrong(request.job, f"rendezvous.endpoint ({address}) is the Service of all pods, and each would be host; {remedy}")
+        raise invalid_job(
+            request.job, f"rendezvous.endpoint ({address}) is the Service of all pods, and each would be host; {remedy}"
+        )
     return f"{schemes[scheme]}://{address.rstrip('/')}"
 
 
-def alone(request: Request) -> str:
+def single_worker_endpoint(request: Request) -> str:
     """The endpoint of a job with one worker."""
     if request.spec.rendezvous.endpoint is not None:
         return endpoint(request, "", "")

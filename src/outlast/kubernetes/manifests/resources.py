@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from outlast.base import units
 from outlast.job import accelerators, spec
-from outlast.kubernetes.manifests.render_request import wrong
+from outlast.kubernetes.manifests.render_request import invalid_job
 
 Quantities = dict[str, str | int]
 
@@ -36,48 +36,50 @@ class Share:
         return {key: value for key, value in (("requests", self.requests), ("limits", self.limits)) if value}
 
 
-def accelerator(wanted: spec.Resources) -> str:
+def accelerator(requested: spec.Resources) -> str:
     """Resource name of the accelerators; empty if there are none."""
-    return accelerators.resource(wanted.accelerator) if wanted.gpu else ""
+    return accelerators.resource(requested.accelerator) if requested.gpu else ""
 
 
 def share(job: spec.Job) -> Share:
     """The share of each worker. Raises InvalidJob if shared memory leaves nothing of the memory, if cores exceed their limit, or
     if EFA is requested without memory or cores."""
-    wanted, count = job.spec.resources, job.spec.processes()
-    if wanted.shared_memory and wanted.memory and wanted.shared_memory >= wanted.memory:
-        said = f"{units.memory_text(wanted.shared_memory)}), which counts as memory, leaves nothing of resources.memory"
-        raise wrong(job, f"resources.sharedMemory ({said} ({units.memory_text(wanted.memory)}); lower it or raise memory")
-    if wanted.cpu and wanted.cpu_limit and wanted.cpu > wanted.cpu_limit:
-        cpu, limit = units.cores_text(wanted.cpu), units.cores_text(wanted.cpu_limit)
-        raise wrong(job, f"resources.cpu ({cpu}) is above resources.cpuLimit ({limit}); lower it or raise cpuLimit")
-    if wanted.efa and not (wanted.memory or wanted.cpu or wanted.cpu_limit):
-        said = "takes huge pages, which Kubernetes gives only to pods that ask for memory or cores"
-        raise wrong(job, f"resources.efa ({wanted.efa}) {said}; set resources.memory")
-    firm: Quantities = {}
-    if wanted.memory:
-        firm["memory"] = units.memory_text(wanted.memory + job.spec.checkpoint.reserved)
-    if wanted.efa:
-        firm |= {EFA: wanted.efa, **HUGE_PAGES}
-    if device := accelerator(wanted):
-        firm[device] = wanted.gpu
-    cores = _cores(wanted.cpu or wanted.cpu_limit)  # without a request Kubernetes uses the limit
-    threads = max(1, int((wanted.cpu or wanted.cpu_limit or 1) / count))
-    return Share({**cores, **firm}, {**_cores(wanted.cpu_limit), **firm}, count, threads, wanted.shared_memory)
+    requested, count = job.spec.resources, job.spec.processes()
+    if requested.shared_memory and requested.memory and requested.shared_memory >= requested.memory:
+        problem = f"{units.memory_text(requested.shared_memory)}), which counts as memory, leaves nothing of resources.memory"
+        raise invalid_job(
+            job, f"resources.sharedMemory ({problem} ({units.memory_text(requested.memory)}); lower it or raise memory"
+        )
+    if requested.cpu and requested.cpu_limit and requested.cpu > requested.cpu_limit:
+        cpu, limit = units.cores_text(requested.cpu), units.cores_text(requested.cpu_limit)
+        raise invalid_job(job, f"resources.cpu ({cpu}) is above resources.cpuLimit ({limit}); lower it or raise cpuLimit")
+    if requested.efa and not (requested.memory or requested.cpu or requested.cpu_limit):
+        problem = "takes huge pages, which Kubernetes gives only to pods that ask for memory or cores"
+        raise invalid_job(job, f"resources.efa ({requested.efa}) {problem}; set resources.memory")
+    limited: Quantities = {}
+    if requested.memory:
+        limited["memory"] = units.memory_text(requested.memory + job.spec.checkpoint.reserved)
+    if requested.efa:
+        limited |= {EFA: requested.efa, **HUGE_PAGES}
+    if device := accelerator(requested):
+        limited[device] = requested.gpu
+    cores = _cores(requested.cpu or requested.cpu_limit)  # without a request Kubernetes uses the limit
+    threads = max(1, int((requested.cpu or requested.cpu_limit or 1) / count))
+    return Share({**cores, **limited}, {**_cores(requested.cpu_limit), **limited}, count, threads, requested.shared_memory)
 
 
 def _cores(count: float | None) -> Quantities:
     return {"cpu": units.cores_text(count)} if count else {}
 
 
-def times(fields: spec.Spec, count: int) -> Quantities:
+def total(fields: spec.Spec, count: int) -> Quantities:
     """The resources that `count` workers request in total."""
-    wanted = fields.resources
-    total = _cores((wanted.cpu or wanted.cpu_limit or 0) * count)
-    if wanted.memory:
-        total["memory"] = units.memory_text((wanted.memory + fields.checkpoint.reserved) * count)
-    if device := accelerator(wanted):
-        total[device] = wanted.gpu * count
-    if wanted.efa:
-        total[EFA] = wanted.efa * count
-    return total
+    requested = fields.resources
+    quantities = _cores((requested.cpu or requested.cpu_limit or 0) * count)
+    if requested.memory:
+        quantities["memory"] = units.memory_text((requested.memory + fields.checkpoint.reserved) * count)
+    if device := accelerator(requested):
+        quantities[device] = requested.gpu * count
+    if requested.efa:
+        quantities[EFA] = requested.efa * count
+    return quantities

@@ -14,7 +14,7 @@ from outlast.base import units
 from outlast.job import spec
 from outlast.job.contract import Annotation, Pod
 from outlast.kubernetes.manifests import resources
-from outlast.kubernetes.manifests.render_request import Document, Request, wrong
+from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 
 _STATE_SIZE = "256Mi"
 """Size limit of the state directory, which is in memory and contains some kilobytes."""
@@ -26,30 +26,32 @@ def document(job: spec.Job) -> spec.Job:
     `suspend` is left out, since pods do not need it.
     """
     fields = job.spec
-    if broken := list(_unseen(job)):
-        raise wrong(job, *broken)
-    comes = checksum(fields.code)
+    if invisible := list(_invisible_paths(job)):
+        raise invalid_job(job, *invisible)
+    archived = checksum(fields.code)
     changes = {
-        "code": Pod.CODE if _here(fields.code) and (fields.code or fields.script) and not comes else fields.code,
-        "data": tuple(each.model_copy(update={"from_": each.to}) if _here(each.from_) else each for each in fields.data),
+        "code": Pod.CODE if _is_local(fields.code) and (fields.code or fields.script) and not archived else fields.code,
+        "data": tuple(each.model_copy(update={"from_": each.to}) if _is_local(each.from_) else each for each in fields.data),
         "models": tuple(
-            each.model_copy(update={"from_": f"{Pod.MODELS}/{each.name}"}) if _here(each.from_) else each
+            each.model_copy(update={"from_": f"{Pod.MODELS}/{each.name}"}) if _is_local(each.from_) else each
             for each in fields.models
         ),
-        "output": output(fields) if _here(fields.output) else fields.output,
-        "environment": fields.environment.model_copy(update={name: f"{Pod.CONFIG}/{key}" for name, key, _ in _carried(fields)}),
+        "output": output(fields) if _is_local(fields.output) else fields.output,
+        "environment": fields.environment.model_copy(
+            update={name: f"{Pod.CONFIG}/{key}" for name, key, _ in _files_outside_code(fields)}
+        ),
         "suspend": False,
     }
     return job.model_copy(update={"spec": fields.model_copy(update=changes)})
 
 
-def to_ship(fields: spec.Spec) -> str | None:
+def code_to_ship(fields: spec.Spec) -> str | None:
     """The local directory of code that must be shipped; None if pods have the code already, or if there is none."""
     code = fields.code
-    return code if code and _here(code) and not checksum(code) and not _in_pod(fields, spec.pinned(code)[0]) else None
+    return code if code and _is_local(code) and not checksum(code) and not _in_pod(fields, spec.pinned(code)[0]) else None
 
 
-def shipped(archive: str, checksum: str) -> str:
+def shipped_url(archive: str, checksum: str) -> str:
     """The URL in a job file for code in a ConfigMap."""
     return f"file://{Pod.SHIPPED}/{archive}#sha256={checksum}"
 
@@ -68,15 +70,15 @@ def archive(code: str | None) -> str:
 
 def files(fields: spec.Spec) -> list[str]:
     """Paths of the local files whose contents pods need."""
-    return [path for _, _, path in _carried(fields)]
+    return [path for _, _, path in _files_outside_code(fields)]
 
 
-def lost(job: spec.Job) -> bool:
+def output_is_lost(job: spec.Job) -> bool:
     """Whether the job's output is lost with its pods, being neither in a store nor on a volume."""
-    return _here(job.spec.output) and not _on_volume(job.spec, output(job.spec))
+    return _is_local(job.spec.output) and not _on_volume(job.spec, output(job.spec))
 
 
-def without_credentials(fields: spec.Spec) -> list[str]:
+def urls_without_credentials(fields: spec.Spec) -> list[str]:
     """URLs in S3 that a job names although its pods have no credentials for S3."""
     pod = str(fields.template.get("spec") or "")
     own = any(
@@ -95,41 +97,41 @@ def output(fields: spec.Spec, name: str = "") -> str:
     return f"{root}/{name}" if name else root
 
 
-def store(job: spec.Job) -> str:
+def store_url(job: spec.Job) -> str:
     """URL of the job's output in a store; empty if the output is not in a store."""
-    above = store_of_all(job.spec)
-    return f"{above}/{job.metadata.name}" if above else ""
+    parent = store_parent(job.spec)
+    return f"{parent}/{job.metadata.name}" if parent else ""
 
 
-def store_of_all(fields: spec.Spec) -> str:
+def store_parent(fields: spec.Spec) -> str:
     """Parent URL of the outputs of jobs in a store; empty if the outputs are not in a store."""
-    return "" if fields.output is None or _here(fields.output) else fields.output.rstrip("/")
+    return "" if fields.output is None or _is_local(fields.output) else fields.output.rstrip("/")
 
 
-def config(request: Request) -> Document:
+def config_data(request: Request) -> Document:
     """The data of the ConfigMap: the job file and the local files."""
-    carried = {key: request.files[path] for _, key, path in _carried(request.spec)}
-    return {"job.yaml": file(request.job), **carried}
+    local_files = {key: request.files[path] for _, key, path in _files_outside_code(request.spec)}
+    return {"job.yaml": job_file(request.job), **local_files}
 
 
-def file(job: spec.Job) -> str:
+def job_file(job: spec.Job) -> str:
     """The job file for a pod."""
     return spec.dump(document(job))
 
 
 def volumes(request: Request) -> tuple[list[Document], list[Document]]:
     """The volumes of a pod, and the mounts of its container, with one mount per path."""
-    found: dict[str, tuple[Document, Document]] = {}
+    by_path: dict[str, tuple[Document, Document]] = {}
     """Volumes and mounts, by mount path."""
-    for place, name, source in _own(request):
-        found[place] = {"name": name, **source}, {"name": name, "mountPath": place}
-    for place, volume, mount in users(request.spec):
-        found[place] = volume, {**mount, "mountPath": place}
-    sources = {volume["name"]: volume for volume, _ in found.values()}
-    return list(sources.values()), [mount for _, mount in found.values()]
+    for place, name, source in _standard_volumes(request):
+        by_path[place] = {"name": name, **source}, {"name": name, "mountPath": place}
+    for place, volume, mount in user_volumes(request.spec):
+        by_path[place] = volume, {**mount, "mountPath": place}
+    sources = {volume["name"]: volume for volume, _ in by_path.values()}
+    return list(sources.values()), [mount for _, mount in by_path.values()]
 
 
-def security() -> dict[str, Any]:
+def pod_security() -> dict[str, Any]:
     """A pod's security context under the restricted Pod Security Standard; volumes belong to the pod's group."""
     return {
         "runAsNonRoot": True,
@@ -141,7 +143,7 @@ def security() -> dict[str, Any]:
     }
 
 
-def confined() -> dict[str, Any]:
+def container_security() -> dict[str, Any]:
     """A container's security context under the restricted Pod Security Standard; the container cannot write to its image."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
 
@@ -162,14 +164,16 @@ def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
 # -------------------------------------------------------------------------------------------------------------------- volumes
 
 
-def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
+def _standard_volumes(request: Request) -> Iterator[tuple[str, str, Document]]:
     """Mount path, name and source of the volumes that every worker has, since its image is read-only."""
     share = resources.share(request.job)
     limit = {"sizeLimit": units.memory_text(share.shared_memory)} if share.shared_memory else {}
-    carried = [
+    job_file = [
         {"path": PurePosixPath(Pod.JOB_FILE).name, "fieldRef": {"fieldPath": f"metadata.annotations['{Annotation.JOB_FILE}']"}}
     ]
-    config = {"downwardAPI": {"items": carried}} if request.carried else {"configMap": {"name": request.names.config}}
+    config = (
+        {"downwardAPI": {"items": job_file}} if request.job_file_in_annotation else {"configMap": {"name": request.names.config}}
+    )
     yield Pod.CONFIG, "config", config
     if digits := checksum(request.spec.code):
         yield Pod.SHIPPED, "archive", {"configMap": {"name": request.names.code(digits)}}
@@ -183,7 +187,7 @@ def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
         Pod.HOME: "home",
         "/tmp": "tmp",
     }
-    if request.spec.code and (checksum(request.spec.code) or not _here(request.spec.code)):
+    if request.spec.code and (checksum(request.spec.code) or not _is_local(request.spec.code)):
         scratch = {Pod.CODE: "code", **scratch}  # else it is in the image, which an emptyDir would hide
     for index, data in enumerate(request.spec.data):
         if not _on_volume(request.spec, data.to):
@@ -192,7 +196,7 @@ def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
         yield place, name, {"emptyDir": {}}
 
 
-def users(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
+def user_volumes(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
     """Mount path, volume and mount of each of the user's claims and Secrets; all mounts of a claim share one volume."""
     order = list(dict.fromkeys(volume.claim for volume in fields.volumes))
     for volume in fields.volumes:
@@ -212,31 +216,31 @@ def users(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
 # ------------------------------------------------------------------------------------------------------- what pods cannot see
 
 
-def _unseen(job: spec.Job) -> Iterator[str]:
+def _invisible_paths(job: spec.Job) -> Iterator[str]:
     """Errors for local paths of the job that pods cannot see."""
     fields = job.spec
-    if code := to_ship(fields):
+    if code := code_to_ship(fields):
         place = spec.pinned(code)[0]
         yield (
             f"code ({place}) is on this machine, which pods do not see; put it into a store (code: s3://...), "
             f"or into the image and say code: {Pod.CODE}"
         )
     for i, data in enumerate(fields.data):
-        if _here(data.from_) and not _on_volume(fields, data.to):
-            yield _absent(f"data[{i}].from", data.from_, data.to)
+        if _is_local(data.from_) and not _on_volume(fields, data.to):
+            yield _invisible_path(f"data[{i}].from", data.from_, data.to)
     for i, model in enumerate(fields.models):
-        if _here(model.from_) and not _on_volume(fields, f"{Pod.MODELS}/{model.name}"):
-            yield _absent(f"models[{i}].from", model.from_, Pod.MODELS)
+        if _is_local(model.from_) and not _on_volume(fields, f"{Pod.MODELS}/{model.name}"):
+            yield _invisible_path(f"models[{i}].from", model.from_, Pod.MODELS)
 
 
-def _absent(field: str, place: str, to: str) -> str:
+def _invisible_path(field: str, place: str, to: str) -> str:
     return (
         f"{field} ({place}) is on this machine, which pods do not see; put it into a store, "
         f"or on a volume: volumes: [{{claim: NAME, to: {to}}}]"
     )
 
 
-def _here(place: str | None) -> bool:
+def _is_local(place: str | None) -> bool:
     """Whether a path or URL is local rather than in a store; True for None."""
     return place is None or spec.local(spec.pinned(place)[0]) is not None
 
@@ -252,8 +256,8 @@ def _on_volume(fields: spec.Spec, place: str) -> bool:
     return any(PurePosixPath(volume.to) in (path, *path.parents) for volume in fields.volumes)
 
 
-def _carried(fields: spec.Spec) -> list[tuple[str, str, str]]:
+def _files_outside_code(fields: spec.Spec) -> list[tuple[str, str, str]]:
     """Field, key in the ConfigMap, and local path of each file to send along because it is outside the code."""
-    found: Mapping[str, str | None] = dict(fields.environment)
+    files: Mapping[str, str | None] = dict(fields.environment)
     keys = {"requirements": "requirements.txt", "conda": "environment.yml"}
-    return [(name, keys[name], path) for name, path in found.items() if path and PurePosixPath(path).is_absolute()]
+    return [(name, keys[name], path) for name, path in files.items() if path and PurePosixPath(path).is_absolute()]

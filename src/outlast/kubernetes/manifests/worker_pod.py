@@ -19,7 +19,7 @@ from outlast.job import contract, spec
 from outlast.job.contract import Annotation, Label, Pod
 from outlast.kubernetes.manifests import labels, overlay, resources, variables
 from outlast.kubernetes.manifests import volumes as places
-from outlast.kubernetes.manifests.render_request import Document, Request, wrong
+from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 from outlast.kubernetes.manifests.scheduling import disruption, gang, placement
 
 START_S = 120
@@ -36,7 +36,7 @@ class Worker:
     restart: Literal["Never", "Always"] = "Never"
     subdomain: str = ""
     """Name of the headless Service for the pod's DNS name."""
-    several: bool = True
+    has_peers: bool = True
     """Whether the job may have more workers than this one."""
     stay: bool = False
     """Whether the worker keeps running after it has succeeded; see `contract.Env.STAY`."""
@@ -51,40 +51,41 @@ def template(request: Request, worker: Worker) -> Document:
     """The PodTemplateSpec of a job's workers. Raises InvalidJob if the job has no image, or if its `template` cannot be
     merged."""
     volumes, mounts = places.volumes(request)
-    made: Document = {
-        "metadata": {"labels": {**labels.UNMESHED, **labels.worker(request), **worker.gang.labels}},
+    base: Document = {
+        "metadata": {"labels": {**labels.NO_SIDECAR, **labels.worker(request), **worker.gang.labels}},
         "spec": {
             "restartPolicy": worker.restart,
-            "terminationGracePeriodSeconds": grace_s(request.spec),
+            "terminationGracePeriodSeconds": termination_grace_s(request.spec),
             "automountServiceAccountToken": bool(worker.account),
             **({"serviceAccountName": worker.account} if worker.account else {}),
             "enableServiceLinks": False,  # a Service called outlast-... would set OUTLAST_..._PORT
             **({"subdomain": worker.subdomain} if worker.subdomain else {}),
             **({"schedulerName": worker.gang.scheduler} if worker.gang.scheduler else {}),
-            "securityContext": places.security(),
-            **placement.pod(request.job, several=worker.several, on_demand=worker.on_demand),
+            "securityContext": places.pod_security(),
+            **placement.pod(request.job, has_peers=worker.has_peers, on_demand=worker.on_demand),
             "containers": [_container(request, worker, mounts)],
             "volumes": volumes,
         },
     }
     if worker.gang.annotations:
-        made["metadata"]["annotations"] = dict(worker.gang.annotations)
-    return overlaid(request.job, made, labels.selector(request.job.metadata.name))
+        base["metadata"]["annotations"] = dict(worker.gang.annotations)
+    return with_user_template(request.job, base, labels.selector(request.job.metadata.name))
 
 
 def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
-    """The pod of one worker, for the operator. The pod carries its job file, see `Request.carried`."""
-    request = dataclasses.replace(request, carried=True)
-    made = template(request, worker)
+    """The pod of one worker, for the operator. The pod carries its job file, see
+    `Request.job_file_in_annotation`."""
+    request = dataclasses.replace(request, job_file_in_annotation=True)
+    templated = template(request, worker)
     meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))
-    meta["labels"] = {**made["metadata"].pop("labels"), Label.WORKER: str(index), Label.GENERATION: str(generation)}
-    own = made["metadata"].pop("annotations", {})
-    meta["annotations"] = {**disruption.UNDISTURBED, **own, Annotation.JOB_FILE: file}
+    meta["labels"] = {**templated["metadata"].pop("labels"), Label.WORKER: str(index), Label.GENERATION: str(generation)}
+    own = templated["metadata"].pop("annotations", {})
+    meta["annotations"] = {**disruption.DO_NOT_DISRUPT, **own, Annotation.JOB_FILE: file}
     # As in Kubernetes, the `name` of a template is ignored.
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**made["metadata"], **meta}, "spec": made["spec"]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**templated["metadata"], **meta}, "spec": templated["spec"]}
 
 
-def grace_s(fields: spec.Spec) -> int:
+def termination_grace_s(fields: spec.Spec) -> int:
     """terminationGracePeriodSeconds: the job's grace period, and time for the last upload."""
     return math.ceil(fields.interruption.grace.total_seconds()) + Pod.LAST_PUSH_S
 
@@ -111,24 +112,24 @@ def failure_policy() -> Document:
 
 def job_limits(fields: spec.Spec) -> Document:
     """The fields of a `batch/v1` Job that suspend it, limit its failures and its duration, and delete it after its end."""
-    found: Document = {
+    limits: Document = {
         **({"suspend": True} if fields.suspend else {}),  # never false: Kueue sets it for jobs in its queues
         "backoffLimit": fields.restarts.limit,
         "podReplacementPolicy": "Failed",  # one worker of an index at a time: the old one may still upload
         "podFailurePolicy": failure_policy(),
     }
     if fields.active_deadline_seconds:
-        found["activeDeadlineSeconds"] = fields.active_deadline_seconds
+        limits["activeDeadlineSeconds"] = fields.active_deadline_seconds
     if fields.ttl_seconds_after_finished is not None:
-        found["ttlSecondsAfterFinished"] = fields.ttl_seconds_after_finished
-    return found
+        limits["ttlSecondsAfterFinished"] = fields.ttl_seconds_after_finished
+    return limits
 
 
 def _container(request: Request, worker: Worker, mounts: list[Document]) -> Document:
     if request.spec.image is None:
-        raise wrong(request.job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")
+        raise invalid_job(request.job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")
     secrets = variables.from_secrets(request.spec)
-    env = variables.container(request, index=worker.index, rendezvous=worker.rendezvous, stay=worker.stay)
+    env = variables.container_env(request, index=worker.index, rendezvous=worker.rendezvous, stay=worker.stay)
     return {
         "name": Pod.TRAINER,
         "image": request.spec.image,
@@ -141,45 +142,45 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
             {"name": "rendezvous", "containerPort": Pod.RENDEZVOUS_PORT},
         ],
         "resources": resources.share(request.job).container(),
-        **probes(start=START_S // 2, live=6),
-        "securityContext": places.confined(),
+        **probes(startup_failures=START_S // 2, liveness_failures=6),
+        "securityContext": places.container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",  # the log's last lines are in the status of a pod that failed
         "volumeMounts": mounts,
     }
 
 
-def probes(*, start: int, live: int) -> Document:
-    """The probes of our processes. `start` and `live` are the failure thresholds of the startup and the liveness probe, which are
-    sent every two and every ten seconds."""
+def probes(*, startup_failures: int, liveness_failures: int) -> Document:
+    """The probes of our processes, with the failure thresholds of the startup probe, sent every two seconds, and of the liveness
+    probe, sent every ten seconds."""
     return {
-        "startupProbe": probe("/healthz", every=2, tries=start),
-        "livenessProbe": probe("/healthz", every=10, tries=live),
-        "readinessProbe": probe("/readyz", every=5, tries=1),
+        "startupProbe": probe("/healthz", period_s=2, failures=startup_failures),
+        "livenessProbe": probe("/healthz", period_s=10, failures=liveness_failures),
+        "readinessProbe": probe("/readyz", period_s=5, failures=1),
     }
 
 
-def probe(path: str, *, every: int, tries: int, port: str = "probes") -> Document:
-    """An HTTP probe, sent every `every` seconds; `tries` is the failure threshold."""
+def probe(path: str, *, period_s: int, failures: int, port: str = "probes") -> Document:
+    """An HTTP probe; `failures` is the failure threshold."""
     return {
         "httpGet": {"path": path, "port": port},
-        "periodSeconds": every,
+        "periodSeconds": period_s,
         "timeoutSeconds": 5,
-        "failureThreshold": tries,
+        "failureThreshold": failures,
     }
 
 
-def overlaid(job: spec.Job, made: Document, kept: dict[str, str]) -> Document:
-    """The template with the user's template merged over it; the labels in `kept` win. Raises InvalidJob if it cannot be
+def with_user_template(job: spec.Job, base: Document, required_labels: dict[str, str]) -> Document:
+    """The template with the user's template merged over it; the required labels win. Raises InvalidJob if it cannot be
     merged."""
     try:
-        result = overlay.merge(made, job.spec.template)
+        result = overlay.merge(base, job.spec.template)
     except ValueError as error:
-        raise wrong(job, str(error)) from error
+        raise invalid_job(job, str(error)) from error
     meta = result.get("metadata")
     if not isinstance(meta, dict) or not isinstance(meta.get("labels"), dict):
-        raise wrong(job, "template.metadata.labels must be a mapping of names to values; correct or remove it")
+        raise invalid_job(job, "template.metadata.labels must be a mapping of names to values; correct or remove it")
     if not isinstance(meta.get("annotations", {}), dict):
-        raise wrong(job, "template.metadata.annotations must be a mapping of names to values; correct or remove it")
+        raise invalid_job(job, "template.metadata.annotations must be a mapping of names to values; correct or remove it")
     if not isinstance(result.get("spec"), dict):
-        raise wrong(job, "template.spec must be a mapping, what a PodSpec has; correct or remove it")
-    return {**result, "metadata": {**meta, "labels": {**meta["labels"], **kept}}}
+        raise invalid_job(job, "template.spec must be a mapping, what a PodSpec has; correct or remove it")
+    return {**result, "metadata": {**meta, "labels": {**meta["labels"], **required_labels}}}

@@ -43,13 +43,13 @@ def updated_prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
 
 
 def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, min_count: int, priority: Priority) -> Document:
-    """A Workload that requests `count` workers, see `manifests.kueue`."""
+    """A Workload that requests `count` workers, see `manifests.scheduling.kueue`."""
     request = _request(snapshot)
     meta = labels.metadata(request, name)
     meta["labels"] = {**meta["labels"], kueue.JOB_UID: snapshot.uid}
     template = worker_pod.template(request, _worker(snapshot, request))
-    queue = kueue.queue(snapshot.document)
-    document = kueue.workload(kind, meta, queue=queue, template=template, count=count, least=min_count, priority=priority)
+    queue = kueue.queue_name(snapshot.document)
+    document = kueue.workload(kind, meta, queue=queue, template=template, count=count, min_count=min_count, priority=priority)
     return _with_owner(snapshot, document)
 
 
@@ -59,7 +59,7 @@ def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoi
         yield from (snapshot.plain.pod(index) for index in indices)
         return
     request = _request(snapshot)
-    file = volumes.file(request.job)  # dumping YAML is the slowest part of this
+    file = volumes.job_file(request.job)  # dumping YAML is the slowest part of this
     for index in indices:
         pod = worker_pod.pod(request, _worker(snapshot, request, index), index=index, generation=generation, file=file)
         document = _with_owner(snapshot, pod)
@@ -70,7 +70,7 @@ def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoi
 
 
 def checkpoints_url(job: spec.Job) -> str:
-    store = volumes.store(job)
+    store = volumes.store_url(job)
     return f"{store}/{contract.CHECKPOINTS}" if store else ""
 
 
@@ -80,12 +80,12 @@ def _request(snapshot: JobSnapshot) -> Request:
     if job.spec.rendezvous.backend == "etcd":  # a job from kubectl: the operator decides all the same
         job = job.model_copy(update={"spec": job.spec.model_copy(update={"rendezvous": spec.Rendezvous()})})
     fresh = (snapshot.document["metadata"].get("annotations") or {}).get(contract.Annotation.FRESH) == "true"
-    return Request(job, names.Names(snapshot.name), snapshot.run, carried=True, fresh=fresh)
+    return Request(job, names.Names(snapshot.name), snapshot.run, job_file_in_annotation=True, fresh=fresh)
 
 
 def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> worker_pod.Worker:
     return worker_pod.Worker(
-        index=variables.plain(str(index)),
+        index=variables.literal_source(str(index)),
         rendezvous=f"{contract.KUBERNETES}{snapshot.name}",
         subdomain=request.names.service,
         account=rbac.account(snapshot.name),
@@ -102,13 +102,13 @@ def _worker_access(snapshot: JobSnapshot, request: Request, *, bound_account: st
     # Workers that are still saving before they leave need their Leases, even if fewer workers are desired now.
     world = snapshot.status.world.members if snapshot.status.world else ()
     max_workers = max([request.spec.workers.max, *(1 + index for index in (*(pod.index for pod in snapshot.pods), *world))])
-    return rbac.members(
-        snapshot.name, _namespace(snapshot), max_workers, labels.common(request.job), snapshot.owner, bearer=bound_account
+    return rbac.worker_access(
+        snapshot.name, _namespace(snapshot), max_workers, labels.common(request.job), snapshot.owner, bound_account=bound_account
     )
 
 
 def _budget(snapshot: JobSnapshot, request: Request) -> Document:
-    min_available = disruption.least(request.spec.workers)
+    min_available = disruption.min_available(request.spec.workers)
     return disruption.budget(snapshot.name, _namespace(snapshot), min_available, labels.common(request.job), snapshot.owner)
 
 

@@ -75,7 +75,7 @@ class WorkloadSlice:
     @property
     def count(self) -> int:
         """Number of workers for which the Workload has quota, once admitted."""
-        return kueue.admitted(self.document) - self.reclaimable
+        return kueue.admitted_count(self.document) - self.reclaimable
 
     @property
     def reclaimable(self) -> int:
@@ -238,7 +238,7 @@ class Queue:
         for workload in self.admitted_slices:
             if free_quota[workload.name] > 0 and kueue.flavors(workload.document) <= self.objects.flavors.keys():
                 free_quota[workload.name] -= 1
-                return kueue.placed(pod, workload.document, self.objects.flavors)
+                return kueue.with_admission(pod, workload.document, self.objects.flavors)
         return None
 
     def changes(
@@ -305,7 +305,7 @@ class Queue:
     def _free_name(self, pods: Sequence[Mapping[str, Any]]) -> str:
         """A name that neither a Workload of the job nor an existing pod uses."""
         meta, taken = self.job["metadata"], {workload.name for workload in self.slices} | {_workload_name(pod) for pod in pods}
-        names = (kueue.name(meta["name"], meta["uid"], number) for number in range(len(taken) + 1))
+        names = (kueue.workload_name(meta["name"], meta["uid"], number) for number in range(len(taken) + 1))
         return next(name for name in names if name not in taken)
 
     def _release_surplus(self, desired: int, pods: Sequence[Mapping[str, Any]], now: float) -> Changes:
@@ -350,13 +350,13 @@ def queue_of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
             (WorkloadSlice(each) for each in own), key=lambda workload: (_created(workload), len(workload.name), workload.name)
         )
     )
-    name = kueue.queue(job)
+    name = kueue.queue_name(job)
     return Queue(name, job, features.kueue, slices) if name or slices else None
 
 
 def unsynced(job: Mapping[str, Any], features: ClusterFeatures) -> bool:
     """Whether a job is in a queue but Kueue's objects are not synced yet."""
-    return kueue.GROUP in features.groups and features.kueue is None and bool(kueue.queue(job))
+    return kueue.GROUP in features.groups and features.kueue is None and bool(kueue.queue_name(job))
 
 
 def _created(workload: WorkloadSlice) -> str:

@@ -237,11 +237,11 @@ class JobSnapshot:
         return str(self.document["metadata"]["uid"])
 
     @property
-    def gang(self) -> gang.Who:
+    def gang(self) -> gang.SchedulerName:
         """The gang scheduler of the job's pods: chosen when the job is first reconciled, and kept from then on."""
         assert self.job is not None, "pods are only made for jobs that can be parsed"
         if self.status.started is None or self.job.spec.scheduling.gang != "auto":
-            admitted = kueue.GROUP in self.features.groups and bool(kueue.queue(self.document))
+            admitted = kueue.GROUP in self.features.groups and bool(kueue.queue_name(self.document))
             return gang.choose(self.job.spec, self.features.groups, admitted=admitted)
         return "volcano" if self.status.gang == "volcano" else "coscheduling" if self.status.gang == "coscheduling" else "none"
 

@@ -199,7 +199,7 @@ class Operator:
             self._reconcile_deleted(key, cached, now)
             return
         old = cached.job.get("status") or {}
-        if not old and kueue.queue(cached.job) and not self.watches.serves(kueue.GROUP):
+        if not old and kueue.queue_name(cached.job) and not self.watches.serves(kueue.GROUP):
             self.watches.discover()  # Kueue may have been installed a moment ago
         features = self.watches.features(key)
         with self._decision_lock:

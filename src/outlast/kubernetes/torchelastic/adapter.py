@@ -106,8 +106,8 @@ def translate(job: Document) -> PlainJob:
 def unsupported(job: Document) -> Iterator[str]:
     """Yield sentences about features of a job that the operator does not support."""
     fields, worker, name = job["spec"], torchrun_pod.worker(job), job["metadata"]["name"]
-    if len(name) > names.LONGEST:
-        problem = f"the job's name has {len(name)} characters, and labels hold at most {names.LONGEST}"
+    if len(name) > names.MAX_LENGTH:
+        problem = f"the job's name has {len(name)} characters, and labels hold at most {names.MAX_LENGTH}"
         yield f"no worker is created: {problem}; give it a shorter one"
     backend, place = torchrun_pod.annotation(job, torchrun_pod.RENDEZVOUS), fields.get("rdzvEndpoint")
     if place and not backend:

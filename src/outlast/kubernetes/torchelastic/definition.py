@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outlast.kubernetes.api.kinds import LEGACY_JOB
 from outlast.kubernetes.manifests.installed import cel, crd
-from outlast.kubernetes.manifests.installed.crd import Schema, known, part
+from outlast.kubernetes.manifests.installed.crd import Schema, object_with, typed
 from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.torchelastic.torchrun_pod import CONTAINER, MAX_RESTARTS, RENDEZVOUS
 
@@ -27,30 +27,30 @@ def definition() -> Document:
 def schema() -> Schema:
     about = "A training job of torchelastic: its workers run torchrun, and their number may change."
     parts = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
-    return known("object", about, required=["spec"], properties={**parts, "spec": _spec(), "status": _status()})
+    return typed("object", about, required=["spec"], properties={**parts, "spec": _spec(), "status": _status()})
 
 
 def _spec() -> Schema:
     # Other types of replicas are preserved, so that the status can report that they are not used.
-    replicas = {**part("What to run.", Worker=_worker()), "required": ["Worker"]}
+    replicas = {**object_with("What to run.", Worker=_worker()), "required": ["Worker"]}
     limit = f"The job fails after more restarts of its workers than this. Default: {MAX_RESTARTS}."
     etcd = f"Address of an etcd v3. It is used when the annotation {RENDEZVOUS} says etcd."
     fields = {
-        "rdzvEndpoint": known("string", etcd),
-        "minReplicas": known("integer", "Training goes on with no fewer workers. Default: replicas.", minimum=1),
-        "maxReplicas": known("integer", "Training takes no more workers. Default: replicas.", minimum=1),
+        "rdzvEndpoint": typed("string", etcd),
+        "minReplicas": typed("integer", "Training goes on with no fewer workers. Default: replicas.", minimum=1),
+        "maxReplicas": typed("integer", "Training takes no more workers. Default: replicas.", minimum=1),
         "replicaSpecs": replicas,
-        "activeDeadlineSeconds": known("integer", "The job fails when it has run for longer. Default: no limit.", minimum=1),
-        "backoffLimit": known("integer", limit, minimum=0),
-        "cleanPodPolicy": known(
+        "activeDeadlineSeconds": typed("integer", "The job fails when it has run for longer. Default: no limit.", minimum=1),
+        "backoffLimit": typed("integer", limit, minimum=0),
+        "cleanPodPolicy": typed(
             "string",
             "Which pods are deleted when the job ends; running ones always are. Default: None.",
             enum=["All", "Running", "None"],
         ),
-        "schedulingPolicy": part(
-            "For gang schedulers. It is not used.", minAvailable=known("integer", "Workers that are started all or none.")
+        "schedulingPolicy": object_with(
+            "For gang schedulers. It is not used.", minAvailable=typed("integer", "Workers that are started all or none.")
         ),
-        "ttlSecondsAfterFinished": known("integer", "A finished job is deleted after this time. Default: never.", minimum=0),
+        "ttlSecondsAfterFinished": typed("integer", "A finished job is deleted after this time. Default: never.", minimum=0),
     }
     rules = [
         cel.rule(
@@ -70,12 +70,12 @@ def _spec() -> Schema:
         ),
     ]
     rest = {"required": ["replicaSpecs"], "properties": fields, "x-kubernetes-validations": rules}
-    return known("object", "What to run, and with how many workers.", **rest)
+    return typed("object", "What to run, and with how many workers.", **rest)
 
 
 def _worker() -> Schema:
-    replicas = known("integer", "How many are wanted; 0 suspends the job. Default: 1.", minimum=0, maximum=10_000, default=1)
-    policy = known(
+    replicas = typed("integer", "How many are wanted; 0 suspends the job. Default: 1.", minimum=0, maximum=10_000, default=1)
+    policy = typed(
         "string",
         "Never, OnFailure, Always: as of pods. ExitCode: pods that ended with 130, 137, 138 or 143, were lost, or never "
         "began, are replaced; any other failure fails the job. Default: ExitCode.",
@@ -86,23 +86,23 @@ def _worker() -> Schema:
     container = {**named, "properties": {"name": {"type": "string"}, "env": env}}
     texts = {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
     template = {
-        **part(
+        **object_with(
             f"The pods. torchrun runs in the only container, or in the one that is called {CONTAINER}.",
-            metadata=part("Labels and annotations of the pods.", labels=texts, annotations=texts),
+            metadata=object_with("Labels and annotations of the pods.", labels=texts, annotations=texts),
             spec={
-                **part("A PodSpec.", containers=known("array", "The containers.", minItems=1, items=container)),
+                **object_with("A PodSpec.", containers=typed("array", "The containers.", minItems=1, items=container)),
                 "required": ["containers"],
             },
         ),
         "required": ["spec"],
     }
     properties = {"replicas": replicas, "restartPolicy": policy, "template": template}
-    return known("object", "The workers.", required=["template"], properties=properties)
+    return typed("object", "The workers.", required=["template"], properties=properties)
 
 
 def _status() -> Schema:
     """Return a schema without types, which preserves statuses by an earlier operator or the archived controller."""
-    return part(
+    return object_with(
         "What is known of the job, written by the operator: state (Created, Running, Restarting, Suspended, Succeeded, Failed), "
         "conditions (the same, and Limited for what cannot be honoured), replicaStatuses (pods that are active, have succeeded, "
         "have failed), restarts, startTime, completionTime; as job what ElasticJobs of Outlast have."

@@ -127,7 +127,7 @@ def pod(job: Document, index: int) -> Document:
     meta = _metadata(
         job, contract.worker_name(name, index), {**(template_metadata.get("labels") or {}), **selector(name), **labels}
     )
-    meta["annotations"] = {**disruption.UNDISTURBED, **(template_metadata.get("annotations") or {}), NNODES: nnodes(job)}
+    meta["annotations"] = {**disruption.DO_NOT_DISRUPT, **(template_metadata.get("annotations") or {}), NNODES: nnodes(job)}
     pod_spec = {
         **spec,
         "hostname": _host(name, index),
@@ -139,7 +139,7 @@ def pod(job: Document, index: int) -> Document:
         ],
     }
     if index == 0 and annotation(job, WORKER0) == placement.ON_DEMAND:
-        pod_spec["affinity"] = placement.off_spot(spec.get("affinity") or {})
+        pod_spec["affinity"] = placement.avoid_spot(spec.get("affinity") or {})
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": pod_spec}
 
 
@@ -171,7 +171,7 @@ def _env(job: Document, index: int, user_env: list[Document]) -> list[Document]:
 
 def _host(job: str, index: int) -> str:
     suffix = contract.worker_name("", index)
-    return names.fit(job.replace(".", "-"), names.LONGEST - len(suffix)) + suffix
+    return names.fit(job.replace(".", "-"), names.MAX_LENGTH - len(suffix)) + suffix
 
 
 def _service(job: str) -> str:

@@ -5,7 +5,7 @@
 A rule consists of a condition and the message that `spec` has for it. The API server rejects rules that it estimates to be
 expensive, so the lists that rules iterate over are bounded (`BOUNDS`).
 
-The fields that define the training itself are immutable (`FIXED`): otherwise, pods of the old and the new specification would
+The fields that define the training itself are immutable (`IMMUTABLE`): otherwise, pods of the old and the new specification would
 train together. The number of workers, the deadlines and the settings for the job's end are mutable.
 https://kubernetes.io/docs/reference/using-api/cel/ https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#validation-rules
 """
@@ -36,39 +36,39 @@ TEXT_BOUNDS = {
 """Maximum length of strings in the lists of `BOUNDS`."""
 
 
-def rule(holds: str, message: str, *, at: str = "") -> Rule:
+def rule(condition: str, message: str, *, at: str = "") -> Rule:
     """A rule with a constant message: the API server estimates the cost of `messageExpression` too high."""
-    return {"rule": holds, "message": message, **({"fieldPath": at} if at else {})}
+    return {"rule": condition, "message": message, **({"fieldPath": at} if at else {})}
 
 
-def _fixed(name: str, *, within: str = "") -> Rule:
+def _immutable(name: str, *, within: str = "") -> Rule:
     """A rule that a field of the specification, or of its section `within`, is immutable."""
     new, old = (f"{each}.{within}" if within else each for each in ("self", "oldSelf"))
     has_new, has_old = (f"has({each}) && has({each}.{name})" if within else f"has({each}.{name})" for each in (new, old))
-    holds = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"
+    condition = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"
     remedy = "delete the job and apply it under the same name: it goes on from its checkpoint"
-    return rule(holds, f"{f'{within}.{name}' if within else name} of a job cannot change; {remedy}", at=f".{within or name}")
+    return rule(condition, f"{f'{within}.{name}' if within else name} of a job cannot change; {remedy}", at=f".{within or name}")
 
 
-def _all_different(lists: str, field: str, sentence: str) -> Rule:
+def _unique(lists: str, field: str, sentence: str) -> Rule:
     """A rule that this field is unique among the items of a list; items without the field are ignored."""
     given = f"self.{lists}.filter(x, has(x.{field}))"
     same = f"self.{lists}.exists_one(y, has(y.{field}) && y.{field} == x.{field})"
     return rule(f"!has(self.{lists}) || {given}.all(x, {same})", sentence, at=f".{lists}")
 
 
-def _apart(left: str, left_place: str, right: str, right_place: str, sentence: str, *, but: str = "") -> Rule:
-    """A rule that no item of the left list (x) has the same place as an item of the right list (y), except where `but` holds."""
-    meet = f"has(y.to) && {left_place} == {right_place}" if right == "secrets" else f"{left_place} == {right_place}"
-    unless = f"!({but}) && " if but else ""
+def _distinct_places(left: str, left_place: str, right: str, right_place: str, sentence: str, *, except_if: str = "") -> Rule:
+    """A rule that no item of the left list (x) has the same place as an item of the right list (y), unless `except_if` holds."""
+    same_place = f"has(y.to) && {left_place} == {right_place}" if right == "secrets" else f"{left_place} == {right_place}"
+    exception = f"!({except_if}) && " if except_if else ""
     return rule(
-        f"!has(self.{left}) || !has(self.{right}) || !self.{left}.exists(x, {unless}self.{right}.exists(y, {meet}))",
+        f"!has(self.{left}) || !has(self.{right}) || !self.{left}.exists(x, {exception}self.{right}.exists(y, {same_place}))",
         sentence,
         at=f".{right}",
     )
 
 
-def _elsewhere(lists: str) -> Rule:
+def _not_reserved(lists: str) -> Rule:
     """A rule that no item of a list is mounted over a directory of Outlast or of the system."""
     return rule(
         f"!has(self.{lists}) || !self.{lists}.exists(x, has(x.to) && x.to.matches('^({spec.OWN})$'))",
@@ -77,7 +77,7 @@ def _elsewhere(lists: str) -> Rule:
     )
 
 
-_HERE = "!x.from.contains('://') || x.from.startsWith('file://')"
+_IS_LOCAL = "!x.from.contains('://') || x.from.startsWith('file://')"
 """The condition that data (x) is on the machine that submits the job; in that case, a volume may have the same place."""
 _DATA_TO = "(has(x.to) ? x.to : '/data')"
 
@@ -91,9 +91,9 @@ _MUTABLE = {
     "ttlSecondsAfterFinished",
     "cleanPodPolicy",
 }
-FIXED = tuple(name for name in spec.schema()["$defs"]["Spec"]["properties"] if name not in _MUTABLE)
+IMMUTABLE = tuple(name for name in spec.schema()["$defs"]["Spec"]["properties"] if name not in _MUTABLE)
 """Immutable fields of the specification."""
-FIXED_SCHEDULING = ("queue", "gang", "spot", "worker0")
+IMMUTABLE_SCHEDULING = ("queue", "gang", "spot", "worker0")
 """Immutable fields of `scheduling`. Its priority is mutable; a change affects pods that are created later."""
 
 NAME = rule(
@@ -193,34 +193,41 @@ RULES: dict[str, list[Rule]] = {
             "an entry of data is inside another one (to); choose separate directories",
             at=".data",
         ),
-        _elsewhere("data"),
-        _elsewhere("volumes"),
-        _elsewhere("secrets"),
-        _all_different("models", "name", "two models have the same name; choose another for one of them"),
-        _all_different("volumes", "to", "two volumes have the same place (to); choose another for one of them"),
-        _all_different("secrets", "to", "two secrets have the same place (to); choose another for one of them"),
-        _apart(
-            "data", _DATA_TO, "volumes", "y.to", "a volume is where data from a store is (to); choose another place", but=_HERE
+        _not_reserved("data"),
+        _not_reserved("volumes"),
+        _not_reserved("secrets"),
+        _unique("models", "name", "two models have the same name; choose another for one of them"),
+        _unique("volumes", "to", "two volumes have the same place (to); choose another for one of them"),
+        _unique("secrets", "to", "two secrets have the same place (to); choose another for one of them"),
+        _distinct_places(
+            "data",
+            _DATA_TO,
+            "volumes",
+            "y.to",
+            "a volume is where data from a store is (to); choose another place",
+            except_if=_IS_LOCAL,
         ),
-        _apart("data", _DATA_TO, "secrets", "y.to", "a secret is where data is (to); choose another place"),
-        _apart("volumes", "x.to", "secrets", "y.to", "a secret is where a volume is (to); choose another place"),
-        _apart(
+        _distinct_places("data", _DATA_TO, "secrets", "y.to", "a secret is where data is (to); choose another place"),
+        _distinct_places("volumes", "x.to", "secrets", "y.to", "a secret is where a volume is (to); choose another place"),
+        _distinct_places(
             "models",
             "'/models/' + x.name",
             "volumes",
             "y.to",
             "a volume is where a model from a store is; choose another place",
-            but=_HERE,
+            except_if=_IS_LOCAL,
         ),
-        _apart("models", "'/models/' + x.name", "secrets", "y.to", "a secret is where a model is; choose another place"),
-        _apart(
+        _distinct_places(
+            "models", "'/models/' + x.name", "secrets", "y.to", "a secret is where a model is; choose another place"
+        ),
+        _distinct_places(
             "models",
             "'/models/' + x.name",
             "data",
             _DATA_TO.replace("x.", "y."),
             "data is where a model is; choose another place",
         ),
-        *(_fixed(name) for name in FIXED),
-        *(_fixed(name, within="scheduling") for name in FIXED_SCHEDULING),
+        *(_immutable(name) for name in IMMUTABLE),
+        *(_immutable(name, within="scheduling") for name in IMMUTABLE_SCHEDULING),
     ],
 }

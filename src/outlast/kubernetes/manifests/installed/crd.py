@@ -24,15 +24,17 @@ Schema = dict[str, Any]
 
 
 def definition() -> Document:
-    more = {"shortNames": list(SHORT), "categories": ["all", "training"]}
-    return resource(ELASTIC_JOB, schema(), _columns(), ".spec.workers.replicas", ".status.replicas", more)
+    names = {"shortNames": list(SHORT), "categories": ["all", "training"]}
+    return resource(ELASTIC_JOB, schema(), _columns(), ".spec.workers.replicas", ".status.replicas", names)
 
 
-def resource(kind: Kind, schema: Schema, columns: list[Document], wanted: str, there: str, names: Document) -> Document:
-    """A CustomResourceDefinition with the subresources status and scale. `wanted` and `there` are the paths of the desired and
-    the current number of workers."""
+def resource(
+    kind: Kind, schema: Schema, columns: list[Document], desired_path: str, current_path: str, names: Document
+) -> Document:
+    """A CustomResourceDefinition with the subresources status and scale. The paths are those of the
+    desired and the current number of workers."""
     group, version = kind.api_version.split("/")
-    scale = {"specReplicasPath": wanted, "statusReplicasPath": there, "labelSelectorPath": ".status.selector"}
+    scale = {"specReplicasPath": desired_path, "statusReplicasPath": current_path, "labelSelectorPath": ".status.selector"}
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -66,17 +68,17 @@ def resource(kind: Kind, schema: Schema, columns: list[Document], wanted: str, t
 
 def schema() -> Schema:
     """The structural schema of an ElasticJob."""
-    read = spec.schema()
-    named = read["$defs"]
-    name = _field("Metadata", "name", named["Metadata"]["properties"]["name"], named)
-    fields = _model("Spec", named)
+    model_schema = spec.schema()
+    definitions = model_schema["$defs"]
+    name = _field("Metadata", "name", definitions["Metadata"]["properties"]["name"], definitions)
+    fields = _model("Spec", definitions)
     fields["properties"]["workers"]["default"] = {}
     fields["properties"]["workers"]["properties"]["replicas"]["default"] = 1
     fields["properties"]["template"] |= {"properties": _overlay()}
     del fields["properties"]["template"]["x-kubernetes-preserve-unknown-fields"], name["maxLength"]
     return {
         "type": "object",
-        "description": read["description"],
+        "description": model_schema["description"],
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string"},
@@ -92,23 +94,23 @@ def schema() -> Schema:
 # ------------------------------------------------------------------------------------------------------------ from the model
 
 
-def _model(name: str, named: dict[str, Schema]) -> Schema:
+def _model(name: str, definitions: dict[str, Schema]) -> Schema:
     """The structural schema of a model, with its rules."""
-    model = named[name]
+    model = definitions[name]
     result: Schema = {"type": "object", "description": _text(model["description"])}
     if model.get("required"):
         result["required"] = list(model["required"])
-    result["properties"] = {field: _field(name, field, value, named) for field, value in model["properties"].items()}
+    result["properties"] = {field: _field(name, field, value, definitions) for field, value in model["properties"].items()}
     if rules := cel.RULES.get(name):
         result["x-kubernetes-validations"] = rules
     return result
 
 
-def _field(model: str, name: str, field: Schema, named: dict[str, Schema]) -> Schema:
+def _field(model: str, name: str, field: Schema, definitions: dict[str, Schema]) -> Schema:
     """The schema of a field: its own description instead of its model's, followed by its default."""
-    result = _structural(field, named)
+    result = _structural(field, definitions)
     described = _text(field["description"])
-    default = _shown(field.get("default"))
+    default = _default_text(field.get("default"))
     if default and "Default: " not in described:
         described = f"{described} Default: {default}."
     if most := cel.BOUNDS.get((model, name)):
@@ -118,38 +120,38 @@ def _field(model: str, name: str, field: Schema, named: dict[str, Schema]) -> Sc
     return {"description": described, **{key: value for key, value in result.items() if key != "description"}}
 
 
-def _structural(part: Schema, named: dict[str, Schema]) -> Schema:
+def _structural(part: Schema, definitions: dict[str, Schema]) -> Schema:
     """The structural schema of a part of pydantic's schema. Raises ValueError if there is none, which a change of the model may
     cause."""
     if "$ref" in part:
-        return _model(part["$ref"].removeprefix("#/$defs/"), named)
+        return _model(part["$ref"].removeprefix("#/$defs/"), definitions)
     if "const" in part:
         return {"type": "string", "enum": [part["const"]]}
     if "enum" in part:
         return {"type": "string", "enum": list(part["enum"])}
     if "anyOf" in part:
-        return _choice([option for option in part["anyOf"] if option.get("type") != "null"], named)
-    kept = {key: part[key] for key in ("type", *_LIMITS) if key in part}
+        return _choice([option for option in part["anyOf"] if option.get("type") != "null"], definitions)
+    result = {key: part[key] for key in ("type", *_LIMITS) if key in part}
     match part.get("type"):
         case "array":
-            return {**kept, "items": _structural(part["items"], named)}
+            return {**result, "items": _structural(part["items"], definitions)}
         case "object" if isinstance(part.get("additionalProperties"), dict):
-            return {**kept, "additionalProperties": _structural(part["additionalProperties"], named)}
+            return {**result, "additionalProperties": _structural(part["additionalProperties"], definitions)}
         case "object":
-            return {**kept, "x-kubernetes-preserve-unknown-fields": True}
+            return {**result, "x-kubernetes-preserve-unknown-fields": True}
         case "string" | "integer" | "number" | "boolean":
-            return kept
+            return result
     raise ValueError(f"no structural schema can say {part}")
 
 
 _LIMITS = ("pattern", "minLength", "maxLength", "minimum", "maximum", "minItems", "maxItems")
 
 
-def _choice(options: list[Schema], named: dict[str, Schema]) -> Schema:
+def _choice(options: list[Schema], definitions: dict[str, Schema]) -> Schema:
     """The schema of an optional part, or of a number or string. Fractions are written as strings, or in a smaller unit:
     `500m`."""
     if len(options) == 1:
-        return _structural(options[0], named)
+        return _structural(options[0], definitions)
     numbers = [option for option in options if option.get("type") in ("integer", "number")]
     texts = [option for option in options if option.get("type") == "string"]
     if len(numbers) > 1 or len(texts) != 1 or len(numbers) + len(texts) != len(options):
@@ -167,7 +169,7 @@ def _text(description: str) -> str:
     return " ".join(description.split())
 
 
-def _shown(default: Any) -> str:
+def _default_text(default: Any) -> str:
     """A default as written in a job file; empty if there is none."""
     if default in (None, "") or isinstance(default, dict | list | tuple):
         return ""
@@ -194,178 +196,178 @@ def _status() -> Schema:
         "description": "What is known of the job, written by the operator.",
         "x-kubernetes-preserve-unknown-fields": True,
         "properties": {
-            "observedGeneration": known("integer", "The metadata.generation that this status is about."),
-            "state": known("string", "State of the job: Pending, Running, Restarting, Succeeded, Failed and so on."),
-            "reason": known("string", "The last decision, in a sentence."),
-            "replicas": known("integer", "Number of workers that exist."),
-            "selector": known("string", "Labels of the workers' pods, for the scale subresource."),
-            "workersText": known("string", "Number of workers, and its allowed range: 3/1-4."),
-            "run": known("string", "Unique id of this run."),
-            "generation": known("integer", "Generation of the world."),
-            "world": many("integer", "The workers that train together, in rank order; empty while there is no world."),
-            "step": known("integer", "Steps done."),
-            "steps": known("integer", "Steps of the whole run, when known."),
-            "progress": known("string", "Share of the steps that is done: 42 %."),
-            "rate": known("number", "Steps per second, recently."),
-            "restarts": known("integer", "Failures that counted since the start of the run."),
-            "interruptions": known("integer", "Workers that were interrupted since the start of the run."),
-            "checkpoint": part(
+            "observedGeneration": typed("integer", "The metadata.generation that this status is about."),
+            "state": typed("string", "State of the job: Pending, Running, Restarting, Succeeded, Failed and so on."),
+            "reason": typed("string", "The last decision, in a sentence."),
+            "replicas": typed("integer", "Number of workers that exist."),
+            "selector": typed("string", "Labels of the workers' pods, for the scale subresource."),
+            "workersText": typed("string", "Number of workers, and its allowed range: 3/1-4."),
+            "run": typed("string", "Unique id of this run."),
+            "generation": typed("integer", "Generation of the world."),
+            "world": list_of("integer", "The workers that train together, in rank order; empty while there is no world."),
+            "step": typed("integer", "Steps done."),
+            "steps": typed("integer", "Steps of the whole run, when known."),
+            "progress": typed("string", "Share of the steps that is done: 42 %."),
+            "rate": typed("number", "Steps per second, recently."),
+            "restarts": typed("integer", "Failures that counted since the start of the run."),
+            "interruptions": typed("integer", "Workers that were interrupted since the start of the run."),
+            "checkpoint": object_with(
                 "The newest committed checkpoint.",
-                step=known("integer", "Its step."),
-                time=known("number", "When it was committed, seconds since the epoch."),
-                path=known("string", "Where it is."),
-                bytes=known("integer", "Its size."),
+                step=typed("integer", "Its step."),
+                time=typed("number", "When it was committed, seconds since the epoch."),
+                path=typed("string", "Where it is."),
+                bytes=typed("integer", "Its size."),
             ),
-            "snapshot": part(
+            "snapshot": object_with(
                 "The newest complete snapshot in the memory of the workers.",
-                step=known("integer", "Its step."),
-                every=known("integer", "Steps between two snapshots; 0: unknown."),
+                step=typed("integer", "Its step."),
+                every=typed("integer", "Steps between two snapshots; 0: unknown."),
             ),
-            "goodput": known("number", "Share of the time spent on steps that were kept, 0 to 1, as outlast report shows it."),
-            "goodputText": known("string", "The same in per cent: 97.1 %."),
+            "goodput": typed("number", "Share of the time spent on steps that were kept, 0 to 1, as outlast report shows it."),
+            "goodputText": typed("string", "The same in per cent: 97.1 %."),
             "lastFailure": _failure(),
-            "startTime": time("When the operator first reconciled the job."),
-            "completionTime": time("When the job ended."),
+            "startTime": date_time("When the operator first reconciled the job."),
+            "completionTime": date_time("When the job ended."),
             "rendezvous": _rendezvous(),
             "judged": _counted(),
-            "ledger": known(
+            "ledger": typed(
                 "array",
                 "What was decided, the newest last; the ledger in the job's output has all of it.",
-                items=part("An event."),
+                items=object_with("An event."),
             ),
             "failures": _failures(),
-            "queue": known("string", "The queue that the job waits in, or was admitted by."),
-            "gang": known("string", "Gang scheduler of the workers: volcano or coscheduling; absent for none."),
+            "queue": typed("string", "The queue that the job waits in, or was admitted by."),
+            "gang": typed("string", "Gang scheduler of the workers: volcano or coscheduling; absent for none."),
             "conditions": _conditions(),
         },
     }
 
 
 def _counted() -> Schema:
-    silent = part(
+    silent = object_with(
         "A deleted pod.",
-        uid=known("string", "Its uid."),
-        worker=known("integer", "Its worker."),
-        node=known("string", "Its node."),
-        since=known("number", "When its deletion was requested, seconds since the epoch."),
+        uid=typed("string", "Its uid."),
+        worker=typed("integer", "Its worker."),
+        node=typed("string", "Its node."),
+        since=typed("number", "When its deletion was requested, seconds since the epoch."),
     )
-    lost = part(
+    lost = object_with(
         "A worker whose peers did not hear it.",
-        worker=known("integer", "Its index."),
-        uid=known("string", "Uid of its pod."),
-        node=known("string", "Its node."),
-        at=known("number", "When it was lost, seconds since the epoch."),
-        times=known("integer", "How often in a row: it is kept out of worlds for longer each time."),
-        held=known("boolean", "Whether it is kept out of worlds for a while."),
+        worker=typed("integer", "Its index."),
+        uid=typed("string", "Uid of its pod."),
+        node=typed("string", "Its node."),
+        at=typed("number", "When it was lost, seconds since the epoch."),
+        times=typed("integer", "How often in a row: it is kept out of worlds for longer each time."),
+        held=typed("boolean", "Whether it is kept out of worlds for a while."),
     )
-    return part(
+    return object_with(
         "Failures that are already counted.",
-        generation=known("integer", "The newest generation whose failure is counted."),
-        attempt=known("integer", "Which start of its processes that was; absent for the first."),
-        pods=many("string", "Uids of pods whose end is counted."),
-        silent=known("array", "Pods that were deleted because they were silent, and are not counted yet.", items=silent),
-        lost=known("array", "Workers whose peers did not hear them, of the last ten minutes.", items=lost),
-        elected=known("integer", "With rendezvous in etcd: the number of `restarts` that agents have counted."),
+        generation=typed("integer", "The newest generation whose failure is counted."),
+        attempt=typed("integer", "Which start of its processes that was; absent for the first."),
+        pods=list_of("string", "Uids of pods whose end is counted."),
+        silent=typed("array", "Pods that were deleted because they were silent, and are not counted yet.", items=silent),
+        lost=typed("array", "Workers whose peers did not hear them, of the last ten minutes.", items=lost),
+        elected=typed("integer", "With rendezvous in etcd: the number of `restarts` that agents have counted."),
     )
 
 
 def _failures() -> Schema:
-    failure = part(
+    failure = object_with(
         "A failure.",
-        time=known("number", "When it was counted, seconds since the epoch."),
-        committedStep=known("integer", "The newest committed step at that time."),
-        failedStep=known("integer", "The step that raised, when known."),
-        node=known("string", "The node where it happened."),
+        time=typed("number", "When it was counted, seconds since the epoch."),
+        committedStep=typed("integer", "The newest committed step at that time."),
+        failedStep=typed("integer", "The step that raised, when known."),
+        node=typed("string", "The node where it happened."),
     )
-    return known("array", "Failures that still count against restarts.limit, oldest first.", items=failure)
+    return typed("array", "Failures that still count against restarts.limit, oldest first.", items=failure)
 
 
 def _failure() -> Schema:
     """The schema of `failure.Failure`, with the node and the log tail, which only pods have."""
-    return part(
+    return object_with(
         "The last failure: the first process that failed.",
-        worker=known("integer", "Its worker."),
-        rank=known("integer", "Its rank, when known."),
-        code=known("integer", "Its exit code."),
-        reason=known("string", "One sentence: rank 1 on worker 1 was killed by SIGKILL."),
-        traceback=known("string", "The tail of its traceback, if any."),
-        step=known("integer", "Its step."),
-        generation=known("integer", "The generation of its world."),
-        attempt=known("integer", "Which start of that world's processes failed; absent for the first."),
-        time=known("number", "When it failed, seconds since the epoch."),
-        counted=known("boolean", "Whether it counts against restarts.limit."),
-        node=known("string", "The node of its pod."),
-        logTail=known("string", "The last lines of its worker's log."),
+        worker=typed("integer", "Its worker."),
+        rank=typed("integer", "Its rank, when known."),
+        code=typed("integer", "Its exit code."),
+        reason=typed("string", "One sentence: rank 1 on worker 1 was killed by SIGKILL."),
+        traceback=typed("string", "The tail of its traceback, if any."),
+        step=typed("integer", "Its step."),
+        generation=typed("integer", "The generation of its world."),
+        attempt=typed("integer", "Which start of that world's processes failed; absent for the first."),
+        time=typed("number", "When it failed, seconds since the epoch."),
+        counted=typed("boolean", "Whether it counts against restarts.limit."),
+        node=typed("string", "The node of its pod."),
+        logTail=typed("string", "The last lines of its worker's log."),
     )
 
 
 def _rendezvous() -> Schema:
     """The schema of `rendezvous.world.World`, and of `Called` and `Closed` in `rendezvous.transports.sockets`."""
-    return part(
+    return object_with(
         "What the operator publishes for the workers, which watch it.",
-        run=known("string", "Id of the run."),
-        world=part(
+        run=typed("string", "Id of the run."),
+        world=object_with(
             "The newest world.",
-            generation=known("integer", "Its generation."),
-            members=many("integer", "Its workers in rank order."),
-            address=known("string", "Address of the rendezvous: host and port of rank 0."),
-            reason=known("string", "Why it was formed."),
-            at=known("number", "When, seconds since the epoch."),
-            held=known("integer", "The newest step that a worker has told of before: to begin below it is a loss."),
+            generation=typed("integer", "Its generation."),
+            members=list_of("integer", "Its workers in rank order."),
+            address=typed("string", "Address of the rendezvous: host and port of rank 0."),
+            reason=typed("string", "Why it was formed."),
+            at=typed("number", "When, seconds since the epoch."),
+            held=typed("integer", "The newest step that a worker has told of before: to begin below it is a loss."),
         ),
-        called=part(
+        called=object_with(
             "A new rendezvous was called.",
-            generation=known("integer", "The next generation."),
-            reason=known("string", "Why it was called."),
-            planned=known("boolean", "Whether training saves first."),
-            deadline=known("number", "Deadline for saving, seconds since the epoch."),
-            at=known("number", "When it was called, seconds since the epoch."),
-            leaving=many("integer", "Workers that leave."),
-            lost=many("integer", "Workers whose peers do not hear them."),
+            generation=typed("integer", "The next generation."),
+            reason=typed("string", "Why it was called."),
+            planned=typed("boolean", "Whether training saves first."),
+            deadline=typed("number", "Deadline for saving, seconds since the epoch."),
+            at=typed("number", "When it was called, seconds since the epoch."),
+            leaving=list_of("integer", "Workers that leave."),
+            lost=list_of("integer", "Workers whose peers do not hear them."),
         ),
-        closed=part(
+        closed=object_with(
             "There will be no further world.",
-            reason=known("string", "Why."),
-            code=known("integer", "Exit code of the workers."),
+            reason=typed("string", "Why."),
+            code=typed("integer", "Exit code of the workers."),
         ),
-        born=known("string", "With rendezvous in etcd: the incarnation id of the run."),
-        wanted=part(
+        born=typed("string", "With rendezvous in etcd: the incarnation id of the run."),
+        wanted=object_with(
             "With rendezvous in etcd: the request to the elected coordinator.",
-            number=known("integer", "Grows with each change."),
-            replicas=known("integer", "Number of workers; 0 while the job is suspended."),
-            sizes=many("integer", "Allowed numbers of workers."),
-            expected=many("integer", "Expected members."),
+            number=typed("integer", "Grows with each change."),
+            replicas=typed("integer", "Number of workers; 0 while the job is suspended."),
+            sizes=list_of("integer", "Allowed numbers of workers."),
+            expected=list_of("integer", "Expected members."),
         ),
-        leaving=known("array", "Workers that have to be gone by a deadline.", items=_leaving()),
+        leaving=typed("array", "Workers that have to be gone by a deadline.", items=_leaving()),
     )
 
 
 def _leaving() -> Schema:
-    return part(
+    return object_with(
         "A worker whose node is about to be terminated.",
-        worker=known("integer", "Its index."),
-        uid=known("string", "Uid of its pod."),
-        deadline=known("number", "When it is killed, seconds since the epoch."),
-        reason=known("string", "Why, one sentence."),
+        worker=typed("integer", "Its index."),
+        uid=typed("string", "Uid of its pod."),
+        deadline=typed("number", "When it is killed, seconds since the epoch."),
+        reason=typed("string", "Why, one sentence."),
     )
 
 
-def known(kind: str, description: str, **more: Any) -> Schema:
+def typed(kind: str, description: str, **more: Any) -> Schema:
     return {"type": kind, "description": description, **more}
 
 
-def time(description: str) -> Schema:
+def date_time(description: str) -> Schema:
     return {"type": "string", "format": "date-time", "description": description}
 
 
-def many(kind: str, description: str) -> Schema:
+def list_of(kind: str, description: str) -> Schema:
     return {"type": "array", "description": description, "items": {"type": kind}}
 
 
-def part(description: str, **fields: Schema) -> Schema:
+def object_with(description: str, **fields: Schema) -> Schema:
     """The schema of an object to which operators of other versions may add fields."""
-    found = {"type": "object", "description": description, "x-kubernetes-preserve-unknown-fields": True}
-    return {**found, "properties": fields} if fields else found
+    base = {"type": "object", "description": description, "x-kubernetes-preserve-unknown-fields": True}
+    return {**base, "properties": fields} if fields else base
 
 
 def _conditions() -> Schema:

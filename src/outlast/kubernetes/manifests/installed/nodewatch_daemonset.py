@@ -17,24 +17,24 @@ _LEVELS = {f"pod-security.kubernetes.io/{mode}": "privileged" for mode in ("enfo
 def documents(labels: dict[str, str], image: str) -> list[Document]:
     """The node watcher's objects, in the order of creation."""
     meta: Document = {"name": NAME, "labels": dict(labels)}
-    here = {**meta, "namespace": NAME}
+    namespaced = {**meta, "namespace": NAME}
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAME, "labels": {**labels, **_LEVELS}}},
         *rbac.node_watch(meta, NAME),
-        _daemons(here, labels, image),
+        _daemonset(namespaced, labels, image),
     ]
 
 
-def _daemons(meta: Document, labels: dict[str, str], image: str) -> Document:
-    selected = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/component": "node-watch"}
+def _daemonset(meta: Document, labels: dict[str, str], image: str) -> Document:
+    selector = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/component": "node-watch"}
     return {
         "apiVersion": "apps/v1",
         "kind": "DaemonSet",
         "metadata": meta,
         "spec": {
-            "selector": {"matchLabels": selected},
+            "selector": {"matchLabels": selector},
             "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "10%"}},
-            "template": {"metadata": {"labels": {**labels, **selected}}, "spec": _pod(image)},
+            "template": {"metadata": {"labels": {**labels, **selector}}, "spec": _pod(image)},
         },
     }
 
@@ -52,7 +52,7 @@ def _pod(image: str) -> Document:
         "nodeSelector": {"kubernetes.io/os": "linux"},
         "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}},
         "terminationGracePeriodSeconds": 10,
-        "securityContext": volumes.security(),
+        "securityContext": volumes.pod_security(),
         "containers": [
             {
                 "name": "node-watch",
@@ -60,7 +60,7 @@ def _pod(image: str) -> Document:
                 "command": ["outlast", "node-watch"],
                 "env": [{"name": Env.NODE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
                 "resources": {"requests": {"cpu": "10m", "memory": "96Mi"}, "limits": {"memory": "256Mi"}},
-                "securityContext": volumes.confined(),
+                "securityContext": volumes.container_security(),
                 "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
             }
         ],

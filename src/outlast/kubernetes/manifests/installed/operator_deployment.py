@@ -24,24 +24,25 @@ LABELS = {
 }
 
 
-def files(*, into: str = OPERATOR_NAMESPACE, image: str = IMAGE, on_demand: bool = False) -> dict[str, list[Document]]:
-    """The objects, by the name of their file in `deploy/`. `into` is the operator's namespace; `on_demand`: whether the operator
-    avoids spot machines."""
+def files(
+    *, operator_namespace: str = OPERATOR_NAMESPACE, image: str = IMAGE, on_demand: bool = False
+) -> dict[str, list[Document]]:
+    """The objects, by the name of their file in `deploy/`. `on_demand`: whether the operator avoids spot machines."""
     base = {
-        "namespace.yaml": [namespace(into)],
+        "namespace.yaml": [namespace(operator_namespace)],
         "crd.yaml": [crd.definition(), *(each.functions.definition() for each in dropins.DROP_INS)],
-        "rbac.yaml": rbac.operator(_meta(OPERATOR), into) + rbac.users(),
-        "operator.yaml": [operator(into, image)],
+        "rbac.yaml": rbac.operator(_meta(OPERATOR), operator_namespace) + rbac.user_roles(),
+        "operator.yaml": [deployment(operator_namespace, image)],
     }
     optional = {
         "node-watch/node-watch.yaml": nodewatch_daemonset.documents(LABELS, image),
     }
     if on_demand:
-        (deployment,) = base["operator.yaml"]
-        template = deployment["spec"]["template"]["spec"]
-        template["affinity"] = placement.off_spot(template.get("affinity") or {})
+        (operator_document,) = base["operator.yaml"]
+        template = operator_document["spec"]["template"]["spec"]
+        template["affinity"] = placement.avoid_spot(template.get("affinity") or {})
     kustomized = {
-        "kustomization.yaml": [_kustomization(list(base), namespace=into)],
+        "kustomization.yaml": [_kustomization(list(base), namespace=operator_namespace)],
         "node-watch/kustomization.yaml": [_kustomization(["node-watch.yaml"], namespace=nodewatch_daemonset.NAME)],
     }
     return {**base, **optional, **kustomized}
@@ -57,17 +58,17 @@ def namespace(name: str = OPERATOR_NAMESPACE) -> Document:
     }
 
 
-def operator(into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
+def deployment(operator_namespace: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
     """The operator's Deployment, with two replicas: the leader, which holds a Lease, and a standby."""
-    labels = _selected("operator")
+    labels = _selector("operator")
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {**_meta(OPERATOR), "namespace": into},
+        "metadata": {**_meta(OPERATOR), "namespace": operator_namespace},
         "spec": {
             "replicas": 2,
             "selector": {"matchLabels": labels},
-            "template": _pods(
+            "template": _pod_template(
                 labels,
                 {
                     "serviceAccountName": OPERATOR,
@@ -84,8 +85,8 @@ def operator(into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
                             ],
                             "ports": [{"name": "probes", "containerPort": Pod.PROBE_PORT}],
                             "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
-                            **worker_pod.probes(start=30, live=3),
-                            "securityContext": volumes.confined(),
+                            **worker_pod.probes(startup_failures=30, liveness_failures=3),
+                            "securityContext": volumes.container_security(),
                             "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
                         }
                     ],
@@ -97,27 +98,27 @@ def operator(into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
 
 
 def _kustomization(resources: list[str], *, namespace: str) -> Document:
-    found: Document = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    return {**found, "namespace": namespace, "resources": resources}
+    head: Document = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    return {**head, "namespace": namespace, "resources": resources}
 
 
 def _meta(name: str) -> Document:
     return {"name": name, "labels": dict(LABELS)}
 
 
-def _selected(component: str) -> dict[str, str]:
+def _selector(component: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/component": component}
 
 
-def _pods(labels: dict[str, str], spec: Document) -> Document:
+def _pod_template(labels: dict[str, str], spec: Document) -> Document:
     """A pod template: restricted, spread over nodes, and without environment variables for Services, since a Service called
     outlast-... would set OUTLAST_..._PORT."""
-    ours: Document = {
+    base: Document = {
         "enableServiceLinks": False,
-        "securityContext": volumes.security(),
+        "securityContext": volumes.pod_security(),
         "topologySpreadConstraints": [placement.spread(labels)],
     }
-    return {"metadata": {"labels": {**LABELS, **labels}}, "spec": {**ours, **spec}}
+    return {"metadata": {"labels": {**LABELS, **labels}}, "spec": {**base, **spec}}
 
 
 def _field(name: str, path: str) -> Document:

@@ -15,14 +15,14 @@ _RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"
 _GROUPS = (contract.GROUP, *(kind.group for kind in dropins.KINDS))
 """API groups of ElasticJobs and of the drop-ins' jobs."""
 _READ = ["get", "list", "watch"]
-_WATCHED = ["list", "watch"]
+_WATCH = ["list", "watch"]
 _LABELS = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "outlast"}
 
 
 def operator(meta: Document, namespace: str) -> list[Document]:
     """The operator's ServiceAccount, with exactly the rights that it uses: in all namespaces, and on its own Lease."""
     jobs = ELASTIC_JOB.plural
-    kept = ["get", "create"]
+    get_or_create = ["get", "create"]
     rules = [
         _rule(_GROUPS, [jobs], [*_READ, "delete"]),  # delete: after their TTL
         _rule(_GROUPS, [f"{jobs}/status"], ["update"]),
@@ -30,30 +30,32 @@ def operator(meta: Document, namespace: str) -> list[Document]:
             _GROUPS, [f"{jobs}/finalizers"], ["update"]
         ),  # to set owner references, where OwnerReferencesPermissionEnforcement is on
         _rule("", ["pods"], [*_READ, "create", "delete", "patch"]),
-        _rule("", ["services", "persistentvolumeclaims", "serviceaccounts"], kept),
-        _rule(_RBAC, ["roles"], [*kept, "patch"]),  # for workers; the API server lets nobody grant rights that they do not have
-        _rule(_RBAC, ["rolebindings"], kept),
+        _rule("", ["services", "persistentvolumeclaims", "serviceaccounts"], get_or_create),
+        _rule(
+            _RBAC, ["roles"], [*get_or_create, "patch"]
+        ),  # for workers; the API server lets nobody grant rights that they do not have
+        _rule(_RBAC, ["rolebindings"], get_or_create),
         _rule(_LEASES, ["leases"], ["list", "watch", "create", "patch"]),  # to create and patch: it gives that to workers
-        _rule("policy", ["poddisruptionbudgets"], [*kept, "patch"]),
-        _rule("", ["events"], [*kept, "patch"]),
-        _rule("", ["nodes"], _WATCHED),
-        _rule(["scheduling.x-k8s.io", "scheduling.volcano.sh"], ["podgroups"], [*kept, "patch"]),
+        _rule("policy", ["poddisruptionbudgets"], [*get_or_create, "patch"]),
+        _rule("", ["events"], [*get_or_create, "patch"]),
+        _rule("", ["nodes"], _WATCH),
+        _rule(["scheduling.x-k8s.io", "scheduling.volcano.sh"], ["podgroups"], [*get_or_create, "patch"]),
         _rule(kueue.GROUP, ["workloads"], [*_READ, "create", "patch", "delete"]),
         _rule(kueue.GROUP, ["workloads/status"], ["update"]),
-        _rule(kueue.GROUP, ["resourceflavors", "workloadpriorityclasses"], _WATCHED),
-        _rule("scheduling.k8s.io", ["priorityclasses"], _WATCHED),
+        _rule(kueue.GROUP, ["resourceflavors", "workloadpriorityclasses"], _WATCH),
+        _rule("scheduling.k8s.io", ["priorityclasses"], _WATCH),
     ]
-    here = {**meta, "namespace": namespace}
+    namespaced = {**meta, "namespace": namespace}
     own = [
         {**_rule(_LEASES, ["leases"], ["get", "update"]), "resourceNames": [OPERATOR]},
         _rule(_LEASES, ["leases"], ["create"]),
     ]
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": here},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": namespaced},
         _role("ClusterRole", meta, rules),
         _binding("ClusterRoleBinding", meta, "ClusterRole", OPERATOR, namespace),
-        _role("Role", here, own),
-        _binding("RoleBinding", here, "Role", OPERATOR, namespace),
+        _role("Role", namespaced, own),
+        _binding("RoleBinding", namespaced, "Role", OPERATOR, namespace),
     ]
 
 
@@ -74,7 +76,7 @@ def node_watch(meta: Document, namespace: str) -> list[Document]:
     ]
 
 
-def users() -> list[Document]:
+def user_roles() -> list[Document]:
     """Roles for ElasticJobs, for everyone who may view, edit or administer a namespace: the cluster's own roles aggregate them.
 
     https://kubernetes.io/docs/reference/access-authn-authz/rbac/#aggregated-clusterroles
@@ -96,29 +98,31 @@ def account(job: str) -> str:
     return f"{job}-worker"
 
 
-def members(job: str, namespace: str, most: int, labels: dict[str, str], owner: Document, *, bearer: str = "") -> list[Document]:
-    """The rights of one job's workers: to create and change their Leases, each by its name, and to read their job. `most` is
-    `workers.max`. Rights to create objects by name work because the workers use server-side apply, which is authorized with the
-    object's name, unlike a POST. `bearer` is the account of the workers' pods; default: the account that is created here."""
+def worker_access(
+    job: str, namespace: str, max_workers: int, labels: dict[str, str], owner: Document, *, bound_account: str = ""
+) -> list[Document]:
+    """The rights of one job's workers: to create and change their Leases, each by its name, and to read their job. Rights to
+    create objects by name work because the workers use server-side apply, which is authorized with the object's name, unlike a
+    POST. `bound_account` is the account of the workers' pods; default: the account that is created here."""
     name = account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(labels), "ownerReferences": [owner]}
     rules = [
         {
             **_rule(_LEASES, ["leases"], ["create", "patch"]),
-            "resourceNames": [contract.worker_name(job, index) for index in range(most)],
+            "resourceNames": [contract.worker_name(job, index) for index in range(max_workers)],
         },
         {**_rule(contract.GROUP, [ELASTIC_JOB.plural], _READ), "resourceNames": [job]},
     ]
     return [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta, "automountServiceAccountToken": False},
         _role("Role", meta, rules),
-        _binding("RoleBinding", meta, "Role", bearer or name, namespace),
+        _binding("RoleBinding", meta, "Role", bound_account or name, namespace),
     ]
 
 
 def _aggregated(name: str, *into: str) -> Document:
-    more = {f"{_RBAC}/aggregate-to-{role}": "true" for role in into}
-    return {"name": f"outlast-{name}", "labels": {**_LABELS, **more}}
+    aggregation = {f"{_RBAC}/aggregate-to-{role}": "true" for role in into}
+    return {"name": f"outlast-{name}", "labels": {**_LABELS, **aggregation}}
 
 
 def _role(kind: str, meta: Document, rules: list[Document]) -> Document:

@@ -6,7 +6,7 @@ from outlast.job import spec
 from outlast.kubernetes.manifests import labels
 from outlast.kubernetes.manifests.render_request import Document
 
-UNDISTURBED = {
+DO_NOT_DISRUPT = {
     "karpenter.sh/do-not-disrupt": "true",
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
 }
@@ -18,13 +18,13 @@ https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md#w
 """
 
 
-def least(workers: spec.Workers) -> int:
+def min_available(workers: spec.Workers) -> int:
     """Minimum number of workers that evictions must leave: `workers.min`, but one worker may always be evicted, since otherwise a
     drain of its node would never end. A job that needs all its workers saves, and waits for the replacement."""
     return max(0, min(workers.min, workers.replicas - 1))
 
 
-def budget(job: str, namespace: str, least: int, labelled: dict[str, str], owner: Document) -> Document:
+def budget(job: str, namespace: str, min_available: int, job_labels: dict[str, str], owner: Document) -> Document:
     """The PodDisruptionBudget of a job; `owner` is an ownerReference.
 
     A worker that is not ready does not train and may always be evicted; otherwise, a job that waits would block a drain forever.
@@ -33,9 +33,9 @@ def budget(job: str, namespace: str, least: int, labelled: dict[str, str], owner
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": {"name": job, "namespace": namespace, "labels": dict(labelled), "ownerReferences": [owner]},
+        "metadata": {"name": job, "namespace": namespace, "labels": dict(job_labels), "ownerReferences": [owner]},
         "spec": {
-            "minAvailable": least,
+            "minAvailable": min_available,
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": labels.selector(job)},
         },

@@ -1,7 +1,7 @@
 """Gang scheduling of the workers: none, the coscheduling plugin, or Volcano.
 
 `of` returns the pods' labels and the PodGroup. With `auto`, the operator chooses the scheduler that the cluster has (`choose`);
-without a cluster, `auto` means none. Kueue admits whole jobs by itself, see `labels.kueue`.
+without a cluster, `auto` means none. Kueue admits whole jobs by itself, see `labels.queue_label`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano
 GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
 """API groups by which a cluster shows that it has a scheduler; the first group that exists wins."""
 
-Who = Literal["none", "coscheduling", "volcano"]
+SchedulerName = Literal["none", "coscheduling", "volcano"]
 
 
 @dataclass(frozen=True)
@@ -42,38 +42,38 @@ class Gang:
 NONE = Gang()
 
 
-def choose(fields: spec.Spec, groups: Collection[str], *, admitted: bool = False) -> Who:
+def choose(fields: spec.Spec, groups: Collection[str], *, admitted: bool = False) -> SchedulerName:
     """The gang scheduler of a job in a cluster with these API groups.
 
     `auto` means none for a job that may train with one worker, which makes a gang pointless, and for a job that Kueue admits
     (`admitted`): Kueue waits until there is quota for all workers, and its queue is not one of Volcano's.
     """
-    wish = fields.scheduling.gang
-    if wish != "auto":
-        return wish
+    requested = fields.scheduling.gang
+    if requested != "auto":
+        return requested
     if fields.workers.min < 2 or admitted:
         return "none"
     return "volcano" if GROUPS["volcano"] in groups else "coscheduling" if GROUPS["coscheduling"] in groups else "none"
 
 
-def missing(who: Who, groups: Collection[str]) -> str:
+def missing(scheduler: SchedulerName, groups: Collection[str]) -> str:
     """A sentence if the cluster lacks the gang's scheduler; otherwise empty."""
-    group = GROUPS.get(who, "")
+    group = GROUPS.get(scheduler, "")
     if not group or group in groups:
         return ""
-    return f"scheduling.gang is {who}, and the cluster has no PodGroups of {group}; {kinds.INSTALLED_BY[group]}"
+    return f"scheduling.gang is {scheduler}, and the cluster has no PodGroups of {group}; {kinds.INSTALLED_BY[group]}"
 
 
-def of(request: Request, name: str, who: Who | None = None) -> Gang:
-    """The gang of a job with several workers. `name` is the name of its PodGroup, and `who` the scheduler; default: the job
-    file's."""
-    match who or request.spec.scheduling.gang:
+def of(request: Request, name: str, scheduler: SchedulerName | None = None) -> Gang:
+    """The gang of a job with several workers. `name` is the name of its PodGroup, and `scheduler` defaults to the one in
+    the job file."""
+    match scheduler or request.spec.scheduling.gang:
         case "coscheduling":  # https://scheduler-plugins.sigs.k8s.io/docs/plugins/coscheduling/
             group: Document = {
                 "apiVersion": "scheduling.x-k8s.io/v1alpha1",
                 "kind": "PodGroup",
                 "metadata": labels.metadata(request, name),
-                "spec": _least(request.spec),
+                "spec": _minimum(request.spec),
             }
             if timeout := request.spec.startup_deadline_seconds:
                 group["spec"]["scheduleTimeoutSeconds"] = math.ceil(timeout)
@@ -83,7 +83,7 @@ def of(request: Request, name: str, who: Who | None = None) -> Gang:
                 "apiVersion": "scheduling.volcano.sh/v1beta1",
                 "kind": "PodGroup",
                 "metadata": labels.metadata(request, name),
-                "spec": {**_least(request.spec), **volcano_queue(request.spec)},
+                "spec": {**_minimum(request.spec), **volcano_queue(request.spec)},
             }
             return Gang(SCHEDULERS["volcano"], {}, {GROUP_ANNOTATION: name}, [group])
     return NONE
@@ -91,12 +91,12 @@ def of(request: Request, name: str, who: Who | None = None) -> Gang:
 
 def volcano_queue(fields: spec.Spec) -> dict[str, str]:
     """Volcano's queue and priority class, as far as the job names them."""
-    found = {"queue": fields.scheduling.queue, "priorityClassName": fields.scheduling.priority_class_name}
-    return {key: value for key, value in found.items() if value}
+    queue_fields = {"queue": fields.scheduling.queue, "priorityClassName": fields.scheduling.priority_class_name}
+    return {key: value for key, value in queue_fields.items() if value}
 
 
-def _least(fields: spec.Spec) -> Document:
-    found: Document = {"minMember": fields.workers.min}
-    if together := resources.times(fields, fields.workers.min):
-        found["minResources"] = together
-    return found
+def _minimum(fields: spec.Spec) -> Document:
+    minimum: Document = {"minMember": fields.workers.min}
+    if quantities := resources.total(fields, fields.workers.min):
+        minimum["minResources"] = quantities
+    return minimum

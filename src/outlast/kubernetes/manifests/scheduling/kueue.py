@@ -44,7 +44,7 @@ class Priority:
     """API group of the priority class: Kueue's group, or the group of pods' priority classes."""
 
 
-def queue(job: Mapping[str, Any]) -> str:
+def queue_name(job: Mapping[str, Any]) -> str:
     """Kueue's queue for an ElasticJob: from the job's label, else from `scheduling`; empty if there is none."""
     label = (job["metadata"].get("labels") or {}).get(QUEUE)
     scheduling = job["spec"].get("scheduling") or {}
@@ -55,13 +55,15 @@ def priority(job: Mapping[str, Any], classes: Iterable[Mapping[str, Any]]) -> Pr
     """The priority of a job, by Kueue's rules: from the class that the label names, else from the class of the pods, else from
     the cluster's default class. Returns a sentence if the class does not exist."""
     label = (job["metadata"].get("labels") or {}).get(PRIORITY)
-    named = label or (job["spec"].get("scheduling") or {}).get("priorityClassName")
+    class_name = label or (job["spec"].get("scheduling") or {}).get("priorityClassName")
     kind = kinds.WORKLOAD_PRIORITY.kind if label else kinds.PRIORITY_CLASS.kind
     for each in classes:
-        if each["kind"] == kind and (each["metadata"]["name"] == named if named else each.get("globalDefault")):
+        if each["kind"] == kind and (each["metadata"]["name"] == class_name if class_name else each.get("globalDefault")):
             group = GROUP if label else kinds.PRIORITY_CLASS.group
             return Priority(int(each["value"]), each["metadata"]["name"], group)
-    return f"there is no {kind} called {named}; ask for one, or delete the job and name another" if named else Priority(0)
+    return (
+        f"there is no {kind} called {class_name}; ask for one, or delete the job and name another" if class_name else Priority(0)
+    )
 
 
 def workload(
@@ -71,26 +73,26 @@ def workload(
     queue: str,
     template: Mapping[str, Any],
     count: int,
-    least: int,
+    min_count: int,
     priority: Priority,
 ) -> Document:
-    """A Workload for `count` pods of this template, or for fewer, down to `least`."""
+    """A Workload for `count` pods of this template, or for fewer, down to `min_count`."""
     pods: Document = {"name": PODS, "count": count, "template": template}
-    if least < count:
-        pods["minCount"] = least
-    named: Document = {}
+    if min_count < count:
+        pods["minCount"] = min_count
+    class_fields: Document = {}
     if priority.name and kind == kinds.WORKLOAD_V1BETA2:
         own = priority.group == GROUP
         class_ = (kinds.WORKLOAD_PRIORITY if own else kinds.PRIORITY_CLASS).kind
-        named = {"priorityClassRef": {"group": priority.group, "kind": class_, "name": priority.name}}
+        class_fields = {"priorityClassRef": {"group": priority.group, "kind": class_, "name": priority.name}}
     elif priority.name:
         source = "workloadpriorityclass" if priority.group == GROUP else "priorityclass"
-        named = {"priorityClassName": priority.name, "priorityClassSource": f"{priority.group}/{source}"}
-    fields = {"queueName": queue, "podSets": [pods], "priority": priority.value, **named}
+        class_fields = {"priorityClassName": priority.name, "priorityClassSource": f"{priority.group}/{source}"}
+    fields = {"queueName": queue, "podSets": [pods], "priority": priority.value, **class_fields}
     return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": dict(meta), "spec": fields}
 
 
-def name(job: str, uid: str, number: int) -> str:
+def workload_name(job: str, uid: str, number: int) -> str:
     """The name of a job's Workload; it is unique to the job's UID."""
     return names.fit(f"{job}-{uid[:8]}-{number}")
 
@@ -100,13 +102,13 @@ def flavors(workload: Mapping[str, Any]) -> set[str]:
     return {flavor for each in _assigned(workload) for flavor in (each.get("flavors") or {}).values()}
 
 
-def admitted(workload: Mapping[str, Any]) -> int:
+def admitted_count(workload: Mapping[str, Any]) -> int:
     """The number of pods for which a Workload was admitted."""
-    asked = workload["spec"]["podSets"][0].get("count", 1)
-    return int(next((each["count"] for each in _assigned(workload) if each.get("count") is not None), asked))
+    requested = workload["spec"]["podSets"][0].get("count", 1)
+    return int(next((each["count"] for each in _assigned(workload) if each.get("count") is not None), requested))
 
 
-def placed(pod: Mapping[str, Any], workload: Mapping[str, Any], flavors_: Mapping[str, Mapping[str, Any]]) -> Document:
+def with_admission(pod: Mapping[str, Any], workload: Mapping[str, Any], flavors_: Mapping[str, Mapping[str, Any]]) -> Document:
     """The pod with the node labels of its Workload's flavors (`flavors_`, by name), and with the updates that admission checks
     require."""
     parts = [flavors_[flavor].get("spec") or {} for flavor in sorted(flavors(workload))]

@@ -28,17 +28,17 @@ TOPOLOGIES: Mapping[str, Callable[[Request], list[Document]]] = {
     "indexed-job": indexed_job.documents,
     "statefulset": statefulset.documents,
 }
-_OPERATORS = ("startup_deadline_seconds", "clean_pod_policy", "managed_by")
+_OPERATOR_ONLY = ("startup_deadline_seconds", "clean_pod_policy", "managed_by")
 _IGNORED = {
-    "job": _OPERATORS,
-    "indexed-job": _OPERATORS,
-    "statefulset": (*_OPERATORS, "active_deadline_seconds", "ttl_seconds_after_finished"),
+    "job": _OPERATOR_ONLY,
+    "indexed-job": _OPERATOR_ONLY,
+    "statefulset": (*_OPERATOR_ONLY, "active_deadline_seconds", "ttl_seconds_after_finished"),
 }
 """Fields that each topology ignores. The first fields of each list are read only by the operator."""
 
 
 def render(
-    wanted: spec.Job,
+    job: spec.Job,
     topology: str = "elasticjob",
     *,
     run: str | None = None,
@@ -58,35 +58,35 @@ def render(
         raise OutlastError("Jobs of Volcano are no more; --as elasticjob with scheduling.gang: volcano has its gangs and queues")
     if topology not in TOPOLOGIES:
         raise OutlastError(f"there is no topology {topology}; choose one of {', '.join(TOPOLOGIES)}")
-    make = TOPOLOGIES[topology]
+    documents = TOPOLOGIES[topology]
     if namespace:
-        wanted = wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"namespace": namespace})})
-    request = Request(wanted, Names(wanted.metadata.name), run or _run(wanted), files or {}, code, fresh)
+        job = job.model_copy(update={"metadata": job.metadata.model_copy(update={"namespace": namespace})})
+    request = Request(job, Names(job.metadata.name), run or _run(job), files or {}, code, fresh)
     # `suspend` may change during a run, but the names of the objects must not.
-    draft = make(request.but(suspend=False))
-    named = dataclasses.replace(request, names=Names(wanted.metadata.name, digest(draft)))
-    return [*configmaps_and_service.code(named), *make(named)]
+    draft = documents(request.with_spec(suspend=False))
+    named = dataclasses.replace(request, names=Names(job.metadata.name, digest(draft)))
+    return [*configmaps_and_service.code(named), *documents(named)]
 
 
-def warnings(wanted: spec.Job, topology: str) -> list[str]:
+def warnings(job: spec.Job, topology: str) -> list[str]:
     """Warnings about a job that can be rendered: output that is lost, and fields that the topology ignores."""
-    found = []
-    if volumes.lost(wanted):
-        found.append(
+    sentences = []
+    if volumes.output_is_lost(job):
+        sentences.append(
             f"output is neither in a store nor on a volume at {Pod.OUTPUT}; what pods save ends with them; give output: "
             f"s3://bucket/runs, or volumes: [{{claim: NAME, to: {Pod.OUTPUT}}}]"
         )
-    if places := volumes.without_credentials(wanted.spec):
-        found.append(
+    if places := volumes.urls_without_credentials(job.spec):
+        sentences.append(
             f"pods are given no credentials for {', '.join(places)}: env, secrets and serviceAccountName are empty; "
             f"unless the role of their nodes may use it: {S3_SECRET}"
         )
     for name, field in spec.Spec.model_fields.items():
-        if name in _IGNORED.get(topology, ()) and getattr(wanted.spec, name) != field.default:
-            found.append(f"{field.alias} has no meaning in the topology {topology}")
-    return found
+        if name in _IGNORED.get(topology, ()) and getattr(job.spec, name) != field.default:
+            sentences.append(f"{field.alias} has no meaning in the topology {topology}")
+    return sentences
 
 
-def _run(wanted: spec.Job) -> str:
+def _run(job: spec.Job) -> str:
     """A digest of the job as its pods see it: the same on every machine, whether the job is suspended or not."""
-    return f"{wanted.metadata.name}-{digest(spec.dump(volumes.document(wanted)))}"
+    return f"{job.metadata.name}-{digest(spec.dump(volumes.document(job)))}"

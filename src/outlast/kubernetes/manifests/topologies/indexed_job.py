@@ -16,27 +16,27 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 def documents(request: Request) -> list[Document]:
     """The Job, its ConfigMap and its Service, and the PodGroup of a gang."""
-    placement.refuse_pin(request, "an Indexed Job")
-    request = request.held()
+    placement.reject_on_demand(request, "an Indexed Job")
+    request = request.with_zero_as_suspended()
     replicas = request.spec.workers.replicas
-    request = request.at_most(replicas)
+    request = request.limited_to(replicas)
     name = request.names.workload(f"-{replicas}")
-    together = gang.of(request, name)
+    pod_group = gang.of(request, name)
     worker = worker_pod.Worker(
-        index=variables.of_field(_INDEX),
+        index=variables.field_source(_INDEX),
         rendezvous=rendezvous_endpoint.endpoint(request, f"{name}-0", request.names.service),
         subdomain=request.names.service,
-        gang=together,
+        gang=pod_group,
     )
     return [
         *configmaps_and_service.claims(request),
         configmaps_and_service.config(request),
         configmaps_and_service.service(request),
-        *together.documents,
+        *pod_group.documents,
         {
             "apiVersion": "batch/v1",
             "kind": "Job",
-            "metadata": labels.workload(request, name, annotations=_partly(request.spec)),
+            "metadata": labels.workload(request, name, annotations=_partial_admission(request.spec)),
             "spec": {
                 "completionMode": "Indexed",
                 "completions": replicas,
@@ -48,10 +48,10 @@ def documents(request: Request) -> list[Document]:
     ]
 
 
-def _partly(fields: spec.Spec) -> dict[str, str]:
+def _partial_admission(fields: spec.Spec) -> dict[str, str]:
     """The annotation with which Kueue may admit a part of the workers, down to `min`:
     https://kueue.sigs.k8s.io/docs/tasks/run/jobs/."""
-    if not labels.kueue(fields) or fields.workers.min == fields.workers.replicas:
+    if not labels.queue_label(fields) or fields.workers.min == fields.workers.replicas:
         return {}
     return {
         "kueue.x-k8s.io/job-min-parallelism": str(fields.workers.min),

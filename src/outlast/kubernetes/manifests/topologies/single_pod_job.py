@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outlast.kubernetes.manifests import configmaps_and_service, labels, rendezvous_endpoint, variables, worker_pod
-from outlast.kubernetes.manifests.render_request import Document, Request, wrong
+from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 from outlast.kubernetes.manifests.scheduling import placement
 
 
@@ -11,15 +11,17 @@ def documents(request: Request) -> list[Document]:
     """The Job and its ConfigMap. Raises InvalidJob if the job needs more than one worker."""
     if request.spec.workers.min > 1:
         least = request.spec.workers.min
-        raise wrong(request.job, f"workers.min ({least}) is more than the one pod of this topology; render it as indexed-job")
-    request = request.held().at_most(1)
+        raise invalid_job(
+            request.job, f"workers.min ({least}) is more than the one pod of this topology; render it as indexed-job"
+        )
+    request = request.with_zero_as_suspended().limited_to(1)
     worker = worker_pod.Worker(
-        index=variables.plain("0"),
-        rendezvous=rendezvous_endpoint.alone(request),
-        several=False,
+        index=variables.literal_source("0"),
+        rendezvous=rendezvous_endpoint.single_worker_endpoint(request),
+        has_peers=False,
         on_demand=request.spec.scheduling.worker0 == placement.ON_DEMAND,
     )
-    made = worker_pod.template(request, worker)
+    template = worker_pod.template(request, worker)
     return [
         *configmaps_and_service.claims(request, mode="ReadWriteOnce"),
         configmaps_and_service.config(request),
@@ -27,6 +29,6 @@ def documents(request: Request) -> list[Document]:
             "apiVersion": "batch/v1",
             "kind": "Job",
             "metadata": labels.workload(request, request.names.workload("-00000")),
-            "spec": {**worker_pod.job_limits(request.spec), "template": made},
+            "spec": {**worker_pod.job_limits(request.spec), "template": template},
         },
     ]

@@ -19,22 +19,22 @@ _INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
 
 def documents(request: Request) -> list[Document]:
     """The StatefulSet, its ConfigMap, its Service and claims, and the PodGroup of a gang."""
-    placement.refuse_pin(request, "a StatefulSet")
-    request = request.held()
+    placement.reject_on_demand(request, "a StatefulSet")
+    request = request.with_zero_as_suspended()
     name = request.job.metadata.name  # at most 51 characters, and no digest: a StatefulSet is mutable
-    together = gang.of(request, name)
+    pod_group = gang.of(request, name)
     worker = worker_pod.Worker(
-        index=variables.of_field(_INDEX),
+        index=variables.field_source(_INDEX),
         rendezvous=rendezvous_endpoint.endpoint(request, f"{name}-0", request.names.service),
         restart="Always",
         stay=True,
-        gang=together,
+        gang=pod_group,
     )
     return [
         *configmaps_and_service.claims(request),
         configmaps_and_service.config(request),
         configmaps_and_service.service(request),
-        *together.documents,
+        *pod_group.documents,
         {
             "apiVersion": "apps/v1",
             "kind": "StatefulSet",

@@ -182,7 +182,7 @@ def _has_free_indices(rec: ReconcilePass) -> bool:
     free."""
     return (
         not _succeeded(rec)
-        and len(rec.snapshot.name) <= names.LONGEST
+        and len(rec.snapshot.name) <= names.MAX_LENGTH
         and not rec.pods_by_index.keys() >= set(range(rec.desired))
     )
 
