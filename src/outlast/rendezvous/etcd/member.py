@@ -218,9 +218,7 @@ class Membership:
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
         """Process events of keys below `key_schema.Keys.decided`."""
-        for event in events:
-            if event.modified <= self._at:
-                continue
+        for event in [event for event in events if event.modified > self._at]:  # several keys may change in one revision
             self._at = event.modified
             if event.key == self._keys.leader:
                 self._on_leader(event if isinstance(event, KeyValue) else None)
