@@ -51,8 +51,8 @@ class KubernetesBackend:
     # Reading jobs
 
     def list(self) -> Sequence[JobStatus]:
-        """All jobs of the namespace, the newest last. Agents are not queried, so the steps are those that the operator has
-        written."""
+        """Return all jobs of the namespace, the newest last. Agents are not queried, so the steps are those that the operator
+        has written."""
         by_name: dict[str, list[Document]] = {}
         for workload in self.workloads.list_():
             by_name.setdefault(job_name(workload), []).append(workload)
@@ -63,14 +63,15 @@ class KubernetesBackend:
         return sorted(statuses, key=lambda status: status.submitted)
 
     def status(self, name: str) -> JobStatus:
-        """The status of a job; its agents are queried for their current step."""
+        """Return the status of a job; its agents are queried for their current step."""
         return self.workloads.status(name)
 
     def output(self, name: str) -> str:
         return self.workloads.recorded(name).output
 
     def events(self, name: str) -> Events:
-        """The ledger of the run, as far as it has been uploaded to the store, and events that only the cluster has recorded."""
+        """Return the ledger of the run, as far as it has been uploaded to the store, and events that only the cluster has
+        recorded."""
         workloads = self.workloads.existing(name)
         status = job_status.status(self.workloads.snapshot(name, workloads, (), query_agents=False))
         if not status.store:
@@ -80,12 +81,12 @@ class KubernetesBackend:
         return stored.events(store.open_(status.store.url)).merged(job_status.cluster_events(workloads[0], status))
 
     def pods(self, name: str) -> Sequence[Document]:
-        """The pods of a job's workers, sorted by index."""
+        """Return the pods of a job's workers, sorted by index."""
         self.workloads.existing(name)
         return sorted(self.workloads.pods(name), key=lambda pod: (pod_status.index(pod), pod_status.created_at(pod)))
 
     def pod(self, name: str, worker: int) -> Document:
-        """The pod in which a worker runs. Raises NotFound."""
+        """Return the pod in which a worker runs. Raises NotFound."""
         candidates = [pod for pod in self.pods(name) if pod_status.index(pod) == worker]
         running = [pod for pod in candidates if pod_status.running(pod)]
         if running:
@@ -97,9 +98,9 @@ class KubernetesBackend:
         raise self._unknown_worker(name, worker, self.pods(name))
 
     def reader(self, name: str) -> Callable[[str, int], bytes]:
-        """A function that reads files of the output in the pod of rank 0: (path, first byte) -> the content from that byte on,
-        empty if the file is missing. Needs a shell and `tail` in the image, and the right to run commands in pods, but no port of
-        the pod. Raises NotFound."""
+        """Return a function that reads files of the output in the pod of rank 0: (path, first byte) -> the content from that
+        byte on, empty if the file is missing. Needs a shell and `tail` in the image, and the right to run commands in pods,
+        but no port of the pod. Raises NotFound."""
         world = self.status(name).world
         pod = self.pod(name, world[0] if world else 0)
         meta, script = pod["metadata"], 'f="$OUTLAST_OUTPUT/$1"; if [ -f "$f" ]; then exec tail -c "+$2" "$f"; fi'
@@ -125,7 +126,7 @@ class KubernetesBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """The workers' log lines, merged by time; if there are no pods, the logs in the store."""
+        """Yield the workers' log lines, merged by time; if there are no pods, the logs in the store."""
 
         def selected(pod: Document) -> bool:
             return worker is None or pod_status.index(pod) == worker
@@ -284,7 +285,7 @@ class _JobPoll:
         """Names of pods whose workers have ended; in a StatefulSet, these pods stay up."""
 
     def is_over(self) -> bool:
-        """Whether no more log lines will come, unless the job is resumed or submitted again."""
+        """Return whether no more log lines will come, unless the job is resumed or submitted again."""
         workloads = self._workloads.of(self._name, self._kinds) or self._workloads.of(self._name)
         if not workloads or job_status.final_state(workloads[0]) is not None:
             return True
@@ -299,5 +300,5 @@ class _JobPoll:
         return status.state in (State.SUCCEEDED, State.FAILED)
 
     def no_pods_reason(self) -> str:
-        """Why the job has no pods, as far as its workload shows."""
+        """Return why the job has no pods, as far as its workload shows."""
         return job_status.status(self._workloads.snapshot(self._name, [self._workload], (), query_agents=False)).reason

@@ -17,7 +17,7 @@ SIGNALS = {"kill-process": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": signa
 
 
 def agent_pids(state: str) -> dict[int, int]:
-    """Pids by rank, as the processes of an Outlast worker report them to their agent."""
+    """Return the pids by rank, as the processes of an Outlast worker report them to their agent."""
     pids = {}
     for path in glob.glob(os.path.join(state, "progress-*.json")):
         try:
@@ -31,8 +31,8 @@ def agent_pids(state: str) -> dict[int, int]:
 
 
 def torchrun_pids(proc: str = "/proc") -> dict[int, int]:
-    """Pids by rank of the processes started by plain torchrun: those that have a rank but whose parent has none, as data loaders
-    inherit the rank."""
+    """Return the pids by rank of the processes started by plain torchrun: those that have a rank but whose parent has none, as
+    data loaders inherit the rank."""
     ranks, parents = {}, {}
     for entry in filter(str.isdecimal, os.listdir(proc)):
         try:

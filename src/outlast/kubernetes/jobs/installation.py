@@ -1,9 +1,9 @@
 """Installing, upgrading and removing Outlast's objects in a cluster, for `outlast install` and `uninstall`.
 
-`manifests.install` renders the documents. Each is applied as a whole (server-side), so that installing again changes nothing, a
-newer version changes only what differs, and an interrupted installation is completed by running it again. The definition of
-ElasticJob comes before the documents that need it, and we wait for it. It is deleted first and only on demand: all jobs are
-deleted with it.
+`manifests.install` renders the documents. Each is applied as a whole (server-side). Installing again changes nothing, a newer
+version changes only what differs, and an interrupted installation is completed by the next run. The definition of ElasticJob
+comes before the documents that need it, and we wait for it. It is deleted first and only on demand: all jobs are deleted with
+it.
 
 A namespace that existed before stays as it was. A cluster has one operator, as its roles and their binding are cluster-wide:
 nothing is done while they serve an operator in another namespace.
@@ -74,8 +74,8 @@ def documents(
     watch: bool = False,
     on_demand: bool = False,
 ) -> list[Document]:
-    """All documents of an installation, in the order of creation. `watch` includes the node watcher; for `on_demand` see
-    `operator_deployment.files`."""
+    """Return all documents of an installation, in the order of creation. `watch` includes the node watcher; for `on_demand`
+    see `operator_deployment.files`."""
     files = operator_deployment.files(operator_namespace=namespace, image=image, on_demand=on_demand)
     names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml", *(["node-watch/node-watch.yaml"] if watch else [])]
     return [document for name in names for document in files[name]]
@@ -207,8 +207,8 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Find
 
 
 def jobs(cluster: Cluster) -> list[str]:
-    """All ElasticJobs of the definitions that are ours, as `namespace/name`. Raises Forbidden: a user who may not list jobs may
-    not delete them."""
+    """Return all ElasticJobs of the definitions that are ours, as `namespace/name`. Raises Forbidden: a user who may not list
+    jobs may not delete them."""
     elastic_jobs: list[Document] = []
     for kind in _JOBS:
         definition = cluster.find(kinds.CRD, kind.resource)
@@ -223,7 +223,7 @@ _JOBS = (kinds.ELASTIC_JOB, *dropins.KINDS)
 
 
 def _reference(kind: Kind, name: str, namespace: str = "") -> Document:
-    """A document that only identifies an object."""
+    """Return a document that only identifies an object."""
     where = {"namespace": namespace} if namespace else {}
     return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name, **where}}
 
@@ -294,12 +294,12 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome
 
 
 def _is_installed(document: Document) -> bool:
-    """Whether `ensure` created an object; objects of jobs have the same label, but also the label of their job."""
+    """Return whether `ensure` created an object; objects of jobs have the same label, but also the label of their job."""
     return ownership.owned(document) and Label.JOB not in document["metadata"].get("labels", {})
 
 
 def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
-    """Why a namespace must not be deleted; empty if everything in it is ours."""
+    """Return why a namespace must not be deleted, or an empty string if everything in it is ours."""
     if not ownership.owned(namespace):
         return "it was not made by `outlast install`"
     others = []
@@ -319,7 +319,7 @@ def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
 
 
 def _is_created_by_cluster(kind: Kind, document: Document) -> bool:
-    """Whether the cluster itself creates such an object in each namespace."""
+    """Return whether the cluster itself creates such an object in each namespace."""
     if kind == kinds.CONFIG_MAP:
         return document["metadata"]["name"] in ("kube-root-ca.crt", "openshift-service-ca.crt", "istio-ca-root-cert")
     return kind == kinds.SECRET and document.get("type") == "kubernetes.io/service-account-token"

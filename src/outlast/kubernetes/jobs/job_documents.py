@@ -49,7 +49,7 @@ class Workloads:
         self._unserved: set[api.Kind] = set()
 
     def list_(self, name: str = "", kinds: Sequence[api.Kind] = KINDS) -> list[Document]:
-        """The workloads of one job, or of all jobs."""
+        """Return the workloads of one job, or of all jobs."""
         workloads: list[Document] = []
         denied: dict[api.Kind, Forbidden] = {}
         listed = 0
@@ -71,7 +71,7 @@ class Workloads:
         return workloads
 
     def of(self, name: str, kinds: Sequence[api.Kind] = KINDS) -> list[Document]:
-        """The workloads of a job, the newest first."""
+        """Return the workloads of a job, the newest first."""
         return sorted(self.list_(name, kinds), key=lambda each: each["metadata"]["creationTimestamp"], reverse=True)
 
     def existing(self, name: str) -> list[Document]:
@@ -87,13 +87,13 @@ class Workloads:
         )
 
     def no_namespace(self) -> Absent:
-        """The error to raise for a namespace that does not exist."""
+        """Return the error to raise for a namespace that does not exist."""
         namespace, context = self.cluster.namespace, self.cluster.context
         instead = f"create it (kubectl create namespace {namespace}), or choose another with -n"
         return Absent(f"there is no namespace {namespace} in {context}; {instead}")
 
     def active(self, name: str) -> tuple[Document, api.Kind, str]:
-        """The current workload of a job. Raises OutlastError if the job has ended."""
+        """Return the current workload of a job. Raises OutlastError if the job has ended."""
         workload = self.existing(name)[0]
         if (state := job_status.final_state(workload)) is not None:
             more = "goes on with it" if state is State.FAILED else "--fresh runs it again"
@@ -107,7 +107,8 @@ class Workloads:
         return [pod for pod in self.pods(job_name(workload)) if belongs_to(pod, workload)]
 
     def job(self, workload: Document) -> Job | None:
-        """The job file of a workload, as its pods read it; None if we may not read it, or if it is of another version."""
+        """Return the job file of a workload, as its pods read it, or None if we may not read it, or if it is of another
+        version."""
         from outlast.job import spec
 
         try:
@@ -129,15 +130,15 @@ class Workloads:
         return job_sizes(job) if job else None
 
     def status(self, name: str) -> JobStatus:
-        """The status of a job; its agents are queried for their current step."""
+        """Return the status of a job; its agents are queried for their current step."""
         return job_status.status(self.snapshot(name, self.existing(name), self.pods(name), query_agents=True))
 
     def recorded(self, name: str) -> JobStatus:
-        """The status of a job according to its workload alone."""
+        """Return the status of a job according to its workload alone."""
         return job_status.status(self.snapshot(name, self.existing(name), (), query_agents=False))
 
     def store_url(self, name: str) -> str:
-        """URL of the store with a job's output; empty if the output is in no store."""
+        """Return the URL of the store with a job's output, or an empty string if the output is in no store."""
         stored = self.recorded(name).store
         return stored.url if stored else ""
 
@@ -160,7 +161,7 @@ class Workloads:
         return job_status.Snapshot(name, current, own, metrics, allowed_sizes, processes, older, unknown, time.time())
 
     def _metrics(self, documents: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
-        """The metrics of agents by the names of their pods, and the error if access to some was denied."""
+        """Return the metrics of agents by the names of their pods, and the error if access to some was denied."""
         names = [pod["metadata"]["name"] for pod in documents if pod_status.running(pod)]
 
         def query(name: str) -> job_status.Metrics | ClusterError:
@@ -214,7 +215,7 @@ class Workloads:
                 self.cluster.delete(kind, document["metadata"]["name"], uid=document["metadata"]["uid"])
 
     def companions(self, name: str) -> Iterator[tuple[api.Kind, Document]]:
-        """The objects created along with a job's workloads, which may still exist when the workloads are gone."""
+        """Yield the objects created along with a job's workloads, which may still exist when the workloads are gone."""
         component = f"app.kubernetes.io/component={evaluation_job.COMPONENT}"
         for kind, labels in [*((kind, "") for kind in COMPANIONS), (api.JOB, f",{component}")]:
             with contextlib.suppress(NotServed, Forbidden):
@@ -246,12 +247,12 @@ class Workloads:
 
 
 def workload_in(documents: Sequence[Document]) -> Document:
-    """The workload among the documents of a job."""
+    """Return the workload among the documents of a job."""
     return next(document for document in documents if api.kind_of(document) in KINDS)
 
 
 def has_claim(workload: Document) -> bool:
-    """Whether the pods of a workload have a claim, which may hold the output."""
+    """Return whether the pods of a workload have a claim, which may hold the output."""
     if workload["kind"] == "ElasticJob":
         return bool(workload["spec"].get("volumes"))
     volumes = workload_template.template(workload)["spec"].get("volumes") or ()
@@ -259,16 +260,16 @@ def has_claim(workload: Document) -> bool:
 
 
 def job_sizes(job: Job) -> tuple[int, int]:
-    """The minimum and maximum number of workers that a job may have."""
+    """Return the minimum and maximum number of workers that a job may have."""
     allowed = job.spec.workers.allowed()
     return allowed[0], allowed[-1]
 
 
 def job_name(workload: Document) -> str:
-    """The name of a workload's job."""
+    """Return the name of a workload's job."""
     return str((workload["metadata"].get("labels") or {}).get(Label.JOB) or workload["metadata"]["name"])
 
 
 def belongs_to(pod: Document, workload: Document) -> bool:
-    """Whether a pod belongs to this workload."""
+    """Return whether a pod belongs to this workload."""
     return not owner_references.owners(pod) or owner_references.owned_by(pod, workload)

@@ -47,7 +47,7 @@ class Snapshot:
 
 
 def metrics(exposition: str) -> dict[str, float]:
-    """The metrics of one agent, parsed from Prometheus' text format, without the prefix `outlast_` and without labels."""
+    """Return the metrics of one agent, parsed from Prometheus' text format, without the prefix `outlast_` and without labels."""
     samples = re.findall(r"^outlast_(\w+)(?:\{[^}]*\})? (\S+)", exposition, re.MULTILINE)
     return {name: float(value) for name, value in samples}
 
@@ -99,7 +99,7 @@ def status(snapshot: Snapshot) -> JobStatus:
 
 
 def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
-    """The observed status, completed by the one that the operator has written to the ElasticJob."""
+    """Return the observed status, completed by the one that the operator has written to the ElasticJob."""
     written = workload.get("status") or {}
     if workload_template.agentless(workload):
         fields_ = {"restarts": written.get("restarts"), "started": pods.timestamp(written.get("startTime")) or None}
@@ -123,8 +123,8 @@ def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
 
 
 def cluster_events(workload: Document, status: JobStatus) -> list[Event]:
-    """Events of a run that the cluster has recorded in addition to the run's ledger: the operator's ledger entries and, unless
-    they are among these, the submission and the end."""
+    """Return the events of a run that the cluster has recorded in addition to the run's ledger: the operator's ledger entries
+    and, unless they are among these, the submission and the end."""
     events = [dict(each) for each in (workload.get("status") or {}).get("ledger") or ()]
     kinds = {each.get("kind") for each in events}
     if "submitted" not in kinds and status.submitted:
@@ -136,18 +136,18 @@ def cluster_events(workload: Document, status: JobStatus) -> list[Event]:
 
 
 def _newest_pods(documents: Sequence[Document]) -> dict[int, Document]:
-    """The pod of each worker: the newest one that is not being deleted, else the newest."""
+    """Return the pod of each worker: the newest one that is not being deleted, else the newest."""
     return {pods.index(pod): pod for pod in sorted(documents, key=lambda pod: (not pods.terminating(pod), pods.created_at(pod)))}
 
 
 def _desired_workers(workload: Document) -> int:
-    """The number of workers; for a suspended workload, the number before the suspension."""
+    """Return the number of workers; for a suspended workload, the number before the suspension."""
     annotation = (workload["metadata"].get("annotations") or {}).get(REPLICAS)
     return workload_template.replicas(workload) or int(annotation or 0)
 
 
 def is_suspended(workload: Document) -> bool:
-    """Whether a workload is suspended, so that it should have no pods."""
+    """Return whether a workload is suspended, so that it should have no pods."""
     spec = workload.get("spec") or {}
     if workload.get("kind") == "StatefulSet":
         return spec.get("replicas") == 0
@@ -159,7 +159,7 @@ def is_suspended(workload: Document) -> bool:
 
 
 def final_state(workload: Document) -> State | None:
-    """The state in which a workload has ended; None while it has not."""
+    """Return the state in which a workload has ended, or None while it has not."""
     if (drop_in := dropins.of(workload)) is not None:
         return State(end) if (end := drop_in.final_state(workload)) else None
     written = str((workload.get("status") or {}).get("state") or "")
@@ -209,12 +209,12 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> 
 
 
 def _is_download(workload: Document) -> bool:
-    """Whether a workload is a Job of `outlast data get`, which trains nothing."""
+    """Return whether a workload is a Job of `outlast data get`, which trains nothing."""
     return Label.DATASET in (workload["metadata"].get("labels") or {})
 
 
 def _no_pods_reason(snapshot: Snapshot) -> str:
-    """Why a workload has no pods."""
+    """Return why a workload has no pods."""
     if condition := pods.condition(snapshot.workload, "FailedCreate") or pods.condition(snapshot.workload, "ReplicaFailure"):
         return f"its pods cannot be created: {condition.get('message')}"
     if parse_error := snapshot.workload.get(document_parsing.UNREADABLE):
@@ -227,8 +227,8 @@ def _no_pods_reason(snapshot: Snapshot) -> str:
 
 
 def _statefulset_state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> State | None:
-    """The final state of a StatefulSet, whose pods stay after their workers end: Failed if any worker failed, else Succeeded;
-    None until all have ended."""
+    """Return the final state of a StatefulSet, whose pods stay after their workers end: Failed if any worker failed, else
+    Succeeded, or None until all have ended."""
     if snapshot.workload.get("kind") != "StatefulSet" or len(newest) < desired or not newest:
         return None
     reported = [snapshot.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]
@@ -238,7 +238,7 @@ def _statefulset_state(snapshot: Snapshot, newest: Mapping[int, Document], desir
 
 
 def _end_reason(snapshot: Snapshot, state: State) -> str:
-    """Why a workload has ended in this state."""
+    """Return why a workload has ended in this state."""
     if state is State.SUCCEEDED:
         return "the data are complete" if _is_download(snapshot.workload) else "all workers are done"
     if _is_download(snapshot.workload):
@@ -252,7 +252,7 @@ def _end_reason(snapshot: Snapshot, state: State) -> str:
 
 
 def _failure(documents: Sequence[Document]) -> Failure | None:
-    """The latest failure of a worker."""
+    """Return the latest failure of a worker."""
     failures = [(end.time, pods.index(pod), end) for pod in documents if (end := pods.end(pod)) is not None and end.counted]
     if not failures:
         return None
@@ -261,12 +261,12 @@ def _failure(documents: Sequence[Document]) -> Failure | None:
 
 
 def _earlier_restarts(pod: Document) -> int:
-    """Number of restarts of a container before its last termination."""
+    """Return the number of restarts of a container before its last termination."""
     return max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1)
 
 
 def _snapshot(reported: Collection[Metrics]) -> SnapshotStatus | None:
-    """The newest snapshot in memory that an agent of the newest generation reports."""
+    """Return the newest snapshot in memory that an agent of the newest generation reports."""
     newest: Metrics = max(reported, key=lambda m: (m.get("generation", 0), m.get("snapshot_step", 0)), default={})
     step = round(newest.get("snapshot_step", 0))
     return SnapshotStatus(step=step, every=round(newest.get("snapshot_every", 0))) if step else None
@@ -308,7 +308,7 @@ def _warnings(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _environment(workload: Document) -> dict[str, str]:
-    """The variables with literal values of the container in the pods."""
+    """Return the variables with literal values of the container in the pods."""
     containers = (workload_template.template(workload).get("spec") or {}).get("containers") or ()
     return {each["name"]: each["value"] for c in containers for each in c.get("env") or () if "value" in each}
 

@@ -31,7 +31,7 @@ _QUIET_S = 30.0
 """After the job has ended, a worker that writes nothing for this long is no longer followed. Until then it may still be uploading
 its output. The phase of its pod does not show the end: its node may be lost, and no controller may delete the pod."""
 _MAX_FOLLOW_S = 300.0
-"""Maximum time for which such a worker is followed after the job has ended."""
+"""Maximum time for which a worker is followed after the job has ended."""
 _PAUSE_S = 0.5
 """Pause before reconnecting to a log after its connection has ended."""
 
@@ -44,8 +44,8 @@ def merge(
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """The lines of all pods, ordered by time; with `tail`, the last lines of the newest pod of each worker. `say` is called for a
-    pod whose node does not answer; if no node answers, the error is raised."""
+    """Yield the lines of all pods, ordered by time; with `tail`, the last lines of the newest pod of each worker. `say` is
+    called for a pod whose node does not answer; if no node answers, the error is raised."""
     begun = sorted((pod for pod in documents if pod_status.has_started(pod)), key=pod_status.created_at)
     if tail is not None:
         begun = list({pod_status.index(pod): pod for pod in begun}.values())
@@ -91,7 +91,7 @@ class FollowedJob:
     selected: Callable[[api.Document], bool] = lambda _: True
     """Whether to read the log of a pod."""
     is_finished: Callable[[str], bool] = lambda _: False
-    """Whether the pod with this name has no more to write once the job has ended, although the pod stays up."""
+    """Whether the pod with this name writes nothing more once the job has ended, although the pod stays up."""
     no_pods_reason: Callable[[], str] = lambda: "they are not made yet"
     """Why there are no pods."""
 
@@ -104,9 +104,9 @@ def follow(
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """The lines of all present and future pods, until the job is over and all logs have been read. `say` is called with the
-    reason for waiting whenever it changes, and when the cluster does not answer. Once the job is over, the iteration ends even if
-    some pods do not: a pod that writes nothing for `_QUIET_S` is no longer waited for."""
+    """Yield the lines of all present and future pods, until the job is over and all logs have been read. `say` is called with
+    the reason for waiting whenever it changes, and when the cluster does not answer. Once the job is over, the iteration ends
+    even if some pods do not: a pod that writes nothing for `_QUIET_S` is no longer waited for."""
     return _Follower(cluster, followed, say, tail, since_s).lines()
 
 
@@ -156,8 +156,8 @@ class _Follower:
                 reader.finish()
 
     def _all_read(self) -> bool:
-        """Whether the job is over and nothing is left to read. Threads are checked before the queue, as a thread puts its last
-        line before it ends."""
+        """Return whether the job is over and nothing is left to read. Threads are checked before the queue, as a thread puts
+        its last line before it ends."""
         reads = any(thread.is_alive() for thread in self._threads)
         return self._job_is_over.is_set() and not reads and self._items.empty()
 
@@ -193,7 +193,7 @@ class _Follower:
         waiting = ""
 
         def remaining() -> Sequence[api.Document] | None:
-            """All pods if the job is over, else None: the watch may not have reported some of them yet."""
+            """Return all pods if the job is over, else None: the watch may not have reported some of them yet."""
             nonlocal waiting
             if self._stop.is_set():
                 return ()
@@ -268,14 +268,14 @@ class _Reader:
                 return
 
     def finish(self) -> None:
-        """Read the lines that exist now, and wait for no more."""
+        """Read the lines that exist now, and do not wait for others."""
         self._finished.set()
 
     def quiet_s(self) -> float:
         return time.monotonic() - self._last_line_at
 
     def _current_pod(self) -> api.Document | None:
-        """The current pod; None if it is gone."""
+        """Return the current pod, or None if it is gone."""
         while not self._stop.is_set():
             try:
                 pod = self._cluster.find(api.POD, self.name, namespace=self.namespace)
@@ -326,6 +326,6 @@ def _split(line: str) -> tuple[tuple[str, str], str] | None:
 
 
 def _sort_key(stamp: str) -> tuple[str, str]:
-    """A time in a form that can be compared with other times of the same node: Go omits trailing zeros of fractions."""
+    """Return a time in a form that can be compared with other times of the same node: Go omits trailing zeros of fractions."""
     fraction = re.search(r"\.(\d+)", stamp)
     return stamp[:19], (fraction[1] if fraction else "").ljust(9, "0")

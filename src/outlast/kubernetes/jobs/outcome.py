@@ -47,7 +47,7 @@ class Outcome:
         return {name: str(self.values.get(name, "")) for name in OUTPUTS}
 
     def json(self) -> str:
-        """The outputs as JSON; unknown values and non-finite numbers are null."""
+        """Return the outputs as JSON; unknown values and non-finite numbers are null."""
         document = {**{name: self.values.get(name) for name in OUTPUTS}, "missing": dict(self.missing)}
         return json.dumps(_finite(document), indent=2) + "\n"
 
@@ -60,8 +60,8 @@ class Outcome:
 
 
 def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, now: float) -> Outcome:
-    """The outputs of a job that has ended. `stored` has the outputs from its store, see `read`, or says why the store cannot be
-    read."""
+    """Return the outputs of a job that has ended. `stored` has the outputs from its store, see `read`, or says why the store
+    cannot be read."""
     values_by_name: dict[str, Any] = {
         "job": status.name,
         "namespace": namespace,
@@ -93,19 +93,19 @@ def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, 
 
 
 def metric_outputs(evaluations: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The outputs with metrics, from the recipes' files in order of precedence and from lines of metrics.jsonl."""
+    """Return the outputs with metrics, from the recipes' files in order of precedence and from lines of metrics.jsonl."""
     newest = [*evaluations, *reversed(logged)]
     values = {"loss": _first_number(newest, ("loss", "val_loss")), "accuracy": _first_number(newest, _ACCURACY)}
     return {**values, "metrics": json.dumps(_finite(logged[-1])) if logged else None}
 
 
 def _finite(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with null in place of infinite numbers and NaN, which JSON lacks."""
+    """Return the document with null in place of infinite numbers and NaN, which JSON lacks."""
     return {name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in document.items()}
 
 
 def _first_number(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float | None:
-    """The first number under one of these names."""
+    """Return the first number under one of these names."""
     for document in documents:
         for name in names:
             if isinstance(value := document.get(name), int | float) and not isinstance(value, bool):
@@ -114,7 +114,7 @@ def _first_number(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) 
 
 
 def read(status: JobStatus) -> dict[str, Any] | str:
-    """The outputs that are in the store of a job, or a sentence about why the store cannot be read."""
+    """Return the outputs that are in the store of a job, or a sentence about why the store cannot be read."""
     if status.store is None:
         where = status.output or "wherever its script writes"
         return f"the output is in no store ({where}), and this step does not see it"
@@ -159,7 +159,7 @@ def _document(place: Any, name: str) -> Mapping[str, Any]:
 
 
 def _parsed(text: bytes) -> Mapping[str, Any]:
-    """A JSON object; empty if the text is anything else."""
+    """Return a JSON object, or an empty one if the text is anything else."""
     with contextlib.suppress(ValueError):
         value = json.loads(text)
         return value if isinstance(value, dict) else {}

@@ -53,7 +53,8 @@ class Destination:
 
 
 def choose(job: spec.Job, *, size: int, checksum: str, suffix: str, limit: int = CONFIG_MAP_BYTES) -> Destination | None:
-    """The destination of an archive of this size; None if the archive is too large for a ConfigMap and the job names no store."""
+    """Return the destination of an archive of this size, or None if the archive is too large for a ConfigMap and the job
+    names no store."""
     if size <= limit:
         return Destination(config_map=Names(job.metadata.name).code(checksum))
     parent = volumes.store_parent(job.spec)
@@ -93,7 +94,7 @@ class Parcel:
 
 @contextlib.contextmanager
 def pack(job: spec.Job, *, excluded: Collection[Path] = (), limit: int = CONFIG_MAP_BYTES) -> Iterator[Parcel]:
-    """The code of a job, packed if it is on this machine and pods cannot see it there.
+    """Yield the code of a job, packed if it is on this machine and pods cannot see it there.
 
     `excluded` are paths in the code's directory that are not code, above all the job file: suspending a job must not change its
     code. The job's data, models and output are excluded as well. `limit` is the maximum size of an archive for a ConfigMap.
@@ -145,7 +146,7 @@ def _pack_archive(job: spec.Job, path: Path, checksum: str, limit: int) -> Parce
 
 
 def _limit_and_alternatives(limit: int) -> str:
-    """A phrase about the size limit of a ConfigMap, and the alternatives."""
+    """Return a phrase about the size limit of a ConfigMap, and the alternatives."""
     by_kubectl, larger = "", ""
     if limit < CONFIG_MAP_BYTES:
         by_kubectl = " that kubectl apply takes"
@@ -165,7 +166,7 @@ def _too_large(root: Path, entries: Sequence[code_files.Entry], limit: int) -> O
 
 
 def _make_parcel(job: spec.Job, archive: Path, content: str, limit: int) -> Parcel | None:
-    """The parcel for an archive; None if neither a ConfigMap nor a store can take the archive."""
+    """Return the parcel for an archive, or None if neither a ConfigMap nor a store can take the archive."""
     suffix = next(each for each in spec.ARCHIVES if archive.name.lower().endswith(each))
     checksum, size = archives.checksum(archive), archive.stat().st_size
     destination = choose(job, size=size, checksum=checksum, suffix=suffix, limit=limit)
@@ -178,7 +179,7 @@ def _make_parcel(job: spec.Job, archive: Path, content: str, limit: int) -> Parc
 
 
 def _shipped_files(environment: spec.Environment, root: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """The environment's files that are shipped with the code: (field, name of the file in the code)."""
+    """Yield the environment's files that are shipped with the code: (field, name of the file in the code)."""
     for field, file in environment:
         if file and Path(file).is_absolute() and root in Path(file).parents:
             name = Path(file).relative_to(root).as_posix()

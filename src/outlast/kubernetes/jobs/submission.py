@@ -29,8 +29,8 @@ FILE_ANNOTATION = "outlast.dev/file"
 
 
 def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-    """The documents of a job for the operator. `run` identifies the submission (None: a digest of the file); `fresh` starts a new
-    run."""
+    """Return the documents of a job for the operator. `run` identifies the submission (None: a digest of the file); `fresh`
+    starts a new run."""
     from outlast.kubernetes import manifests
 
     del source
@@ -47,7 +47,7 @@ def _release_owner(url: str) -> str:
 
 
 def new_run(job: Job) -> str:
-    """A unique id for a submission: the same file may be submitted again."""
+    """Return a unique id for a submission: the same file may be submitted again."""
     return f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}"
 
 
@@ -135,7 +135,7 @@ class Submission:
             yield f"{name} has succeeded; as it asks for more now, its run goes on from step {newest.step}; --fresh starts anew"
 
     def _store_to_take_over(self, job: Job, fresh: bool) -> str:
-        """The store with the run to take over. Raises AlreadyRunning if the job already exists in this namespace."""
+        """Return the store with the run to take over. Raises AlreadyRunning if the job already exists in this namespace."""
         from outlast.kubernetes.manifests import volumes as places
 
         if not (url := places.store_url(job)):
@@ -170,14 +170,15 @@ class Submission:
             return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"
 
     def _ended(self, workload: Document) -> State | None:
-        """The state in which a workload has ended, None if it has not. For a StatefulSet the agents are queried."""
+        """Return the state in which a workload has ended, None if it has not. For a StatefulSet the agents are queried."""
         if api.kind_of(workload) is api.STATEFUL_SET and not job_status.is_suspended(workload):
             state = self.workloads.status(job_name(workload)).state
             return state if state.final else None
         return job_status.final_state(workload)
 
     def _is_same(self, existing: Document, desired: Document, ended: State | None) -> bool:
-        """Whether two workloads were made from the same file. False if the existing one is an ElasticJob that has not ended."""
+        """Return whether two workloads were made from the same file. False if the existing one is an ElasticJob that has not
+        ended."""
         if existing["kind"] != "ElasticJob":
             return _same_file(existing, desired)
         if ended is None or desired["kind"] != "ElasticJob" or "deletionTimestamp" in existing["metadata"]:
@@ -186,7 +187,7 @@ class Submission:
         return _training_spec(new) == _training_spec(existing)
 
     def _continuation(self, name: str) -> str:
-        """A phrase about how the run of a failed job continues when it is submitted again."""
+        """Return a phrase about how the run of a failed job continues when it is submitted again."""
         if self.workloads.store_url(name) or has_claim(self.workloads.existing(name)[0]):
             return "goes on from its newest checkpoint"
         return "begins anew, since its output was in its pods"
@@ -202,8 +203,9 @@ class Submission:
         return f"{existing['kind']} {title} runs this very file already"
 
     def _existing(self, document: Document, alive: AbstractSet[str]) -> Document | None:
-        """The existing object with a document's name; None if there is none or if its owners are gone. In the latter case the
-        object is deleted: garbage collection may be about to delete it, and so take it away from the new workload."""
+        """Return the existing object with a document's name, or None if there is none or if its owners are gone. In the
+        latter case the object is deleted: garbage collection may be about to delete it, and so take it away from the new
+        workload."""
         if (existing := apply_documents.existing(self.cluster, document)) is None:
             return None
         kind, meta, owners = api.kind_of(document), document["metadata"], owner_references.owners(existing)
@@ -243,13 +245,13 @@ class Submission:
 
 
 def _training_spec(elastic_job: Document) -> Document:
-    """An ElasticJob's spec without `replicas`, which scaling changes, to tell whether two jobs are the same."""
+    """Return an ElasticJob's spec without `replicas`, which scaling changes, to tell whether two jobs are the same."""
     spec = api.without_server_fields(elastic_job)["spec"]
     return {**spec, "workers": {**spec.get("workers", {}), "replicas": None}}
 
 
 def _same_file(existing: Document, desired: Document) -> bool:
-    """Whether two workloads were made from the same file."""
+    """Return whether two workloads were made from the same file."""
     meta, run = existing["metadata"], (desired["metadata"].get("labels") or {}).get(Label.RUN)
     if existing["kind"] != desired["kind"] or "deletionTimestamp" in meta:
         return False

@@ -156,8 +156,8 @@ class Waiter:
         return job_status.status(snapshot)
 
     def _retry(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
-        """The answer to a request, which is repeated while the API server is unavailable or does not serve the kind of a job that
-        existed before."""
+        """Return the answer to a request, which is repeated while the API server is unavailable or does not serve the kind of
+        a job that existed before."""
         since = self.timing.now()
         unserved: float | None = None
 
@@ -180,7 +180,7 @@ class Waiter:
         return self._ended_elsewhere(status)
 
     def _failure_reason(self, status: JobStatus) -> str:
-        """The first problem that `outlast why` finds; if it finds none, the reason in the status."""
+        """Return the first problem that `outlast why` finds; if it finds none, the reason in the status."""
         from outlast.kubernetes import diagnosis
         from outlast.kubernetes.diagnosis import gather_evidence
 
@@ -191,7 +191,8 @@ class Waiter:
         return next((cause.what for cause in causes if cause.failed), status.reason)
 
     def _ended_elsewhere(self, last: JobStatus | None) -> WaitResult:
-        """The result for a job that is gone: it was cancelled or replaced, unless its store shows that it had ended before."""
+        """Return the result for a job that is gone: it was cancelled or replaced, unless its store shows that it had ended
+        before."""
         status = last or JobStatus(name=self.name, run="")
         if (recorded := _status_from_store(status)) is not None:
             return self._result(recorded)
@@ -231,8 +232,9 @@ def progress(status: JobStatus) -> str:
 
 
 def reason_to_continue(pod: api.Document | None, owner: api.Document | None) -> str:
-    """Why a job should go on although its pipeline step received SIGTERM; empty if the pipeline is being terminated. Pure. `pod`
-    is the step's pod, None if it cannot be read; `owner` is the Workflow that owns it, None if the Workflow is gone."""
+    """Return why a job should go on although its pipeline step received SIGTERM, or an empty string if the pipeline is being
+    terminated. Pure. `pod` is the step's pod, None if it cannot be read; `owner` is the Workflow that owns it, None if the
+    Workflow is gone."""
     spec = (owner or {}).get("spec") or {}
     deleting = owner is not None and "deletionTimestamp" in owner["metadata"]
     if (
@@ -249,9 +251,9 @@ def reason_to_continue(pod: api.Document | None, owner: api.Document | None) -> 
 def own_pod(
     cluster: api.Cluster, environ: Mapping[str, str] = os.environ, *, last: api.Document | None = None
 ) -> tuple[api.Document | None, api.Document | None]:
-    """The pod in which this process runs, and the Workflow that owns it, as far as they exist and may be read. After a forced
-    deletion, a pod can be gone while its processes are still ending: then the pod returned is `last`, marked as being deleted.
-    Raises Unanswered."""
+    """Return the pod in which this process runs, and the Workflow that owns it, as far as they exist and may be read. After a
+    forced deletion, a pod can be gone while its processes are still ending: then the pod returned is `last`, marked as being
+    deleted. Raises Unanswered."""
     name = next((environ[key] for key in (Env.POD, "KFP_POD_NAME", "HOSTNAME") if environ.get(key)), "")
     if not name or not kubeconfig.in_pod(environ):
         return None, None

@@ -13,7 +13,7 @@ from outlast.kubernetes.manifests.render_request import Document, Request
 
 
 def config(request: Request) -> Document:
-    """The ConfigMap with the job file. It is immutable: another content has another name."""
+    """Return the ConfigMap with the job file. It is immutable: another content has another name."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -24,7 +24,7 @@ def config(request: Request) -> Document:
 
 
 def code(request: Request) -> list[Document]:
-    """The ConfigMap with the archive of code, if there is one. Its name contains the archive's checksum."""
+    """Return the ConfigMap with the archive of code, if there is one. Its name contains the archive's checksum."""
     checksum = volumes.checksum(request.spec.code)
     if not (request.code and checksum):
         return []
@@ -40,13 +40,13 @@ def code(request: Request) -> list[Document]:
 
 
 def service(request: Request) -> Document:
-    """The headless Service for the workers' DNS names. It includes pods that are not ready, since pods become ready only in a
-    world."""
+    """Return the headless Service for the workers' DNS names. It includes pods that are not ready, since pods become ready
+    only in a world."""
     return headless(labels.metadata(request, request.names.service), labels.selector(request.job.metadata.name), "rendezvous")
 
 
 def headless(meta: Document, selector: dict[str, str], target: str | int) -> Document:
-    """A headless Service for the rendezvous of pods, including pods that are not ready; `target` is their port."""
+    """Return a headless Service for the rendezvous of pods, including pods that are not ready; `target` is their port."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -61,7 +61,7 @@ def headless(meta: Document, selector: dict[str, str], target: str | int) -> Doc
 
 
 def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None:
-    """The Secret with which the workers of a workload authenticate one another; None for a single worker."""
+    """Return the Secret with which the workers of a workload authenticate one another, or None for a single worker."""
     if not (name := _secret_name(job, workload)):
         return None
     meta: Document = {"name": name, "labels": labels.common(job)}
@@ -71,7 +71,8 @@ def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None
 
 
 def _secret_name(job: spec.Job, workload: Document) -> str:
-    """The name of the Secret to which the pods refer, or to which an ElasticJob's pods will refer; empty for a single worker."""
+    """Return the name of the Secret to which the pods refer, or to which an ElasticJob's pods will refer, or an empty string
+    for a single worker."""
     if workload["kind"] == contract.KIND:
         return Names(job.metadata.name).service if job.spec.workers.max > 1 else ""
     fields = workload["spec"]
@@ -82,7 +83,7 @@ def _secret_name(job: spec.Job, workload: Document) -> str:
 
 
 def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
-    """The PersistentVolumeClaims to create, for volumes that have a size. `mode` is the default access mode."""
+    """Return the PersistentVolumeClaims to create, for volumes that have a size. `mode` is the default access mode."""
     return [
         {
             "apiVersion": "v1",
@@ -95,7 +96,7 @@ def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
 
 
 def existing_claim(desired: Document, existing: Document) -> str:
-    """A sentence about a claim that exists. As the claim may hold data, it is used and never changed."""
+    """Return a sentence about a claim that exists. As the claim may hold data, it is used and never changed."""
     requested, actual = _storage(desired), _storage(existing)
     differ = [
         f"its {name} is {actual[name] or 'none'}, not {each}" for name, each in requested.items() if each and each != actual[name]
@@ -104,7 +105,7 @@ def existing_claim(desired: Document, existing: Document) -> str:
 
 
 def _storage(claim: Document) -> dict[str, str]:
-    """The size, StorageClass and access mode that a claim requests."""
+    """Return the size, StorageClass and access mode that a claim requests."""
     size = claim["spec"].get("resources", {}).get("requests", {}).get("storage")
     return {
         "size": units.memory_text(units.memory(size)) if size else "",

@@ -44,7 +44,7 @@ class Download:
         return names.fit(f"data-{re.sub(r'[^a-z0-9]+', '-', self.directory.lower()).strip('-')}", names.MAX_LENGTH - 6)
 
     def target(self) -> tuple[str, str, str]:
-        """The destination, and the claim's name and mount path, both empty without a claim. Raises OutlastError if the
+        """Return the destination, and the claim's name and mount path, both empty without a claim. Raises OutlastError if the
         destination is missing or not on the claim."""
         if not self.claim:
             if "://" not in self.to or self.to.startswith("file://"):
@@ -62,7 +62,7 @@ class Download:
 
 
 def parse_claim(option: str) -> tuple[str, str]:
-    """The claim's name and the mount path in `--claim NAME:/PATH`. Raises OutlastError if the option has another form."""
+    """Return the claim's name and the mount path in `--claim NAME:/PATH`. Raises OutlastError if the option has another form."""
     claim, colon, path = option.partition(":")
     if not colon or not re.fullmatch(r"(/[^/:.][^/:]*)+", path) or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
         raise OutlastError(f"--claim {option} is no claim with a path; write --claim NAME:/PATH, e.g. efs-pvc:/data")
@@ -70,7 +70,7 @@ def parse_claim(option: str) -> tuple[str, str]:
 
 
 def job(name: str, metadata: Document, pod: Document) -> Document:
-    """A Job of one pod, kept for a day after its end. `metadata` is the pod's metadata; the Job gets its labels, too."""
+    """Return a Job of one pod, kept for a day after its end. `metadata` is the pod's metadata; the Job gets its labels, too."""
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -94,8 +94,8 @@ def job(name: str, metadata: Document, pod: Document) -> Document:
 
 
 def document(download: Download) -> Document:
-    """The Job that downloads the dataset. Raises OutlastError if the destination is missing or not on the claim, or if a URL
-    contains credentials."""
+    """Return the Job that downloads the dataset. Raises OutlastError if the destination is missing or not on the claim, or if
+    a URL contains credentials."""
     for url in (download.dataset, download.to):
         if problem := url_logins.exposed(url, "whoever may view the Job reads its command"):
             raise OutlastError(f"{url_logins.hidden(url)} {problem}; a pod has the variables of the Secrets that --secret names")

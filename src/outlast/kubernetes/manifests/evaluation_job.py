@@ -17,13 +17,13 @@ _TTL_S = 3600
 
 
 def _identifies_workload(label: str) -> bool:
-    """Whether a label identifies a pod or its workload. The API server adds some of these labels to a Job's template."""
+    """Return whether a label identifies a pod or its workload. The API server adds some of these labels to a Job's template."""
     return label in (Label.WORKER, gang.GROUP_LABEL, "controller-uid", "job-name") or label.startswith("batch.kubernetes.io/")
 
 
 def document(job: str, template: Document, args: Sequence[str], *, unique: str) -> Document:
-    """The Job that evaluates a model, made from the template of the workers' pods. `unique` distinguishes it from other
-    evaluations."""
+    """Return the Job that evaluates a model, made from the template of the workers' pods. `unique` distinguishes it from
+    other evaluations."""
     name = names.fit(f"{job}-evaluation-{unique}", names.MAX_LENGTH - 6)
     pod: dict[str, Any] = copy.deepcopy(template)
     labels = {**pod["metadata"]["labels"], "app.kubernetes.io/component": COMPONENT}

@@ -29,12 +29,13 @@ _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 
 
 def selector(job: str) -> dict[str, str]:
-    """Selector of a job's workers, in all runs of the job. It never changes, since Kubernetes' selectors are immutable."""
+    """Return the selector of a job's workers, in all runs of the job. It never changes, since Kubernetes' selectors are
+    immutable."""
     return {"app.kubernetes.io/instance": job, "app.kubernetes.io/component": "worker", Label.JOB: job}
 
 
 def common(job: spec.Job) -> dict[str, str]:
-    """Labels of all objects of a job: the user's labels, then Outlast's. Raises InvalidJob for invalid labels."""
+    """Return the labels of all objects of a job: the user's labels, then Outlast's. Raises InvalidJob for invalid labels."""
     return {
         **_user_labels(job),
         "app.kubernetes.io/name": "outlast",
@@ -46,7 +47,7 @@ def common(job: spec.Job) -> dict[str, str]:
 
 
 def worker(request: Request) -> dict[str, str]:
-    """Labels of a worker's pod."""
+    """Return the labels of a worker's pod."""
     return {
         **common(request.job),
         "app.kubernetes.io/component": "worker",
@@ -56,7 +57,7 @@ def worker(request: Request) -> dict[str, str]:
 
 
 def settings(args: Sequence[str]) -> dict[str, str]:
-    """The arguments as labels, so that pods can be found by them: `--batch=128` is `args.outlast.dev/batch: "128"`.
+    """Return the arguments as labels, so that pods can be found by them: `--batch=128` is `args.outlast.dev/batch: "128"`.
 
     Arguments whose name or value is invalid in a label, and possible secrets, are left out.
     """
@@ -65,7 +66,7 @@ def settings(args: Sequence[str]) -> dict[str, str]:
 
 
 def metadata(request: Request, name: str) -> Document:
-    """The metadata of a document of this job."""
+    """Return the metadata of a document of this job."""
     meta: Document = {"name": name}
     if request.job.metadata.namespace:
         meta["namespace"] = request.job.metadata.namespace
@@ -73,7 +74,7 @@ def metadata(request: Request, name: str) -> Document:
 
 
 def workload(request: Request, name: str, *, annotations: Mapping[str, str] | None = None) -> Document:
-    """The metadata of the owner of the pods, with the user's annotations, and Kueue's queue if there is one."""
+    """Return the metadata of the owner of the pods, with the user's annotations, and Kueue's queue if there is one."""
     meta = metadata(request, name)
     meta["labels"] |= {"app.kubernetes.io/component": "worker", Label.RUN: names.fit(request.run), **queue_label(request.spec)}
     if more := {**request.job.metadata.annotations, **(annotations or {})}:
@@ -112,7 +113,7 @@ def _user_labels(job: spec.Job) -> dict[str, str]:
 
 
 def _options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Names and values of arguments like `--batch=128` and `--batch 128`."""
+    """Yield the names and values of arguments like `--batch=128` and `--batch 128`."""
     for arg, following in itertools.pairwise([*args, "--"]):
         if found := _OPTION.fullmatch(arg):
             yield found[1], found[2]

@@ -18,13 +18,13 @@ _DIGITS = 8
 
 
 def digest(value: Any, digits: int = _DIGITS) -> str:
-    """A digest of a JSON value; the order of keys does not matter."""
+    """Return a digest of a JSON value; the order of keys does not matter."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
 def fit(name: str, max_length: int = MAX_LENGTH) -> str:
-    """The name, or its beginning and a digest if it is too long."""
+    """Return the name, or its beginning and a digest if it is too long."""
     if len(name) <= max_length:
         return name
     return f"{name[: max_length - _DIGITS - 1].rstrip('-.')}-{digest(name)}"
@@ -43,7 +43,7 @@ class Names:
         return fit(f"{self.job}-{self.digest}")
 
     def code(self, checksum: str) -> str:
-        """Name of the ConfigMap that contains the archive of code with this SHA-256."""
+        """Return the name of the ConfigMap that contains the archive of code with this SHA-256."""
         return fit(f"{self.job}-code-{checksum[:_DIGITS]}")
 
     @property
@@ -53,5 +53,5 @@ class Names:
         return fit(f"{self.job}-rdzv")
 
     def workload(self, suffix: str = "") -> str:
-        """Name of the owner of the pods. The longest host name of a pod is this name and `suffix`."""
+        """Return the name of the owner of the pods. The longest host name of a pod is this name and `suffix`."""
         return fit(f"{self.job}-{self.digest}", MAX_LENGTH - len(suffix))

@@ -55,7 +55,7 @@ def merge(base: dict[str, Any], patch: dict[str, Any], path: str = "template") -
 
 
 def _items(base: list[Any], patch: list[Any], name: str, path: str) -> list[Any]:
-    """The merged list: items in both lists are merged in place, and new items come last."""
+    """Return the merged list: items in both lists are merged in place, and new items come last."""
     key = KEYS[name]
     for index, item in enumerate(patch):
         if not isinstance(item, dict) or not isinstance(item.get(key, "" if "$patch" in item else None), str | int):

@@ -37,22 +37,23 @@ class Request:
         return self.job.spec
 
     def with_spec(self, **fields: Any) -> Request:
-        """The request with other values for fields of `spec`."""
+        """Return the request with other values for fields of `spec`."""
         changed = self.spec.model_copy(update=fields)
         return dataclasses.replace(self, job=self.job.model_copy(update={"spec": changed}))
 
     def with_zero_as_suspended(self) -> Request:
-        """The request, with a job of 0 workers turned into a suspended job with the smallest allowed number of workers."""
+        """Return the request, with a job of 0 workers turned into a suspended job with the smallest allowed number of
+        workers."""
         workers = self.spec.workers
         if workers.replicas:
             return self
         return self.with_spec(suspend=True, workers=workers.model_copy(update={"replicas": workers.allowed()[0]}))
 
     def limited_to(self, workers: int) -> Request:
-        """The request limited to `workers`, the number of pods that there will be, so that no worker waits for more."""
+        """Return the request limited to `workers`, the number of pods that there will be, so that no worker waits for more."""
         return self.with_spec(workers=self.spec.workers.model_copy(update={"replicas": workers, "max": workers}))
 
 
 def invalid_job(job: spec.Job, *sentences: str) -> InvalidJob:
-    """An InvalidJob error for a valid job that cannot run on Kubernetes."""
+    """Return an InvalidJob error for a valid job that cannot run on Kubernetes."""
     return InvalidJob([(None, sentence) for sentence in sentences], source=job.metadata.name)

@@ -12,7 +12,7 @@ from outlast.kubernetes.manifests.render_request import Request, invalid_job
 
 
 def endpoint(request: Request, pod0: str, service: str) -> str:
-    """The endpoint as in OUTLAST_RENDEZVOUS: `c10d://host:port`, `etcd://host:port,...` or `etcds://...`; see
+    """Return the endpoint as in OUTLAST_RENDEZVOUS: `c10d://host:port`, `etcd://host:port,...` or `etcds://...`; see
     `rendezvous.etcd.gateway.address`.
 
     Raises InvalidJob.
@@ -37,13 +37,13 @@ def endpoint(request: Request, pod0: str, service: str) -> str:
 
 
 def single_worker_endpoint(request: Request) -> str:
-    """The endpoint of a job with one worker."""
+    """Return the endpoint of a job with one worker."""
     if request.spec.rendezvous.endpoint is not None:
         return endpoint(request, "", "")
     return f"c10d://localhost:{Pod.RENDEZVOUS_PORT}"
 
 
 def fqdn(pod: str, service: str) -> str:
-    """The full DNS name of a pod behind a headless Service, in the namespace to which it is applied.
+    """Return the full DNS name of a pod behind a headless Service, in the namespace to which it is applied.
     https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/"""
     return f"{pod}.{service}.$({Env.NAMESPACE}).svc.{contract.CLUSTER_DOMAIN}"

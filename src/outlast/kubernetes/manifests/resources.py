@@ -32,7 +32,7 @@ class Share:
     """Size of `/dev/shm` in bytes; None: limited only by the memory."""
 
     def container(self) -> dict[str, Quantities]:
-        """The `resources` of a container."""
+        """Return the `resources` of a container."""
         return {key: value for key, value in (("requests", self.requests), ("limits", self.limits)) if value}
 
 
@@ -42,8 +42,8 @@ def accelerator(requested: spec.Resources) -> str:
 
 
 def share(job: spec.Job) -> Share:
-    """The share of each worker. Raises InvalidJob if shared memory leaves nothing of the memory, if cores exceed their limit, or
-    if EFA is requested without memory or cores."""
+    """Return the share of each worker. Raises InvalidJob if shared memory leaves nothing of the memory, if cores exceed their
+    limit, or if EFA is requested without memory or cores."""
     requested, count = job.spec.resources, job.spec.processes()
     if requested.shared_memory and requested.memory and requested.shared_memory >= requested.memory:
         problem = f"{units.memory_text(requested.shared_memory)}), which counts as memory, leaves nothing of resources.memory"
@@ -73,7 +73,7 @@ def _cores(count: float | None) -> Quantities:
 
 
 def total(fields: spec.Spec, count: int) -> Quantities:
-    """The resources that `count` workers request in total."""
+    """Return the resources that `count` workers request in total."""
     requested = fields.resources
     quantities = _cores((requested.cpu or requested.cpu_limit or 0) * count)
     if requested.memory:

@@ -18,25 +18,25 @@ Source = dict[str, object]
 
 
 def literal_source(value: str) -> Source:
-    """A literal value."""
+    """Return a literal value."""
     return {"value": value}
 
 
 def field_source(path: str) -> Source:
-    """The value of a field of the pod itself (https://kubernetes.io/docs/concepts/workloads/pods/downward-api/)."""
+    """Return the value of a field of the pod itself (https://kubernetes.io/docs/concepts/workloads/pods/downward-api/)."""
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def has_peers(request: Request, rendezvous: str) -> bool:
-    """Whether there may be several workers, which must authenticate one another."""
+    """Return whether there may be several workers, which must authenticate one another."""
     if rendezvous.startswith("c10d://"):
         return not rendezvous.startswith("c10d://localhost:")
     return request.spec.workers.max > 1
 
 
 def container_env(request: Request, *, index: Source, rendezvous: str, stay: bool) -> list[Document]:
-    """The container's `env`. References to variables whose values are known are replaced here; all others are escaped, so that
-    the agent, not Kubernetes, replaces them."""
+    """Return the container's `env`. References to variables whose values are known are replaced here; all others are escaped,
+    so that the agent, not Kubernetes, replaces them."""
     standard = {**_contract(request, index=index, rendezvous=rendezvous, stay=stay), **_process(request)}
     values = {name: str(source["value"]) for name, source in standard.items() if "value" in source}
     env = {**standard, **job_variables(request.spec, values)}
@@ -44,27 +44,27 @@ def container_env(request: Request, *, index: Source, rendezvous: str, stay: boo
 
 
 def job_variables(fields: spec.Spec, defined: Mapping[str, str]) -> dict[str, Source]:
-    """The job's own variables, which may refer to the variables in `defined`."""
+    """Return the job's own variables, which may refer to the variables in `defined`."""
     return {name: literal_source(escaped(value)) for name, value in substitution.values(fields.env, defined).items()}
 
 
 def from_secrets(fields: spec.Spec) -> list[Document]:
-    """The container's `envFrom`: Secrets as environment variables. Variables in `env` take precedence."""
+    """Return the container's `envFrom`: Secrets as environment variables. Variables in `env` take precedence."""
     return [{"secretRef": {"name": secret.name}} for secret in fields.secrets if not secret.to]
 
 
 def escaped(value: str) -> str:
-    """A value escaped for Kubernetes, in which `$$` means `$`, and `$(NAME)` refers to a variable."""
+    """Return a value escaped for Kubernetes, in which `$$` means `$`, and `$(NAME)` refers to a variable."""
     return value.replace("$", "$$") if "$(" in value or "$$" in value else value
 
 
 def secret_source(name: str, key: str) -> Source:
-    """The value of a key in a Secret, either of which may be missing."""
+    """Return the value of a key in a Secret, either of which may be missing."""
     return {"valueFrom": {"secretKeyRef": {"name": name, "key": key, "optional": True}}}
 
 
 def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -> dict[str, Source]:
-    """The variables of `contract.Env`."""
+    """Return the variables of `contract.Env`."""
     fields, name = request.spec, request.job.metadata.name
     output = volumes.output(fields, name)
     store = volumes.store_url(request.job)

@@ -21,7 +21,7 @@ _STATE_SIZE = "256Mi"
 
 
 def document(job: spec.Job) -> spec.Job:
-    """The job with paths as in its pods. Raises InvalidJob with every path that pods cannot see.
+    """Return the job with paths as in its pods. Raises InvalidJob with every path that pods cannot see.
 
     `suspend` is left out, since pods do not need it.
     """
@@ -46,40 +46,40 @@ def document(job: spec.Job) -> spec.Job:
 
 
 def code_to_ship(fields: spec.Spec) -> str | None:
-    """The local directory of code that must be shipped; None if pods have the code already, or if there is none."""
+    """Return the local directory of code that must be shipped, or None if pods have the code already, or if there is none."""
     code = fields.code
     return code if code and _is_local(code) and not checksum(code) and not _in_pod(fields, spec.pinned(code)[0]) else None
 
 
 def shipped_url(archive: str, checksum: str) -> str:
-    """The URL in a job file for code in a ConfigMap."""
+    """Return the URL in a job file for code in a ConfigMap."""
     return f"file://{Pod.SHIPPED}/{archive}#sha256={checksum}"
 
 
 def checksum(code: str | None) -> str:
-    """The SHA-256 of code in a ConfigMap; empty for code in other places."""
+    """Return the SHA-256 of code in a ConfigMap, or an empty string for code in other places."""
     place, digits = spec.pinned(code or "")
     path = spec.local(place)
     return digits if path is not None and PurePosixPath(Pod.SHIPPED) in PurePosixPath(path).parents else ""
 
 
 def archive(code: str | None) -> str:
-    """The file name of the archive of code in a ConfigMap."""
+    """Return the file name of the archive of code in a ConfigMap."""
     return PurePosixPath(spec.pinned(code or "")[0]).name
 
 
 def files(fields: spec.Spec) -> list[str]:
-    """Paths of the local files whose contents pods need."""
+    """Return the paths of the local files whose contents pods need."""
     return [path for _, _, path in _files_outside_code(fields)]
 
 
 def output_is_lost(job: spec.Job) -> bool:
-    """Whether the job's output is lost with its pods, being neither in a store nor on a volume."""
+    """Return whether the job's output is lost with its pods, being neither in a store nor on a volume."""
     return _is_local(job.spec.output) and not _on_volume(job.spec, output(job.spec))
 
 
 def urls_without_credentials(fields: spec.Spec) -> list[str]:
-    """URLs in S3 that a job names although its pods have no credentials for S3."""
+    """Return the URLs in S3 that a job names although its pods have no credentials for S3."""
     pod = str(fields.template.get("spec") or "")
     own = any(
         name.startswith("AWS_") and name not in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL") for name in fields.env
@@ -91,14 +91,14 @@ def urls_without_credentials(fields: spec.Spec) -> list[str]:
 
 
 def output(fields: spec.Spec, name: str = "") -> str:
-    """The output directory in a pod: at the job's path if that is on a volume, else below `/out`."""
+    """Return the output directory in a pod: at the job's path if that is on a volume, else below `/out`."""
     path = str(spec.local(fields.output) or "") if fields.output else ""
     root = path if path and _on_volume(fields, path) else Pod.OUTPUT
     return f"{root}/{name}" if name else root
 
 
 def store_url(job: spec.Job) -> str:
-    """URL of the job's output in a store; empty if the output is not in a store."""
+    """Return the URL of the job's output in a store, or an empty string if the output is not in a store."""
     parent = store_parent(job.spec)
     return f"{parent}/{job.metadata.name}" if parent else ""
 
@@ -109,18 +109,18 @@ def store_parent(fields: spec.Spec) -> str:
 
 
 def config_data(request: Request) -> Document:
-    """The data of the ConfigMap: the job file and the local files."""
+    """Return the data of the ConfigMap: the job file and the local files."""
     local_files = {key: request.files[path] for _, key, path in _files_outside_code(request.spec)}
     return {"job.yaml": job_file(request.job), **local_files}
 
 
 def job_file(job: spec.Job) -> str:
-    """The job file for a pod."""
+    """Return the job file for a pod."""
     return spec.dump(document(job))
 
 
 def volumes(request: Request) -> tuple[list[Document], list[Document]]:
-    """The volumes of a pod, and the mounts of its container, with one mount per path."""
+    """Return the volumes of a pod, and the mounts of its container, with one mount per path."""
     by_path: dict[str, tuple[Document, Document]] = {}
     """Volumes and mounts, by mount path."""
     for place, name, source in _standard_volumes(request):
@@ -132,7 +132,7 @@ def volumes(request: Request) -> tuple[list[Document], list[Document]]:
 
 
 def pod_security() -> dict[str, Any]:
-    """A pod's security context under the restricted Pod Security Standard; volumes belong to the pod's group."""
+    """Return a pod's security context under the restricted Pod Security Standard; volumes belong to the pod's group."""
     return {
         "runAsNonRoot": True,
         "runAsUser": Pod.USER,
@@ -144,12 +144,13 @@ def pod_security() -> dict[str, Any]:
 
 
 def container_security() -> dict[str, Any]:
-    """A container's security context under the restricted Pod Security Standard; the container cannot write to its image."""
+    """Return a container's security context under the restricted Pod Security Standard; the container cannot write to its
+    image."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
 
 
 def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
-    """The specs of the claims to create, by name; `mode` is the default access mode."""
+    """Return the specs of the claims to create, by name; `mode` is the default access mode."""
     return {
         volume.claim: {
             "accessModes": [volume.access_mode or mode],
@@ -165,7 +166,7 @@ def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
 
 
 def _standard_volumes(request: Request) -> Iterator[tuple[str, str, Document]]:
-    """Mount path, name and source of the volumes that every worker has, since its image is read-only."""
+    """Yield the mount path, name and source of the volumes that every worker has, since its image is read-only."""
     share = resources.share(request.job)
     limit = {"sizeLimit": units.memory_text(share.shared_memory)} if share.shared_memory else {}
     job_file = [
@@ -197,7 +198,7 @@ def _standard_volumes(request: Request) -> Iterator[tuple[str, str, Document]]:
 
 
 def user_volumes(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
-    """Mount path, volume and mount of each of the user's claims and Secrets; all mounts of a claim share one volume."""
+    """Yield the mount path, volume and mount of each of the user's claims and Secrets; all mounts of a claim share one volume."""
     order = list(dict.fromkeys(volume.claim for volume in fields.volumes))
     for volume in fields.volumes:
         name = f"claim-{order.index(volume.claim)}"
@@ -241,17 +242,17 @@ def _invisible_path(field: str, place: str, to: str) -> str:
 
 
 def _is_local(place: str | None) -> bool:
-    """Whether a path or URL is local rather than in a store; True for None."""
+    """Return whether a path or URL is local rather than in a store; True for None."""
     return place is None or spec.local(spec.pinned(place)[0]) is not None
 
 
 def _in_pod(fields: spec.Spec, place: str) -> bool:
-    """Whether a directory of code is in the pod, in its image or on a volume."""
+    """Return whether a directory of code is in the pod, in its image or on a volume."""
     return str(spec.local(place)) == Pod.CODE or (_on_volume(fields, Pod.CODE) and not spec.archive(place))
 
 
 def _on_volume(fields: spec.Spec, place: str) -> bool:
-    """Whether a path in the pod is on a volume."""
+    """Return whether a path in the pod is on a volume."""
     path = PurePosixPath(place)
     return any(PurePosixPath(volume.to) in (path, *path.parents) for volume in fields.volumes)
 

@@ -48,8 +48,8 @@ class Worker:
 
 
 def template(request: Request, worker: Worker) -> Document:
-    """The PodTemplateSpec of a job's workers. Raises InvalidJob if the job has no image, or if its `template` cannot be
-    merged."""
+    """Return the PodTemplateSpec of a job's workers. Raises InvalidJob if the job has no image, or if its `template` cannot
+    be merged."""
     volumes, mounts = places.volumes(request)
     base: Document = {
         "metadata": {"labels": {**labels.NO_SIDECAR, **labels.worker(request), **worker.gang.labels}},
@@ -73,8 +73,7 @@ def template(request: Request, worker: Worker) -> Document:
 
 
 def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
-    """The pod of one worker, for the operator. The pod carries its job file, see
-    `Request.job_file_in_annotation`."""
+    """Return the pod of one worker, for the operator. The pod carries its job file, see `Request.job_file_in_annotation`."""
     request = dataclasses.replace(request, job_file_in_annotation=True)
     templated = template(request, worker)
     meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))
@@ -91,7 +90,8 @@ def termination_grace_s(fields: spec.Spec) -> int:
 
 
 def failure_policy() -> Document:
-    """The rules by which a Job ignores interruptions, and fails at once on misconfiguration or when workers have given up.
+    """Return the rules by which a Job ignores interruptions, and fails at once on misconfiguration or when workers have given
+    up.
 
     143 is the exit code of an agent that got SIGTERM before it could handle the signal. All other failures count towards
     `backoffLimit`.
@@ -111,7 +111,8 @@ def failure_policy() -> Document:
 
 
 def job_limits(fields: spec.Spec) -> Document:
-    """The fields of a `batch/v1` Job that suspend it, limit its failures and its duration, and delete it after its end."""
+    """Return the fields of a `batch/v1` Job that suspend it, limit its failures and its duration, and delete it after its
+    end."""
     limits: Document = {
         **({"suspend": True} if fields.suspend else {}),  # never false: Kueue sets it for jobs in its queues
         "backoffLimit": fields.restarts.limit,
@@ -150,8 +151,8 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
 
 
 def probes(*, startup_failures: int, liveness_failures: int) -> Document:
-    """The probes of our processes, with the failure thresholds of the startup probe, sent every two seconds, and of the liveness
-    probe, sent every ten seconds."""
+    """Return the probes of our processes, with the failure thresholds of the startup probe, sent every two seconds, and of
+    the liveness probe, sent every ten seconds."""
     return {
         "startupProbe": probe("/healthz", period_s=2, failures=startup_failures),
         "livenessProbe": probe("/healthz", period_s=10, failures=liveness_failures),
@@ -160,7 +161,7 @@ def probes(*, startup_failures: int, liveness_failures: int) -> Document:
 
 
 def probe(path: str, *, period_s: int, failures: int, port: str = "probes") -> Document:
-    """An HTTP probe; `failures` is the failure threshold."""
+    """Return an HTTP probe; `failures` is the failure threshold."""
     return {
         "httpGet": {"path": path, "port": port},
         "periodSeconds": period_s,
@@ -170,7 +171,7 @@ def probe(path: str, *, period_s: int, failures: int, port: str = "probes") -> D
 
 
 def with_user_template(job: spec.Job, base: Document, required_labels: dict[str, str]) -> Document:
-    """The template with the user's template merged over it; the required labels win. Raises InvalidJob if it cannot be
+    """Return the template with the user's template merged over it; the required labels win. Raises InvalidJob if it cannot be
     merged."""
     try:
         result = overlay.merge(base, job.spec.template)

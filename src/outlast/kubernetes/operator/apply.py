@@ -222,8 +222,8 @@ class _Obstacle:
 
 
 def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:
-    """The job as written to its status subresource with PUT, which replaces the whole status and so also removes missing keys; a
-    merge patch would keep them. The resource version makes the write conditional."""
+    """Return the job as written to its status subresource with PUT, which replaces the whole status and so also removes
+    missing keys; a merge patch would keep them. The resource version makes the write conditional."""
     meta = {name: job["metadata"][name] for name in ("name", "namespace", "uid", "resourceVersion") if name in job["metadata"]}
     return {
         "apiVersion": job["apiVersion"],

@@ -155,7 +155,7 @@ class KindCache:
             self.deleted_uids.add(uid)
 
     def newest(self, name: NamespacedName) -> _Entry | None:
-        """The newest known version of a document; None if there is none."""
+        """Return the newest known version of a document, or None if there is none."""
         entry = self.written.get(name)
         if entry is not None and entry.version <= self.delivered_version:
             del self.written[name]
@@ -167,7 +167,7 @@ class KindCache:
         return None if entry is None or entry.uid in self.deleted_uids else entry
 
     def of_job(self, job: NamespacedName) -> list[Document]:
-        """The documents of a job, sorted by name."""
+        """Return the documents of a job, sorted by name."""
         found = [self.newest(name) for name in sorted(self.jobs.get(job, ()))]
         return [_decoded(each) for each in found if each is not None and each.job == job[1]]
 
@@ -272,12 +272,12 @@ class Cache:
             return [kind for kind in kinds or self._required if not self._kinds[kind].synced]
 
     def of_job(self, kind: Kind, key: Key) -> list[Document]:
-        """The documents of a kind that belong to a job."""
+        """Return the documents of a kind that belong to a job."""
         with self._lock:
             return self._kinds[kind].of_job((key.namespace, key.name))
 
     def documents(self, kind: Kind) -> list[Document]:
-        """All documents of a kind; only for kinds with few documents."""
+        """Return all documents of a kind; only for kinds with few documents."""
         with self._lock:
             kind_cache = self._kinds[kind]
             return [_decoded(each) for name in sorted(kind_cache.watched) if (each := kind_cache.newest(name)) is not None]
@@ -318,7 +318,7 @@ class Cache:
 
 
 def trimmed(kind: Kind, document: Document) -> Document:
-    """A document without the fields that the operator does not read; the contents of a pod follow from its job."""
+    """Return a document without the fields that the operator does not read; the contents of a pod follow from its job."""
     meta = {name: value for name, value in document["metadata"].items() if name not in ("managedFields", "selfLink")}
     meta["annotations"] = {
         name: value for name, value in (meta.get("annotations") or {}).items() if name not in _REDUNDANT_ANNOTATIONS
@@ -343,7 +343,7 @@ def trimmed(kind: Kind, document: Document) -> Document:
 
 
 def _container(container: Document) -> Document:
-    """A container reduced to its name and its memory limit, which the sentence about an OOMKilled container names."""
+    """Return a container reduced to its name and its memory limit, which the sentence about an OOMKilled container names."""
     limit = ((container.get("resources") or {}).get("limits") or {}).get("memory")
     return {"name": container["name"], **({"resources": {"limits": {"memory": limit}}} if limit else {})}
 
@@ -364,8 +364,8 @@ def _entry(kind: Kind, document: Document) -> _Entry:
 
 
 def _urgent_progress(progress: str | None) -> tuple[Any, bool, Any]:
-    """The parts of the progress whose changes are reconciled soon: the member's generation, whether it has completed a step, and
-    the goodput of the run."""
+    """Return the parts of the progress whose changes are reconciled soon: the member's generation, whether it has completed a
+    step, and the goodput of the run."""
     try:
         progress_ = json.loads(progress or "{}")
         return progress_.get("generation"), progress_.get("step") is not None, progress_.get("whole") and progress_.get("goodput")
@@ -374,8 +374,8 @@ def _urgent_progress(progress: str | None) -> tuple[Any, bool, Any]:
 
 
 def _job_of(kind: Kind, document: Document) -> str:
-    """The name of the job to which a document belongs. For a Lease, the job is taken from the Lease's name, not from its labels:
-    a worker can change the labels of its own Lease, but cannot write another worker's Lease."""
+    """Return the name of the job to which a document belongs. For a Lease, the job is taken from the Lease's name, not from
+    its labels: a worker can change the labels of its own Lease, but cannot write another worker's Lease."""
     meta = document["metadata"]
     if kind == LEASE:
         match = _WORKER_LEASE.fullmatch(meta["name"])
@@ -384,8 +384,8 @@ def _job_of(kind: Kind, document: Document) -> str:
 
 
 def _urgent_fields(kind: Kind, document: Document, body: bytes) -> bytes:
-    """The fields whose changes must be reconciled immediately. For a Lease, that excludes the fields that change with each
-    renewal and step; for a node, it is only taints, readiness, notices and deletion."""
+    """Return the fields whose changes must be reconciled immediately. For a Lease, that excludes the fields that change with
+    each renewal and step; for a node, it is only taints, readiness, notices and deletion."""
     meta, spec = document["metadata"], document.get("spec") or {}
     if kind == LEASE:
         report = (meta.get("annotations") or {}).get(Annotation.REPORT)

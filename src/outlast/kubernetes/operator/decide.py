@@ -32,7 +32,7 @@ from outlast.kubernetes.operator.rules import (
 
 
 def decide(snapshot: JobSnapshot) -> Plan:
-    """The plan of one reconcile pass."""
+    """Return the plan of one reconcile pass."""
     if snapshot.document["spec"].get("managedBy", contract.MANAGED_BY) != contract.MANAGED_BY:
         return Plan()  # another controller makes its pods and writes its status
     if snapshot.document["metadata"].get("deletionTimestamp"):

@@ -19,7 +19,7 @@ Document = dict[str, Any]
 
 
 def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
-    """The objects that must exist before the first pod. Raises InvalidJob for a job that cannot be rendered as pods."""
+    """Return the objects that must exist before the first pod. Raises InvalidJob for a job that cannot be rendered as pods."""
     request = _request(snapshot)
     elasticjob.documents(request)  # validates jobs from kubectl, which `outlast submit` has not checked
     worker = worker_pod.pod(request, _worker(snapshot, request), index=0, generation=0, file="")
@@ -33,7 +33,7 @@ def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
 
 
 def updated_prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
-    """The prerequisites that change with the job's workers."""
+    """Return the prerequisites that change with the job's workers."""
     request = _request(snapshot)
     return (
         *(document for document in _worker_access(snapshot, request) if document["kind"] == "Role"),
@@ -43,7 +43,7 @@ def updated_prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
 
 
 def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, min_count: int, priority: Priority) -> Document:
-    """A Workload that requests `count` workers, see `manifests.scheduling.kueue`."""
+    """Return a Workload that requests `count` workers, see `manifests.scheduling.kueue`."""
     request = _request(snapshot)
     meta = labels.metadata(request, name)
     meta["labels"] = {**meta["labels"], kueue.JOB_UID: snapshot.uid}
@@ -54,7 +54,7 @@ def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, min_count
 
 
 def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoid: Sequence[str]) -> Iterator[Document]:
-    """The pods of these workers, which prefer nodes other than those to avoid."""
+    """Yield the pods of these workers, which prefer nodes other than those to avoid."""
     if snapshot.plain is not None:
         yield from (snapshot.plain.pod(index) for index in indices)
         return

@@ -177,8 +177,8 @@ ledger."""
 
 
 def with_event(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
-    """The ledger with one more entry, unless the entry is already there. The first entry, the submission, is always kept; of the
-    others, the oldest are dropped."""
+    """Return the ledger with one more entry, unless the entry is already there. The first entry, the submission, is always
+    kept; the oldest of the others are dropped."""
     entry = _without_none({"t": _ms(t), "kind": kind, "source": "operator", **fields})
     return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - MAX_LEDGER_EVENTS :]) if ledger else (entry,)
 
@@ -200,7 +200,8 @@ class DerivedFields:
 
 
 def read(status: Mapping[str, Any]) -> Status:
-    """The fields of a status; `{}` for a new job. Invalid parts, from somebody else or from another version, are dropped."""
+    """Return the fields of a status; `{}` for a new job. Invalid parts, written by another program or version, are
+    dropped."""
     rendezvous, counted = status.get("rendezvous") or {}, status.get("judged") or {}
     account = status.get("accounting") or {}
     world = _valid(World, rendezvous.get("world"))
@@ -278,7 +279,7 @@ def _read_progress(status: Mapping[str, Any], account: Mapping[str, Any]) -> Pro
 
 
 def _valid(type_: type[T], fields: object) -> T | None:
-    """A part of the status, parsed as this type; None if it is missing or invalid."""
+    """Return a part of the status, parsed as this type, or None if it is missing or invalid."""
     try:
         return None if fields is None else cast(T, _adapter(cast(Any, type_)).validate_python(fields))
     except ValidationError:
@@ -335,8 +336,8 @@ def write(status: Status, derived: DerivedFields) -> Document:
 def with_condition(
     conditions: Sequence[Mapping[str, Any]], type_: str, reason: str, message: str, generation: int, now: float
 ) -> tuple[Document, ...]:
-    """The conditions after this one has become true: all others but `Created` become false. A condition that has never been true
-    stays absent."""
+    """Return the conditions after this one has become true: all others but `Created` become false. A condition that has never
+    been true stays absent."""
     by_type = {each["type"]: dict(each) for each in conditions}
     if type_ not in by_type:
         by_type[type_] = {
@@ -358,7 +359,7 @@ def with_condition(
 
 
 def condition_since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> float | None:
-    """The latest time at which one of these conditions became true; None if none is true."""
+    """Return the latest time at which one of these conditions became true, or None if none is true."""
     begun = [
         pod_status.timestamp(each["lastTransitionTime"])
         for each in conditions
@@ -368,12 +369,12 @@ def condition_since(conditions: Sequence[Mapping[str, Any]], types: Collection[s
 
 
 def condition_reason(conditions: Sequence[Mapping[str, Any]], type_: str) -> str:
-    """The reason of a condition; empty if there is none of this type."""
+    """Return the reason of a condition, or an empty string if there is none of this type."""
     return next((str(each["reason"]) for each in conditions if each["type"] == type_), "")
 
 
 def timestamp(when: float) -> str:
-    """A time in Kubernetes' format, in whole seconds."""
+    """Return a time in Kubernetes' format, in whole seconds."""
     return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -419,13 +420,13 @@ def _rendezvous_document(status: Status, grace_s: float) -> Document:
 
 
 def _ms(when: float | None) -> float | None:
-    """A time rounded to milliseconds, so that it is read back as it was written."""
+    """Return a time rounded to milliseconds, so that it is read back as it was written."""
     return None if when is None else round(when, 3)
 
 
 def _without_none(value: Any) -> Any:
-    """The value without entries that are None, at any depth: API servers drop them, and a status must be read back as it was
-    written."""
+    """Return the value without entries that are None, at any depth: API servers drop them, and a status must be read back as
+    it was written."""
     if isinstance(value, Mapping):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value

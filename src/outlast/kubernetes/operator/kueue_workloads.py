@@ -1,7 +1,7 @@
 """Kueue: the Workloads of a job, the quota admitted for each, and the changes to be made to them.
 
 A job has one Workload for its first workers, and one more for each addition during training: for workers that were not admitted
-at first, and for those that `outlast scale` adds. So training goes on with the workers that are admitted, and the job never
+at first, and for workers that `outlast scale` adds. So training goes on with the workers that are admitted, and the job never
 requests quota that it already has. Each Workload can be evicted separately: the job shrinks by its workers, and stops only below
 `workers.min`. Quota that a job no longer needs is given back: Workloads are deleted as a whole, or part of their quota is marked
 as reclaimable (https://kueue.sigs.k8s.io/docs/concepts/workload/#dynamic-reclaim).
@@ -55,7 +55,7 @@ class ClusterFeatures:
 
 @dataclass(frozen=True)
 class WorkloadSlice:
-    """A Workload of the job: a slice of its workers with quota of its own."""
+    """A Workload of the job: a slice of its workers, with separate quota."""
 
     document: Document
 
@@ -130,8 +130,8 @@ class WorkloadSlice:
     # changed documents
 
     def with_status(self, now: float, conditions: Sequence[tuple[str, bool, str, str]], **fields: Any) -> Document:
-        """The Workload with these conditions (type, whether it is true, reason, message), and other fields of its status,
-        changed."""
+        """Return the Workload with these conditions (type, whether it is true, reason, message), and other fields of its
+        status, changed."""
         by_type = {each["type"]: each for each in self._status.get("conditions") or ()}
         for type_, is_true, reason, message in conditions:
             status, previous = "True" if is_true else "False", by_type.get(type_, {})
@@ -148,7 +148,7 @@ class WorkloadSlice:
         return {**self.document, "status": {key: value for key, value in status_.items() if value is not None}}
 
     def with_quota_released(self, now: float) -> Document:
-        """The evicted Workload after its pods are gone: it gives its quota back, and Kueue may queue it again."""
+        """Return the evicted Workload after its pods are gone: it gives its quota back, and Kueue may queue it again."""
         evicted = self.condition("Evicted")
         assert evicted is not None, "only an evicted Workload releases its quota"
         reason, message = evicted["reason"], evicted.get("message", "")
@@ -167,15 +167,15 @@ class WorkloadSlice:
         return self.with_status(now, conditions, admission=None, reclaimablePods=None, **spent)
 
     def with_reclaimable(self, by: int, now: float) -> Document:
-        """The Workload with the quota of this many more workers marked as reclaimable."""
+        """Return the Workload with the quota of this many more workers marked as reclaimable."""
         return self.with_status(now, (), reclaimablePods=[{"name": kueue.PODS, "count": self.reclaimable + by}])
 
     def with_pods_ready(self, now: float) -> Document:
-        """The Workload with PodsReady true, so that Kueue's start timeout does not evict it."""
+        """Return the Workload with PodsReady true, so that Kueue's start timeout does not evict it."""
         return self.with_status(now, [("PodsReady", True, "Started", "Its workers train")])
 
     def with_finished(self, succeeded: bool, reason: str, now: float) -> Document:
-        """The Workload with Finished true."""
+        """Return the Workload with Finished true."""
         return self.with_status(now, [("Finished", True, "Succeeded" if succeeded else "Failed", reason)])
 
 
@@ -207,18 +207,18 @@ class Queue:
         return sum(workload.count for workload in self.admitted_slices)
 
     def largest_admitted(self, desired: int, sizes: Sequence[int]) -> int:
-        """The largest allowed number of workers, up to `desired`, that has quota; 0 if too few workers are admitted."""
+        """Return the largest allowed number of workers, up to `desired`, that has quota; 0 if too few workers are admitted."""
         if not self.name:
             return desired
         return max((size for size in sizes if size <= min(desired, self.admitted_workers)), default=0)
 
     def rejects(self, pod: Mapping[str, Any]) -> bool:
-        """Whether a pod belongs to a Workload that is no longer admitted."""
+        """Return whether a pod belongs to a Workload that is no longer admitted."""
         name = _workload_name(pod)
         return bool(self.name and name) and not any(workload.name == name for workload in self.admitted_slices)
 
     def pending_reason(self) -> str:
-        """Why too few workers are admitted."""
+        """Return why too few workers are admitted."""
         if evicted := next((workload for workload in self.slices if workload.is_evicted), None):
             return f"the queue {self.name} takes its quota back: {evicted.reason or 'no reason is given'}"
         pending = next((workload for workload in self.slices if workload.is_pending or workload.awaits_checks), None)
@@ -226,7 +226,7 @@ class Queue:
         return f"waits in the queue {self.name} to be admitted{because}"
 
     def missing_object(self) -> str:
-        """A sentence about a missing flavor or priority class; else empty."""
+        """Return a sentence about a missing flavor or priority class, or else an empty string."""
         for workload in self.admitted_slices:
             for flavor in sorted(kueue.flavors(workload.document) - self.objects.flavors.keys()):
                 return f"the queue {self.name} has assigned the ResourceFlavor {flavor}, which does not exist"
@@ -234,7 +234,7 @@ class Queue:
         return priority if isinstance(priority, str) else ""
 
     def assign(self, pod: Document, free_quota: dict[str, int]) -> Document | None:
-        """The new pod assigned to a Workload with room; None if none has room, or a flavor is missing."""
+        """Return the new pod assigned to a Workload with room, or None if none has room, or a flavor is missing."""
         for workload in self.admitted_slices:
             if free_quota[workload.name] > 0 and kueue.flavors(workload.document) <= self.objects.flavors.keys():
                 free_quota[workload.name] -= 1
@@ -277,11 +277,11 @@ class Queue:
         return Changes(requested.apply, (*released.statuses, *ready), (*requested.deletes, *released.deletes))
 
     def finished_workloads(self, succeeded: bool, reason: str, now: float) -> tuple[Document, ...]:
-        """The Workloads marked as finished once the job has ended, which frees their quota."""
+        """Return the Workloads marked as finished once the job has ended, which frees their quota."""
         return tuple(workload.with_finished(succeeded, reason, now) for workload in self.slices if not workload.is_finished)
 
     def priority(self) -> Priority | str:
-        """The priority of the job's Workloads, or a sentence if its class is missing."""
+        """Return the priority of the job's Workloads, or a sentence if its class is missing."""
         return kueue.priority(self.job, self.objects.classes)
 
     def _request_missing(
@@ -303,7 +303,7 @@ class Queue:
         )
 
     def _free_name(self, pods: Sequence[Mapping[str, Any]]) -> str:
-        """A name that neither a Workload of the job nor an existing pod uses."""
+        """Return a name that neither a Workload of the job nor an existing pod uses."""
         meta, taken = self.job["metadata"], {workload.name for workload in self.slices} | {_workload_name(pod) for pod in pods}
         names = (kueue.workload_name(meta["name"], meta["uid"], number) for number in range(len(taken) + 1))
         return next(name for name in names if name not in taken)
@@ -341,7 +341,7 @@ class Queue:
 
 
 def queue_of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
-    """The queue of a job; None without Kueue, or for a job that has neither a queue nor Workloads."""
+    """Return the queue of a job, or None without Kueue, or for a job that has neither a queue nor Workloads."""
     if features.kueue is None:
         return None
     own = (each for each in features.kueue.workloads if owned_by(each, job))
@@ -355,7 +355,7 @@ def queue_of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
 
 
 def unsynced(job: Mapping[str, Any], features: ClusterFeatures) -> bool:
-    """Whether a job is in a queue but Kueue's objects are not synced yet."""
+    """Return whether a job is in a queue but Kueue's objects are not synced yet."""
     return kueue.GROUP in features.groups and features.kueue is None and bool(kueue.queue_name(job))
 
 
@@ -364,12 +364,13 @@ def _created(workload: WorkloadSlice) -> str:
 
 
 def _workload_name(pod: Mapping[str, Any]) -> str:
-    """Name of the Workload whose quota a pod uses; else empty."""
+    """Return the name of the Workload whose quota a pod uses, or else an empty string."""
     return str((pod["metadata"].get("annotations") or {}).get(kueue.WORKLOAD) or "")
 
 
 def _requests_exactly(workload: WorkloadSlice, queue: str, count: int, priority: Priority) -> bool:
-    """Whether a Workload already requests exactly this. Ignores `minCount`, which Kueue drops if partial admission is off."""
+    """Return whether a Workload already requests exactly this. Ignores `minCount`, which Kueue drops if partial admission is
+    off."""
     fields = workload.document["spec"]
     return (fields.get("queueName"), workload.requested, fields.get("priority", 0)) == (queue, count, priority.value)
 

@@ -43,7 +43,7 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 @dataclass(frozen=True)
 class LeaseObservation:
-    """The Lease as of its last change."""
+    """The Lease at its last observed change."""
 
     version: str
     at: float
@@ -74,7 +74,7 @@ def next_action(
 
 
 class Leadership:
-    """Takes part in the leader election. `run` needs a thread of its own."""
+    """Takes part in the leader election. `run` needs a separate thread."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class Leadership:
         self._answering_since = 0.0
 
     def answered_for_s(self) -> float:
-        """Seconds for which the API server has answered without interruption. Watches do not show this: a server that hangs keeps
-        its connections, and delivers old events afterwards."""
+        """Return the seconds for which the API server has answered without interruption. Watches do not show this: a server that
+        hangs keeps its connections, and delivers old events afterwards."""
         now = self._clock()
         return 0.0 if self._answer_is_overdue(now) else now - self._answering_since
 
@@ -107,7 +107,7 @@ class Leadership:
         return self._answered_at is None or now - self._answered_at > self._interval_s + ANSWER_OVERDUE_S
 
     def is_leader(self) -> bool:
-        """Whether this operator may act now."""
+        """Return whether this operator may act now."""
         return (
             self._renewed_at is not None and self._clock() - self._renewed_at < self._duration_s * RENEW_DEADLINE_S / DURATION_S
         )

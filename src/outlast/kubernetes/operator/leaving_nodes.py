@@ -78,12 +78,12 @@ class Departure:
     """The reason annotated together with the deadline, if any."""
 
     def sentence(self, node: str) -> str:
-        """A sentence for the worker's log: the node that the worker must leave, and why."""
+        """Return a sentence for the worker's log: the node that the worker must leave, and why."""
         return f"node {node} ({self.cause}{f', {self.reason}' if self.reason else ''})"
 
     def grace_s(self, pod: Document, now: float) -> int | None:
-        """The grace period with which to delete a pod; None: the pod's own, which ends before the deadline. At least 1, since
-        with 0 the deletion would not wait for the node."""
+        """Return the grace period with which to delete a pod; None: the pod's own, which ends before the deadline. At least
+        1, since with 0 the deletion would not wait for the node."""
         if self.deadline is None:
             return None
         left_s = max(1, math.floor(self.deadline - now - RESERVED_S))
@@ -92,7 +92,7 @@ class Departure:
 
 
 def node_departure(node: Document | None) -> Departure | None:
-    """Why the workers of a node have to leave; None for a node that stays."""
+    """Return why the workers of a node have to leave, or None for a node that stays."""
     notices = _notices(node or {})
     if node is None or not notices:
         return None
@@ -111,7 +111,7 @@ def node_departure(node: Document | None) -> Departure | None:
 
 
 def _notices(node: Document) -> dict[str, LeavingKind]:
-    """The notices among a node's taints and conditions, with the kind that the value of our own taint names."""
+    """Return the notices among a node's taints and conditions, with the kind that the value of our own taint names."""
     spec, status = node.get("spec") or {}, node.get("status") or {}
     taints = {each["key"]: each.get("value") or "" for each in spec.get("taints") or () if each.get("key") in TAINTS}
     notices = {key: LeavingKind(value) if key == LEAVING else LeavingKind.UNKNOWN for key, value in taints.items()}
@@ -121,7 +121,7 @@ def _notices(node: Document) -> dict[str, LeavingKind]:
 
 
 def pod_departure(pod: Document) -> Departure | None:
-    """Why this worker has to leave even if its node stays."""
+    """Return why this worker has to leave even if its node stays."""
     annotations = pod["metadata"].get("annotations") or {}
     if (deadline := _deadline(annotations)) is None:
         return None
@@ -129,7 +129,7 @@ def pod_departure(pod: Document) -> Departure | None:
 
 
 def earliest(*departures: Departure | None) -> Departure | None:
-    """The Departure with the earliest deadline; a Departure without a deadline counts as the latest."""
+    """Return the Departure with the earliest deadline; a Departure without a deadline counts as the latest."""
     existing = [each for each in departures if each is not None]
     return min(existing, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
 
@@ -142,7 +142,7 @@ def _notice_period_s(name: str, kind: LeavingKind, *, spot: bool) -> float | Non
 
 
 def _deadline(annotations: Mapping[str, str]) -> float | None:
-    """The annotated deadline; None if it is missing or invalid."""
+    """Return the annotated deadline, or None if it is missing or invalid."""
     try:
         return pod_status.timestamp(annotations.get(Annotation.LEAVING_AT)) or None
     except (ValueError, TypeError, OverflowError):

@@ -36,8 +36,8 @@ MIN_LOST_S = 5.0
 
 
 def identity(env: Mapping[str, str]) -> str:
-    """The operator's identity in the leader election: the name of the pod, which survives a restart of the container, or else
-    this process."""
+    """Return the operator's identity in the leader election: the name of the pod, which survives a restart of the container,
+    or else this process."""
     return env.get(Env.POD) or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
 
 
@@ -50,7 +50,7 @@ def port(env: Mapping[str, str]) -> int:
 
 
 def limits(lost_after: str) -> Limits:
-    """The timeouts from the command line. Raises OutlastError."""
+    """Return the timeouts from the command line. Raises OutlastError."""
     try:
         lost_s = units.duration(lost_after).total_seconds()
     except ValueError as error:
@@ -64,8 +64,8 @@ def limits(lost_after: str) -> Limits:
 
 
 def clock(cluster: api.Cluster, wall: Callable[[], float] = time.time) -> Clock:
-    """The operator's clock: starts at the API server's time and is monotonic from then on, so that times in statuses and
-    deadlines do not depend on this machine's wall clock."""
+    """Return the operator's clock. It starts at the API server's time and is monotonic from then on, so that times in statuses
+    and deadlines do not depend on this machine's wall clock."""
     try:
         offset_s = cluster.time() - wall()
     except ClusterError as error:  # if it cannot be reached at all, the watches report it

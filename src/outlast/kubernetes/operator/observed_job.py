@@ -93,7 +93,7 @@ class Pod:
 
     @property
     def lingering(self) -> bool:
-        """Whether the worker has ended but the pod's phase does not say so: a sidecar still runs, or the sandbox is not gone."""
+        """Whether the worker has ended but the pod's phase does not show it: a sidecar still runs, or the sandbox is not gone."""
         if self.document["spec"].get("restartPolicy") != "Never":
             return False
         worker = pod_status.container_status(self.document)
@@ -206,7 +206,7 @@ class JobSnapshot:
 
     document: Document
     job: spec.Job | None
-    """None if the job cannot be parsed; `parse_error` says why."""
+    """None if the job cannot be parsed; `parse_error` has the reason."""
     parse_error: str
     status: Status
     run: str
@@ -264,7 +264,7 @@ def take_snapshot(
     *,
     plain: PlainJob | None = None,
 ) -> JobSnapshot:
-    """The snapshot of a job that exists; `plain` is for a job whose workers have no agent."""
+    """Return the snapshot of a job that exists; `plain` is for a job whose workers have no agent."""
     job, features = cached.job, features or ClusterFeatures()
     assert job is not None, "reconcilers are only called for jobs that exist"
     broken = str(job.get(document_parsing.UNREADABLE) or "")
@@ -296,7 +296,7 @@ def take_snapshot(
 
 
 def _document(job: Document) -> dict[str, Any]:
-    """The job as its author wrote it, without metadata added by others."""
+    """Return the job as its author wrote it, without metadata added by others."""
     meta = job["metadata"]
     retained = {key: meta[key] for key in ("name", "namespace") if key in meta}
     labels = {key: value for key, value in (meta.get("labels") or {}).items() if not _is_own_label(key)}
@@ -306,7 +306,7 @@ def _document(job: Document) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)  # the same job is reconciled again and again
 def _parse(text: str) -> tuple[spec.Job | None, str]:
-    """The parsed job, or why it cannot be parsed."""
+    """Return the parsed job, or why it cannot be parsed."""
     try:
         return spec.of(json.loads(text)), ""
     except InvalidJob as error:
@@ -319,7 +319,7 @@ def _is_own_label(label: str) -> bool:
 
 
 def pods_of(cached: CachedJob) -> list[Pod]:
-    """The pods with the job's label, sorted by index, each with the state of its node."""
+    """Return the pods with the job's label, sorted by index, each with the state of its node."""
     return sorted((_pod(pod, cached.nodes) for pod in cached.pods), key=lambda pod: pod.index)
 
 
@@ -339,7 +339,7 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
 
 
 def _unready_since(node: Document) -> float | None:
-    """When a node stopped answering; None if it answers."""
+    """Return when a node stopped answering, or None if it answers."""
     for ready in pod_status.conditions(node, "Ready"):
         if ready["status"] != "True":
             return node.get(RECEIVED_AT) or pod_status.timestamp(ready.get("lastTransitionTime"))
@@ -351,8 +351,8 @@ def is_ready(node: Document) -> bool:
 
 
 def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> MemberReport | None:
-    """The report on a Lease; None if the Lease is that of an earlier pod of the same name, or of another run. Only the Lease's
-    name identifies the worker, as a worker can write the labels of its Lease."""
+    """Return the report on a Lease, or None if the Lease is that of an earlier pod of the same name, or of another run. Only
+    the Lease's name identifies the worker, as a worker can write the labels of its Lease."""
     meta, fields = lease["metadata"], lease.get("spec") or {}
     annotations = meta.get("annotations") or {}
     try:
@@ -411,5 +411,5 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
 
 
 def _count(value: object) -> int | None:
-    """A reported count; None if the value is not a count."""
+    """Return a reported count, or None if the value is not a count."""
     return value if is_count(value) and isinstance(value, int) else None

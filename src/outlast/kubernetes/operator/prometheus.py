@@ -44,7 +44,7 @@ class _Job:
 
 
 class Metrics:
-    """All metrics of one operator, in a registry of its own. Safe to call from any thread."""
+    """All metrics of one operator, in a separate registry. Safe to call from any thread."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -108,17 +108,17 @@ class Metrics:
             self._recoveries.observe(max(0.0, now - since))
 
     def writes(self) -> dict[str, int]:
-        """Number of write requests so far, by verb and kind: `create Pod`."""
+        """Return the number of write requests so far, by verb and kind: `create Pod`."""
         samples = [sample for metric in self._writes.collect() for sample in metric.samples]
         return {f"{each.labels['verb']} {each.labels['kind']}": int(each.value) for each in samples}
 
     def reconciles(self) -> int:
-        """The number of reconcile passes so far."""
+        """Return the number of reconcile passes so far."""
         return int(self._registry.get_sample_value("outlast_reconcile_seconds_count") or 0)
 
     def text(self, *, leads: bool, now: float | None = None) -> str:
-        """All metrics in Prometheus' text format. `now`, in seconds since the epoch, is needed for ages; without it they are
-        omitted."""
+        """Return all metrics in Prometheus' text format. `now`, in seconds since the epoch, is needed for ages; without it
+        they are omitted."""
         self._leader.set(leads)
         self._jobs.now = now
         return generate_latest(self._registry).decode()
@@ -164,7 +164,7 @@ class _Jobs:
 
 
 def _age(job: _Job, since: float | None, now: float | None) -> float | None:
-    """Seconds since a time, for a job that should be making progress; else None."""
+    """Return the seconds since a time, for a job that should be making progress; else None."""
     return max(0.0, now - since) if job.state in _TRAINING and since and now is not None else None
 
 
@@ -198,8 +198,8 @@ def _increase(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> int:
 
 
 def _recovery_started_at(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | None:
-    """When the previous world failed or was lost, if a new world has just replaced it; None if there is no new world, or the
-    change was planned. One reconcile pass may see both the failure and the new world."""
+    """Return when the previous world failed or was lost, if a new world has just replaced it, or None if there is no new
+    world, or the change was planned. One reconcile pass may see both the failure and the new world."""
     if new.get("state") != "Running" or int(new.get("generation") or 0) <= int(old.get("generation") or 0):
         return None
     restarting, failure = old.get("state") == "Restarting", new.get("lastFailure") or {}

@@ -130,7 +130,8 @@ class ReconcilePass:
         return max((report.step for report in now if report.step is not None), default=self.status.progress.step)
 
     def end_of_wait(self, at: float, wait_s: float) -> float | None:
-        """The end of a wait that began at this time, or None once the wait is over. See `world.until` for clocks that jump."""
+        """Return the end of a wait that began at this time, or None once the wait is over. See `world.until` for clocks that
+        jump."""
         return world.until(at, wait_s, self.now)
 
     def update(self, **fields: Any) -> None:
@@ -195,11 +196,11 @@ class ReconcilePass:
         self.skip_rest = True
 
     def stop_training(self) -> None:
-        """Clear the rate, snapshot and goodput of the current world, which trains no more."""
+        """Clear the rate, snapshot and goodput of the current world, which no longer trains."""
         self.update(progress=dataclasses.replace(self.status.progress, rate=None, mark=None, snapshot=(0, 0), goodput=None))
 
     def plan(self) -> Plan:
-        """The plan of this pass; it contains the status only if the status changes."""
+        """Return the plan of this pass; it contains the status only if the status changes."""
         if self.handled_uids.keys() != set(self.status.handled_pods):  # uids of pods that are gone are dropped
             existing = {pod.uid for pod in self.snapshot.pods}
             self.update(handled_pods=tuple(uid for uid in self.handled_uids if uid in existing))
@@ -219,8 +220,8 @@ class ReconcilePass:
         )
 
     def _worker_count(self) -> int:
-        """The number of workers, including those that this plan creates. If the API server rejected some on the last attempt, new
-        ones count only once they exist."""
+        """Return the number of workers, including those that this plan creates. If the API server rejected some on the last
+        attempt, new ones count only once they exist."""
         return len(self.alive) + (0 if self.snapshot.refusal else len(self.creates))
 
     def _status_document(self) -> Document:
@@ -245,12 +246,12 @@ class ReconcilePass:
         return elasticjob_status.write(self.status, facts)
 
     def is_member(self, pod: Pod) -> bool:
-        """Whether a pod is, or was, a member of the newest world. A later pod with the same index is not."""
+        """Return whether a pod is, or was, a member of the newest world. A later pod with the same index is not."""
         world = self.status.world
         return world is not None and pod.index in self.members and pod.first_generation <= world.generation
 
     def generation_of(self, pod: Pod) -> int:
-        """The generation of a pod's world; 0 if the pod is in none."""
+        """Return the generation of a pod's world; 0 if the pod is in none."""
         return self.status.world.generation if self.status.world and self.is_member(pod) else 0
 
     def newest_start(self, generation: int) -> tuple[int, int]:
@@ -266,22 +267,23 @@ class ReconcilePass:
         return attempts
 
     def is_counted(self, generation: int) -> bool:
-        """Whether the failure of a generation's newest start is already counted. Generation 0 stands for no world."""
+        """Return whether the failure of a generation's newest start is already counted. Generation 0 stands for no world."""
         return generation > 0 and self.status.counted >= self.newest_start(generation)
 
     def presumed_dead_at(self, report: MemberReport) -> float | None:
-        """When a member will be presumed dead unless it renews its Lease; None if it already is."""
+        """Return when a member will be presumed dead unless it renews its Lease, or None if it already is."""
         pod, lease_s = self.pod(report.member.id), self.lease_s(report)
         held = self.late_members and pod is not None and pod.node_lost_at is None
         return self.end_of_wait(self.last_seen(report), max(lease_s, self.snapshot.limits.mass_silence_s) if held else lease_s)
 
     def lease_s(self, report: MemberReport) -> float:
-        """How long a member may be silent: at least the duration of its Lease, as members of large worlds renew less often."""
+        """Return how long a member may be silent: at least the duration of its Lease, as members of large worlds renew less
+        often."""
         return max(self.snapshot.limits.silence_s, report.lease_s)
 
     def is_mass_silence(self) -> bool:
-        """Whether most workers are silent, and at least one for so long that it would be presumed dead if it were the only silent
-        one."""
+        """Return whether most workers are silent, and at least one for so long that it would be presumed dead if it were the
+        only silent one."""
         return any(self.end_of_wait(self.last_seen(each), self.lease_s(each)) is None for each in self.late_members)
 
     def last_seen(self, report: MemberReport | None) -> float:

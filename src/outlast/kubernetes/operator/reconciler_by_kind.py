@@ -20,24 +20,24 @@ WRITES_PER_S = 100
 
 
 def elastic_job(limits: Limits, cached: CachedJob, now: float, features: ClusterFeatures) -> Plan:
-    """The plan for an ElasticJob of Outlast."""
+    """Return the plan for an ElasticJob of Outlast."""
     if (interval_s := cached.job_count / WRITES_PER_S) > limits.progress_s:
         limits = dataclasses.replace(limits, progress_s=interval_s)
     return decide.decide(observed_job.take_snapshot(cached, now, features, limits))
 
 
 def orphans(limits: Limits, cached: CachedJob, now: float) -> Plan:
-    """The plan for the remaining pods of an ElasticJob that no longer exists."""
+    """Return the plan for the remaining pods of an ElasticJob that no longer exists."""
     pods = [pod for pod in observed_job.pods_of(cached) if _of_an_elastic_job(pod)]
     return job_end.orphans(pods, now, cached.observed_since, limits)
 
 
 def _of_an_elastic_job(pod: observed_job.Pod) -> bool:
-    """Whether the operator has created the pod: pods of Jobs and StatefulSets carry the label of their job too."""
+    """Return whether the operator has created the pod: pods of Jobs and StatefulSets carry the label of their job too."""
     return any(owner["kind"] == ELASTIC_JOB.kind for owner in pod.document["metadata"].get("ownerReferences") or ())
 
 
 def reconcilers(limits: Limits) -> dict[Kind, Reconciler]:
-    """The reconciler of each kind."""
+    """Return the reconciler of each kind."""
     dropin_reconcilers = {each.kind: functools.partial(each.functions.reconcile, limits) for each in dropins.DROP_INS}
     return {ELASTIC_JOB: functools.partial(elastic_job, limits), **dropin_reconcilers}

@@ -89,7 +89,7 @@ class Watches:
             thread.join(_JOIN_S)  # the connections are closed next: no thread may use them then
 
     def serves(self, group: str) -> bool:
-        """Whether the cluster serves an API group of Kueue or of a gang scheduler."""
+        """Return whether the cluster serves an API group of Kueue or of a gang scheduler."""
         return any(kind.group == group for kind in self._served)
 
     def features(self, key: Key) -> ClusterFeatures:
@@ -203,8 +203,8 @@ class Watches:
             log.error("%s %s cannot be cached: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
 
     def _stamped(self, kind: Kind, document: Document) -> Document:
-        """A Lease stamped with the current time, an unready node with the time at which it became unready, or a node that is
-        about to be terminated with the time at which we first saw the notice; all by our clock."""
+        """Return the document with a time by our clock. A Lease gets the current time, an unready node the time at which it
+        became unready, and a node that is about to be terminated the time at which we first saw the notice."""
         if kind == LEASE:
             return {**document, RECEIVED_AT: self._clock()}
         if kind != NODE:

@@ -85,7 +85,7 @@ class WorkQueue(Generic[K]):
             self._changed.notify_all()
 
     def idle(self) -> bool:
-        """Whether no key is queued, due or being processed."""
+        """Return whether no key is queued, due or being processed."""
         with self._changed:
             self._due()
             return not self._waiting and not self._processing

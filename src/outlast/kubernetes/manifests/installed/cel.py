@@ -37,12 +37,12 @@ TEXT_BOUNDS = {
 
 
 def rule(condition: str, message: str, *, at: str = "") -> Rule:
-    """A rule with a constant message: the API server estimates the cost of `messageExpression` too high."""
+    """Return a rule with a constant message: the API server estimates the cost of `messageExpression` too high."""
     return {"rule": condition, "message": message, **({"fieldPath": at} if at else {})}
 
 
 def _immutable(name: str, *, within: str = "") -> Rule:
-    """A rule that a field of the specification, or of its section `within`, is immutable."""
+    """Return a rule that a field of the specification, or of its section `within`, is immutable."""
     new, old = (f"{each}.{within}" if within else each for each in ("self", "oldSelf"))
     has_new, has_old = (f"has({each}) && has({each}.{name})" if within else f"has({each}.{name})" for each in (new, old))
     condition = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"
@@ -51,14 +51,15 @@ def _immutable(name: str, *, within: str = "") -> Rule:
 
 
 def _unique(lists: str, field: str, sentence: str) -> Rule:
-    """A rule that this field is unique among the items of a list; items without the field are ignored."""
+    """Return a rule that this field is unique among the items of a list; items without the field are ignored."""
     given = f"self.{lists}.filter(x, has(x.{field}))"
     same = f"self.{lists}.exists_one(y, has(y.{field}) && y.{field} == x.{field})"
     return rule(f"!has(self.{lists}) || {given}.all(x, {same})", sentence, at=f".{lists}")
 
 
 def _distinct_places(left: str, left_place: str, right: str, right_place: str, sentence: str, *, except_if: str = "") -> Rule:
-    """A rule that no item of the left list (x) has the same place as an item of the right list (y), unless `except_if` holds."""
+    """Return a rule that no item of the left list (x) has the same place as an item of the right list (y), unless `except_if`
+    holds."""
     same_place = f"has(y.to) && {left_place} == {right_place}" if right == "secrets" else f"{left_place} == {right_place}"
     exception = f"!({except_if}) && " if except_if else ""
     return rule(
@@ -69,7 +70,7 @@ def _distinct_places(left: str, left_place: str, right: str, right_place: str, s
 
 
 def _not_reserved(lists: str) -> Rule:
-    """A rule that no item of a list is mounted over a directory of Outlast or of the system."""
+    """Return a rule that no item of a list is mounted over a directory of Outlast or of the system."""
     return rule(
         f"!has(self.{lists}) || !self.{lists}.exists(x, has(x.to) && x.to.matches('^({spec.OWN})$'))",
         f"{lists} has a place (to) of Outlast or of the system; choose another, e.g. /mnt/data",

@@ -31,8 +31,8 @@ def definition() -> Document:
 def resource(
     kind: Kind, schema: Schema, columns: list[Document], desired_path: str, current_path: str, names: Document
 ) -> Document:
-    """A CustomResourceDefinition with the subresources status and scale. The paths are those of the
-    desired and the current number of workers."""
+    """Return a CustomResourceDefinition with the subresources status and scale. The paths are those of the desired and the
+    current number of workers."""
     group, version = kind.api_version.split("/")
     scale = {"specReplicasPath": desired_path, "statusReplicasPath": current_path, "labelSelectorPath": ".status.selector"}
     return {
@@ -67,7 +67,7 @@ def resource(
 
 
 def schema() -> Schema:
-    """The structural schema of an ElasticJob."""
+    """Return the structural schema of an ElasticJob."""
     model_schema = spec.schema()
     definitions = model_schema["$defs"]
     name = _field("Metadata", "name", definitions["Metadata"]["properties"]["name"], definitions)
@@ -95,7 +95,7 @@ def schema() -> Schema:
 
 
 def _model(name: str, definitions: dict[str, Schema]) -> Schema:
-    """The structural schema of a model, with its rules."""
+    """Return the structural schema of a model, with its rules."""
     model = definitions[name]
     result: Schema = {"type": "object", "description": _text(model["description"])}
     if model.get("required"):
@@ -107,7 +107,7 @@ def _model(name: str, definitions: dict[str, Schema]) -> Schema:
 
 
 def _field(model: str, name: str, field: Schema, definitions: dict[str, Schema]) -> Schema:
-    """The schema of a field: its own description instead of its model's, followed by its default."""
+    """Return the schema of a field: its own description instead of its model's, followed by its default."""
     result = _structural(field, definitions)
     described = _text(field["description"])
     default = _default_text(field.get("default"))
@@ -121,8 +121,8 @@ def _field(model: str, name: str, field: Schema, definitions: dict[str, Schema])
 
 
 def _structural(part: Schema, definitions: dict[str, Schema]) -> Schema:
-    """The structural schema of a part of pydantic's schema. Raises ValueError if there is none, which a change of the model may
-    cause."""
+    """Return the structural schema of a part of pydantic's schema. Raises ValueError if there is none, which a change of the
+    model may cause."""
     if "$ref" in part:
         return _model(part["$ref"].removeprefix("#/$defs/"), definitions)
     if "const" in part:
@@ -148,8 +148,8 @@ _LIMITS = ("pattern", "minLength", "maxLength", "minimum", "maximum", "minItems"
 
 
 def _choice(options: list[Schema], definitions: dict[str, Schema]) -> Schema:
-    """The schema of an optional part, or of a number or string. Fractions are written as strings, or in a smaller unit:
-    `500m`."""
+    """Return the schema of an optional part, or of a number or string. Fractions are written as strings, or in a smaller
+    unit: `500m`."""
     if len(options) == 1:
         return _structural(options[0], definitions)
     numbers = [option for option in options if option.get("type") in ("integer", "number")]
@@ -170,16 +170,16 @@ def _text(description: str) -> str:
 
 
 def _default_text(default: Any) -> str:
-    """A default as written in a job file; empty if there is none."""
+    """Return a default as written in a job file, or an empty string if there is none."""
     if default in (None, "") or isinstance(default, dict | list | tuple):
         return ""
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _overlay() -> Schema:
-    """The schemas of the parts of a pod template. They are untyped, so that CEL compares each part as a whole. CEL considers two
-    objects equal if they have the same number of fields that the schema does not know, and no field in common (Kubernetes
-    1.36)."""
+    """Return the schemas of the parts of a pod template. They are untyped, so that CEL compares each part as a whole. CEL
+    considers two objects equal if they have the same number of fields that the schema does not know, and no field in common
+    (Kubernetes 1.36)."""
     return {
         part: {"description": f"Laid over {what} of the pods.", "x-kubernetes-preserve-unknown-fields": True}
         for part, what in (("metadata", "the metadata"), ("spec", "the PodSpec"))
@@ -190,7 +190,8 @@ def _overlay() -> Schema:
 
 
 def _status() -> Schema:
-    """The schema of the status: the fields that the operator writes; a status may have others. See `outlast.job.status`."""
+    """Return the schema of the status: the fields that the operator writes; a status may have others. See
+    `outlast.job.status`."""
     return {
         "type": "object",
         "description": "What is known of the job, written by the operator.",
@@ -283,7 +284,7 @@ def _failures() -> Schema:
 
 
 def _failure() -> Schema:
-    """The schema of `failure.Failure`, with the node and the log tail, which only pods have."""
+    """Return the schema of `failure.Failure`, with the node and the log tail, which only pods have."""
     return object_with(
         "The last failure: the first process that failed.",
         worker=typed("integer", "Its worker."),
@@ -302,7 +303,7 @@ def _failure() -> Schema:
 
 
 def _rendezvous() -> Schema:
-    """The schema of `rendezvous.world.World`, and of `Called` and `Closed` in `rendezvous.transports.sockets`."""
+    """Return the schema of `rendezvous.world.World`, and of `Called` and `Closed` in `rendezvous.transports.sockets`."""
     return object_with(
         "What the operator publishes for the workers, which watch it.",
         run=typed("string", "Id of the run."),
@@ -365,13 +366,13 @@ def list_of(kind: str, description: str) -> Schema:
 
 
 def object_with(description: str, **fields: Schema) -> Schema:
-    """The schema of an object to which operators of other versions may add fields."""
+    """Return the schema of an object to which operators of other versions may add fields."""
     base = {"type": "object", "description": description, "x-kubernetes-preserve-unknown-fields": True}
     return {**base, "properties": fields} if fields else base
 
 
 def _conditions() -> Schema:
-    """The schema of the conditions in the status.
+    """Return the schema of the conditions in the status.
     https://github.com/kubernetes/community/blob/master/contributors/devel/sig-architecture/api-conventions.md"""
     return {
         "type": "array",
@@ -394,7 +395,7 @@ def _conditions() -> Schema:
 
 
 def _columns() -> list[Document]:
-    """Columns of `kubectl get ej`; the reason is shown only with `-o wide`."""
+    """Return the columns of `kubectl get ej`; the reason is shown only with `-o wide`."""
     return [
         column("State", ".status.state"),
         column("Workers", ".status.workersText"),

@@ -15,7 +15,7 @@ _LEVELS = {f"pod-security.kubernetes.io/{mode}": "privileged" for mode in ("enfo
 
 
 def documents(labels: dict[str, str], image: str) -> list[Document]:
-    """The node watcher's objects, in the order of creation."""
+    """Return the node watcher's objects, in the order of creation."""
     meta: Document = {"name": NAME, "labels": dict(labels)}
     namespaced = {**meta, "namespace": NAME}
     return [

@@ -27,7 +27,7 @@ LABELS = {
 def files(
     *, operator_namespace: str = OPERATOR_NAMESPACE, image: str = IMAGE, on_demand: bool = False
 ) -> dict[str, list[Document]]:
-    """The objects, by the name of their file in `deploy/`. `on_demand`: whether the operator avoids spot machines."""
+    """Return the objects, by the name of their file in `deploy/`. `on_demand`: whether the operator avoids spot machines."""
     base = {
         "namespace.yaml": [namespace(operator_namespace)],
         "crd.yaml": [crd.definition(), *(each.functions.definition() for each in dropins.DROP_INS)],
@@ -49,7 +49,7 @@ def files(
 
 
 def namespace(name: str = OPERATOR_NAMESPACE) -> Document:
-    """The operator's namespace, with the restricted Pod Security Standard."""
+    """Return the operator's namespace, with the restricted Pod Security Standard."""
     restricted = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "audit", "warn")}
     return {
         "apiVersion": "v1",
@@ -59,7 +59,7 @@ def namespace(name: str = OPERATOR_NAMESPACE) -> Document:
 
 
 def deployment(operator_namespace: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
-    """The operator's Deployment, with two replicas: the leader, which holds a Lease, and a standby."""
+    """Return the operator's Deployment, with two replicas: the leader, which holds a Lease, and a standby."""
     labels = _selector("operator")
     return {
         "apiVersion": "apps/v1",
@@ -111,8 +111,8 @@ def _selector(component: str) -> dict[str, str]:
 
 
 def _pod_template(labels: dict[str, str], spec: Document) -> Document:
-    """A pod template: restricted, spread over nodes, and without environment variables for Services, since a Service called
-    outlast-... would set OUTLAST_..._PORT."""
+    """Return a pod template: restricted, spread over nodes, and without environment variables for Services, since a Service
+    called outlast-... would set OUTLAST_..._PORT."""
     base: Document = {
         "enableServiceLinks": False,
         "securityContext": volumes.pod_security(),

@@ -20,7 +20,7 @@ _LABELS = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "ou
 
 
 def operator(meta: Document, namespace: str) -> list[Document]:
-    """The operator's ServiceAccount, with exactly the rights that it uses: in all namespaces, and on its own Lease."""
+    """Return the operator's ServiceAccount, with exactly the rights that it uses: in all namespaces, and on its own Lease."""
     jobs = ELASTIC_JOB.plural
     get_or_create = ["get", "create"]
     rules = [
@@ -60,7 +60,7 @@ def operator(meta: Document, namespace: str) -> list[Document]:
 
 
 def node_watch(meta: Document, namespace: str) -> list[Document]:
-    """The node watcher's ServiceAccount, with exactly the rights that it uses: to mark nodes, and to evict their pods.
+    """Return the node watcher's ServiceAccount, with exactly the rights that it uses: to mark nodes, and to evict their pods.
 
     RBAC cannot limit an account to its own node, so the rights apply to all nodes.
     """
@@ -77,7 +77,8 @@ def node_watch(meta: Document, namespace: str) -> list[Document]:
 
 
 def user_roles() -> list[Document]:
-    """Roles for ElasticJobs, for everyone who may view, edit or administer a namespace: the cluster's own roles aggregate them.
+    """Return the roles for ElasticJobs, for everyone who may view, edit or administer a namespace: the cluster's own roles
+    aggregate them.
 
     https://kubernetes.io/docs/reference/access-authn-authz/rbac/#aggregated-clusterroles
     """
@@ -94,16 +95,16 @@ def user_roles() -> list[Document]:
 
 
 def account(job: str) -> str:
-    """The name of the account of a job's workers, and of its Role."""
+    """Return the name of the account of a job's workers, and of its Role."""
     return f"{job}-worker"
 
 
 def worker_access(
     job: str, namespace: str, max_workers: int, labels: dict[str, str], owner: Document, *, bound_account: str = ""
 ) -> list[Document]:
-    """The rights of one job's workers: to create and change their Leases, each by its name, and to read their job. Rights to
-    create objects by name work because the workers use server-side apply, which is authorized with the object's name, unlike a
-    POST. `bound_account` is the account of the workers' pods; default: the account that is created here."""
+    """Return the rights of one job's workers: to create and change their Leases, each by its name, and to read their job.
+    Rights to create objects by name work because the workers use server-side apply, which is authorized with the object's
+    name, unlike a POST. `bound_account` is the account of the workers' pods; default: the account that is created here."""
     name = account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(labels), "ownerReferences": [owner]}
     rules = [
@@ -130,7 +131,7 @@ def _role(kind: str, meta: Document, rules: list[Document]) -> Document:
 
 
 def _binding(kind: str, meta: Document, role: str, account: str, namespace: str) -> Document:
-    """The binding of a role to an account; it has the same name as the role."""
+    """Return the binding of a role to an account; it has the same name as the role."""
     return {
         "apiVersion": f"{_RBAC}/v1",
         "kind": kind,

@@ -25,7 +25,7 @@ def min_available(workers: spec.Workers) -> int:
 
 
 def budget(job: str, namespace: str, min_available: int, job_labels: dict[str, str], owner: Document) -> Document:
-    """The PodDisruptionBudget of a job; `owner` is an ownerReference.
+    """Return the PodDisruptionBudget of a job; `owner` is an ownerReference.
 
     A worker that is not ready does not train and may always be evicted; otherwise, a job that waits would block a drain forever.
     https://kubernetes.io/docs/tasks/run-application/configure-pdb/#unhealthy-pod-eviction-policy

@@ -43,7 +43,7 @@ NONE = Gang()
 
 
 def choose(fields: spec.Spec, groups: Collection[str], *, admitted: bool = False) -> SchedulerName:
-    """The gang scheduler of a job in a cluster with these API groups.
+    """Return the gang scheduler of a job in a cluster with these API groups.
 
     `auto` means none for a job that may train with one worker, which makes a gang pointless, and for a job that Kueue admits
     (`admitted`): Kueue waits until there is quota for all workers, and its queue is not one of Volcano's.
@@ -57,7 +57,7 @@ def choose(fields: spec.Spec, groups: Collection[str], *, admitted: bool = False
 
 
 def missing(scheduler: SchedulerName, groups: Collection[str]) -> str:
-    """A sentence if the cluster lacks the gang's scheduler; otherwise empty."""
+    """Return a sentence if the cluster lacks the gang's scheduler, or else an empty string."""
     group = GROUPS.get(scheduler, "")
     if not group or group in groups:
         return ""
@@ -65,8 +65,8 @@ def missing(scheduler: SchedulerName, groups: Collection[str]) -> str:
 
 
 def of(request: Request, name: str, scheduler: SchedulerName | None = None) -> Gang:
-    """The gang of a job with several workers. `name` is the name of its PodGroup, and `scheduler` defaults to the one in
-    the job file."""
+    """Return the gang of a job with several workers. `name` is the name of its PodGroup, and `scheduler` defaults to the one
+    in the job file."""
     match scheduler or request.spec.scheduling.gang:
         case "coscheduling":  # https://scheduler-plugins.sigs.k8s.io/docs/plugins/coscheduling/
             group: Document = {

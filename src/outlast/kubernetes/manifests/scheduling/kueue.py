@@ -52,8 +52,8 @@ def queue_name(job: Mapping[str, Any]) -> str:
 
 
 def priority(job: Mapping[str, Any], classes: Iterable[Mapping[str, Any]]) -> Priority | str:
-    """The priority of a job, by Kueue's rules: from the class that the label names, else from the class of the pods, else from
-    the cluster's default class. Returns a sentence if the class does not exist."""
+    """Return the priority of a job, by Kueue's rules: from the class that the label names, else from the class of the pods,
+    else from the cluster's default class. Returns a sentence if the class does not exist."""
     label = (job["metadata"].get("labels") or {}).get(PRIORITY)
     class_name = label or (job["spec"].get("scheduling") or {}).get("priorityClassName")
     kind = kinds.WORKLOAD_PRIORITY.kind if label else kinds.PRIORITY_CLASS.kind
@@ -76,7 +76,7 @@ def workload(
     min_count: int,
     priority: Priority,
 ) -> Document:
-    """A Workload for `count` pods of this template, or for fewer, down to `min_count`."""
+    """Return a Workload for `count` pods of this template, or for fewer, down to `min_count`."""
     pods: Document = {"name": PODS, "count": count, "template": template}
     if min_count < count:
         pods["minCount"] = min_count
@@ -93,24 +93,24 @@ def workload(
 
 
 def workload_name(job: str, uid: str, number: int) -> str:
-    """The name of a job's Workload; it is unique to the job's UID."""
+    """Return the name of a job's Workload; it is unique to the job's UID."""
     return names.fit(f"{job}-{uid[:8]}-{number}")
 
 
 def flavors(workload: Mapping[str, Any]) -> set[str]:
-    """The ResourceFlavors that were assigned to an admitted Workload."""
+    """Return the ResourceFlavors that were assigned to an admitted Workload."""
     return {flavor for each in _assigned(workload) for flavor in (each.get("flavors") or {}).values()}
 
 
 def admitted_count(workload: Mapping[str, Any]) -> int:
-    """The number of pods for which a Workload was admitted."""
+    """Return the number of pods for which a Workload was admitted."""
     requested = workload["spec"]["podSets"][0].get("count", 1)
     return int(next((each["count"] for each in _assigned(workload) if each.get("count") is not None), requested))
 
 
 def with_admission(pod: Mapping[str, Any], workload: Mapping[str, Any], flavors_: Mapping[str, Mapping[str, Any]]) -> Document:
-    """The pod with the node labels of its Workload's flavors (`flavors_`, by name), and with the updates that admission checks
-    require."""
+    """Return the pod with the node labels of its Workload's flavors (`flavors_`, by name), and with the updates that
+    admission checks require."""
     parts = [flavors_[flavor].get("spec") or {} for flavor in sorted(flavors(workload))]
     for check in (workload.get("status") or {}).get("admissionChecks") or ():
         parts += [update for update in check.get("podSetUpdates") or () if update["name"] == PODS]

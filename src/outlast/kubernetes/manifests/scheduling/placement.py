@@ -36,8 +36,8 @@ ON_DEMAND = "on-demand"
 
 
 def pod(job: spec.Job, *, has_peers: bool, on_demand: bool = False) -> Document:
-    """The scheduling part of a PodSpec. `has_peers`: whether the job has more pods than this one; `on_demand`: whether the
-    pod avoids spot machines."""
+    """Return the scheduling part of a PodSpec. `has_peers`: whether the job has more pods than this one; `on_demand`: whether
+    the pod avoids spot machines."""
     fields = job.spec
     if on_demand:
         fields = fields.model_copy(update={"scheduling": fields.scheduling.model_copy(update={"spot": "avoid"})})
@@ -57,7 +57,7 @@ def pod(job: spec.Job, *, has_peers: bool, on_demand: bool = False) -> Document:
 
 
 def spread(labels: dict[str, str]) -> Document:
-    """A preference for one pod per node."""
+    """Return a preference for one pod per node."""
     return {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -94,8 +94,8 @@ def _affinity(fields: spec.Spec) -> Document:
 
 
 def avoid_spot(affinity: Document) -> Document:
-    """A pod's affinity with the requirement that its node is no spot machine. A node without any of the labels of spot nodes is
-    not a spot machine."""
+    """Return a pod's affinity with the requirement that its node is no spot machine. A node without any of the labels of spot
+    nodes is not a spot machine."""
     nodes = affinity.get("nodeAffinity") or {}
     terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
     limited = [{**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *_not_spot()]} for term in terms]
@@ -120,14 +120,14 @@ def _expression(label: str, value: str, operator: str = "In") -> Document:
 
 
 def _tolerations(fields: spec.Spec) -> list[Document]:
-    """The user's tolerations, then the tolerations for nodes with accelerators and for spot machines."""
+    """Return the user's tolerations, then the tolerations for nodes with accelerators and for spot machines."""
     own = [each.model_dump(mode="json", by_alias=True, exclude_defaults=True) for each in fields.tolerations]
     device = resources.accelerator(fields.resources)
     return own + tolerations([device] if device else [], spot=fields.scheduling.spot != "avoid")
 
 
 def tolerations(devices: Iterable[str], *, spot: bool = True) -> list[Document]:
-    """Tolerations for the taints of nodes with these accelerators, and for those of spot nodes."""
+    """Return the tolerations for the taints of nodes with these accelerators, and for those of spot nodes."""
     taints: dict[str, None] = {}
     for device in devices:
         taints |= dict.fromkeys(accelerators.taints(device))

@@ -47,7 +47,7 @@ def render(
     code: bytes = b"",
     fresh: bool = False,
 ) -> list[Document]:
-    """The objects of a job, in the order in which to apply them.
+    """Return the objects of a job, in the order in which to apply them.
 
     `run` is the id of this submission; default: a digest of the job, so that the same file is the same run. `files` are the
     contents of the files in `volumes.files`, and `code` is the archive of a job whose code is in a ConfigMap. A `fresh` run
@@ -69,7 +69,7 @@ def render(
 
 
 def warnings(job: spec.Job, topology: str) -> list[str]:
-    """Warnings about a job that can be rendered: output that is lost, and fields that the topology ignores."""
+    """Return warnings about a job that can be rendered: output that is lost, and fields that the topology ignores."""
     sentences = []
     if volumes.output_is_lost(job):
         sentences.append(
@@ -88,5 +88,5 @@ def warnings(job: spec.Job, topology: str) -> list[str]:
 
 
 def _run(job: spec.Job) -> str:
-    """A digest of the job as its pods see it: the same on every machine, whether the job is suspended or not."""
+    """Return a digest of the job as its pods see it: the same on every machine, whether the job is suspended or not."""
     return f"{job.metadata.name}-{digest(spec.dump(volumes.document(job)))}"

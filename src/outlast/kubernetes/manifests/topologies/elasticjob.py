@@ -11,7 +11,7 @@ from outlast.kubernetes.manifests.render_request import Document, Request, inval
 
 
 def documents(request: Request) -> list[Document]:
-    """The ElasticJob and its claims. Raises InvalidJob if the operator would be unable to render its pods."""
+    """Return the ElasticJob and its claims. Raises InvalidJob if the operator would be unable to render its pods."""
     job = request.job
     if job.spec.image is None:
         raise invalid_job(job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")

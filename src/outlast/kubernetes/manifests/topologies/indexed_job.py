@@ -15,7 +15,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def documents(request: Request) -> list[Document]:
-    """The Job, its ConfigMap and its Service, and the PodGroup of a gang."""
+    """Return the Job, its ConfigMap and its Service, and the PodGroup of a gang."""
     placement.reject_on_demand(request, "an Indexed Job")
     request = request.with_zero_as_suspended()
     replicas = request.spec.workers.replicas
@@ -49,7 +49,7 @@ def documents(request: Request) -> list[Document]:
 
 
 def _partial_admission(fields: spec.Spec) -> dict[str, str]:
-    """The annotation with which Kueue may admit a part of the workers, down to `min`:
+    """Return the annotation with which Kueue may admit a part of the workers, down to `min`:
     https://kueue.sigs.k8s.io/docs/tasks/run/jobs/."""
     if not labels.queue_label(fields) or fields.workers.min == fields.workers.replicas:
         return {}

@@ -8,7 +8,7 @@ from outlast.kubernetes.manifests.scheduling import placement
 
 
 def documents(request: Request) -> list[Document]:
-    """The Job and its ConfigMap. Raises InvalidJob if the job needs more than one worker."""
+    """Return the Job and its ConfigMap. Raises InvalidJob if the job needs more than one worker."""
     if request.spec.workers.min > 1:
         least = request.spec.workers.min
         raise invalid_job(

@@ -18,7 +18,7 @@ _INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
 
 
 def documents(request: Request) -> list[Document]:
-    """The StatefulSet, its ConfigMap, its Service and claims, and the PodGroup of a gang."""
+    """Return the StatefulSet, its ConfigMap, its Service and claims, and the PodGroup of a gang."""
     placement.reject_on_demand(request, "a StatefulSet")
     request = request.with_zero_as_suspended()
     name = request.job.metadata.name  # at most 51 characters, and no digest: a StatefulSet is mutable

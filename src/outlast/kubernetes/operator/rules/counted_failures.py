@@ -42,7 +42,7 @@ def uncounted(rec: ReconcilePass) -> list[Pending]:
 
 
 def member_is_missing(rec: ReconcilePass) -> bool:
-    """Whether a member of the world is gone or was replaced, so that the failures of the others are secondary."""
+    """Return whether a member of the world is gone or was replaced, so that the failures of the others are secondary."""
     world = rec.status.world
     alive = {pod.index for pod in rec.alive}
     members = {id for id, report in rec.snapshot.reports.items() if world and report.member.generation >= world.generation}
@@ -50,8 +50,8 @@ def member_is_missing(rec: ReconcilePass) -> bool:
 
 
 def member_has_not_failed(rec: ReconcilePass) -> bool:
-    """Whether a member of the world still reports that it trains or is done although others have failed: that member may be the
-    cause."""
+    """Return whether a member of the world still reports that it trains or is done although others have failed: that member
+    may be the cause."""
     current = rec.status.world
     members = [report.member for id, report in rec.snapshot.reports.items() if id in rec.members]
     return any(
@@ -93,7 +93,7 @@ def repaired_failures(rec: ReconcilePass) -> None:
 
 
 def pod_failure(rec: ReconcilePass, pod: Pod, end: pod_status.End) -> Failure:
-    """The failure of a pod. Its own step is unknown by now; its peers were at the same step."""
+    """Return the failure of a pod. Its own step is unknown by now; its peers were at the same step."""
     world_now = rec.status.world
     inside = [each for each in rec.snapshot.reports.values() if world_now and each.member.generation == world_now.generation]
     steps = [step for each in inside for step in ((each.failure.step if each.failure else None), each.step) if step is not None]
@@ -143,7 +143,7 @@ def count(
 
 
 def failure_document(rec: ReconcilePass, failure: Failure, node: str) -> Document:
-    """A failure as stored in the status, with the tail of its worker's log, from the agent or else from the pod."""
+    """Return a failure as stored in the status, with the tail of its worker's log, from the agent or else from the pod."""
     pod = rec.pod(failure.worker)
     log_tail = failure.log_tail or (pod.log_tail if pod is not None else "")
     empty = {name for name in ("cause", "attempt") if not getattr(failure, name)}

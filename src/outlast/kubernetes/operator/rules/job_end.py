@@ -85,7 +85,7 @@ def force_delete(rec: ReconcilePass, pod: Pod) -> None:
 
 
 def orphans(pods: Iterable[Pod], now: float, since: float, limits: Limits) -> Plan:
-    """The plan for terminating pods whose job no longer exists: pods on nodes that do not answer are force-deleted."""
+    """Return the plan for terminating pods whose job no longer exists: pods on nodes that do not answer are force-deleted."""
     terminating = [(pod, max(pod.node_lost_at, since)) for pod in pods if pod.terminating and pod.node_lost_at is not None]
     ends = [(pod, world.until(silent_since, limits.lost_s, now)) for pod, silent_since in terminating]
     deletes = tuple(

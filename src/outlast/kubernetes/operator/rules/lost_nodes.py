@@ -14,7 +14,7 @@ from outlast.kubernetes.operator.rules.replaced_workers import FAST_LOSS_S
 from outlast.rendezvous.partition import FORGIVEN_S, Loss
 
 _EARLIER_S = 2.0
-"""A deletion requested by somebody else is shortened only if it would end later than the deadline by more than this: API servers
+"""A deletion that others requested is shortened only if it would end later than the deadline by more than this: API servers
 keep whole seconds."""
 
 
@@ -76,13 +76,13 @@ def cut_off_workers(rec: ReconcilePass) -> None:
 
 
 def excluded(rec: ReconcilePass) -> dict[int, Loss]:
-    """The workers excluded from worlds, in terms of `rendezvous.world`."""
+    """Return the workers excluded from worlds, in terms of `rendezvous.world`."""
     return {each.worker: Loss(each.at, each.times, held=each.held) for each in rec.status.lost}
 
 
 def leaving_nodes(rec: ReconcilePass) -> None:
     """Let workers save and exit in time if their node is about to be terminated, or if they must leave for another reason. The
-    deadline is published before the pod is deleted, and shortens a deletion that somebody else has requested."""
+    deadline is published before the pod is deleted, and shortens a deletion that others have requested."""
     leaves = {each.uid: each for each in rec.status.leaves}
     for pod in rec.snapshot.pods:
         departure = pod.departure

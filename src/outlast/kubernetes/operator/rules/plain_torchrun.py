@@ -149,14 +149,14 @@ def _succeeded(rec: ReconcilePass) -> list[Pod]:
 
 
 def _exited_on_deletion(rec: ReconcilePass, pod: Pod) -> bool:
-    """Whether a worker exited after its deletion was requested."""
+    """Return whether a worker exited after its deletion was requested."""
     if not pod.terminating or (end := rec.pod_ends.get(pod.uid)) is None:
         return False
     return end.time >= pod.killed_by - int(pod.document["metadata"].get("deletionGracePeriodSeconds") or 0)
 
 
 def _started_too_late(rec: ReconcilePass, pod: Pod) -> bool:
-    """Whether a worker started after others had succeeded."""
+    """Return whether a worker started after others had succeeded."""
     if not (done := _succeeded(rec)):
         return False
     if (started_at := pod_status.started_at(pod.document)) is None:
@@ -165,21 +165,21 @@ def _started_too_late(rec: ReconcilePass, pod: Pod) -> bool:
 
 
 def _cannot_be_joined(rec: ReconcilePass, pod: Pod) -> bool:
-    """Whether new workers cannot join a worker because it was started by another controller, or with another --nnodes than they
-    get."""
+    """Return whether new workers cannot join a worker because it was started by another controller, or with another --nnodes
+    than they get."""
     nnodes = _nnodes(pod)
     return not pod.ended and (nnodes != _plain_job(rec).nnodes if nnodes else _has_free_indices(rec))
 
 
 def _nnodes(pod: Pod) -> str | None:
-    """The value of --nnodes for the pod's torchrun; None if another controller has created the pod."""
+    """Return the value of --nnodes for the pod's torchrun, or None if another controller has created the pod."""
     nnodes: str | None = (pod.document["metadata"].get("annotations") or {}).get(NNODES)
     return nnodes
 
 
 def _has_free_indices(rec: ReconcilePass) -> bool:
-    """Whether there are indices for which a pod can be created. The index of a pod that is terminating or has failed is not
-    free."""
+    """Return whether there are indices for which a pod can be created. The index of a pod that is terminating or has failed
+    is not free."""
     return (
         not _succeeded(rec)
         and len(rec.snapshot.name) <= names.MAX_LENGTH
@@ -188,12 +188,13 @@ def _has_free_indices(rec: ReconcilePass) -> bool:
 
 
 def _may_have_lost_store(pod: Pod) -> bool:
-    """Whether a worker ended as torchrun does when the store of worker 0 is gone: with exit code 1, whatever the script."""
+    """Return whether a worker ended as torchrun does when the store of worker 0 is gone: with exit code 1, whatever the
+    script."""
     return pod.index > 0 and pod_status.terminated(pod_status.container_status(pod.document)).get("exitCode") == 1
 
 
 def _host_is_lost(rec: ReconcilePass, host: Pod | None, pod: Pod) -> bool:
-    """Whether the worker 0 that hosted the store of this pod is gone."""
+    """Return whether the worker 0 that hosted the store of this pod is gone."""
     if host is None or host.terminating:
         return True
     if (end := rec.pod_ends.get(host.uid)) is not None and not host.succeeded:
@@ -202,7 +203,8 @@ def _host_is_lost(rec: ReconcilePass, host: Pod | None, pod: Pod) -> bool:
 
 
 def _permanent(code: int) -> bool:
-    """Whether `ExitCode` does not restart a worker after this exit code. Without an exit code (-1), a restart may succeed."""
+    """Return whether `ExitCode` does not restart a worker after this exit code. Without an exit code (-1), a restart may
+    succeed."""
     return code not in (-1, *RETRYABLE)
 
 
@@ -226,7 +228,7 @@ def _count(rec: ReconcilePass, pod: Pod, code: int, sentence: str) -> None:
 
 
 def _exhausted_budget(rec: ReconcilePass) -> str:
-    """A sentence if no restarts are left; else empty."""
+    """Return a sentence if no restarts are left, or else an empty string."""
     restarts, limit = rec.status.restarts, rec.policy.limit
     return f"backoffLimit ({limit}) is used up by {restarts} restarts" if restarts > limit else ""
 

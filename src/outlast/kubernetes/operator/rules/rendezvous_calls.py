@@ -60,8 +60,8 @@ def world_decided(rec: ReconcilePass) -> None:
 
 
 def _state(rec: ReconcilePass) -> world.State:
-    """The input of `world.decide`. The newest saved step is capped at the newest step of the current world, which may have
-    resumed from an earlier step than its predecessor had reached."""
+    """Return the input of `world.decide`. The newest saved step is capped at the newest step of the current world, which may
+    have resumed from an earlier step than its predecessor had reached."""
     status = rec.status
     members = {}
     for id, report in rec.snapshot.reports.items():

@@ -67,7 +67,8 @@ def ended_workers(rec: ReconcilePass) -> None:
 
 
 def lost_fast_at(pod: Pod, ended: float) -> float:
-    """Start of the pause after a pod that ended soon after its creation; minus infinity for other pods, which need no pause."""
+    """Return the start of the pause after a pod that ended soon after its creation; minus infinity for other pods, which need no
+    pause."""
     return ended if ended - pod.created < FAST_LOSS_S else float("-inf")
 
 
@@ -115,7 +116,7 @@ def silent_workers(rec: ReconcilePass) -> None:
 
 
 def mass_silence(rec: ReconcilePass) -> None:
-    """Report that most workers are silent though their nodes are ready: they go on training, and kubelets kill those that
+    """Report that most workers are silent though their nodes are ready. They go on training, and kubelets kill workers that
     hang."""
     if rec.is_mass_silence() and rec.status.state is not None:
         silence_s, held_s = min(map(rec.lease_s, rec.late_members)), rec.snapshot.limits.mass_silence_s
@@ -164,7 +165,7 @@ def missing_workers(rec: ReconcilePass) -> None:
 
 
 def _by_rank(rec: ReconcilePass) -> list[Pod]:
-    """The live pods, those to retain first: by rank in the world, then by index."""
+    """Return the live pods, those to retain first: by rank in the world, then by index."""
     order = {id: rank for rank, id in enumerate(rec.status.world.members)} if rec.status.world else {}
     return sorted(rec.alive, key=lambda pod: (order.get(pod.index, len(order)), pod.index))
 
@@ -176,7 +177,7 @@ def desired_indices(rec: ReconcilePass) -> Iterable[int]:
 
 
 def backoff_until(rec: ReconcilePass) -> float | None:
-    """When the next pod may be created: immediately (None) after one failure, with exponential backoff after repeated
+    """Return when the next pod may be created: immediately (None) after one failure, with exponential backoff after repeated
     failures."""
     recent = [counted.record.time for counted in rec.status.counted_failures if counted.record.committed_step >= rec.committed]
     if len(recent) < 2:
@@ -197,6 +198,6 @@ def _nodes_to_avoid(rec: ReconcilePass) -> tuple[str, ...]:
 
 
 def _will_disappear(rec: ReconcilePass, pod: Pod) -> bool:
-    """Whether a pod that does not belong to this job will go away by itself: it is terminating, or belongs to an earlier job of
-    this name."""
+    """Return whether a pod that does not belong to this job will go away by itself: it is terminating, or belongs to an
+    earlier job of this name."""
     return pod.terminating or owner_references.owned_by_predecessor(pod.document, rec.snapshot.document)

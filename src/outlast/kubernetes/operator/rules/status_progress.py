@@ -58,14 +58,15 @@ def _goodput(rec: ReconcilePass, *, trains: bool) -> float | None:
 
 
 def _snapshot(rec: ReconcilePass) -> tuple[int, int]:
-    """The newest complete snapshot that a member of the current world reports, and the number of steps between two snapshots;
-    both are 0 outside a world."""
+    """Return the newest complete snapshot that a member of the current world reports, and the number of steps between two
+    snapshots; both are 0 outside a world."""
     inside = [report.snapshot for report in rec.snapshot.reports.values() if report.member.id in rec.members]
     return max(inside, default=(0, 0))
 
 
 def _mark(rec: ReconcilePass) -> tuple[int, float] | None:
-    """The newest step of rank 0 in the current world, and its time. Always that of rank 0, as the clocks of nodes differ."""
+    """Return the newest step of rank 0 in the current world, and its time. Only rank 0 is read, as the clocks of nodes
+    differ."""
     world = rec.status.world
     if world is None or rec.status.called is not None or rec.status.result is not None:
         return None
@@ -76,7 +77,8 @@ def _mark(rec: ReconcilePass) -> tuple[int, float] | None:
 
 
 def _rate(last: elasticjob_status.Progress, mark: tuple[int, float] | None) -> tuple[float | None, tuple[int, float] | None]:
-    """Steps per second since the last mark, and the mark to measure from next. The rate is None until a world has two marks."""
+    """Return the steps per second since the last mark, and the mark to measure from next. The rate is None until a world has two
+    marks."""
     if mark is None or last.mark is None:
         return None, mark
     seconds = mark[1] - last.mark[1]
