@@ -1,6 +1,6 @@
 """Installing, upgrading and removing Outlast's objects in a cluster, for `outlast install` and `uninstall`.
 
-`manifests.install` renders the documents. Each is applied as a whole (server-side). Installing again changes nothing, a newer
+`manifests.installed` renders the documents. Each is applied as a whole (server-side). Installing again changes nothing, a newer
 version changes only what differs, and an interrupted installation is completed by the next run. The definition of ElasticJob
 comes before the documents that need it, and we wait for it. It is deleted first and only on demand: all jobs are deleted with
 it.
