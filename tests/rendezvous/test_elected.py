@@ -524,7 +524,7 @@ def test_a_world_that_etcd_has_forgotten_is_taken_up_and_generations_are_passed_
 
 def test_a_member_takes_up_all_keys_that_have_changed_in_one_revision() -> None:
     """The keys of a lease are deleted in one revision when it ends."""
-    member = Membership(Link(SimulatedEtcd()), OF, Identity("a"))
+    member = Membership(Link(SimulatedEtcd(), random.Random(0)), OF, Identity("a"))
     member.happened([servers.KeyValue(OF.leader, "", 4, 4)])
     assert member._leader
     member.happened([servers.Gone(OF.published, 5), servers.Gone(OF.leader, 5)])
