@@ -24,8 +24,8 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text() + (ROOT / "docs" / "where
 LINES, FUNCTION, PARAMETERS, WINGS, FILES = 600, 60, 7, 12, 20
 """The longest module, the longest function, the most parameters (`self` excluded); the most wings, and files in one room."""
 
-PUBLIC = {"training/samples/stream.py:__init__"}
-"""Scripts construct a `Stream` with keywords, as they do torch's DataLoader."""
+PUBLIC = {"training/samples/stream.py:__init__", "order.py:__init__"}
+"""Scripts construct a `Stream` and a `BatchSampler` with keywords, as they do torch's DataLoader."""
 
 
 @functools.cache

@@ -768,7 +768,7 @@ def test_generators_go_on_from_what_is_saved_now_and_from_what_was_saved_at_firs
     at_first = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
     def drawn(kept: dict[str, Any]) -> list[float]:
-        checkpoint._set_generators(checkpoint.unpickled(checkpoint.pickled(kept, "rng"), "rng"))
+        checkpoint.set_generators(checkpoint.unpickled(checkpoint.pickled(kept, "rng"), "rng"))
         return [random.random(), random.gauss(0, 1), float(np.random.normal()), torch.rand(()).item()]
 
     now = checkpoint.generators()
@@ -777,7 +777,7 @@ def test_generators_go_on_from_what_is_saved_now_and_from_what_was_saved_at_firs
     later = checkpoint.generators()  # in the middle of a pair of normal numbers
     more = [random.gauss(0, 1), float(np.random.normal())]
     drawn(at_first)
-    checkpoint._set_generators(later)
+    checkpoint.set_generators(later)
     assert [random.gauss(0, 1), float(np.random.normal())] == more
 
 

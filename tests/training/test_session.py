@@ -630,7 +630,7 @@ def test_the_state_of_a_checkpoint_can_be_read_without_a_session(plain: Path):
 
 def test_the_diff_in_the_readme_makes_a_script_that_leaves_a_checkpoint_and_a_model(plain: Path):
     readme = Path(__file__).parents[2] / "README.md"
-    [diff] = re.findall(r"```diff\n(.*?)```", readme.read_text(), re.DOTALL)
+    *_, diff = re.findall(r"```diff\n(.*?)```", readme.read_text(), re.DOTALL)
     loop = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
     model = nn.Linear(3, 2)
     names: dict[str, Any] = {

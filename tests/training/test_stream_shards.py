@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from outlast.base.errors import OutlastError
 from outlast.data import shard_format
+from outlast.order import Windows
 from outlast.training import Shards, Stream
-from outlast.training.order import Windows
 from texts import a_text
 
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from outlast.recipes.shared.loop import Record
 from outlast.recipes.shared.settings import flag
 from outlast.training import Session, Stream, device
 from outlast.training.samples.stream import Batch, share_of
-from outlast.training.state import checkpoint
+from outlast.training.state import checkpoint, weights
 
 if TYPE_CHECKING:
     from outlast.recipes.llm_model import Tuned
@@ -368,8 +368,8 @@ class Parts:
         return cls(tuned, words, train, val, directory, record, low, s.packing and not obstacle)
 
     def training(self) -> nn.Module:
-        """Return the trainable parameters, for checkpoints."""
-        return cast(nn.Module, _llm_model().training(self.tuned.model))
+        """The trainable parameters, for checkpoints."""
+        return weights.trained(self.tuned.model)
 
     def rows(self, pieces: Sequence[Sequence[llm_data.Sample]], size: int) -> list[Row]:
         """Return the forward passes for some micro-batches; packed passes have at most `size` tokens."""

@@ -344,22 +344,6 @@ def moved(row: Row, to: torch.device) -> Row:
     return row._replace(groups=groups, **tensors)
 
 
-def training(model: nn.Module) -> nn.Module:
-    """Return the trainable parameters under their names, as a module for checkpoints. The base model's directory has the
-    frozen weights."""
-    root = nn.Module()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            *path, leaf = name.split(".")
-            at = root
-            for part in path:
-                if part not in at._modules:
-                    at.add_module(part, nn.Module())
-                at = cast(nn.Module, at._modules[part])
-            at.register_parameter(leaf, parameter)
-    return root
-
-
 # Results
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from outlast.job import accelerators
 
@@ -312,6 +313,17 @@ def _made(row: accelerators.Accelerator) -> Device:
 def find() -> Device:
     """Return this machine's accelerator, or the CPU."""
     return next((each for each in map(_made, accelerators.DEVICES.values()) if each.available()), CPU)
+
+
+def join(backend: str) -> bool:
+    """Join the process group that the environment describes, or a world of one; returns False if a library has joined it."""
+    if dist.is_initialized():
+        return False
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined] # is public
+    return True
 
 
 def of(where: torch.device) -> Device:

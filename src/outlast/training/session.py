@@ -20,11 +20,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import math
 import os
-import random
 import threading
 import time
 from collections.abc import Mapping
@@ -32,12 +30,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from outlast.base.errors import NotSaved, OutlastError
+from outlast.base.errors import NotRestored, NotSaved, OutlastError
 from outlast.base.units import Every
 from outlast.job import contract
 from outlast.job.contract import Env, Exit
@@ -47,8 +44,9 @@ from outlast.job.workerfiles.progress_file import Progress, Writer
 from outlast.rendezvous import sentences
 from outlast.storage import checkpoints
 from outlast.storage.snapshots import client
-from outlast.training import data_waits, device, metrics, mistakes, order
+from outlast.training import data_waits, ddp, device, metrics, mistakes
 from outlast.training.collective_calls import Calls, public
+from outlast.training.samples import seeded
 from outlast.training.state import (
     background_save,
     checkpoint,
@@ -86,6 +84,15 @@ def open(seed: int = 0, *, quiet: bool = False) -> Session:
     return Session(seed, quiet)
 
 
+def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False) -> Session:
+    """Open the session of a process whose library has joined its process group and seeded its generators.
+
+    The process group stays as it is, and stays open at the end; without one the world has one rank. `output` is the directory of
+    checkpoints, metrics and results outside of a job; default: as of `open`. Otherwise the same as `open`. A collective.
+    """
+    return Session(seed, quiet, attached=True, output=output)
+
+
 class Session:
     """One rank of the world, as returned by `session.open`; called `run` below."""
 
@@ -109,12 +116,15 @@ class Session:
     """Seconds left to save and leave at the last `interrupted`: the minimum over all workers, the same on all ranks. Infinity
     while no worker is interrupted. Use it to skip optional work: `if run.seconds_left > 60: evaluate()`."""
 
-    def __init__(self, seed: int, quiet: bool = False) -> None:
+    def __init__(self, seed: int, quiet: bool = False, *, attached: bool = False, output: Path | None = None) -> None:
         env = os.environ
         self.seed = seed
+        self._attached = attached
+        self._joined = False
+        """Whether this session has joined the process group, and leaves it at the end."""
         self.rank, self.world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
         self.local_rank = int(env.get("LOCAL_RANK", 0))
-        self.output = Path(env.get(Env.OUTPUT, "out"))
+        self.output = Path(env.get(Env.OUTPUT, output or "out"))
         self.data = Path(env[Env.DATA]) if Env.DATA in env else None
         self.generation = int(env.get(Env.GENERATION, 0))
         self._run = env.get(Env.RUN, "")
@@ -128,6 +138,8 @@ class Session:
         self._parameters: dict[str, Any] = {}
         self._trackers = tracking.Trackers(self.output, self.rank)
         self._leaving = self._closed = False
+        self._search: newest_on_disks.Search | None = None
+        self._peeked: int | None = None
         self.seconds_left = math.inf
         self._votes: tuple[bool, bool] | None = None
         self._unwritten = ""
@@ -143,7 +155,7 @@ class Session:
 
     def __enter__(self) -> Self:
         env = os.environ
-        if dist.is_initialized():
+        if dist.is_initialized() and not self._attached:
             raise OutlastError("a process group exists already; session.open() joins it itself: remove init_process_group()")
         exchanged.keep_names()
         deadlocks.watch().start()
@@ -153,17 +165,15 @@ class Session:
         with contextlib.suppress(OSError):  # `_take_over` reports the error
             self._directory.mkdir(parents=True, exist_ok=True)
         self._ledger = Ledger(Path(env.get(Env.LEDGER, self.output / contract.LEDGER)), self._source())
-        if "RANK" in env:
-            dist.init_process_group(accelerator.backend)
-        else:
-            dist.init_process_group(accelerator.backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined] # is public
+        self._joined = device.join(accelerator.backend)
         self._group: dist.ProcessGroup | None = deadlocks.watch().own(dist.new_group(backend="gloo"))
         self._calls = Calls(self._group)
         self._disks = Disks.find(self._directory, self._group)
         try:
             self._take_over(Env.GENERATION in env)
         except OutlastError:  # a notebook may try again
-            dist.destroy_process_group()
+            if self._joined:
+                dist.destroy_process_group()
             raise
         retention = self._retention
         self._copy = metrics.Copy(self.output / contract.METRICS)
@@ -177,7 +187,8 @@ class Session:
         self._saves = save_bookkeeping.Saves(self._saver, self._disks, self._ledger, self._screen, self._meet, self._report)
         deadlocks.watch().last = lambda: self._saver.wait(_LAST_SAVE_S)
         self._ledger.write("session", generation=self.generation, rank=self.rank, world_size=self.world_size)
-        _seed(self.seed)
+        if not self._attached:
+            seeded.seed_all(self.seed)
         return self
 
     def _source(self) -> str:
@@ -241,7 +252,8 @@ class Session:
             self._disks.close()
             self._calls.close()
             self._group = None
-            dist.destroy_process_group()
+            if self._joined:
+                dist.destroy_process_group()
         if not self._saver.busy:
             self._ledger.close()
             if self._progress:
@@ -268,7 +280,7 @@ class Session:
                 "ddp(static_graph=True) lays out gradients after the first step and cannot resume exactly; leave it out"
             )
         self._meet("run.ddp()")
-        return order.ddp(model, self.device, **options)
+        return ddp.wrap(model, self.device, **options)
 
     @public('run.resume({"model": net, "optimizer": optimizer, "stream": stream})')
     def resume(self, state: Mapping[str, Any]) -> int:
@@ -293,18 +305,17 @@ class Session:
         self._report(phase="restore", steps=self._steps())
         if self.rank == 0:
             self._ledger.write("restoring", generation=self.generation)
-        share = self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        with contextlib.ExitStack() as held:
-            search = newest_on_disks.Search(self._directory, self._run, self._disks, share, held, self._note)
-            restored = resuming.restore(state, search, self._client, self.generation)
+        restored = self._newest(state)
         step = restored.step
+        if self._peeked not in (None, step):
+            raise NotRestored(f"peek() found step {self._peeked} and resume() step {step}; the next start tries again")
         if self._unwritten:
             if not restored.source and self.rank == 0:  # rank 0 could commit no checkpoint, and no progress is lost
                 raise OutlastError(f"{self._unwritten}; make room or name another directory")
             log.warning("outlast: %s; training goes on, and each save tries again", self._unwritten)
             self._report(warning=self._unwritten)
         if not restored.random:
-            _seed(self.seed, self.rank, step)
+            seeded.seed_all(self.seed, self.rank, step)
         if (change := mistakes.changed(state, made)) and self.rank == 0:
             log.warning("outlast: %s", change)
         lost: dict[str, Any] = {}
@@ -330,6 +341,33 @@ class Session:
             phase="first step", step=step, committed=restored.committed, snapshot=restored.at[1], steps=self._steps(), **lost
         )
         return step
+
+    @public('step = run.peek({"position": position})')
+    def peek(self, state: Mapping[str, Any]) -> int:
+        """Load a part of the newest state of this run and return its step, or 0 if there is none.
+
+        Libraries call this before modules and optimizers exist, to learn the position. `state` names objects that are none of
+        either. The `resume` that must follow loads the whole state of the same step. Random numbers are not restored yet. Raises
+        the same errors as `resume`. A collective.
+        """
+        mistakes.check_mapping(state)
+        checkpoint.check(state)
+        self._meet(f"run.peek({', '.join(state)})")
+        self._peeked = self._newest(state, peek=True).step
+        return self._peeked
+
+    def _newest(self, state: Mapping[str, Any], *, peek: bool = False) -> resuming.Restored:
+        """Load the newest state. The checkpoint that `peek` has verified is protected until `resume` has loaded it."""
+        if self._search is None:
+            share = self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            held = contextlib.ExitStack()
+            self._search = newest_on_disks.Search(self._directory, self._run, self._disks, share, held, self._note)
+        try:
+            return resuming.restore(state, self._search, self._client, self.generation, peek=peek)
+        finally:
+            if not peek:
+                self._search.held.close()
+                self._search = None
 
     def _even_out(self, step: int, lines: str) -> str:
         """Make metrics.jsonl the same on all disks, with the `lines` of a snapshot. A collective of the leaders."""
@@ -484,6 +522,16 @@ class Session:
             self._saver.hurry()
         return late and not busy
 
+    @public("run.boundary(step)")
+    def boundary(self, step: int) -> None:
+        """Take a snapshot after `step`, save if a checkpoint is due, and leave if this rank is interrupted.
+
+        The calls of `interrupted`, `due` and `save` that end a step, for libraries and plain loops. A collective.
+        """
+        leaving = self.interrupted()
+        if self.due(step) or leaving:
+            self.save(step)
+
     @public("run.save(step, metric=loss); it saves what resume() was given")
     def save(self, step: int, *, metric: float | torch.Tensor | None = None) -> None:
         """Save the state passed to `resume` as the checkpoint of `step`. Returns once the state is copied; a thread writes it.
@@ -547,13 +595,3 @@ class Session:
             self._record = dataclasses.replace(self._record, **changes)
             if self._progress:
                 self._progress.write(self._record)
-
-
-def _seed(seed: int, rank: int | None = None, step: int = 0) -> None:
-    """Seed all generators: with `seed` alone alike on every rank, with `rank` by a function of (seed, rank, step)."""
-    if rank is not None:
-        digest = hashlib.shake_256(f"outlast rank {seed} {rank} {step}".encode()).digest(8)
-        seed = int.from_bytes(digest, "little")
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    device.find().seed(seed)

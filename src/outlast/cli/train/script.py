@@ -137,12 +137,28 @@ def _from(directory: Path, place: Path) -> str:
     return f"./{place.relative_to(directory)}" if directory in (place, *place.parents) else str(place)
 
 
+_ATTACH = {
+    "transformers": "import outlast.hf; outlast.hf.attach(trainer, batch=64) before trainer.train()",
+    "accelerate": "import outlast.accelerate; run = outlast.accelerate.attach(accelerator, batch=64, epochs=3) after prepare()",
+}
+"""The lines that make a script with a library continue exactly (docs/guide/hugging-face.md)."""
+
+
 def _saving(source: str) -> Iterator[str]:
-    """Yield a comment about how this kind of script continues after a failure."""
-    if re.search(r"^\s*(from|import)\s+outlast\.training\b|^\s*from outlast import .*\btraining\b", source, re.M):
-        yield "It uses outlast.training, which saves, and continues exactly where it was."
-    elif re.search(r"^\s*(from|import)\s+(transformers|accelerate|lightning|pytorch_lightning)\b", source, re.M):
-        yield "To continue after a failure the script resumes from the newest checkpoint in its output_dir."
+    """Yield comments on how a script of this kind continues after a failure."""
+
+    def imports(module: str) -> bool:
+        package, _, name = module.rpartition(".")
+        inside = rf"|^\s*from {package} import .*\b{name}\b" if package else ""
+        return bool(re.search(rf"^\s*(from|import)\s+{re.escape(module)}\b{inside}", source, re.M))
+
+    if any(imports(f"outlast.{name}") for name in ("training", "hf", "accelerate", "lightning")):
+        yield "It is attached to Outlast, which saves, and continues exactly where it was."
+    elif library := next((name for name in _ATTACH if imports(name)), ""):
+        yield "To continue exactly after a failure, and with any number of workers, the script needs:"
+        yield f"    {_ATTACH[library]}"
+    elif imports("lightning") or imports("pytorch_lightning"):
+        yield "To continue after a failure the script resumes from the newest checkpoint of its Trainer."
     else:
         yield "To continue after a failure the script saves checkpoints in its working directory, and loads the newest one."
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from outlast.base.errors import OutlastError
 from outlast.data import shard_format
 from outlast.data.shard_format import Manifest, Shard
-from outlast.training.order import Indices, Windows
+from outlast.order import Indices, Windows
 
 WINDOW = 8
 """Number of shards in a store that are shuffled together by default; arbitrary."""

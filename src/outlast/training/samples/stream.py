@@ -14,10 +14,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import hashlib
 import numbers
 import queue
-import random
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -27,11 +25,12 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from outlast.base.errors import OutlastError
+from outlast.order import VERSION, Indices, Windows, permuted
 from outlast.training import data_waits, device
-from outlast.training.order import VERSION, Indices, Windows, permuted
+from outlast.training.samples.seeded import Seeded, preserved_generators
 from outlast.training.samples.shards import Shards
 
 _LEAVE_S = 1.0
@@ -374,7 +373,7 @@ class Stream:
             read = ((plan, tuple((_changed(arrays.take(part), change), share) for part, share in plan.cuts)) for plan in plans)
             yield from _ahead(read, self._prefetch) if self._prefetch else read
             return
-        samples, collate = _Seeded(self._dataset, self.seed), self._collate
+        samples, collate = Seeded(self._dataset, self.seed), self._collate
         if not self._workers:
             for plan in plans:
                 with preserved_generators():
@@ -554,22 +553,6 @@ def being_read() -> list[Any]:
     return [stream for stream in _read_now if stream.reading]
 
 
-class _Seeded(Dataset[Any]):
-    """A dataset whose samples draw random numbers that depend only on (seed, epoch, index)."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        epoch, index = key
-        digest = hashlib.shake_256(f"outlast sample {VERSION} {self._seed} {epoch} {index}".encode()).digest(8)
-        seed = int.from_bytes(digest, "little")
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(seed)
-        return self._dataset[index]
-
-
 class _Pieces(Sampler[list[tuple[int, int]]]):
     """Yields the indices that the workers of a DataLoader read, and queues the plan of each batch."""
 
@@ -583,15 +566,3 @@ class _Pieces(Sampler[list[tuple[int, int]]]):
                 if self._shards:
                     self._shards.await_(part)
                 yield [(plan.epoch, int(i)) for i in part]
-
-
-@contextlib.contextmanager
-def preserved_generators() -> Iterator[None]:
-    """Restore Python's, numpy's and torch's default generators at the end of the block."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

@@ -50,7 +50,6 @@ from torch.utils.data import DataLoader
 
 from outlast.base.errors import OutlastError
 from outlast.training import device
-from outlast.training.state.stateful_loader import Stateful
 
 State = Mapping[str, Any]
 Flat = dict[str, Any]
@@ -118,7 +117,7 @@ def collected(state: State, rank: int) -> Collected:
             everybody.update({f"{name}/state/{key}": tensor for key, tensor in tensors.items()})
         else:
             rank0[name] = pickled(thing.state_dict(), name)
-            if isinstance(thing, Stateful):
+            if hasattr(thing, "loader_state"):
                 own[f"{name}/{rank}"] = pickled(thing.loader_state(), name)
             continue
         if rest:
@@ -315,7 +314,7 @@ def generators() -> dict[str, Any]:
     return states | ({accelerator.type: accelerator.random_state()} if accelerator.type != "cpu" else {})
 
 
-def _set_generators(states: Mapping[str, Any]) -> None:
+def set_generators(states: Mapping[str, Any]) -> None:
     """Set the states of this rank's generators. Also accepts words as numbers and arrays as arrays, as in early checkpoints."""
     version, words, gauss = states["python"]
     kind, keys, *drawn = states["numpy"]
@@ -397,13 +396,13 @@ def put(state: State, loaded: Flat, source: str, rank: int | None) -> bool:
             saved_state: dict[str, Any] = {"state": entries, "param_groups": rest["groups"]}
             with _begun(thing):
                 set_optimizer_state_dict(_modules(state), thing, saved_state, options=options)
-        elif isinstance(thing, Stateful):
+        elif hasattr(thing, "loader_state"):
             own = loaded.get(f"{name}/{rank}")
             thing.load_state_dict(unpickled(loaded[name], name), own and unpickled(own, name))
         else:
             thing.load_state_dict(unpickled(loaded[name], name))
     if random_state := loaded.get(f"rng/{rank}"):
-        _set_generators(unpickled(random_state, "rng"))
+        set_generators(unpickled(random_state, "rng"))
     return bool(random_state)
 
 

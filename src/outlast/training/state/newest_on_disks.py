@@ -12,7 +12,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ class Search:
     share: tuple[int, int]
     held: contextlib.ExitStack
     report: Report
+    verified: set[_Offer] = field(default_factory=set)
+    """Checkpoints whose share of this rank was valid already."""
 
 
 class Offered:
@@ -84,13 +86,13 @@ def valid(search: Search, offered: Offered, after: tuple[int, int] | None = None
     The checkpoint is copied to the disks that lack it. With `after`, (generation, step), only later checkpoints count. Raises
     NoRoom on all ranks if the copy to a disk fails.
     """
-    offers, disks, report, held, share = offered.disks, search.disks, search.report, search.held, search.share
+    offers, disks, report, held = offered.disks, search.disks, search.report, search.held
     directory, run = search.directory, search.run
     for candidate in _candidates(offers):
         if after is not None and (candidate.generation, candidate.step) <= after:
             continue
         path = directory / contract.checkpoint_name(candidate.step)
-        answers = disks.gather(_checked(path, candidate, offers[disks.here], share, held))
+        answers = disks.gather(_checked(path, candidate, offers[disks.here], search))
         problems = [
             next((answer for index, answer in zip(disks.by_rank, answers, strict=True) if index == disk and answer), "")
             for disk in range(len(offers))
@@ -142,7 +144,7 @@ def _candidates(offers: list[_Offers]) -> list[_Offer]:
     return sorted(candidates, key=place, reverse=True)
 
 
-def _checked(path: Path, candidate: _Offer, offers: _Offers, share: tuple[int, int], held: contextlib.ExitStack) -> str:
+def _checked(path: Path, candidate: _Offer, offers: _Offers, search: Search) -> str:
     """Verify this rank's share of a checkpoint on its disk, and protect the checkpoint from removal.
 
     Returns the problem, or an empty string.
@@ -154,11 +156,16 @@ def _checked(path: Path, candidate: _Offer, offers: _Offers, share: tuple[int, i
         return offer.problem
     if offer != candidate:
         return f"it is not the one that generation {candidate.generation} saved"
+    if offer in search.verified:
+        return ""
     try:
-        held.enter_context(checkpoints.reading(path))
+        search.held.enter_context(checkpoints.reading(path))
     except OSError as error:
         return f"{contract.COMMIT} cannot be read: {error.strerror}"
-    return checkpoints.verify(path, *share) or ""
+    if problem := checkpoints.verify(path, *search.share):
+        return problem
+    search.verified.add(offer)
+    return ""
 
 
 def _copy_to_disks(path: Path, problems: list[str], disks: Disks, held: contextlib.ExitStack, report: Report) -> None:

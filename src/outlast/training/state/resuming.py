@@ -64,15 +64,23 @@ class Restored:
         return str(self.path)
 
 
-def restore(state: Mapping[str, Any], search: newest_on_disks.Search, client: Client | None, generation: int) -> Restored:
-    """Load the newest reachable state into `state`. Raises OutlastError on all ranks. A collective."""
+def restore(
+    state: Mapping[str, Any], search: newest_on_disks.Search, client: Client | None, generation: int, *, peek: bool = False
+) -> Restored:
+    """Load the newest reachable state into `state`. Raises OutlastError on all ranks. A collective.
+
+    With `peek`, `state` is only a part of the saved state: random numbers stay as they are, and no snapshot is given up.
+    """
     begun = time.monotonic()
-    restored = _restored(state, search, client, generation)
+    restored = _restored(state, search, client, generation, peek=peek)
     return dataclasses.replace(restored, seconds=round(time.monotonic() - begun, 6))
 
 
-def _restored(state: Mapping[str, Any], search: newest_on_disks.Search, client: Client | None, generation: int) -> Restored:
+def _restored(
+    state: Mapping[str, Any], search: newest_on_disks.Search, client: Client | None, generation: int, *, peek: bool
+) -> Restored:
     disks = search.disks
+    rank = None if peek else disks.rank
     offered = newest_on_disks.Offered(search, _report(client, search))
     agents = client is not None and all(report is not None for report in offered.payloads)
     held, stored, problem = merged(offered.payloads) if agents else ([], None, "")
@@ -94,7 +102,7 @@ def _restored(state: Mapping[str, Any], search: newest_on_disks.Search, client: 
         if chosen := committed.newest(candidate.at):
             break
         try:
-            loaded = _from_memory(candidate, state, client, search)
+            loaded = _from_memory(candidate, state, client, search, rank)
             break
         except (Damaged, OutOfReach) as problem:
             failed.append(problem)
@@ -104,7 +112,7 @@ def _restored(state: Mapping[str, Any], search: newest_on_disks.Search, client: 
         chosen = chosen or committed.newest()
         if failed and chosen is None:
             again = any(isinstance(problem, OutOfReach) for problem in failed)
-            if client is not None and not again:
+            if client is not None and not again and not peek:
                 client.forget()
             what = "tries again" if again else "begins anew"
             raise NotRestored(f"no snapshot in memory could be read, and there is no checkpoint; the next start {what}")
@@ -113,14 +121,14 @@ def _restored(state: Mapping[str, Any], search: newest_on_disks.Search, client: 
                 raise NotRestored(f"{unread}, and there is no state elsewhere; the next start tries again")
             loaded = Restored()
         else:
-            random = checkpoint.restore(chosen.path, state, disks.rank)
+            random = checkpoint.restore(chosen.path, state, rank)
             size = sum(path.stat().st_size for path in chosen.path.iterdir())
             loaded = Restored(chosen.step, source=committed.source, path=str(chosen.path), bytes=size, random=random)
         if agents:
             disks.gather(None)  # barrier: every rank has loaded it
     if failed:
         warn("outlast: training goes on from step %s instead of step %s", loaded.step, elected.candidates[0].at[1])
-    if client is not None and agents:
+    if client is not None and agents and not peek:
         client.forget(loaded.at)
     return dataclasses.replace(loaded, committed=committed.offered.committed(loaded.step))
 
@@ -226,21 +234,24 @@ def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list
     return [value for _, _, value in every]
 
 
-def _from_memory(candidate: Candidate, state: Mapping[str, Any], client: Client, search: newest_on_disks.Search) -> Restored:
-    """Load a snapshot. Raises Damaged or OutOfReach on all ranks if a rank cannot read it. A collective."""
+def _from_memory(
+    candidate: Candidate, state: Mapping[str, Any], client: Client, search: newest_on_disks.Search, own: int | None
+) -> Restored:
+    """Load a snapshot, and the random numbers of rank `own`. Raises Damaged or OutOfReach on all ranks if a rank cannot read it.
+    A collective."""
     disks, rank = search.disks, search.disks.rank
     reader = Reader(candidate, client, rank, lambda sentence: log.warning("outlast: %s", sentence))
     targets: checkpoint.Flat = {}
 
     def covered() -> bool:
         reader.read_indices(broadcast)
-        targets.update(checkpoint.targets_of(reader.read_metadata(), state, rank))
+        targets.update(checkpoint.targets_of(reader.read_metadata(), state, own))
         return reader.covers(targets)
 
     def read() -> tuple[int, int]:
         if tails:
             reader.add({number: tail for each in tails for number, tail in each.items()})
-            targets.update(checkpoint.targets_of(reader.read_metadata(), state, rank))
+            targets.update(checkpoint.targets_of(reader.read_metadata(), state, own))
         checkpoint.load(reader, str(candidate), state, targets)
         return reader.own_bytes, reader.peer_bytes
 
@@ -250,6 +261,6 @@ def _from_memory(candidate: Candidate, state: Mapping[str, Any], client: Client,
     enough = all(_agreed(covered, disks.gather))
     tails = [] if enough else disks.gather(snapshot_reader.tails(candidate, client, search.share))
     near, far = map(sum, zip(*_agreed(read, disks.gather), strict=True))
-    random = checkpoint.put(state, targets, str(candidate), rank)  # the script's `load_state_dict` may be a collective
+    random = checkpoint.put(state, targets, str(candidate), own)  # the script's `load_state_dict` may be a collective
     source, extra = "peer" if far else "memory", json.loads(reader.extra())
     return Restored(candidate.at[1], candidate.at, source=source, bytes=near + far, random=random, extra=extra)

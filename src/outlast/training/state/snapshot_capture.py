@@ -26,7 +26,6 @@ from outlast.storage.snapshots.part_format import Item, Kind
 from outlast.training import device
 from outlast.training.state import checkpoint, memory_copies
 from outlast.training.state.checkpoint import Collected, State
-from outlast.training.state.stateful_loader import Stateful
 
 EXTRA = ".session"
 """Key of rank 0's additional data; no name in a state begins with a dot."""
@@ -203,7 +202,7 @@ class Capture:
         quickly = checkpoint.quickly_pickled
         objects = {f"rng/{self._rank}": quickly(checkpoint.generators())}
         for name, thing in self._state.items():
-            if isinstance(thing, Stateful):
+            if hasattr(thing, "loader_state"):
                 objects[f"{name}/{self._rank}"] = quickly(thing.loader_state())
             if isinstance(thing, torch.optim.Optimizer):
                 rest: dict[str, Any] | None = _rest(thing, layout.groups[name] or [])

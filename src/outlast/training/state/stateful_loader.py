@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from outlast.base.errors import OutlastError
 from outlast.training import data_waits
-from outlast.training.samples import stream
+from outlast.training.samples import seeded, stream
 
 log = logging.getLogger("outlast")
 
@@ -120,7 +120,7 @@ class Stateful:
         while self.epoch < self._epochs:
             if (set_epoch := getattr(getattr(self.loader, "sampler", None), "set_epoch", None)) is not None:
                 set_epoch(self.epoch)
-            with stream.preserved_generators():  # a loader draws a seed for its workers, and again after a resume
+            with seeded.preserved_generators():  # a loader draws a seed for its workers, and again after a resume
                 batches = iter(self.loader)
             for batch in batches:
                 self.step, self._done = self.step + 1, self._done + 1

@@ -38,6 +38,27 @@ def check(path: Path, model: Any = None) -> None:
         raise OutlastError(f"{path.name} needs the package safetensors: pip install safetensors, or name it {path.stem}.pt")
 
 
+def trained(model: torch.nn.Module) -> torch.nn.Module:
+    """The parameters that train and the persistent buffers under their names, as a module for checkpoints.
+
+    Frozen weights are those that the script has loaded, as a base model is that an adapter is trained for.
+    """
+    root, saved = torch.nn.Module(), set(model.state_dict(keep_vars=True))
+    parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    for name, tensor in [*parameters, *((name, each) for name, each in model.named_buffers() if name in saved)]:
+        *path, leaf = name.split(".")
+        at = root
+        for part in path:
+            if part not in at._modules:
+                at.add_module(part, torch.nn.Module())
+            at = cast(torch.nn.Module, at._modules[part])
+        if isinstance(tensor, torch.nn.Parameter):
+            at.register_parameter(leaf, tensor)
+        else:
+            at.register_buffer(leaf, tensor)
+    return root
+
+
 def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]]) -> None:
     """Write `model`'s weights to `path` on rank 0. A collective.
 

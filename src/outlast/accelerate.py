@@ -1,0 +1,225 @@
+"""Exact, elastic resume for loops with Hugging Face's Accelerate.
+
+    import outlast.accelerate
+
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    run = outlast.accelerate.attach(accelerator, batch=64, epochs=3)
+    for epoch in run.epochs():
+        for inputs in loader:
+            with accelerator.accumulate(model):
+                ...
+                run.step()
+
+A run that is killed continues from the newest state, in memory or on a disk: with the same samples, the same global batch and,
+with as many ranks, the same bits. docs/decisions/0060 has the design.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import accelerate
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from outlast.base.errors import OutlastError
+from outlast.training import Session, ddp, libraries, session
+from outlast.training.libraries import Order
+from outlast.training.state import weights
+
+TESTED = "1.0 to 1.15"
+"""Versions of accelerate that the tests have run with."""
+_PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "scaler", "gradient_state")
+_LENGTHS = ("total_steps", "T_max", "total_iters")
+"""Attributes of torch's schedules that hold their number of steps."""
+
+
+def attach(
+    accelerator: accelerate.Accelerator, batch: int, epochs: int, *, loader: Any = None, seed: int = 0, output: str | Path = "out"
+) -> Run:
+    """Continue the run of this process from its newest state, once `accelerator.prepare` has been called.
+
+    `batch` is the number of samples in one optimizer step over all ranks, whatever their number. Each rank computes its share in
+    micro-batches of at most as many samples as the loader's `batch_size`; `accelerator.gradient_accumulation_steps` follows.
+    `loader` is the prepared loader of training samples; it may be left out if only one is prepared. The order of samples is a
+    function of `seed`, and the last batch of an epoch is filled up with the epoch's first samples unless the loader has
+    `drop_last`. `output` is the directory of checkpoints outside of a job. What `register_for_checkpointing` was given is
+    restored, too. Schedules step once per optimizer step in every world. Raises OutlastError for what cannot continue exactly. A
+    collective.
+    """
+    if problem := _unsupported(accelerator):
+        raise OutlastError(f"outlast.accelerate.attach: {problem}")
+    return Run(accelerator, _training_loader(accelerator, loader), batch, epochs, seed, Path(output))
+
+
+def _unsupported(accelerator: Any) -> str:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    absent = next((name for name in _PRIVATE if not hasattr(accelerator, name)), "")
+    mesh = getattr(accelerator, "parallelism_config", None)
+    cases = {
+        f"accelerate {accelerate.__version__} has no Accelerator.{absent}, which Outlast relies on; tested: {TESTED}": absent,
+        "this accelerator is attached already; remove the second call": hasattr(accelerator, "_outlast"),
+        f"{ranks} processes train models of their own; without GPUs write Accelerator(cpu=True)": ranks > 1
+        and not dist.is_initialized(),
+        "DeepSpeed keeps checkpoints of its own, which only it can load; use DDP or FSDP2": str(
+            accelerator.distributed_type
+        ).endswith("DEEPSPEED"),
+        "the model is split over ranks (tensor, context or pipeline parallelism), which is not supported": mesh is not None
+        and mesh.non_data_parallel_size > 1,
+    }
+    if sentence := next((sentence for sentence, holds in cases.items() if holds), ""):
+        return sentence
+    if not accelerator._models or not accelerator._optimizers:
+        return "nothing is prepared yet; call attach after accelerator.prepare(model, optimizer, loader)"
+    if any(isinstance(each, DistributedDataParallel) and each.static_graph for each in accelerator._models):
+        return "static_graph lays out gradients after the first step and cannot resume exactly; leave it out"
+    return ""
+
+
+def _training_loader(accelerator: Any, loader: Any) -> Any:
+    """The loader of training samples. Raises OutlastError if it is unclear which of several it is, or if it cannot be used."""
+    prepared = accelerator._dataloaders
+    if loader is None and len(prepared) != 1:
+        raise OutlastError(
+            f"outlast.accelerate.attach: {len(prepared)} loaders are prepared; name the one of training samples: loader=loader"
+        )
+    loader = prepared[0] if loader is None else loader
+    if not any(loader is each for each in prepared):
+        raise OutlastError("outlast.accelerate.attach: loader is not prepared; give what accelerator.prepare has returned for it")
+    if not hasattr(loader, "base_dataloader") or type(loader).__name__ != "DataLoaderShard":
+        raise OutlastError(
+            f"outlast.accelerate.attach: the loader is a {type(loader).__name__}, which reads on one rank for all; "
+            "use DataLoaderConfiguration(dispatch_batches=False)"
+        )
+    if problem := libraries.unordered(loader.dataset):
+        raise OutlastError(f"outlast.accelerate.attach: {problem}")
+    return loader
+
+
+class Run:
+    """A run in progress, as `attach` returns it."""
+
+    session: Session
+    """The session of this process, for `session.log`, `session.gather` and the like."""
+
+    def __init__(self, accelerator: Any, loader: Any, batch: int, epochs: int, seed: int, output: Path) -> None:
+        base = loader.base_dataloader
+        ranks, rank = accelerator.num_processes, accelerator.process_index
+        shuffle = not isinstance(_innermost(base), torch.utils.data.SequentialSampler)
+        most = base.batch_sampler.batch_size // (ranks if getattr(base.batch_sampler, "split_batches", False) else 1)
+        libraries.plan(batch, ranks, most)
+        self._order = Order(
+            len(loader.dataset), batch, rank=rank, ranks=ranks, most=most, seed=seed, shuffle=shuffle, drop_last=loader._drop_last
+        )
+        self._accelerator, self._loader, self._epochs = accelerator, loader, epochs
+        self._position = _Position(epochs * self._order.steps_per_epoch)
+        self._pending = False
+        """Whether the boundary of an epoch's last step is still to come: work at the end of the epoch belongs to that step."""
+        self._adopt(ranks)
+        loader.base_dataloader = libraries.Loader(base, self._order, seed)
+        accelerator._outlast, accelerator.load_state = self, _refuse
+        self.session = session.attach(seed, output=output, quiet=True).__enter__()
+        for model in accelerator._models:
+            if isinstance(model, DistributedDataParallel):
+                ddp.settle(model)
+        self.session.resume(self._state())
+        self._order.seek(self._position.step)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        return self._position.step
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of all epochs, the same in every world."""
+        return self._position.total_steps
+
+    def epochs(self) -> Iterator[int]:
+        """Iterate over the epochs still to come, the interrupted one first; the loader continues within it.
+
+        At the end the last step is saved, and the session ends.
+        """
+        try:
+            for epoch in range(self._position.step // self._order.steps_per_epoch, self._epochs):
+                self._loader.iteration = epoch
+                yield epoch
+                self._end()
+        except BaseException:
+            self.session.__exit__(*sys.exc_info())
+            raise
+        self.session.__exit__(None, None, None)
+
+    def step(self, **values: Any) -> None:
+        """Report the end of a micro-batch, with `values` to log. After an optimizer step, snapshots and checkpoints are taken.
+
+        Leaves with SystemExit(75) once the step is saved if this worker is interrupted. A collective.
+        """
+        if not self._accelerator.sync_gradients:
+            return
+        self._end()
+        self._position.step += 1
+        self.session.log(self._position.step, **values)
+        self._pending = True
+        if self._position.step % self._order.steps_per_epoch:
+            self._end()
+
+    def _end(self) -> None:
+        if self._pending:
+            self._pending = False
+            self.session.boundary(self._position.step)
+
+    def _adopt(self, ranks: int) -> None:
+        """Set accumulation and schedules for this world. Raises OutlastError for a schedule that depends on the world."""
+        self._accelerator.gradient_accumulation_steps = self._order.accumulate
+        for schedule in self._accelerator._schedulers:
+            schedule.split_batches = True  # one step of the schedule for one optimizer step
+            length = next((vars(schedule.scheduler)[name] for name in _LENGTHS if name in vars(schedule.scheduler)), None)
+            if ranks > 1 and length == self._position.total_steps * ranks:
+                raise OutlastError(
+                    f"outlast.accelerate.attach: the schedule has {length} steps, {ranks} for each of the run's "
+                    f"{self._position.total_steps}; make it for {self._position.total_steps} steps, without num_processes"
+                )
+
+    def _state(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        groups = {
+            "model": [weights.trained(accelerator.unwrap_model(model)) for model in accelerator._models],
+            "optimizer": [getattr(each, "optimizer", each) for each in accelerator._optimizers],
+            "schedule": [getattr(each, "scheduler", each) for each in accelerator._schedulers],
+            "custom": accelerator._custom_objects,
+            "scaler": [accelerator.scaler] if accelerator.scaler is not None else [],
+        }
+        things = {f"{name}_{n}" if n else name: thing for name, group in groups.items() for n, thing in enumerate(group)}
+        return {**things, "position": self._position}
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise OutlastError("accelerator.load_state() would undo what outlast.accelerate.attach has restored; remove the call")
+
+
+def _innermost(loader: Any) -> Any:
+    """The sampler of single samples below a prepared loader."""
+    sampler = loader.batch_sampler
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    return getattr(sampler, "sampler", sampler)
+
+
+class _Position:
+    """The number of optimizer steps done, with `state_dict` and `load_state_dict`."""
+
+    def __init__(self, total_steps: int) -> None:
+        self.step, self.total_steps = 0, total_steps
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.step = state["step"]

@@ -1,0 +1,36 @@
+"""DDP whose gradients are added in the same order after every restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
+    """`DistributedDataParallel(model, **options)` with its final gradient buckets from the first step on. A collective."""
+    net = DistributedDataParallel(model, device_ids=None if device.index is None else [device.index], **options)
+    settle(net)
+    return net
+
+
+def settle(net: DistributedDataParallel) -> None:
+    """Give DDP its final gradient buckets before the first step: it arranges them in an empty backward pass.
+
+    Gradients and weights stay as they are. A collective.
+    """
+    if net.find_unused_parameters:
+        return  # DDP does not rebuild its buckets then
+    model, device = net.module, next(net.parameters()).device
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hidden = vars(model).pop("forward", None)
+    vars(model)["forward"] = lambda: sum(parameter.sum().abs().float().to(device) * 0 for parameter in parameters)
+    try:
+        net().backward()
+    finally:
+        del vars(model)["forward"]
+        if hidden is not None:
+            vars(model)["forward"] = hidden
+    for parameter in parameters:
+        parameter.grad = None

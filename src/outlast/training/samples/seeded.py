@@ -1,0 +1,84 @@
+"""Samples whose random numbers are a function of (seed, epoch, index), so that augmentation resumes exactly, too."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from outlast.order import VERSION
+from outlast.training import device
+
+Key = tuple[int, int]
+"""(epoch, index) of a sample."""
+
+
+class Seeded(Dataset[Any]):
+    """A dataset of `Key`s. A sample's random numbers depend only on the seed and its key."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __getitem__(self, key: Key) -> Any:
+        epoch, index = key
+        digest = hashlib.shake_256(f"outlast sample {VERSION} {self._seed} {epoch} {index}".encode()).digest(8)
+        seed = int.from_bytes(digest, "little")
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(seed)
+        return self._dataset[index]
+
+
+class Batches(Dataset[Any]):
+    """A dataset for a DataLoader whose batch sampler yields lists of `Key`s, with `collate_fn=only`.
+
+    It reads and joins a whole micro-batch at once. `collate` continues with the random numbers of the last sample, so those of a
+    random collator are a function of the micro-batch, too; the default generators stay as they are.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self._dataset, self._seeded, self._collate = dataset, Seeded(dataset, seed), collate
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
+        with preserved_generators():
+            return [self._collate([self._seeded[key] for key in keys])]
+
+
+def only(batches: list[Any]) -> Any:
+    """The one batch of `Batches.__getitems__`."""
+    [batch] = batches
+    return batch
+
+
+@contextlib.contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Restore Python's, numpy's and torch's default generators at the end of the block."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def seed_all(seed: int, rank: int | None = None, step: int = 0) -> None:
+    """Seed all generators: with `seed` alone alike on every rank, with `rank` by a function of (seed, rank, step)."""
+    if rank is not None:
+        digest = hashlib.shake_256(f"outlast rank {seed} {rank} {step}".encode()).digest(8)
+        seed = int.from_bytes(digest, "little")
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    device.find().seed(seed)

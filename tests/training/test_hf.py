@@ -1,0 +1,324 @@
+"""`outlast.hf.attach`: a Trainer that is killed continues with the same samples, logs and weights. Needs transformers.
+
+All starts are in one process. A kill is an exception in a callback that comes after ours. Nothing of the interrupted start is
+used but its checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outlast.base.errors import OutlastError
+from outlast.job.contract import Env
+from outlast.training import session
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import transformers
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import outlast.hf
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+SAMPLES, STEPS = 30, 12
+
+
+class Data(torch.utils.data.Dataset[dict[str, Any]]):
+    """Samples with random noise, and the numbers of those that were read."""
+
+    def __init__(self) -> None:
+        self.rows = torch.randint(64, (SAMPLES, 8), generator=torch.Generator().manual_seed(0))
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read.append(index)
+        row = self.rows[index].clone()
+        row[random.randrange(8)] = torch.randint(64, ()).item()
+        return {"input_ids": row, "labels": self.rows[index]}
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+    return {"input_ids": torch.where(torch.rand(ids.shape) < 0.1, 0, ids), "labels": labels}
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(TrainerCallback):
+    """Raises at an event of the Trainer, at a step."""
+
+    def __init__(self, event: str, step: int) -> None:
+        def at(args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == step:
+                raise Killed
+
+        setattr(self, event, at)
+
+
+Changes = dict[str, Any]
+
+
+def trainer(directory: Path, **changes: Any) -> Trainer:
+    """A small GPT-2 with dropout, accumulation, a schedule, and an evaluation every four steps."""
+    transformers.set_seed(7)
+    options = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 3}
+    options |= {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    callbacks = changes.pop("callbacks", [])
+    made = changes.pop("kind", Trainer)
+    args = TrainingArguments(str(directory), use_cpu=True, seed=7, **(options | changes))
+    config = GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    data = Data()
+    return made(
+        GPT2LMHeadModel(config),
+        args,
+        train_dataset=data,
+        eval_dataset=copy.deepcopy(data),
+        data_collator=collate,
+        callbacks=callbacks,
+    )
+
+
+@pytest.fixture(autouse=True)
+def every_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A checkpoint of each step, and the random numbers of other tests as they were."""
+    monkeypatch.setenv(Env.CHECKPOINT_EVERY, "1 step")
+    before = torch.get_rng_state(), random.getstate()
+    yield
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+
+
+def outcome(made: Trainer) -> tuple[list[bytes], list[dict[str, Any]], int]:
+    """Weights, logs without what clocks and the size of a start change, and the last step."""
+    clocks = ("runtime", "per_second", "train_loss", "total_flos", "grad_norm", "learning_rate")
+    logs = [{name: value for name, value in entry.items() if not name.endswith(clocks)} for entry in made.state.log_history]
+    weights = [parameter.detach().numpy().tobytes() for parameter in made.model.parameters()]
+    return weights, [entry for entry in logs if "loss" in entry or "eval_loss" in entry], made.state.global_step
+
+
+def trained(directory: Path, kills: list[tuple[str, int]], make: Callable[[], Changes] = dict, batch: int = 4) -> Trainer:
+    """The trainer that has finished, after a start for each of the kills."""
+    for event, step in kills:
+        killed = trainer(directory, **make())
+        outlast.hf.attach(killed, batch=batch)
+        killed.add_callback(Kill(event, step))
+        with pytest.raises(Killed):
+            killed.train()
+    last = trainer(directory, **make())
+    outlast.hf.attach(last, batch=batch)
+    last.train()
+    return last
+
+
+CASES: dict[str, tuple[Callable[[], Changes], list[tuple[str, int]]]] = {
+    "steps, evaluations": (dict, [("on_step_begin", 5), ("on_pre_optimizer_step", 8), ("on_evaluate", 8), ("on_step_begin", 11)]),
+    "epochs": (
+        lambda: {"max_steps": -1, "num_train_epochs": 2}
+        | {f"{work}_strategy": "epoch" for work in ("eval", "save", "logging")},
+        [("on_epoch_end", 8), ("on_save", 8), ("on_epoch_begin", 8), ("on_evaluate", 16), ("on_train_end", 16)],
+    ),
+    "a plateau, and stopping early": (
+        lambda: {
+            "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}, "eval_steps": 2,
+            "metric_for_best_model": "loss", "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2,
+            "callbacks": [EarlyStoppingCallback(2, early_stopping_threshold=10.0)],
+        },
+        [("on_evaluate", 2), ("on_step_begin", 3), ("on_evaluate", 6), ("on_train_end", 6)],
+    ),
+    "the last batch left out, samples in order": (
+        lambda: {"dataloader_drop_last": True, "train_sampling_strategy": "sequential"}, [("on_step_begin", 7)],
+    ),
+    "worker processes": (lambda: {"dataloader_num_workers": 1, "max_steps": 4}, [("on_step_begin", 2)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trainer_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, case: str) -> None:
+    make, kills = CASES[case]
+    undisturbed = outcome(trained(tmp_path / "undisturbed", [], make))
+    assert outcome(trained(tmp_path / "killed", kills, make)) == undisturbed
+    assert undisturbed[2] > 2
+
+
+def test_without_attach_a_trainer_that_is_killed_ends_otherwise(tmp_path: Path) -> None:
+    """Its own resume restores the default generators after a batch is read, and the samples draw from these."""
+    own = {"save_strategy": "steps", "save_steps": 5}
+    whole = trainer(tmp_path / "whole", **own)
+    whole.train()
+    killed = trainer(tmp_path / "killed", **own)
+    killed.add_callback(Kill("on_step_begin", 6))
+    with pytest.raises(Killed):
+        killed.train()
+    resumed = trainer(tmp_path / "killed", **own)
+    resumed.train(resume_from_checkpoint=True)
+    assert outcome(resumed)[0] != outcome(whole)[0]
+
+
+def test_each_sample_is_read_once_in_each_epoch_and_skipped_batches_are_not_read(tmp_path: Path) -> None:
+    make = lambda: {"max_steps": 15, "eval_strategy": "no"}  # noqa: E731
+    whole = trained(tmp_path / "whole", [], make, batch=2)
+    assert sorted(whole.train_dataset.read) == list(range(SAMPLES))
+    killed = trainer(tmp_path / "killed", **make())
+    outlast.hf.attach(killed, batch=2)
+    killed.add_callback(Kill("on_step_begin", 6))
+    with pytest.raises(Killed):
+        killed.train()
+    last = trained(tmp_path / "killed", [], make, batch=2)
+    resumed = last._outlast.position.step
+    assert 0 < resumed <= 6
+    assert killed.train_dataset.read[: 2 * resumed] + last.train_dataset.read == whole.train_dataset.read
+
+
+def test_the_generators_of_the_script_are_those_of_training_alone(tmp_path: Path) -> None:
+    """Neither samples, nor the collator, nor evaluations draw from the default generators."""
+    runs = [trained(tmp_path / f"{every}", [], lambda every=every: {"eval_steps": every}) for every in (1, 5)]
+    assert outcome(runs[0])[0] == outcome(runs[1])[0]
+
+
+def test_a_checkpoint_of_the_trainer_itself_is_imported_at_the_first_start(tmp_path: Path) -> None:
+    old = trainer(tmp_path, save_strategy="steps", save_steps=4, max_steps=8)
+    old.train()
+    new = trainer(tmp_path, max_steps=STEPS)
+    outlast.hf.attach(new, batch=4)
+    new.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert [entry["step"] for entry in new.state.log_history if "loss" in entry] == [3, 6, 9, 12]
+
+
+def test_only_what_trains_is_saved_and_the_optimizer_has_its_parameters(tmp_path: Path) -> None:
+    def frozen(directory: Path) -> Trainer:
+        made = trainer(directory)
+        made.model.transformer.wte.requires_grad_(False)
+        outlast.hf.attach(made, batch=4)
+        return made
+
+    whole = frozen(tmp_path / "whole")
+    whole.train()
+    killed = frozen(tmp_path / "killed")
+    killed.add_callback(Kill("on_step_begin", 6))
+    with pytest.raises(Killed):
+        killed.train()
+    last = frozen(tmp_path / "killed")
+    last.train()
+    assert outcome(last) == outcome(whole)
+    from outlast.training.state import checkpoint
+
+    [newest] = (tmp_path / "killed" / "outlast" / "checkpoints").glob(f"step-{STEPS:08d}*") or [None]
+    assert not any("wte" in key for key in checkpoint.read(newest, "model"))
+
+
+class Shuffles(Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return torch.utils.data.RandomSampler(self.train_dataset)
+
+
+class GRPOTrainer(Trainer):
+    pass
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from ()
+
+
+REFUSED: dict[str, tuple[Changes, str]] = {
+    "auto_find_batch_size begins again with another batch; leave it out": ({"auto_find_batch_size": True}, ""),
+    "enable_jit_checkpoint also saves on SIGTERM; leave it out": ({"enable_jit_checkpoint": True}, ""),
+    "samples are grouped by length, which depends on the batch of a rank": ({"train_sampling_strategy": "group_by_length"}, ""),
+    "Shuffles._get_train_sampler chooses the samples itself": ({"kind": Shuffles}, ""),
+    "GRPOTrainer generates samples while it trains": ({"kind": GRPOTrainer}, ""),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_a_trainer_that_cannot_continue_exactly_is_refused(tmp_path: Path, sentence: str) -> None:
+    made = trainer(tmp_path, **REFUSED[sentence][0])
+    with pytest.raises(OutlastError, match=f"^outlast.hf.attach: {sentence}"):
+        outlast.hf.attach(made, batch=4)
+    assert type(made).__mro__[0] is REFUSED[sentence][0].get("kind", Trainer)
+
+
+def test_what_is_attached_too_late_or_twice_or_to_other_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutlastError, match="a dict is no Trainer of transformers"):
+        outlast.hf.attach({}, batch=4)  # type: ignore[arg-type]
+    made = trainer(tmp_path)
+    made.train_dataset = Stream()
+    with pytest.raises(OutlastError, match="the training data is a Stream without an order to continue; give a dataset with"):
+        outlast.hf.attach(made, batch=4)
+    made = trainer(tmp_path, max_steps=1)
+    with pytest.raises(OutlastError, match=r"batch \(0\) must be a whole number of 1 or more"):
+        outlast.hf.attach(made, batch=0)
+    made.optimizer = object()
+    with pytest.raises(OutlastError, match="the optimizer has no state_dict"):
+        outlast.hf.attach(made, batch=4)
+    made.optimizer = None
+    outlast.hf.attach(made, batch=4)
+    with pytest.raises(OutlastError, match="this trainer is attached already"):
+        outlast.hf.attach(made, batch=4)
+    made.train()
+    with pytest.raises(OutlastError, match=r"train\(\) is called a second time; one run trains once"):
+        made.train()
+    late = trainer(tmp_path, max_steps=1)
+    late.train()
+    with pytest.raises(OutlastError, match=r"training has begun already; attach before trainer.train\(\)"):
+        outlast.hf.attach(late, batch=4)
+
+
+def test_another_transformers_is_told_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(tmp_path)
+    monkeypatch.setattr(Trainer, "_load_scaler", lambda self, path: None)
+    sentence = f"transformers {transformers.__version__} has another Trainer._load_scaler than this Outlast knows; tested: "
+    with pytest.raises(OutlastError, match=sentence):
+        outlast.hf.attach(made, batch=4)
+
+
+def test_a_worker_that_is_told_to_leave_saves_even_within_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed = outcome(trained(tmp_path / "whole", []))
+    monkeypatch.setenv(Env.CHECKPOINT_EVERY, "1000 steps")
+    for event, step in (("on_prediction_step", 4), ("on_step_begin", 6)):
+        made = trainer(tmp_path / "left")
+        outlast.hf.attach(made, batch=4)
+        leave = Kill(event, step)
+
+        def interrupt(args: Any, state: Any, control: Any, at: int = step, made: Any = made, **_: Any) -> None:
+            if state.global_step == at:
+                monkeypatch.setattr(made._outlast.run, "interrupted", interrupted(made._outlast.run))
+
+        setattr(leave, event, interrupt)
+        made.add_callback(leave)
+        with pytest.raises(SystemExit) as left:
+            made.train()
+        assert left.value.code == 75
+    assert outcome(trained(tmp_path / "left", [])) == undisturbed
+
+
+def interrupted(run: session.Session) -> Callable[[], bool]:
+    """`run.interrupted` of a rank that is to leave."""
+    original = run.interrupted
+
+    def leaving() -> bool:
+        run._leaving = True
+        return original()
+
+    return leaving
