@@ -113,6 +113,7 @@ class Run:
         ranks, rank = accelerator.num_processes, accelerator.process_index
         shuffle = not isinstance(_innermost(base), torch.utils.data.SequentialSampler)
         most = base.batch_sampler.batch_size // (ranks if getattr(base.batch_sampler, "split_batches", False) else 1)
+        self.session = session.attach(seed, output=output, quiet=True, batch=batch)
         libraries.plan(batch, ranks, most)
         self._order = Order(
             len(loader.dataset), batch, rank=rank, ranks=ranks, most=most, seed=seed, shuffle=shuffle, drop_last=loader._drop_last
@@ -124,7 +125,7 @@ class Run:
         self._adopt(ranks)
         loader.base_dataloader = libraries.Loader(base, self._order, seed)
         accelerator._outlast, accelerator.load_state = self, _refuse
-        self.session = session.attach(seed, output=output, quiet=True).__enter__()
+        self.session.__enter__()
         for model in accelerator._models:
             if isinstance(model, DistributedDataParallel):
                 ddp.settle(model)

@@ -152,7 +152,10 @@ class _Attachment:
 
     def __init__(self, trainer: Trainer, batch: int) -> None:
         self.trainer, self.batch, self.most = trainer, batch, trainer.args.per_device_train_batch_size
+        output = Path(trainer.args.output_dir or "out") / "outlast"
+        self.session = session.attach(trainer.args.seed, output=output, quiet=True, batch=batch)
         self.run: Session | None = None
+        """The session, once training has begun."""
         self.position = _Position(self)
         self.order: _Order | None = None
         self.stub = ""
@@ -169,7 +172,7 @@ class _Attachment:
         trainer.args.gradient_accumulation_steps = accumulate
 
     def train(self, original: Callable[..., Any], resume_from_checkpoint: Any, options: Mapping[str, Any]) -> Any:
-        trainer, args = self.trainer, self.trainer.args
+        trainer = self.trainer
         if self.run is not None:
             raise OutlastError("outlast.hf: train() is called a second time; one run trains once")
         if options.get("trial") is not None:
@@ -177,8 +180,7 @@ class _Attachment:
         self.plan()
         trainer.add_callback(_Callback(self))
         with contextlib.ExitStack() as stack:
-            output = Path(args.output_dir or "out") / "outlast"
-            self.run = stack.enter_context(session.attach(args.seed, output=output, quiet=True))
+            self.run = stack.enter_context(self.session)
             if self.run.peek({"trainer": self.position}):
                 directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="outlast-hf-"))
                 resume_from_checkpoint = self.stub = self.position.write(Path(directory))

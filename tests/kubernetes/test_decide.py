@@ -668,6 +668,23 @@ def test_a_wrong_configuration_ends_the_job_at_once() -> None:
     assert cluster.status["conditions"][-1]["reason"] == "WrongConfiguration"
 
 
+def test_workers_that_cannot_share_the_batch_wait_in_their_pods() -> None:
+    cluster = training(3)
+    cluster.agents[next(iter(cluster.agents))].batch = (1, 0, 8)
+    cluster.fail(0, code=78)
+    cluster.until(lambda c: c.status["world"] == [0, 1])
+    assert cluster.status["reason"].endswith("with 2 of 3: the batch cannot be shared equally among 3 workers")
+    assert (cluster.status.get("restarts", 0), len(cluster.pods)) == (0, 3)
+    again(cluster, 4, by=lambda: cluster.change(replicas=4))
+    assert cluster.status["reason"].endswith("training goes on with all 4")
+    again(cluster, 2, by=lambda: cluster.change(replicas=2))
+    cluster.change(replicas=3)
+    cluster.run(20)
+    assert cluster.status["reason"] == "2 of 3 workers train in generation 4: the batch cannot be shared equally among 3 workers"
+    cluster.fail(0, code=78)
+    cluster.until(lambda c: c.status["state"] == "Failed")
+
+
 def test_a_node_whose_clock_is_ahead_keeps_nobody_waiting() -> None:
     cluster = training(2)
     for agent in cluster.agents.values():

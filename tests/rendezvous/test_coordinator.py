@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from outlast.job import contract
 from outlast.job.status import State
 from outlast.rendezvous import restart_budget, world
 from outlast.rendezvous.coordinator import Coordinator, Settings
@@ -218,3 +219,35 @@ def test_a_failure_that_cannot_be_read_counts_and_is_decided_on() -> None:
     run.look()
     said = "worker 0 failed, and its report cannot be read: its agent is of another version"
     assert (run.newest().generation, run.restarts, counted(run)) == (2, 1, [said])
+
+
+MISFIT = ended(0, "rank 0 on worker 0: 8 samples cannot be shared among 3 ranks", code=contract.Exit.MISCONFIGURED)
+
+
+@pytest.mark.parametrize(("batch", "ends"), [((1, 0, 8), False), ((1, 0, 0), True), ((), True)])
+def test_a_script_that_refuses_the_size_of_its_world_gets_another_one_for_nothing(batch: tuple[int, ...], ends: bool) -> None:
+    """Unless no size helps: then it is a mistake like any other."""
+    run = Coordinating()
+    run.report(0, "waiting", 1, failed=True, failure=MISFIT, batch=batch)
+    for id in (1, 2):
+        run.report(id, "waiting", 1, failed=True, failure=ended(id, "it was stopped", echo=True))
+    if ends:
+        run.decide(3, range(3))
+        run.judge()
+        assert run.closed is not None
+        assert (run.closed.code, run.closed.reason) == (78, f"{MISFIT['reason']}; a restart would not help")
+        return
+    run.look()
+    assert (run.newest().members, run.restarts, run.history, run.closed) == ((0, 1), 0, (), None)
+    assert (State.RESTARTING, f"{MISFIT['reason']}; the next world has another size") in run.said
+    run.train(2, 0, 1)
+    run.report(0, "waiting", 2, failed=True, failure=MISFIT, batch=batch)
+    run.report(1, "waiting", 2)
+    run.judge()
+    assert run.closed is not None, "2 workers can share the batch: the cause is another one"
+
+
+@pytest.mark.parametrize("batch", [64, "64", [64], [3, 1, -64], [3, 1, 1 << 60], [3, 1, True]])
+def test_a_batch_that_makes_no_sense_is_refused(batch: object) -> None:
+    with pytest.raises(ValueError, match="batch of a report cannot be"):
+        Report.of({"run": "run", "id": 0, "standing": "waiting", "batch": batch})

@@ -63,17 +63,17 @@ def test_a_report_arrives_and_keeps_what_is_not_said_anew(coordinator: Coordinat
     until(lambda: standing(coordinator, 0) == "waiting")
     assert coordinator.report(1) is None, "nothing is sent before the first report"
     one.report("training", generation=2)
-    one.amend(mesh=True, unheard=(1,), refused=(1,))
+    one.amend(mesh=True, unheard=(1,), refused=(1,), batch=(2, 0, 64))
     until(lambda: (report := coordinator.report(0)) and report.refused)
     report = coordinator.report(0)
     assert report
     assert (report.run, report.standing, report.generation, report.address) == ("run", "training", 2, "10.0.0.7:4711")
-    assert (report.mesh, report.unheard, report.refused) == (True, (1,), (1,))
+    assert (report.mesh, report.unheard, report.refused, report.batch) == (True, (1,), (1,), (2, 0, 64))
     one.report("waiting", generation=3)
     until(lambda: standing(coordinator, 0) == "waiting")
     report = coordinator.report(0)
     assert report
-    assert (report.mesh, report.unheard, report.refused) == (False, (), ())
+    assert (report.mesh, report.unheard, report.refused, report.batch) == (False, (), (), (2, 0, 64))
 
 
 def test_worlds_calls_and_the_end_are_heard_by_all(coordinator: Coordinator, member: Member) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
+
 from outlast.rendezvous import world
 from outlast.rendezvous.world import Call, Cause, Closed, Decision, Desired, Member, MemberState, State, Timeouts, Wait, World
 
@@ -120,6 +122,77 @@ def test_only_allowed_sizes_are_formed():
     assert decided(*map(a_worker, range(6)), want=wanted(7, sizes=(1, 2, 4, 8))) == World(
         1, (0, 1, 2, 3), "host-0:29500", "training starts with all 4", NOW
     )
+
+
+# A batch that a world must be able to share
+
+
+def knows(member, batch, *, start=(1, 0)):
+    return replace(member, batch=(*start, batch))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batches", "expected"),
+    [
+        ((1, 2, 3, 4), [], (1, 2, 3, 4)),
+        ((1, 2, 3, 4), [(1, 0, 8)], (1, 2, 4)),
+        ((3, 6), [(1, 0, 8)], (3, 6)),
+        ((1, 2, 3, 4), [(1, 0, 0)], (1, 2, 3, 4)),
+        ((1, 2, 3, 4), [(2, 0, 9), (), (1, 7, 8)], (1, 3)),
+        ((1, 2, 3, 4), [(2, 0, 9), (2, 1, 8)], (1, 2, 4)),
+        ((2, 3), [(3, 0, 0), (1, 0, 8)], (2, 3)),
+    ],
+    ids=["unknown", "divides", "no size does", "no size can", "newest start", "newest attempt", "newest start has none"],
+)
+def test_the_newest_batch_says_which_sizes_are_allowed(sizes, batches, expected):
+    members = [replace(a_worker(id), batch=batch) for id, batch in enumerate(batches)]
+    assert world.allowed(sizes, members) == expected
+    assert world.allowed(sizes, reversed(members)) == expected
+
+
+def test_a_world_that_refused_its_size_is_followed_by_one_that_can_share_the_batch():
+    members = [knows(a_worker(id, WAITING, 4), 8) for id in (0, 1, 2)]
+    assert decided(*members, world=a_world(0, 1, 2), called=a_call()) == World(
+        5,
+        (0, 1),
+        "host-0:29500",
+        "there was a reason; training goes on with 2 of 3: the batch cannot be shared equally among 3 workers",
+        NOW,
+    )
+
+
+def test_one_member_that_knows_the_batch_is_enough():
+    members = [a_worker(0, WAITING, 4), a_worker(1), knows(a_worker(3, LEAVING, 4), 8), a_worker(2)]
+    formed = decided(*members, world=a_world(0, 3), called=a_call(), now=NOW + 1000)
+    assert isinstance(formed, World)
+    assert formed.members == (0, 1)
+
+
+def test_workers_wait_until_enough_are_there_to_share_the_batch():
+    two = [knows(each, 8) for each in training(0, 1)]
+    assert decided(*two, a_worker(2), world=a_world(0, 1)) == Wait(
+        "2 of 3 workers train in generation 4: the batch cannot be shared equally among 3 workers"
+    )
+    grown = decided(*two, a_worker(2), a_worker(3), world=a_world(0, 1), want=wanted(4))
+    assert grown == Call(5, "growing from 2 to 4 with workers 2 and 3", True, NOW, cause=Cause.GROW)
+    one = [knows(each, 5) for each in training(0)]
+    assert decided(*one, a_worker(1), world=a_world(0)) == Wait(
+        "1 of 3 workers trains in generation 4: the batch cannot be shared equally among 3 workers"
+    )
+
+
+def test_a_batch_that_comes_to_be_known_ends_no_world():
+    three = [knows(each, 8) for each in training(0, 1, 2)]
+    assert decided(*three, world=a_world(0, 1, 2)) == Wait("3 workers train in generation 4")
+    four = [knows(each, 8) for each in training(0, 1, 2, 3)]
+    assert decided(*four, world=a_world(0, 1, 2, 3), want=wanted(3)) == Call(
+        5, "shrinking from 4 to 2", True, NOW, (2, 3), cause=Cause.SHRINK
+    )
+
+
+def test_a_batch_is_no_change_of_what_a_worker_does():
+    state = State({0: a_worker(0, TRAINING, 4)}).reported(knows(a_worker(0, TRAINING, 4, since=NOW + 5), 8))
+    assert (state.members[0].since, state.members[0].batch) == (NOW, (1, 0, 8))
 
 
 # A running world

@@ -135,8 +135,9 @@ class Job:
                 assert decision.generation > max((w.generation for w in self.worlds), default=0)
                 assert pending is None or decision.generation == pending.generation
                 assert before.world is None or pending is not None, "a running world is not replaced without a call"
-                assert len(decision.members) in self.sizes
-                assert len(decision.members) <= max(self.sizes[0], self.replicas)
+                sizes = world.allowed(self.sizes, members.values())
+                assert len(decision.members) in sizes
+                assert len(decision.members) <= max(sizes[0], self.replicas)
                 assert all(members[id].standing is MemberState.WAITING for id in decision.members)
                 assert decision.address == members[decision.members[0]].address
                 verdict = world.lost(before, self.now)
@@ -172,7 +173,8 @@ class Job:
                 here = [m for m in members.values() if m.standing is MemberState.WAITING and m.held and m.owes]
                 crashed = pending and not pending.planned and not pending.leaving
                 trains = any(m.standing in (MemberState.TRAINING, MemberState.LEAVING) for m in members.values())
-                enough = sum(m.standing is MemberState.WAITING for m in members.values()) >= self.sizes[0]
+                least = world.allowed(self.sizes, members.values())[0]
+                enough = sum(m.standing is MemberState.WAITING for m in members.values()) >= least
                 assert decision.done or not (here and crashed and enough) or trains, "what is in their memory is lost"
                 if decision.done:
                     assert {(members[id].standing, members[id].generation) for id in ranks} == {(MemberState.DONE, generation)}
@@ -230,8 +232,12 @@ class Job:
             if w.connected and formed and w.now.standing is MemberState.TRAINING and w.now.generation == formed.generation
         }
         able = {id for id, w in self.workers.items() if w.connected and (not w.hangs or w.now.standing is MemberState.WAITING)}
-        target = world.largest(self.sizes, self.replicas) or self.sizes[0]
-        assert len(trains) == world.largest(self.sizes, min(target, len(able | trains))), (decision, self.state)
+        sizes = world.allowed(self.sizes, self.state.members.values())
+        if formed and len(formed.members) not in sizes:  # it began before the batch was known
+            assert len(trains) in self.sizes
+        else:
+            target = world.largest(sizes, self.replicas) or sizes[0]
+            assert len(trains) == world.largest(sizes, min(target, len(able | trains))), (decision, self.state)
         assert trains == set(formed.members if formed else ())
         assert not any(self.workers[id].now.failed for id in trains)
 
@@ -250,6 +256,7 @@ FATES = [
     "owes nothing",
     "finishes",
     "obeys",
+    "knows the batch",
 ]
 
 
@@ -311,6 +318,8 @@ class Chaos(RuleBasedStateMachine):
                 worker.now = replace(now, standing=MemberState.DONE)
             case "obeys", _:
                 worker.obey()
+            case "knows the batch", _:
+                worker.now = replace(now, batch=(now.generation, 0, data.draw(st.integers(0, 12))))
         if heard:
             job.report(id)
 

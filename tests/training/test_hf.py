@@ -18,6 +18,7 @@ import torch
 
 from outlast.base.errors import OutlastError
 from outlast.job.contract import Env
+from outlast.job.workerfiles import progress_file
 from outlast.training import session
 
 pytest.importorskip("transformers")
@@ -291,6 +292,23 @@ def test_another_transformers_is_told_by_its_version(tmp_path: Path, monkeypatch
     sentence = f"transformers {transformers.__version__} has another Trainer._load_scaler than this Outlast knows; tested: "
     with pytest.raises(OutlastError, match=sentence):
         outlast.hf.attach(made, batch=4)
+
+
+def test_the_batch_is_reported_before_it_is_refused_and_kept_by_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(Env.STATE, str(tmp_path))
+    made = trainer(tmp_path / "out")
+    monkeypatch.setattr(TrainingArguments, "world_size", 3)
+    with pytest.raises(OutlastError, match=r"a global batch of 8 samples cannot be shared equally among 3 ranks"):
+        outlast.hf.attach(made, batch=8)
+    record = progress_file.read(tmp_path, 0)
+    assert record is not None
+    assert (record.phase, record.batch) == ("started", 8)
+    with session.attach(output=tmp_path / "own", batch=6):
+        record = progress_file.read(tmp_path, 0)
+        assert record is not None
+        assert (record.phase, record.batch) == ("open", 6)
 
 
 def test_a_worker_that_is_told_to_leave_saves_even_within_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

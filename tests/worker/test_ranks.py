@@ -22,7 +22,7 @@ from outlast.job.workerfiles import plain_scripts
 from outlast.job.workerfiles import progress_file as progress
 from outlast.job.workerfiles.progress_file import Progress
 from outlast.rendezvous import root_cause
-from outlast.rendezvous.handler import Handler
+from outlast.rendezvous.handler import LOOK_S, Handler
 from outlast.rendezvous.world import World
 from outlast.worker.agent import reporter
 from outlast.worker.agent.ranks import Ranks
@@ -113,6 +113,43 @@ def test_records_that_are_not_of_this_start_tell_the_coordinator_nothing(tmp_pat
         assert (member._records(), member._owes(), member._held) == ([], False, 0)
         assert elastic_agent._failure(tmp_path, member, 1, SimpleNamespace(local_rank=0, exitcode=-9))["step"] is None
         assert Ranks(tmp_path, 1, time.monotonic).look() == [], "their process is not there"
+
+
+class Amended:
+    """A client that keeps what it is to report."""
+
+    id, closed, called = 0, None, None
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, ...]] = []
+
+    def amend(self, *, batch: tuple[int, ...]) -> None:
+        self.batches.append(batch)
+
+
+def test_the_batch_is_reported_once_it_is_known_and_kept_while_other_processes_start(tmp_path: Path) -> None:
+    client, now = Amended(), [0.0]
+    member = Handler(cast(Any, client), run_id="r", state=tmp_path, host="127.0.0.1", processes=2)
+    member._clock = cast(Any, lambda: now[0])
+    writers = [progress.Writer(tmp_path, local_rank) for local_rank in (0, 1)]
+
+    def after_start(generation: int, batch: object) -> list[tuple[int, ...]]:
+        member.world = World(generation, (0,), "", "")
+        for told in (0, batch):
+            writers[0].write(Progress(generation=generation, rank=0, phase="started", batch=cast(Any, told)))
+            for _ in range(2):
+                assert member.num_nodes_waiting() == 0
+                now[0] += LOOK_S / 2
+        return client.batches
+
+    assert after_start(1, 0) == []
+    assert after_start(2, 8) == [(2, 0, 4)]
+    assert after_start(3, 0) == [(2, 0, 4)]
+    assert (member._stopped()["batch"], len(client.batches)) == ((2, 0, 4), 1)
+    for nonsense in (-4, "8", 1 << 60, True):
+        assert after_start(4, nonsense) == [(2, 0, 4)]
+    assert after_start(5, 6)[1:] == [(5, 0, 3)]
+    assert after_start(6, 7)[2:] == [(6, 0, 0)], "two processes cannot share 7 samples, whatever the number of workers"
 
 
 def test_a_process_whose_main_thread_moves_is_not_silent(tmp_path: Path) -> None:

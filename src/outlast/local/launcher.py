@@ -290,6 +290,8 @@ class Launcher(Coordinator):
                 called = self.state.called
                 if (called and self.clock() - called.at > WAIT_NOTICE_S) or (not called and not self.state.world):
                     self.status.reason, self.status.waits = wait.reason, wait.steady
+                elif wait.idle not in self.status.reason:
+                    self.status.reason = wait.reason
 
     def send(self, id: int, kind: str, content: object) -> None:
         self.server.send(id, kind, content)

@@ -164,6 +164,7 @@ class Coordinator:
                 report.held,
                 report.again,
                 report.owes,
+                report.batch,
             )
         )
         now = self.state.world
@@ -276,7 +277,8 @@ class Coordinator:
         members = self.state.world.members if self.state.world else ()
         failure, raised, committed = self.progress(first, echo=echo)
         budget = root_cause.Budget(self.history, self.policy, committed)
-        judged = root_cause.judge(failure, raised, budget, self.clock(), pending=pending, members=members)
+        fits = world.fits(self.state.world, self.sizes, self.state.members.values())
+        judged = root_cause.judge(failure, raised, budget, self.clock(), pending=pending, members=members, fits=fits)
         if self._counted(*judged):
             trains = self.state.world is not None and self.state.called is None
             self.say(State.RUNNING if trains else State.RESTARTING, judged[1].reason)

@@ -54,6 +54,8 @@ _NUMBERS = (contract.Env.GENERATION, contract.Env.ATTEMPT, contract.Env.HELD)
 """Environment variables that describe the world to training processes, which inherit our environment from torchrun."""
 STORE_TIMEOUT_S = 30.0
 """Timeout of requests to a world's store, once connected."""
+LOOK_S = 1.0
+"""Interval at which training processes that have not reported a batch are asked for it."""
 REACH_S = 5.0
 """Timeout for connecting to the store. TCPStore itself would retry even if the host refuses connections."""
 
@@ -108,6 +110,10 @@ class Handler(RendezvousHandler):
         """True if this worker's memory holds a step newer than any checkpoint."""
         self._held = self._saved = 0
         """This worker's newest step, saved or in memory, and its newest saved step."""
+        self._batch: tuple[int, ...] = ()
+        """See `sockets.Report.batch`."""
+        self._looked = -math.inf
+        """Time at which the processes were last asked for their batch."""
         self.key = b""
         """Key of the run; empty to disable the mesh."""
         self.mesh: Mesh | None = None
@@ -189,9 +195,14 @@ class Handler(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return 1 if this worker must stop its training processes and request the next world, otherwise 0."""
-        self._clock()
+        now = self._clock()
         if self._client.closed is not None:
             return 1
+        if self._batch[:2] != (self.generation, self.attempt) and now - self._looked >= LOOK_S:
+            self._looked = now
+            last, newest = self._batch, self._newest_batch()
+            if newest != last:
+                self._client.amend(batch=newest)
         request, called = notice_file.read(self._notice), self._client.called
         if request.get("kind") == "leave":
             self._refuse("this worker was told to leave")
@@ -276,7 +287,7 @@ class Handler(RendezvousHandler):
         """Fields of the report after our processes have stopped."""
         self._owes()
         fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, "held": self._held}
-        fields["owes"] = self._unsaved
+        fields |= {"owes": self._unsaved, "batch": self._newest_batch()}
         fields |= self._next
         return {**(self.repairs.report(failed=True) if fields["failed"] and self.repairs else {}), **fields}
 
@@ -409,6 +420,13 @@ class Handler(RendezvousHandler):
             in_memory, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))
             self._unsaved, self._held = in_memory > self._saved, max(in_memory, self._saved)
         return self._unsaved
+
+    def _newest_batch(self) -> tuple[int, ...]:
+        """Return the batch to report (`sockets.Report.batch`): that of the running processes, once they have told it."""
+        batch = max((each.batch for each in self._records() if sockets.is_count(each.batch)), default=0)
+        if batch:
+            self._batch = self.generation, self.attempt, 0 if batch % self._processes else batch // self._processes
+        return self._batch
 
     def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
         """Return whether training has used up its time to save and leave. The time starts when we receive the request, since the

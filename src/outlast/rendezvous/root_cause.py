@@ -142,14 +142,19 @@ def judge(
     *,
     pending: Sequence[Pending] = (),
     members: Iterable[int] = (),
+    fits: bool = True,
 ) -> tuple[Failure, restart_budget.Restart | restart_budget.Stop]:
     """Return the failure, marked as counted or not, and the verdict on the job.
 
-    `raised` is the step that raised the failure, None if unknown. `pending` are all failures in the world of `members`.
+    `raised` is the step that raised the failure, None if unknown. `pending` are all failures in the world of `members`. Unless
+    the world `fits` (`world.fits`), its script may have refused its size, and the next world has another one.
     """
     everywhere = raised_everywhere(failure, pending, members)
-    at_step = dataclasses.replace(failure, step=raised)
+    refused = not fits and failure.code == contract.Exit.MISCONFIGURED
+    at_step = dataclasses.replace(failure, step=raised, counted=failure.counted and not refused)
     verdict = restart_budget.judge(budget.history, at_step, budget.committed, now, budget.policy, everywhere=everywhere)
+    if refused:
+        verdict = dataclasses.replace(verdict, reason=f"{failure.reason}; the next world has another size")
     return dataclasses.replace(failure, counted=verdict.counted), verdict
 
 

@@ -28,6 +28,11 @@ def was(ids: Sequence[int]) -> str:
     return "was" if len(ids) == 1 else "were"
 
 
+def cannot_share(size: int) -> str:
+    """`the batch cannot be shared equally among 3 workers`."""
+    return f"the batch cannot be shared equally among {count(size, 'worker')}"
+
+
 def do_not_hear(by: Sequence[int], whom: Sequence[int], *, named: bool = True) -> str:
     """`workers 0 and 1 do not hear worker 2`."""
     verb, them = "does not hear" if len(by) == 1 else "do not hear", "it" if len(whom) == 1 else "them"

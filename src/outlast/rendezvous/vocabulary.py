@@ -54,6 +54,8 @@ class Member:
     """True if the worker was restarted after it joined `generation`."""
     owes: bool = True
     """True if other workers may not yet be able to load the step that this worker holds or is saving."""
+    batch: tuple[int, ...] = ()
+    """See `sockets.Report.batch`."""
 
 
 class Cause(enum.StrEnum):
@@ -126,6 +128,8 @@ class Wait:
     look_again: float | None = None
     steady: str = field(default="", compare=False)
     """`reason` without the remaining seconds, so the text changes only with the situation."""
+    idle: str = field(default="", compare=False)
+    """Why some workers do not train with the others, and will not soon; a part of `reason`. Empty if that is not so."""
 
     def __post_init__(self) -> None:
         if not self.steady:
@@ -201,7 +205,7 @@ class State:
         if last is not None:
             if last.generation == member.generation and set(member.unheard) <= set(last.unheard):
                 member = replace(member, noticed=last.noticed)
-            ignored = ("unheard", "refused", "noticed", "since", "held", "owes")
+            ignored = ("unheard", "refused", "noticed", "since", "held", "owes", "batch")
             if replace(last, **{name: getattr(member, name) for name in ignored}) == member:
                 member = replace(member, since=last.since)
             if member == last:

@@ -53,7 +53,9 @@ __all__ = [
     "Timeouts",
     "Wait",
     "World",
+    "allowed",
     "decide",
+    "fits",
     "largest",
     "lost",
     "until",
@@ -63,6 +65,18 @@ __all__ = [
 def largest(sizes: Iterable[int], available: int) -> int:
     """Return the largest allowed size up to `available`; 0 if none fits."""
     return max((size for size in sizes if size <= available), default=0)
+
+
+def allowed(sizes: Sequence[int], members: Iterable[Member]) -> tuple[int, ...]:
+    """Return the `sizes` that divide the newest reported batch; all of them if none does, or if no batch is known."""
+    newest = max((member.batch for member in members), default=())
+    batch = newest[-1] if newest else 0
+    return tuple(size for size in sizes if batch % size == 0) or tuple(sizes)
+
+
+def fits(world: World | None, sizes: Sequence[int], members: Iterable[Member]) -> bool:
+    """Return whether a world has one of the sizes `allowed` by what its members have reported meanwhile."""
+    return world is None or len(world.members) in allowed(sizes, members)
 
 
 def decide(state: State, desired: Desired, timeouts: Timeouts, now: float) -> Decision:
@@ -93,6 +107,9 @@ class _Situation:
     """The values that the rules need, derived from a state."""
 
     def __init__(self, state: State, desired: Desired, timeouts: Timeouts, now: float) -> None:
+        self.wanted = largest(desired.sizes, desired.replicas) or desired.sizes[0]
+        """The target if the batch could be shared among any number of workers."""
+        desired = replace(desired, sizes=allowed(desired.sizes, state.members.values()))
         self.world, self.desired, self.timeouts, self.now, self.held_step = state.world, desired, timeouts, now, state.held
         self.verdict = lost(state, now)
         cut = {*self.verdict.lost, *self.verdict.gone}
@@ -330,7 +347,7 @@ def forming(s: _Situation) -> Decision | None:
     if absent_until == math.inf:
         return Wait(f"waiting for {whom}: {_here(s, here)}", look_again)
     fewer = largest(s.desired.sizes, min(s.target, len(here)))
-    then = f", then training {_goes_on(s)} with {fewer} of {s.target}"
+    then = f", then training {_goes_on(s)} with {fewer} of {s.wanted}"
     return s.wait(f"waiting for {whom}", absent_until, then=then, look_again=look_again)
 
 
@@ -346,7 +363,7 @@ def workers_leave(s: _Situation) -> Decision | None:
 
 def too_many_workers(s: _Situation) -> Decision | None:
     surplus = s.ranks[s.target :]
-    if not surplus:
+    if len(s.ranks) <= s.wanted:  # a batch limits only later worlds
         return None
     return s.call(Cause.SHRINK, f"shrinking from {len(s.ranks)} to {s.target}", planned=True, leaving=surplus)
 
@@ -382,6 +399,10 @@ def lost_workers_are_kept_out(s: _Situation) -> Decision | None:
 
 
 def all_is_well(s: _Situation) -> Decision | None:
+    if len(s.ranks) == s.target < s.wanted:
+        why = sentences.cannot_share(s.wanted)
+        verb = "trains" if s.target == 1 else "train"
+        return Wait(f"{s.target} of {s.wanted} workers {verb} in generation {s.generation}: {why}", idle=why)
     return Wait(_trains(s))
 
 
@@ -461,7 +482,8 @@ def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
 
 
 def _world(s: _Situation, chosen: Sequence[Member]) -> World:
-    size = f"{len(chosen)} of {s.target}" if len(chosen) < s.target else f"all {s.target}" if s.target > 1 else "1 worker"
+    size = f"{len(chosen)} of {s.wanted}" if len(chosen) < s.wanted else f"all {s.target}" if s.target > 1 else "1 worker"
+    size += f": {sentences.cannot_share(s.wanted)}" if len(chosen) == s.target < s.wanted else ""
     why = f"{s.called.reason}; " if s.called and s.called.cause is not Cause.RESUME else ""
     generation = s.called.generation if s.called else s.next
     reason = f"{why}training {_goes_on(s)} with {size}"

@@ -84,13 +84,14 @@ def open(seed: int = 0, *, quiet: bool = False) -> Session:
     return Session(seed, quiet)
 
 
-def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False) -> Session:
+def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False, batch: int = 0) -> Session:
     """Open the session of a process whose library has joined its process group and seeded its generators.
 
     The process group stays as it is, and stays open at the end; without one the world has one rank. `output` is the directory of
-    checkpoints, metrics and results outside of a job; default: as of `open`. Otherwise the same as `open`. A collective.
+    checkpoints, metrics and results outside of a job; default: as of `open`. `batch` is the number of samples of one step that
+    all ranks must share equally, so that later worlds of a job have sizes that can. Otherwise the same as `open`. A collective.
     """
-    return Session(seed, quiet, attached=True, output=output)
+    return Session(seed, quiet, attached=True, output=output, batch=batch)
 
 
 class Session:
@@ -116,10 +117,11 @@ class Session:
     """Seconds left to save and leave at the last `interrupted`: the minimum over all workers, the same on all ranks. Infinity
     while no worker is interrupted. Use it to skip optional work: `if run.seconds_left > 60: evaluate()`."""
 
-    def __init__(self, seed: int, quiet: bool = False, *, attached: bool = False, output: Path | None = None) -> None:
+    def __init__(
+        self, seed: int, quiet: bool = False, *, attached: bool = False, output: Path | None = None, batch: int = 0
+    ) -> None:
         env = os.environ
-        self.seed = seed
-        self._attached = attached
+        self.seed, self._attached = seed, attached
         self._joined = False
         """Whether this session has joined the process group, and leaves it at the end."""
         self.rank, self.world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
@@ -145,8 +147,9 @@ class Session:
         self._unwritten = ""
         """The reason why this rank's output could not be fenced; empty if it was."""
         self._lock = threading.Lock()
-        self._record = Progress(self.generation, self.rank, "open")
+        self._record = Progress(self.generation, self.rank, "started", batch=batch if isinstance(batch, int) else 0)
         self._progress = Writer(Path(env[Env.STATE]), self.local_rank) if Env.STATE in env else None
+        self._report()
 
     def __getattr__(self, name: str) -> Any:
         if name in _OPENED and not self.__dict__.get("_closed", True):
@@ -159,7 +162,7 @@ class Session:
             raise OutlastError("a process group exists already; session.open() joins it itself: remove init_process_group()")
         exchanged.keep_names()
         deadlocks.watch().start()
-        self._report()
+        self._report(phase="open")
         accelerator = device.find()
         self.device = accelerator.bind(self.local_rank)
         with contextlib.suppress(OSError):  # `_take_over` reports the error

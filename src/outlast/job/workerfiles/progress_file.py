@@ -38,6 +38,8 @@ class Progress:
     """Step of the newest complete snapshot in memory; 0 without any."""
     every: int = 0
     """Number of steps between snapshots; 0: unknown."""
+    batch: int = 0
+    """Samples of one step over all ranks, which share them equally; 0: unknown, or any number of ranks will do."""
     warning: str = ""
     """A problem that training survives, e.g. a failed save."""
     pid: int = 0

@@ -374,6 +374,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
             report.held,
             report.again,
             report.owes,
+            report.batch,
         )
         holder, reported_run = fields.get("holderIdentity"), report.run
         step, steps, committed, generation = (_count(progress.get(each)) for each in ("step", "steps", "committed", "generation"))

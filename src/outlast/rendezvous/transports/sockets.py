@@ -112,6 +112,12 @@ class Report:
     will."""
     again: bool = False
     """True if this process has replaced the process that joined `generation`, which its peers no longer hear."""
+    batch: tuple[int, ...] = ()
+    """The batch as last reported by the member's processes, with their start: `(generation, attempt, batch)`, empty without one.
+
+    `batch` is the samples of one step over all ranks, divided by the number of processes of this member. The size of a world must
+    divide it. 0 if the processes of one member cannot share the samples equally, so that no size would help.
+    """
 
     def changed(self, standing: str, **fields: Any) -> Self:
         """Return the next report. A change of the generation resets the fields about peers."""
@@ -137,7 +143,7 @@ class Report:
             raise ValueError(f"a report must have {', '.join(sorted(missing))}")
         if (failure := fields.get("failure")) and not is_count(failure.get("committed", 0)):
             fields["failure"] = {**failure, "committed": None}
-        peers: dict[str, Any] = {name: tuple(fields[name]) for name in ("unheard", "refused", "past") if name in fields}
+        peers: dict[str, Any] = {name: tuple(fields[name]) for name in ("unheard", "refused", "past", "batch") if name in fields}
         return cls(**{**fields, **peers, "standing": MemberState(fields["standing"])})
 
 
@@ -175,6 +181,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "held": is_count,
     "again": lambda value: isinstance(value, bool),
     "owes": lambda value: isinstance(value, bool),
+    "batch": lambda value: isinstance(value, list | tuple) and len(value) in (0, 3) and all(map(is_count, value)),
     "past": lambda value: (
         isinstance(value, list | tuple) and len(value) <= _MOST_PAST and all(isinstance(one, Mapping) for one in value)
     ),

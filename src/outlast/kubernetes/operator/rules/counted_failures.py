@@ -124,7 +124,11 @@ def count(
     status, committed = rec.status, past.failure.get("committed", -1) if past else -1
     budget = root_cause.Budget(status.history, rec.policy, committed if is_count(committed) else rec.committed)
     members = status.world.members if status.world else ()
-    failure, verdict = root_cause.judge(failure, raised_step, budget, rec.now - ago_s, pending=pending, members=members)
+    reports = (report.member for report in rec.snapshot.reports.values())
+    fits = world.fits(status.world, rec.spec.workers.allowed(), reports)
+    failure, verdict = root_cause.judge(
+        failure, raised_step, budget, rec.now - ago_s, pending=pending, members=members, fits=fits
+    )
     rec.update(failure=failure_document(rec, failure, node))
     fields = {key: value for key, value in failure.document().items() if key in ("generation", "worker", "rank", "code", "step")}
     fields |= {"reason": failure.reason, "counted": failure.counted}

@@ -47,7 +47,7 @@ def world_decided(rec: ReconcilePass) -> None:
             case world.Closed(reason):
                 return _suspended(rec, reason)
             case world.Wait() as wait:
-                _report_waiting(rec, state, wait.steady)
+                _report_waiting(rec, state, wait)
                 rec.requeue_at(wait.look_again)
                 break
     if pending:
@@ -100,14 +100,15 @@ def _formed(rec: ReconcilePass, new: world.World) -> None:
     rec.set_state(State.RUNNING, new.reason, "Training", event=True)
 
 
-def _report_waiting(rec: ReconcilePass, state: world.State, reason: str) -> None:
+def _report_waiting(rec: ReconcilePass, state: world.State, wait: world.Wait) -> None:
     """Report the state while there is no decision, and why pods cannot start, if that is the reason."""
+    reason = wait.steady
     if state.world is not None and state.called is None:
         silence_over = (
             elasticjob_status.condition_reason(rec.status.conditions, State.RUNNING) == reconcile_pass.UNREACHABLE
             and not rec.is_mass_silence()
         )
-        if rec.status.state is not State.RUNNING or silence_over:
+        if rec.status.state is not State.RUNNING or silence_over or wait.idle not in rec.status.reason:
             rec.set_state(State.RUNNING, reason, "Training")
         return
     if rec.desired == 0:
