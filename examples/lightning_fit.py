@@ -1,17 +1,16 @@
-"""Lightning's Trainer, which resumes from its last checkpoint and reports its steps.
+"""Lightning's Trainer, which continues exactly with whatever number of workers.
 
 outlast run --workers 2 examples/lightning_fit.py
 """
 
-import os
+import hashlib
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from outlast.training import progress
+import outlast.lightning
 
 
 class Regression(L.LightningModule):
@@ -20,28 +19,21 @@ class Regression(L.LightningModule):
         self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def training_step(self, batch: list, _: int) -> torch.Tensor:
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Steps(Callback):
-    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
-        progress(trainer.global_step, int(trainer.estimated_stepping_batches))
-
-
 L.seed_everything(0)
 x = torch.randn(2000, 16)
 loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16, shuffle=True)
-processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-trainer = L.Trainer(
-    max_epochs=4,
-    accelerator="auto",
-    strategy="ddp",
-    devices=processes,
-    num_nodes=int(os.environ.get("WORLD_SIZE", "1")) // processes,  # another number of workers after a restart, perhaps
-    callbacks=[ModelCheckpoint("lightning", save_last=True, every_n_train_steps=10), Steps()],
-)
-last = "lightning/last.ckpt"
-trainer.fit(Regression(), loader, ckpt_path=last if os.path.exists(last) else None)
+model = Regression()
+trainer = L.Trainer(max_epochs=4, logger=False, enable_checkpointing=False, **outlast.lightning.world())
+outlast.lightning.attach(trainer, batch=32)
+trainer.fit(model, loader)
+if trainer.is_global_zero:
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    print("weights", hashlib.sha256(weights).hexdigest(), flush=True)
