@@ -1,9 +1,10 @@
 """Lightning's Trainer, which continues exactly with whatever number of workers.
 
-outlast run --workers 2 examples/lightning_fit.py
+outlast run --workers 2 examples/lightning_fit.py [EPOCHS]
 """
 
 import hashlib
+import sys
 
 import lightning as L
 import torch
@@ -31,7 +32,8 @@ L.seed_everything(0)
 x = torch.randn(2000, 16)
 loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16, shuffle=True)
 model = Regression()
-trainer = L.Trainer(max_epochs=4, logger=False, enable_checkpointing=False, **outlast.lightning.world())
+epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+trainer = L.Trainer(max_epochs=epochs, logger=False, enable_checkpointing=False, **outlast.lightning.world())
 outlast.lightning.attach(trainer, batch=32)
 trainer.fit(model, loader)
 if trainer.is_global_zero:

@@ -29,6 +29,7 @@ def of_the_guide() -> str:
 SCRIPTS: dict[str, tuple[str, Callable[[], str], int]] = {
     "Trainer": ("transformers", of_the_guide, 600),
     "Accelerate": ("accelerate", (EXAMPLES / "accelerate_loop.py").read_text, 10),
+    "Lightning": ("lightning", (EXAMPLES / "lightning_fit.py").read_text, 30),
 }
 """The library, the script, and its argument, which makes it run for about a minute."""
 

@@ -140,6 +140,8 @@ def _from(directory: Path, place: Path) -> str:
 _ATTACH = {
     "transformers": "import outlast.hf; outlast.hf.attach(trainer, batch=64) before trainer.train()",
     "accelerate": "import outlast.accelerate; run = outlast.accelerate.attach(accelerator, batch=64, epochs=3) after prepare()",
+    "lightning": "import outlast.lightning; outlast.lightning.attach(trainer, batch=64) before trainer.fit(), and "
+    "L.Trainer(..., **outlast.lightning.world())",
 }
 """The lines that make a script with a library continue exactly (docs/guide/hugging-face.md)."""
 
@@ -157,7 +159,7 @@ def _saving(source: str) -> Iterator[str]:
     elif library := next((name for name in _ATTACH if imports(name)), ""):
         yield "To continue exactly after a failure, and with any number of workers, the script needs:"
         yield f"    {_ATTACH[library]}"
-    elif imports("lightning") or imports("pytorch_lightning"):
+    elif imports("pytorch_lightning"):
         yield "To continue after a failure the script resumes from the newest checkpoint of its Trainer."
     else:
         yield "To continue after a failure the script saves checkpoints in its working directory, and loads the newest one."
