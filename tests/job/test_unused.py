@@ -60,7 +60,7 @@ READ = {
     "resources.memory": (None, "kubernetes/manifests/resources.py: .memory"),
     "resources.gpu": ("local/worker_processes.py: resources.gpu", "kubernetes/manifests/resources.py: .gpu"),
     "resources.accelerator": (None, "kubernetes/manifests/resources.py: .accelerator"),
-    "resources.efa": (None, "kubernetes/manifests/resources.py: wanted.efa"),
+    "resources.efa": (None, "kubernetes/manifests/resources.py: requested.efa"),
     "resources.shared_memory": (None, "kubernetes/manifests/volumes.py: .shared_memory"),
     "rendezvous.backend": (None, "kubernetes/manifests/rendezvous_endpoint.py: .backend"),
     "rendezvous.endpoint": (None, "kubernetes/manifests/rendezvous_endpoint.py: .endpoint"),

@@ -538,7 +538,7 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
     launcher.pool.present[0] = Worker(0, 1, 1)
     monkeypatch.setattr(launcher.pool, "report", lambda _: of_worker)
     record = progress_file.Progress(generation=2, rank=0, phase="started", pid=7, started=1 << 60)
-    monkeypatch.setattr("outlast.local.live_status.progress.read", lambda *_: record)
+    monkeypatch.setattr("outlast.local.live_status.progress_file.read", lambda *_: record)
     launcher.status.step, launcher.status.steps, launcher.status.told = 45, 100, "log"
     launcher.live.read(launcher.state.world)
     assert (launcher.live.begun_anew, launcher.status.step) == ("", 45), (
@@ -565,7 +565,7 @@ def test_a_launcher_that_takes_over_a_plain_script_that_trains_does_not_take_it_
     launcher.pool.present[0] = Worker(0, 1, 1)
     launcher.state = world.State({}, world.World(1, (0, 1), "", "", 0.0))
     record = progress_file.Progress(generation=1, rank=0, phase="started", pid=7, started=1)
-    monkeypatch.setattr("outlast.local.live_status.progress.read", lambda *_: record)
+    monkeypatch.setattr("outlast.local.live_status.progress_file.read", lambda *_: record)
     told = {"logged": [46, 100, 1], "logged_more": {"pid": 7, "first": [0, 100, None]}}
     monkeypatch.setattr(launcher.pool, "report", lambda _: told)
     launcher.status.step = 45

@@ -54,6 +54,8 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(Env.CHECKPOINT_EVERY, "1 step")
     before = torch.get_rng_state(), random.getstate()
     yield
+    if dist.is_initialized():  # of a start that was killed
+        dist.destroy_process_group()
     torch.set_rng_state(before[0])
     random.setstate(before[1])
 
