@@ -33,7 +33,7 @@ from outlast.training import Session, ddp, libraries, session
 from outlast.training.libraries import Order
 from outlast.training.state import weights
 
-TESTED = "1.0 to 1.15"
+TESTED = "1.0 and 1.15"
 """Versions of accelerate that the tests have run with."""
 _PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "scaler", "gradient_state")
 _LENGTHS = ("total_steps", "T_max", "total_iters")
@@ -150,6 +150,7 @@ class Run:
         try:
             for epoch in range(self._position.step // self._order.steps_per_epoch, self._epochs):
                 self._loader.iteration = epoch
+                self._order.set_epoch(epoch)  # as early versions of accelerate do not
                 yield epoch
                 self._end()
         except BaseException:

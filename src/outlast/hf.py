@@ -37,7 +37,7 @@ from outlast.training.libraries import Order
 from outlast.training.samples import seeded
 from outlast.training.state import checkpoint, weights
 
-TESTED = "4.56 to 5.23"
+TESTED = "4.56, 4.57 and 5.23"
 """Versions of transformers that the tests have run with."""
 _HOOKS: dict[str, tuple[str, ...]] = {
     "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
@@ -54,7 +54,7 @@ _ONLINE = ("GRPO", "RLOO", "PPO", "OnlineDPO", "XPO", "NashMD")
 """Beginnings of the names of trainers that generate their samples while they train."""
 _STATE = "trainer_state.json"
 _RANK = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
-"""Attributes of the Trainer of which each rank has other values; `_tr_loss` exists since 5.20."""
+"""Attributes of the Trainer of which each rank has other values; In transformers 4 the sum of losses is no attribute."""
 
 
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
@@ -376,7 +376,10 @@ class _Position:
     def put(self) -> None:
         """Put the saved values into the Trainer, which has read its state."""
         trainer: Any = self._attachment.trainer
-        for name, value in self._rank.items():
+        values = dict(self._rank)
+        if not hasattr(trainer, "_tr_loss"):  # the next log is the mean of the steps since this start
+            values.pop("_globalstep_last_logged", None)
+        for name, value in values.items():
             setattr(trainer, name, value.to(trainer.args.device) if isinstance(value, torch.Tensor) else value)
         for callback, attributes in zip(self._exportable(), self._saved["callbacks"], strict=False):
             vars(callback).update(attributes)
