@@ -155,7 +155,8 @@ class _Attachment:
         output = Path(trainer.args.output_dir or "out") / "outlast"
         self.session = session.attach(trainer.args.seed, output=output, quiet=True, batch=batch)
         self.run: Session | None = None
-        """The session, once training has begun."""
+        """The session while `train()` runs."""
+        self.begun = False
         self.position = _Position(self)
         self.order: _Order | None = None
         self.stub = ""
@@ -173,14 +174,16 @@ class _Attachment:
 
     def train(self, original: Callable[..., Any], resume_from_checkpoint: Any, options: Mapping[str, Any]) -> Any:
         trainer = self.trainer
-        if self.run is not None:
+        if self.begun:
             raise OutlastError("outlast.hf: train() is called a second time; one run trains once")
         if options.get("trial") is not None:
             raise OutlastError("outlast.hf: hyperparameter_search trains many times; attach to a Trainer that trains once")
         self.plan()
+        self.begun = True
         trainer.add_callback(_Callback(self))
         with contextlib.ExitStack() as stack:
             self.run = stack.enter_context(self.session)
+            stack.callback(setattr, self, "run", None)  # evaluations that follow are the script's own
             if self.run.peek({"trainer": self.position}):
                 directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="outlast-hf-"))
                 resume_from_checkpoint = self.stub = self.position.write(Path(directory))
@@ -227,6 +230,8 @@ class _Attachment:
         assert self.order is not None
         for name, value in owed.items():
             setattr(trainer.control, name, value)
+        if self.position.at_end and trainer.state.global_step < trainer.state.max_steps:  # it has more steps to do now
+            trainer.control.should_training_stop = False
         whole = trainer.state.global_step % self.order.steps_per_epoch == 0
         epoch = int(trainer.state.epoch)
         tr_loss = getattr(trainer, "_tr_loss", torch.zeros((), device=trainer.args.device))
@@ -291,6 +296,10 @@ class _Attached:
             return super()._evaluate(*args, **options)  # type: ignore[misc]
 
 
+_PARAMETERS = ("step", "reduce")
+"""Parameters of `Session.log`, which no logged value can be named."""
+
+
 class _Callback(TrainerCallback):
     def __init__(self, attachment: _Attachment) -> None:
         self._attachment = attachment
@@ -305,7 +314,9 @@ class _Callback(TrainerCallback):
         run.boundary(state.global_step)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        numbers: dict[str, Any] = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
+        numbers: dict[str, Any] = {
+            name: value for name, value in (logs or {}).items() if isinstance(value, int | float) and name not in _PARAMETERS
+        }
         if self._attachment.run is not None and numbers:
             self._attachment.run.log(state.global_step, **numbers)
 
@@ -331,6 +342,11 @@ class _Position:
         self._lines = ""
         self._logged = 0
         """Number of entries of the Trainer's log in `_lines`, one JSON line each."""
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the saved step was the last of the run as it was then."""
+        return bool(json.loads(self._saved["state"])["max_steps"] == self.step)
 
     @property
     def total_steps(self) -> int:

@@ -185,6 +185,15 @@ def test_without_attach_a_trainer_that_is_killed_ends_otherwise(tmp_path: Path) 
     assert outcome(resumed)[0] != outcome(whole)[0]
 
 
+def test_a_run_that_has_ended_may_get_more_steps_and_evaluations_may_follow_it(tmp_path: Path) -> None:
+    make = {"lr_scheduler_type": "constant"}
+    whole = trained(tmp_path / "whole", [], lambda: make | {"max_steps": 12})
+    trained(tmp_path / "more", [], lambda: make | {"max_steps": 6})
+    more = trained(tmp_path / "more", [], lambda: make | {"max_steps": 12})
+    assert (outcome(more)[0], outcome(more)[2]) == (outcome(whole)[0], 12)
+    assert more.evaluate()["eval_loss"] > 0, "the session has ended, and is not asked"
+
+
 @pytest.mark.slow
 def test_each_sample_is_read_once_in_each_epoch_and_skipped_batches_are_not_read(tmp_path: Path) -> None:
     make = lambda: {"max_steps": 15, "eval_strategy": "no"}  # noqa: E731
