@@ -369,7 +369,8 @@ class _Position:
             "callbacks": callbacks,
             "owed": {name: getattr(trainer.control, name) for name in _FLAGS},
         }
-        return {"version": 1, "state": json.dumps(fields), "log": self._lines, **own}
+        ranks = {"ranks": trainer.args.world_size, "rank_0": self.loader_state()}
+        return {"version": 1, "state": json.dumps(fields), "log": self._lines, **own, **ranks}
 
     def loader_state(self) -> dict[str, Any]:
         """Return the values that only this rank has."""
@@ -378,7 +379,8 @@ class _Position:
         return {name: value.detach().cpu() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
-        self._saved, self._rank = state, own or {}
+        same = own is not None and state["ranks"] == self._attachment.trainer.args.world_size
+        self._saved, self._rank = state, own if own is not None and same else state["rank_0"]
         self.step, self.owed = state["step"], dict(state["owed"])
 
     def write(self, directory: Path) -> str:
