@@ -23,7 +23,7 @@ accelerate = pytest.importorskip("accelerate")
 
 import outlast.accelerate  # noqa: E402
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.jobs, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
 SAMPLES, EPOCHS, BATCH = 22, 2, 4
 STEPS = 6
 """Optimizer steps of an epoch."""

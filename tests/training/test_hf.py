@@ -38,7 +38,7 @@ from transformers import (
 
 import outlast.hf
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.jobs, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
 SAMPLES, STEPS = 30, 12
 NEW = {"train_sampling_strategy", "enable_jit_checkpoint"} <= TrainingArguments.__dataclass_fields__.keys()
 LOGGED = ("loss", "eval_loss") if int(transformers.__version__.partition(".")[0]) >= 5 else ("eval_loss",)

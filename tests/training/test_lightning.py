@@ -28,7 +28,7 @@ from torchmetrics import MeanMetric
 
 import outlast.lightning
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.jobs, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
 SAMPLES, BATCH, EPOCHS = 30, 8, 3
 Make = Callable[[Path], dict[str, Any]]
 
