@@ -29,15 +29,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.base.errors import OutlastError
-from outlast.training import Session, ddp, libraries, session
+from outlast.training import Session, ddp, libraries, mistakes, session
 from outlast.training.libraries import Order
 from outlast.training.state import weights
 
 TESTED = "1.0 and 1.15"
 """Versions of accelerate that the tests have run with."""
 _PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "scaler", "gradient_state")
-_LENGTHS = ("total_steps", "T_max", "total_iters")
-"""Attributes of torch's schedules that hold their number of steps."""
 
 
 def attach(
@@ -61,7 +59,7 @@ def attach(
 def _unsupported(accelerator: Any) -> str:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     absent = next((name for name in _PRIVATE if not hasattr(accelerator, name)), "")
-    mesh = getattr(accelerator, "parallelism_config", None)
+    split = libraries.split(accelerator)
     cases = {
         f"accelerate {accelerate.__version__} has no Accelerator.{absent}, which Outlast relies on; tested: {TESTED}": absent,
         "this accelerator is attached already; remove the second call": hasattr(accelerator, "_outlast"),
@@ -70,15 +68,14 @@ def _unsupported(accelerator: Any) -> str:
         "DeepSpeed keeps checkpoints of its own, which only it can load; use DDP or FSDP2": str(
             accelerator.distributed_type
         ).endswith("DEEPSPEED"),
-        "the model is split over ranks (tensor, context or pipeline parallelism), which is not supported": mesh is not None
-        and mesh.non_data_parallel_size > 1,
+        split: split,
     }
     if sentence := next((sentence for sentence, holds in cases.items() if holds), ""):
         return sentence
     if not accelerator._models or not accelerator._optimizers:
         return "nothing is prepared yet; call attach after accelerator.prepare(model, optimizer, loader)"
     if any(isinstance(each, DistributedDataParallel) and each.static_graph for each in accelerator._models):
-        return "static_graph lays out gradients after the first step and cannot resume exactly; leave it out"
+        return libraries.STATIC_GRAPH
     return ""
 
 
@@ -114,7 +111,6 @@ class Run:
         shuffle = not isinstance(_innermost(base), torch.utils.data.SequentialSampler)
         most = base.batch_sampler.batch_size // (ranks if getattr(base.batch_sampler, "split_batches", False) else 1)
         self.session = session.attach(seed, output=output, quiet=True, batch=batch)
-        libraries.plan(batch, ranks, most)
         self._order = Order(
             len(loader.dataset), batch, rank=rank, ranks=ranks, most=most, seed=seed, shuffle=shuffle, drop_last=loader._drop_last
         )
@@ -127,8 +123,7 @@ class Run:
         accelerator._outlast, accelerator.load_state = self, _refuse
         self.session.__enter__()
         for model in accelerator._models:
-            if isinstance(model, DistributedDataParallel):
-                ddp.settle(model)
+            ddp.settle(model)
         self.session.resume(self._state())
         self._order.seek(self._position.step)
 
@@ -182,7 +177,8 @@ class Run:
         self._accelerator.gradient_accumulation_steps = self._order.accumulate
         for schedule in self._accelerator._schedulers:
             schedule.split_batches = True  # one step of the schedule for one optimizer step
-            length = next((vars(schedule.scheduler)[name] for name in _LENGTHS if name in vars(schedule.scheduler)), None)
+            lengths = mistakes.lengths({"schedule": schedule.scheduler}).get("schedule", {})
+            length = next(iter(lengths.values()), None)
             if ranks > 1 and length == self._position.total_steps * ranks:
                 raise OutlastError(
                     f"outlast.accelerate.attach: the schedule has {length} steps, {ranks} for each of the run's "

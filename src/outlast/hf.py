@@ -26,7 +26,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import transformers
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
@@ -58,7 +57,7 @@ _RANK = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_f
 
 
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
-"""What a step still owes when it ends."""
+"""Flags of the Trainer's control: the work that a step still owes when it ends."""
 
 
 def attach(trainer: Trainer, batch: int) -> None:
@@ -96,17 +95,15 @@ def _unsupported_arguments(trainer: Trainer) -> str:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     handler = getattr(accelerator, "ddp_handler", None)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    mesh = getattr(accelerator, "parallelism_config", None)
+    split = libraries.split(accelerator)
     cases = {
         "auto_find_batch_size begins again with another batch; leave it out": args.auto_find_batch_size,
         "DeepSpeed keeps checkpoints of its own, which only it can load; use DDP or FSDP2": trainer.is_deepspeed_enabled,
         "FSDP1 numbers the optimizer's state; use FSDP2: fsdp_config={'fsdp_version': 2}": trainer.is_fsdp_enabled
         and getattr(plugin, "fsdp_version", 1) != 2,
         "enable_jit_checkpoint also saves on SIGTERM; leave it out": getattr(args, "enable_jit_checkpoint", False),
-        "static_graph lays out gradients after the first step and cannot resume exactly; leave it out": handler is not None
-        and handler.static_graph,
-        "the model is split over ranks (tensor, context or pipeline parallelism), which is not supported": mesh is not None
-        and mesh.non_data_parallel_size > 1,
+        libraries.STATIC_GRAPH: handler is not None and handler.static_graph,
+        split: split,
         "several GPUs in one process: start one process for each GPU": args.n_gpu > 1,
         f"{ranks} processes train models of their own, since there is no process group; without GPUs set use_cpu=True": ranks > 1
         and not dist.is_initialized(),
@@ -137,9 +134,13 @@ def _unsupported_data(trainer: Trainer) -> str:
 class _Order(Order):
     """The micro-batches of an epoch as the Trainer reads them: it skips as many as it has trained, so those are empty."""
 
+    stopped = False
+    """Whether training has ended already, so that no batch follows."""
+
     def __iter__(self) -> Iterator[list[Any]]:
         yield from ([] for _ in range(self.step * self.accumulate))
-        yield from super().__iter__()
+        if not self.stopped:
+            yield from super().__iter__()
 
     @property
     def batch_sampler(self) -> _Order:
@@ -148,7 +149,7 @@ class _Order(Order):
 
 
 class _Attachment:
-    """What a trainer has besides its own attributes."""
+    """The state that `attach` adds to a trainer."""
 
     def __init__(self, trainer: Trainer, batch: int) -> None:
         self.trainer, self.batch, self.most = trainer, batch, trainer.args.per_device_train_batch_size
@@ -207,8 +208,7 @@ class _Attachment:
         """Load the newest state, once the Trainer has made model, optimizer and schedule; then do the work that step owes."""
         trainer: Any = self.trainer
         assert self.run is not None
-        if isinstance(trainer.model_wrapped, DistributedDataParallel):
-            ddp.settle(trainer.model_wrapped)
+        ddp.settle(trainer.model_wrapped)
         optimizer = trainer.optimizer
         state = {
             "model": weights.trained(trainer.model),
@@ -245,8 +245,7 @@ class _Attachment:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluate without a trace in the random numbers of training."""
-        self.evaluation = checkpoint.generators()
-        with seeded.preserved_generators():
+        with checkpoint.kept_generators() as self.evaluation:
             yield
         self.evaluation = None
 
@@ -296,10 +295,6 @@ class _Attached:
             return super()._evaluate(*args, **options)  # type: ignore[misc]
 
 
-_PARAMETERS = ("step", "reduce")
-"""Parameters of `Session.log`, which no logged value can be named."""
-
-
 class _Callback(TrainerCallback):
     def __init__(self, attachment: _Attachment) -> None:
         self._attachment = attachment
@@ -315,7 +310,9 @@ class _Callback(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
         numbers: dict[str, Any] = {
-            name: value for name, value in (logs or {}).items() if isinstance(value, int | float) and name not in _PARAMETERS
+            name: value
+            for name, value in (logs or {}).items()
+            if isinstance(value, int | float) and name not in libraries.RESERVED
         }
         if self._attachment.run is not None and numbers:
             self._attachment.run.log(state.global_step, **numbers)

@@ -30,14 +30,13 @@ from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 from torchmetrics import Metric
 
 from outlast.base.errors import OutlastError
 from outlast.training import Session, ddp, libraries, session
 from outlast.training.libraries import Order
-from outlast.training.samples.stream import kind
+from outlast.training.samples.stream import kind, map_tensors
 from outlast.training.state import checkpoint, weights
 
 log = logging.getLogger("outlast")
@@ -129,9 +128,7 @@ def _problem(trainer: Any) -> str:
         f"{type(strategy).__name__} is not supported; use strategy='ddp'": not known or forks,
         f"the Trainer is made for {processes} processes, and there are {ranks}; "
         "write L.Trainer(..., **outlast.lightning.world()), and start with outlast run or torchrun": processes != ranks,
-        "static_graph lays out gradients after the first step and cannot resume exactly; leave it out": options.get(
-            "static_graph"
-        ),
+        libraries.STATIC_GRAPH: options.get("static_graph"),
         "a communication hook of DDP keeps gradients of its own; leave ddp_comm_state out": hook is not None,
         "limit_train_batches, overfit_batches and fast_dev_run count batches of a rank; leave them out, or give the loader a "
         "torch.utils.data.Subset": isinstance(limit, int) or limit != 1.0,
@@ -183,7 +180,7 @@ class _Order(Order):
 
 
 class _Attachment:
-    """What a trainer has besides its own attributes."""
+    """The state that `attach` adds to a trainer."""
 
     def __init__(self, trainer: Any, batch: int, seed: int) -> None:
         self.trainer, self.batch, self.seed = trainer, batch, seed
@@ -219,7 +216,6 @@ class _Attachment:
         trainer, several = self.trainer, self.order is not None
         if problem := "there are several loaders of training samples; give one" if several else _loader_problem(theirs):
             raise OutlastError(f"outlast.lightning: {problem}")
-        libraries.plan(self.batch, trainer.world_size, theirs.batch_size)
         self.order = _Order(
             len(theirs.dataset), self.batch, rank=trainer.global_rank, ranks=trainer.world_size, most=theirs.batch_size,
             seed=self.seed, drop_last=theirs.drop_last,
@@ -250,8 +246,7 @@ class _Attachment:
         fit.setup_data()
         assert self.run is not None
         assert self.order is not None
-        if isinstance(strategy.model, DistributedDataParallel):
-            ddp.settle(strategy.model)
+        ddp.settle(strategy.model)
         state = {
             "model": weights.trained(trainer.lightning_module),
             "optimizer": strategy.optimizers[0],
@@ -296,22 +291,22 @@ class _Attachment:
     def _numbers(self) -> dict[str, Any]:
         values = self.trainer._logger_connector._logged_metrics.items()
         one = {name: value for name, value in values if not isinstance(value, torch.Tensor) or value.numel() == 1}
-        return {name: value for name, value in one.items() if name not in ("step", "reduce")}
+        return {name: value for name, value in one.items() if name not in libraries.RESERVED}
 
     @contextlib.contextmanager
     def validating(self, batches: list[Any]) -> Iterator[None]:
         """Validate without a trace in the random numbers of training. A collective, but for validation within a step."""
-        trainer, run, before = self.trainer, self.run, checkpoint.generators()
+        trainer, run = self.trainer, self.run
         ended = run is not None and not trainer.sanity_checking and not trainer.fit_loop._should_accumulate()
-        if run is not None and ended:
-            if self.position.held is None:
-                self.position.hold()
-            self.leavable = len(set(run.gather(tuple(map(float, batches))))) == 1
-        try:
-            yield
-        finally:
-            self.leavable = False
-            checkpoint.set_generators(before)
+        with checkpoint.kept_generators():
+            if run is not None and ended:
+                if self.position.held is None:
+                    self.position.hold()
+                self.leavable = len(set(run.gather(tuple(map(float, batches))))) == 1
+            try:
+                yield
+            finally:
+                self.leavable = False
         if run is not None and ended:
             run.log(trainer.global_step, **self._numbers())
 
@@ -325,10 +320,9 @@ class _Attachment:
     def save(self) -> None:
         """Save the last step as it was at its end."""
         if self.run is not None and self.position.held is not None:
-            now = checkpoint.generators()
-            checkpoint.set_generators(self.position.held.generators)
-            self.run.save(self.trainer.global_step)
-            checkpoint.set_generators(now)
+            with checkpoint.kept_generators():
+                checkpoint.set_generators(self.position.held.generators)
+                self.run.save(self.trainer.global_step)
 
 
 # What we override; the names are Lightning's, and `_missing` compares their parameters
@@ -548,7 +542,7 @@ class _Position:
         return {name: module for name, module in modules if isinstance(module, Metric)}
 
     def _results(self) -> dict[str, Any]:
-        """What the module has logged in this epoch, by the keys of Lightning's collection."""
+        """Return the values that the module has logged in this epoch, by the keys of Lightning's collection."""
         return {
             key: {
                 "meta": {name: getattr(each.meta, name) for name in _META} | {"reduce_fx": each.meta.reduce_fx.__name__},
@@ -577,8 +571,4 @@ def _put(metric: Metric, saved: Mapping[str, Any], device: torch.device) -> None
 
 def _copied(value: Any, device: torch.device | str = "cpu") -> Any:
     """Return a copy with its tensors on `device`."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(device, copy=True)
-    if isinstance(value, dict):
-        return {name: _copied(each, device) for name, each in value.items()}
-    return [_copied(each, device) for each in value] if isinstance(value, list) else value
+    return map_tensors(value, lambda tensor: tensor.detach().to(device, copy=True))

@@ -191,12 +191,12 @@ class BatchSampler:
         """Micro-batches of a whole epoch."""
         return self.steps_per_epoch * self.accumulate
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         first, self.step = self.step, 0
         for step in range(first, self.steps_per_epoch):
             yield from self.micro_batches(step)
 
-    def micro_batches(self, step: int) -> Iterator[list[int]]:
+    def micro_batches(self, step: int) -> Iterator[list[Any]]:
         """This rank's micro-batches in one step of the epoch."""
         share = self.batch_size * self.accumulate
         begin = step * self.batch + self.rank * share

@@ -6,7 +6,6 @@ All starts are in one process. A kill is an exception in the loop. Nothing of th
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from outlast.base.errors import OutlastError
-from outlast.job.contract import Env
 
 accelerate = pytest.importorskip("accelerate")
 
 import outlast.accelerate  # noqa: E402
 
-pytestmark = [pytest.mark.jobs, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.jobs,
+    pytest.mark.usefixtures("a_checkpoint_of_each_step"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(120),
+]
 SAMPLES, EPOCHS, BATCH = 22, 2, 4
 STEPS = 6
 """Optimizer steps of an epoch."""
@@ -47,17 +50,6 @@ def collate(rows: list[Any]) -> Any:
 
 class Killed(Exception):
     pass
-
-
-@pytest.fixture(autouse=True)
-def every_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(Env.CHECKPOINT_EVERY, "1 step")
-    before = torch.get_rng_state(), random.getstate()
-    yield
-    if dist.is_initialized():  # of a start that was killed
-        dist.destroy_process_group()
-    torch.set_rng_state(before[0])
-    random.setstate(before[1])
 
 
 class Loop:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from outlast.base.errors import OutlastError
 from outlast.job.contract import Env
@@ -38,7 +37,12 @@ from transformers import (
 
 import outlast.hf
 
-pytestmark = [pytest.mark.jobs, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.jobs,
+    pytest.mark.usefixtures("a_checkpoint_of_each_step"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(120),
+]
 SAMPLES, STEPS = 30, 12
 NEW = {"train_sampling_strategy", "enable_jit_checkpoint"} <= TrainingArguments.__dataclass_fields__.keys()
 LOGGED = ("loss", "eval_loss") if int(transformers.__version__.partition(".")[0]) >= 5 else ("eval_loss",)
@@ -103,18 +107,6 @@ def trainer(directory: Path, **changes: Any) -> Trainer:
         data_collator=collate,
         callbacks=callbacks,
     )
-
-
-@pytest.fixture(autouse=True)
-def every_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A checkpoint of each step, and the random numbers of other tests as they were."""
-    monkeypatch.setenv(Env.CHECKPOINT_EVERY, "1 step")
-    before = torch.get_rng_state(), random.getstate()
-    yield
-    if dist.is_initialized():  # of a start that was killed
-        dist.destroy_process_group()
-    torch.set_rng_state(before[0])
-    random.setstate(before[1])
 
 
 def outcome(made: Trainer) -> tuple[list[bytes], list[dict[str, Any]], int]:

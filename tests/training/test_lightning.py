@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from outlast.base.errors import OutlastError
 from outlast.job.contract import Env
@@ -28,7 +27,12 @@ from torchmetrics import MeanMetric
 
 import outlast.lightning
 
-pytestmark = [pytest.mark.jobs, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.jobs,
+    pytest.mark.usefixtures("a_checkpoint_of_each_step"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(120),
+]
 SAMPLES, BATCH, EPOCHS = 30, 8, 3
 Make = Callable[[Path], dict[str, Any]]
 
@@ -136,17 +140,9 @@ def outcome(made: Trainer, net: Net) -> tuple[Any, ...]:
 
 
 @pytest.fixture(autouse=True)
-def every_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A checkpoint of each step, and the random numbers and environment of other tests as they were."""
-    monkeypatch.setenv(Env.CHECKPOINT_EVERY, "1 step")
+def seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
-    before = torch.get_rng_state(), random.getstate()
-    yield
-    if dist.is_initialized():  # of a start that was killed
-        dist.destroy_process_group()
-    torch.set_rng_state(before[0])
-    random.setstate(before[1])
 
 
 @pytest.fixture(scope="module")

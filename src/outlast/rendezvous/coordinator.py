@@ -149,24 +149,8 @@ class Coordinator:
         if report.failed and report.failure:
             failed = root_cause.reported(report.failure, report.id, (report.generation, report.attempt), self.clock())
         self._count_repaired(report)
-        self.state = self.state.reported(
-            world.Member(
-                report.id,
-                report.address,
-                MemberState(report.standing),
-                report.generation,
-                self.clock(),
-                report.failed,
-                failed.failure.reason if failed and not failed.echo else "",
-                report.unheard,
-                report.refused,
-                self.clock(),
-                report.held,
-                report.again,
-                report.owes,
-                report.batch,
-            )
-        )
+        why = failed.failure.reason if failed and not failed.echo else ""
+        self.state = self.state.reported(report.member(report.id, since=self.clock(), received=self.clock(), why=why))
         now = self.state.world
         of_now = now and (report.generation == now.generation or report.again)  # the world may have moved on without this worker
         is_new = failed and of_now and self.counted < failed.failure.start

@@ -15,13 +15,13 @@ def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> Distri
     return net
 
 
-def settle(net: DistributedDataParallel) -> None:
+def settle(net: torch.nn.Module) -> None:
     """Give DDP its final gradient buckets before the first step: it arranges them in an empty backward pass.
 
-    Gradients and weights stay as they are. A collective.
+    Gradients and weights stay as they are, and so does a module that is not wrapped in DDP. A collective.
     """
-    if net.find_unused_parameters:
-        return  # DDP does not rebuild its buckets then
+    if not isinstance(net, DistributedDataParallel) or net.find_unused_parameters:
+        return  # with the latter, DDP does not rebuild its buckets
     model, device = net.module, next(net.parameters()).device
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = vars(model).pop("forward", None)

@@ -1,4 +1,4 @@
-"""What the integrations of training libraries share (`outlast.hf`, `outlast.accelerate`, `outlast.lightning`)."""
+"""Shared parts of the integrations of training libraries: `outlast.hf`, `outlast.accelerate`, `outlast.lightning`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
     return ""
 
 
+STATIC_GRAPH = "static_graph lays out gradients after the first step and cannot resume exactly; leave it out"
+RESERVED = ("step", "reduce")
+"""Parameters of `Session.log`, which no logged value can be named."""
+
+
 def plan(batch: int, ranks: int, most: int | None) -> order.Plan:
     """The same as `order.plan`. Raises OutlastError."""
     try:
@@ -39,22 +44,28 @@ def unordered(dataset: Any) -> str:
     return ""
 
 
-class Order(order.BatchSampler):
-    """Micro-batches of `seeded.Key`s."""
+def split(accelerator: Any) -> str:
+    """The reason why an accelerator of accelerate does not have a whole model on each rank; empty if it has."""
+    mesh = getattr(accelerator, "parallelism_config", None)
+    if mesh is None or mesh.non_data_parallel_size == 1:
+        return ""
+    return "the model is split over ranks (tensor, context or pipeline parallelism), which is not supported"
 
-    stopped = False
-    """Whether training has ended already, so that no batch follows."""
+
+class Order(order.BatchSampler):
+    """Micro-batches of `seeded.Key`s. Raises OutlastError if `ranks` cannot share the batch."""
+
+    def __init__(self, samples: int, batch: int, *, ranks: int, most: int | None, **options: Any) -> None:
+        plan(batch, ranks, most)
+        super().__init__(samples, batch, ranks=ranks, most=most, **options)
 
     @property
     def num_processes(self) -> int:
         """The number of ranks, from which accelerate computes the size of a batch over all ranks."""
         return self.ranks
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        first, self.step = self.step, 0
-        for step in range(first, 0 if self.stopped else self.steps_per_epoch):
-            for indices in self.micro_batches(step):
-                yield [(self.epoch, index) for index in indices]
+    def micro_batches(self, step: int) -> Iterator[list[Any]]:
+        return ([(self.epoch, index) for index in indices] for indices in super().micro_batches(step))
 
 
 class Loader(DataLoader[Any]):

@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Identified:
+    """A document of the cluster, and the name and uid by which others refer to it."""
+
+    document: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.document["metadata"]["name"])
+
+    @property
+    def uid(self) -> str:
+        return str(self.document["metadata"]["uid"])
 
 
 def owners(document: Mapping[str, Any]) -> set[str]:

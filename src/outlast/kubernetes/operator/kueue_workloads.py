@@ -18,7 +18,7 @@ from typing import Any
 
 from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.api.kinds import Kind, kind_of
-from outlast.kubernetes.api.owner_references import owned_by
+from outlast.kubernetes.api.owner_references import Identified, owned_by
 from outlast.kubernetes.manifests.scheduling import kueue
 from outlast.kubernetes.manifests.scheduling.kueue import Priority
 from outlast.kubernetes.operator import elasticjob_status
@@ -54,18 +54,8 @@ class ClusterFeatures:
 
 
 @dataclass(frozen=True)
-class WorkloadSlice:
+class WorkloadSlice(Identified):
     """A Workload of the job: a slice of its workers, with separate quota."""
-
-    document: Document
-
-    @property
-    def name(self) -> str:
-        return str(self.document["metadata"]["name"])
-
-    @property
-    def uid(self) -> str:
-        return str(self.document["metadata"]["uid"])
 
     @property
     def requested(self) -> int:

@@ -15,6 +15,7 @@ from outlast.job import contract, spec
 from outlast.job.contract import LEASE_S, Annotation, Label
 from outlast.job.failure import Failure
 from outlast.kubernetes.api import document_parsing, owner_references, pod_status
+from outlast.kubernetes.api.owner_references import Identified
 from outlast.kubernetes.manifests.scheduling import gang, kueue
 from outlast.kubernetes.operator import elasticjob_status, kueue_workloads, leaving_nodes
 from outlast.kubernetes.operator.cluster_cache import CachedJob
@@ -23,7 +24,7 @@ from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leaving_nodes import Departure
 from outlast.rendezvous import root_cause
 from outlast.rendezvous.transports.sockets import Report, is_count, is_number
-from outlast.rendezvous.world import Member, MemberState
+from outlast.rendezvous.world import Member
 
 Document = Mapping[str, Any]
 
@@ -52,24 +53,15 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Pod:
+class Pod(Identified):
     """A pod of the job."""
 
-    document: Document
     index: int
     node: str
     node_lost_at: float | None
     """When the pod's node stopped answering. If the node does not exist: when the pod was bound to it."""
     departure: Departure | None = None
     """Why the worker has to leave: its node is about to be terminated, or the pod itself has a notice."""
-
-    @property
-    def name(self) -> str:
-        return str(self.document["metadata"]["name"])
-
-    @property
-    def uid(self) -> str:
-        return str(self.document["metadata"]["uid"])
 
     @property
     def created(self) -> float:
@@ -201,10 +193,9 @@ class PlainJob:
 
 
 @dataclass(frozen=True)
-class JobSnapshot:
+class JobSnapshot(Identified):
     """A job and everything that belongs to it, at one time."""
 
-    document: Document
     job: spec.Job | None
     """None if the job cannot be parsed; `parse_error` has the reason."""
     parse_error: str
@@ -227,14 +218,6 @@ class JobSnapshot:
     """A sentence about why the job's pods could not be created on the last attempt; else empty."""
     plain: PlainJob | None = None
     """Set if the workers have no agent."""
-
-    @property
-    def name(self) -> str:
-        return str(self.document["metadata"]["name"])
-
-    @property
-    def uid(self) -> str:
-        return str(self.document["metadata"]["uid"])
 
     @property
     def gang(self) -> gang.SchedulerName:
@@ -360,22 +343,8 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         report = Report.of(from_json(annotations[Annotation.REPORT]))
         progress = from_json(annotations.get(Annotation.PROGRESS) or "{}") or {}
         renewed = lease.get(RECEIVED_AT) or pod_status.timestamp(fields.get("renewTime"))
-        member = Member(
-            index,
-            report.address,
-            MemberState(report.standing),
-            report.generation,
-            min(float(report.since), renewed),  # the clock of its node may be ahead
-            report.failed,
-            "",
-            report.unheard,
-            report.refused,
-            renewed,
-            report.held,
-            report.again,
-            report.owes,
-            report.batch,
-        )
+        since = min(float(report.since), renewed)  # the clock of its node may be ahead
+        member = report.member(index, since=since, received=renewed)
         holder, reported_run = fields.get("holderIdentity"), report.run
         step, steps, committed, generation = (_count(progress.get(each)) for each in ("step", "steps", "committed", "generation"))
         memory = _count(progress.get("snapshot")) or 0, _count(progress.get("every")) or 0

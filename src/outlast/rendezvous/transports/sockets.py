@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from outlast.base import tcp, unix_sockets
 from outlast.job import contract, sealed_lines
+from outlast.rendezvous import world
 from outlast.rendezvous.world import MemberState, World
 
 if TYPE_CHECKING:
@@ -118,6 +119,26 @@ class Report:
     `batch` is the samples of one step over all ranks, divided by the number of processes of this member. The size of a world must
     divide it. 0 if the processes of one member cannot share the samples equally, so that no size would help.
     """
+
+    def member(self, id: int, *, since: float, received: float, why: str = "") -> world.Member:
+        """Return the worker `id` as this report describes it. Times are the coordinator's: since when the worker has had its
+        standing, and when the report was received. `why` describes a failure of its own."""
+        return world.Member(
+            id,
+            self.address,
+            MemberState(self.standing),
+            self.generation,
+            since,
+            self.failed,
+            why,
+            self.unheard,
+            self.refused,
+            received,
+            self.held,
+            self.again,
+            self.owes,
+            self.batch,
+        )
 
     def changed(self, standing: str, **fields: Any) -> Self:
         """Return the next report. A change of the generation resets the fields about peers."""

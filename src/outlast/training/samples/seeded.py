@@ -27,8 +27,7 @@ class Seeded(Dataset[Any]):
 
     def __getitem__(self, key: Key) -> Any:
         epoch, index = key
-        digest = hashlib.shake_256(f"outlast sample {VERSION} {self._seed} {epoch} {index}".encode()).digest(8)
-        seed = int.from_bytes(digest, "little")
+        seed = _hashed(f"outlast sample {VERSION} {self._seed} {epoch} {index}")
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
         torch.default_generator.manual_seed(seed)
@@ -77,8 +76,12 @@ def preserved_generators() -> Iterator[None]:
 def seed_all(seed: int, rank: int | None = None, step: int = 0) -> None:
     """Seed all generators: with `seed` alone alike on every rank, with `rank` by a function of (seed, rank, step)."""
     if rank is not None:
-        digest = hashlib.shake_256(f"outlast rank {seed} {rank} {step}".encode()).digest(8)
-        seed = int.from_bytes(digest, "little")
+        seed = _hashed(f"outlast rank {seed} {rank} {step}")
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     device.find().seed(seed)
+
+
+def _hashed(text: str) -> int:
+    """Return a seed of 64 bits."""
+    return int.from_bytes(hashlib.shake_256(text.encode()).digest(8), "little")

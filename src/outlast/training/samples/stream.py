@@ -91,7 +91,7 @@ class Batch:
             pieces = ((pieces[0][0], 0.0),) * (self.most - len(pieces)) + pieces
         for number, (data, share) in enumerate(pieces, start=1):
             with _exchanging(net, number == len(pieces)):
-                yield (_changed(data, lambda tensor: tensor.to(where, non_blocking=True)) if where else data), share
+                yield (map_tensors(data, lambda tensor: tensor.to(where, non_blocking=True)) if where else data), share
 
 
 @contextlib.contextmanager
@@ -106,14 +106,14 @@ def _exchanging(net: Any, last: bool) -> Iterator[None]:
         yield
 
 
-def _changed(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Apply `change` to every tensor of a nested structure."""
     if isinstance(data, torch.Tensor):
         return change(data)
     if isinstance(data, Mapping):
-        return {key: _changed(value, change) for key, value in data.items()}
+        return {key: map_tensors(value, change) for key, value in data.items()}
     if isinstance(data, tuple | list):
-        changed = [_changed(value, change) for value in data]
+        changed = [map_tensors(value, change) for value in data]
         return type(data)(*changed) if hasattr(data, "_fields") else type(data)(changed)
     return data
 
@@ -370,7 +370,7 @@ class Stream:
         accelerator = device.find()
         if arrays := self._arrays:
             change = accelerator.pin if self._prefetch else lambda tensor: tensor  # pinned in the thread that reads ahead
-            read = ((plan, tuple((_changed(arrays.take(part), change), share) for part, share in plan.cuts)) for plan in plans)
+            read = ((plan, tuple((map_tensors(arrays.take(part), change), share) for part, share in plan.cuts)) for plan in plans)
             yield from _ahead(read, self._prefetch) if self._prefetch else read
             return
         samples, collate = Seeded(self._dataset, self.seed), self._collate

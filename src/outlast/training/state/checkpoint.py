@@ -314,6 +314,16 @@ def generators() -> dict[str, Any]:
     return states | ({accelerator.type: accelerator.random_state()} if accelerator.type != "cpu" else {})
 
 
+@contextlib.contextmanager
+def kept_generators() -> Iterator[dict[str, Any]]:
+    """Restore this rank's generators at the end of the block. Yields their states."""
+    states = generators()
+    try:
+        yield states
+    finally:
+        set_generators(states)
+
+
 def set_generators(states: Mapping[str, Any]) -> None:
     """Set the states of this rank's generators. Also accepts words as numbers and arrays as arrays, as in early checkpoints."""
     version, words, gauss = states["python"]
