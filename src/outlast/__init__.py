@@ -1,3 +1,20 @@
-"""Outlast: distributed PyTorch training that outlasts its machines."""
+"""Outlast: distributed PyTorch training that outlasts its machines.
 
+The names of the Python API (`outlast.client`) are imported when they are used: every process of ours imports this package, and
+few of them need the API. Their types are in `__init__.pyi`.
+"""
+
+import importlib
+
+__all__ = ["Failed", "Job", "Report", "Run", "find", "runs"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'outlast' has no attribute {name!r}")
+    return getattr(importlib.import_module("outlast.client"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

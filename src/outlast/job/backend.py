@@ -27,6 +27,9 @@ class LogLine:
     worker: int
     text: str
 
+    def __str__(self) -> str:
+        return f"worker-{self.worker} | {self.text}"
+
 
 class Backend(Protocol):
     """A place that runs jobs. `submit`, `scale` and `steer` return once the request is recorded."""

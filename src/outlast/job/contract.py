@@ -35,6 +35,12 @@ def exit_code(status: int) -> int:
     return 128 - status if status < 0 else status
 
 
+def job_name(text: str) -> str:
+    """Derive the name of a job from that of a script, module or function."""
+    words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return (words if words[:1].isalpha() else f"job-{words}")[:LONGEST_NAME].strip("-")
+
+
 def killed(code: int) -> bool:
     """Return whether an exit code means that the process was killed: by SIGHUP, SIGINT, SIGKILL, SIGUSR1 (138) or SIGTERM."""
     return code in (129, 130, 137, 138, 143)

@@ -67,7 +67,7 @@ class LocalBackend:
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
         """Start a job, or resume its run if the run has not succeeded. Returns the run's id."""
-        state_dir = self._state_dir(job.metadata.name)
+        state_dir = self.state_dir(job.metadata.name)
         self._wait_until_stopped(state_dir)
         if job.spec.suspend:
             raise OutlastError("suspend is true in the job file; set it to false to train")
@@ -312,11 +312,12 @@ class LocalBackend:
 
     # State directories
 
-    def _state_dir(self, name: str) -> StateDir:
+    def state_dir(self, name: str) -> StateDir:
+        """Return the state directory of a job, which may not exist."""
         return StateDir(self._root / "jobs" / name)
 
     def _existing(self, name: str) -> StateDir:
-        state_dir = self._state_dir(name)
+        state_dir = self.state_dir(name)
         if not state_dir.run.exists():
             raise NotFound(f"no job {name!r} in {self._root}; `outlast list` shows all jobs")
         return state_dir

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import typer
 
-from outlast.base.errors import InvalidJob, OutlastError
+from outlast.base.errors import OutlastError
 from outlast.cli import completion, find_job, terminal
 from outlast.cli.find_job import FileArgument, SetOption, TitleOption, TopologyOption
-
-if TYPE_CHECKING:
-    from outlast.job.spec import Job
-    from outlast.kubernetes.jobs.parcel import Parcel
 
 
 def render(
@@ -56,11 +50,12 @@ def render(
     from outlast.cli.train import overrides
     from outlast.job.spec import unused_fields
     from outlast.kubernetes import manifests
+    from outlast.kubernetes.jobs import rendering
     from outlast.kubernetes.jobs.parcel import CLIENT_APPLY_BYTES, CONFIG_MAP_BYTES
 
     job = overrides.load(file, name=name, set_=set_ or ())
     room = CONFIG_MAP_BYTES if server_side else CLIENT_APPLY_BYTES
-    with rendered(job, topology, source=file, namespace=find_job.checked(namespace), room=room) as (documents, parcel):
+    with rendering.rendered(job, topology, source=file, namespace=find_job.checked(namespace), room=room) as (documents, parcel):
         if parcel.url and not upload:
             ways = "add --upload, or use `outlast submit`"
             if parcel.archive.stat().st_size <= CONFIG_MAP_BYTES:
@@ -74,38 +69,6 @@ def render(
         print(text(documents), end="")
     else:
         print(json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}, indent=2))
-
-
-@contextlib.contextmanager
-def rendered(
-    job: Job,
-    topology: str,
-    *,
-    source: Path,
-    namespace: str | None,
-    run: str | None = None,
-    fresh: bool = False,
-    room: int | None = None,
-) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
-    """Yield the documents of a job in the order of application, and its code, which must be uploaded (`Parcel.upload`) before the
-    documents are applied.
-
-    `run` and `fresh` are as for `manifests.render`; `room` is the maximum size of code in a ConfigMap (default: as much as a
-    ConfigMap can hold). Raises InvalidJob with the name of the job's file.
-    """
-    from outlast.kubernetes import manifests
-    from outlast.kubernetes.jobs.parcel import CONFIG_MAP_BYTES, pack
-    from outlast.kubernetes.manifests import volumes
-
-    with pack(job, excluded=[source], limit=room or CONFIG_MAP_BYTES) as parcel:
-        files = texts(volumes.files(parcel.job.spec))
-        try:
-            made = manifests.render(
-                parcel.job, topology, run=run, namespace=namespace, files=files, code=parcel.code, fresh=fresh
-            )
-        except InvalidJob as error:
-            raise InvalidJob(error.problems, source=str(source)) from error
-        yield made, parcel
 
 
 def text(documents: Sequence[dict[str, Any]]) -> str:
@@ -125,14 +88,3 @@ def text(documents: Sequence[dict[str, Any]]) -> str:
 
     Dumper.add_representer(str, written)
     return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=120)
-
-
-def texts(paths: Sequence[str]) -> dict[str, str]:
-    """Return the contents of files that pods need, by path."""
-    contents = {}
-    for path in paths:
-        try:
-            contents[path] = Path(path).read_text()
-        except OSError as error:
-            raise OutlastError(f"{path} cannot be read: {error.strerror}; correct the path") from error
-    return contents

@@ -168,8 +168,7 @@ def _saving(source: str) -> Iterator[str]:
 def title(file: str, *, module: bool = False) -> str:
     """Derive a job's name from the name of a script or module."""
     stem = file.rpartition(".")[2] if module else Path(file).stem
-    words = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
-    return (words if words[:1].isalpha() else f"job-{words}")[: contract.LONGEST_NAME].strip("-")
+    return contract.job_name(stem)
 
 
 def misplaced(ctx: typer.Context, file: str) -> Iterator[str]:

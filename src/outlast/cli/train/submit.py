@@ -14,7 +14,6 @@ import typer
 from outlast.base import backoff
 from outlast.base.errors import NotFound, OutlastError, StoreError
 from outlast.cli import find_job, terminal
-from outlast.cli.cluster import render
 from outlast.cli.find_job import ContextOption, FileOrScript, NamespaceOption, SetOption, TitleOption, TopologyOption
 from outlast.cli.train import script, submit_wait
 from outlast.cli.train.script import ModuleOption, WorkersOption
@@ -70,6 +69,7 @@ def submit(
     from outlast.cli.train import overrides
     from outlast.job.spec import unused_fields
     from outlast.kubernetes import manifests
+    from outlast.kubernetes.jobs import rendering
 
     job = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
     if script.is_script(file, module=module) and not job.spec.image:
@@ -88,7 +88,7 @@ def submit(
     for sentence in (*script.misplaced(ctx, file), *unused_fields.anywhere(job), *manifests.warnings(job, topology)):
         terminal.say(f"{title}: {sentence}")
     if dry_run:
-        with render.rendered(job, topology, source=source, namespace=place.cluster.namespace) as (made, parcel):
+        with rendering.rendered(job, topology, source=source, namespace=place.cluster.namespace) as (made, parcel):
             if parcel.sentence:
                 terminal.say(parcel.sentence)
         for sentence in place.make_room(title, made, fresh=fresh, dry_run=True):
@@ -121,6 +121,7 @@ def _check(wait: bool, *, follow: bool, dry_run: bool, fresh: bool, others: bool
 
 def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, context: str | None) -> KubernetesBackend:
     """Return the backend of the cluster for jobs with this topology."""
+    from outlast.kubernetes.jobs import rendering
     from outlast.kubernetes.jobs.backend import KubernetesBackend
 
     if isinstance(ctx.obj, KubernetesBackend):
@@ -128,18 +129,7 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
     else:
         cluster = find_job.cluster(ctx, namespace or job.metadata.namespace, context).cluster
 
-    def made(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-        with render.rendered(job, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh) as (
-            found,
-            parcel,
-        ):
-            if run is not None:  # without a run, the documents are only compared with the cluster's
-                if parcel.sentence:
-                    terminal.say(parcel.sentence)
-                parcel.upload()
-            return found
-
-    return KubernetesBackend(cluster, documents=made)
+    return rendering.backend(cluster, topology, terminal.say)
 
 
 def _change(cluster: Cluster, document: Document) -> str:

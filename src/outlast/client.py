@@ -1,0 +1,371 @@
+"""Outlast from Python: a `Job` to train, and a `Run`, which is one training of it, on this machine or in a cluster.
+
+    import outlast
+
+    job = outlast.Job(script="train.py", args=["--steps=2000"], workers=(2, 1, 4))
+    run = job.run()                      # on this machine, in the background
+    run = job.submit(namespace="ml")     # in a cluster: the same object
+    run.wait(step=500)
+    run.scale(4)
+    for line in run.logs(follow=True):
+        print(line)
+    print(run.wait().state, run.goodput)
+
+A run does not end with this process: `outlast.find(name)` returns it again. Errors are those of the command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast.base import units
+from outlast.base.errors import NotFound, OutlastError
+from outlast.job import contract
+
+if TYPE_CHECKING:
+    import types
+
+    from outlast.job.backend import Backend, LogLine
+    from outlast.job.report.goodput import Goodput
+    from outlast.job.report.incidents import Incident
+    from outlast.job.spec import Job as JobFile
+    from outlast.job.status import JobStatus
+    from outlast.kubernetes.api import Cluster
+    from outlast.local.backend import LocalBackend
+    from outlast.storage.checkpoints import Checkpoint
+
+__all__ = ["Failed", "Job", "Report", "Run", "find", "runs"]
+
+_ENSURE_INTERVAL_S = 5.0
+"""Interval at which the launcher of a job on this machine is looked for."""
+
+
+class Failed(OutlastError):
+    """A run has ended without success. The message has the first error of the first rank that failed; `status` is the last."""
+
+    exit_code = 1
+
+    def __init__(self, status: JobStatus) -> None:
+        failure = status.failure
+        because = f"{failure.reason}\n{failure.traceback}".rstrip() if failure is not None else status.reason
+        super().__init__(f"{status.name} has ended: {status.state}: {because}")
+        self.status = status
+
+
+class Job:
+    """A job to train: a job file as an object. Its keywords are the fields of `spec` in a job file, in snake_case.
+
+        Job(script="train.py", args=["--lr=0.1"], workers=2)
+        Job(module="package.train", workers=(2, 1, 4), checkpoint={"every": "1m"})
+        Job(train, 0.1, steps=100, workers=2)      # a function, its arguments, and fields
+
+    `workers` is a number, (replicas, min, max), or the fields of `workers`. `name` is by default that of the script, module or
+    function. Relative paths start at the working directory; the code of a script is that directory if the script is below it.
+    Keywords that are no fields are arguments of the function. Raises InvalidJob with every mistake, and OutlastError for a
+    function that cannot be sent to workers.
+    """
+
+    def __init__(self, function: Callable[..., object] | None = None, *args: object, **fields: Any) -> None:
+        from outlast.job import spec
+
+        here, name = Path.cwd(), fields.pop("name", "")
+        metadata: dict[str, Any] = {key: fields.pop(key) for key in ("namespace", "labels") if key in fields}
+        if function is not None:
+            name = name or contract.job_name(getattr(function, "__name__", "job"))
+            fields = _function(function, args, fields)
+        elif args:
+            raise OutlastError(f"Job: {args[0]!r} is not a function; a script is Job(script=...), its arguments args=[...]")
+        elif "script" in fields and "code" not in fields:
+            path = Path(fields["script"]).expanduser().absolute()
+            if not path.is_file():
+                raise spec.no_such_file(path, "*.py", "a script")
+            top = here if here in path.parents and here != Path.home() else path.parent
+            fields |= {"script": str(path.relative_to(top)), "code": str(top)}
+        program = Path(fields.get("script", "")).stem or str(fields.get("module", "")).rpartition(".")[2]
+        metadata["name"] = name or contract.job_name(program)
+        if isinstance(sizes := fields.get("workers"), tuple):
+            if len(sizes) != 3:
+                raise OutlastError(f"Job: workers={sizes}: expected a number, or (replicas, min, max)")
+            fields["workers"] = dict(zip(("replicas", "min", "max"), sizes, strict=True))
+        elif isinstance(sizes, int):
+            fields["workers"] = {"replicas": sizes}
+        given = {key: str(value) if isinstance(value, Path) else value for key, value in fields.items()}
+        document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": metadata, "spec": given}
+        self.file: JobFile = spec.anchor(spec.of(document, source="Job"), here)
+        """The job file: a frozen model, whose fields the reference describes."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> Job:
+        """Return the job in a file. Raises InvalidJob with every mistake and its line, and NotFound."""
+        from outlast.job import spec
+
+        return cls._of(spec.load(path))
+
+    @classmethod
+    def _of(cls, file: JobFile) -> Job:
+        job = cls.__new__(cls)
+        job.file = file
+        return job
+
+    @property
+    def name(self) -> str:
+        return self.file.metadata.name
+
+    def to_yaml(self) -> str:
+        """Return the job as a job file, e.g. to submit it from a command line."""
+        from outlast.job import spec
+
+        return spec.dump(self.file)
+
+    def run(self, *, fresh: bool = False, say: Callable[[str], None] = print) -> Run:
+        """Start training on this machine, in the background, or continue the run of this name if it has not succeeded.
+
+        With `fresh`, training starts from the beginning. Notes for the user go to `say`. Raises AlreadyRunning.
+        """
+        place, job = _here(), self._with_gpus()
+        again = shlex.join(["outlast", "run", str(place.state_dir(self.name).job)])
+        place.submit(job, source=Path.cwd() / "job.yaml", fresh=fresh, command=again, say=say)
+        for notice in place.notices:
+            say(notice)
+        return Run(self.name, place)
+
+    def _with_gpus(self) -> JobFile:
+        """Share the GPUs of this machine among the workers, unless the job says what they need."""
+        from outlast.local import worker_processes
+
+        file = self.file
+        gpus = 0 if "resources" in file.spec.model_fields_set else max(map(len, worker_processes.gpus().values()))
+        if not gpus:
+            return file
+        resources = file.spec.resources.model_copy(update={"gpu": max(1, gpus // max(1, file.spec.workers.replicas))})
+        return file.model_copy(update={"spec": file.spec.model_copy(update={"resources": resources})})
+
+    def submit(
+        self,
+        *,
+        namespace: str | None = None,
+        context: str | None = None,
+        topology: str = "elasticjob",
+        fresh: bool = False,
+        say: Callable[[str], None] = print,
+    ) -> Run:
+        """Start training in a cluster; arguments are as for `outlast submit`. Submitting the same job again changes nothing.
+
+        Raises NoCluster without a kubeconfig, and AlreadyRunning if the job runs with other fields.
+        """
+        from outlast.kubernetes.jobs import rendering
+
+        place = rendering.backend(_connected(namespace or self.file.metadata.namespace, context), topology, say)
+        if not place.cluster.has_namespace():
+            raise place.workloads.no_namespace()
+        place.submit(self.file, source=Path(f"{self.name}.yaml"), fresh=fresh, say=say)
+        return Run(self.name, place)
+
+    def __repr__(self) -> str:
+        program = self.file.spec.script or self.file.spec.module
+        return f"<Job {self.name}: {program}, workers: {self.file.spec.workers.replicas}>"
+
+
+class Run:
+    """One training of a job, on this machine or in a cluster. Leaving this process does not end it.
+
+    As a context manager, it cancels the training if the block raises an exception.
+    """
+
+    def __init__(self, name: str, place: Backend) -> None:
+        self.name = name
+        self._place = place
+
+    @property
+    def status(self) -> JobStatus:
+        """The present status: `state`, `step`, `workers`, `restarts`, `failure` and more."""
+        return self._place.status(self.name)
+
+    def wait(self, *, step: int | None = None, until: str | None = None, timeout: str | float | None = None) -> JobStatus:
+        """Wait until training has reached a step or a state (`until="Running"`), by default its end. Returns the status.
+
+        `timeout` is a duration (`20m`) or a number of seconds; default: none. Raises Failed if the run fails, is cancelled or
+        stops before, and TimeoutError; neither changes the run.
+        """
+        from outlast.job.status import State
+
+        if until is not None and until not in list(State):
+            raise OutlastError(f"wait(until={until!r}): expected one of {', '.join(State)}")
+        limit_s = units.duration(timeout).total_seconds() if isinstance(timeout, str) else timeout
+        began = ensured = time.monotonic()
+        while True:
+            status, now = self.status, time.monotonic()
+            if status.state == until or (step is not None and status.step >= step):
+                return status
+            if status.state is State.SUCCEEDED and until in (None, State.PENDING, State.QUEUED, State.RUNNING):
+                return status  # all its steps, and the states before its end, are behind it
+            if status.state.active and now - ensured > _ENSURE_INTERVAL_S:
+                ensured = now
+                self._place.ensure(self.name)
+            if not status.state.active:
+                raise Failed(status)
+            if limit_s is not None and now - began > limit_s:
+                raise TimeoutError(f"{self.name} is {status.state} at step {status.step} after {limit_s:g} s; it goes on")
+            time.sleep(self._place.poll_s)
+
+    def logs(self, *, worker: int | None = None, follow: bool = False, tail: int | None = None) -> Iterator[LogLine]:
+        """Return the log lines of one worker or of all, over all restarts; with `follow`, until the job ends."""
+        return self._place.logs(self.name, worker=worker, follow=follow, tail=tail)
+
+    def scale(self, workers: int) -> None:
+        """Change the number of workers. Training saves first and loses no step."""
+        self._place.scale(self.name, workers)
+
+    def suspend(self) -> None:
+        """Save, and release the workers until `resume`."""
+        self._place.steer(self.name, "suspend")
+
+    def resume(self) -> None:
+        """Continue a run that is suspended; on this machine also one that was interrupted, failed or was cancelled."""
+        self._place.steer(self.name, "resume")
+
+    def cancel(self) -> None:
+        """End the run for good. Its checkpoints stay."""
+        self._place.steer(self.name, "cancel")
+
+    def chaos(self, action: str, worker: int | None = None) -> str:
+        """Inject a fault, such as `kill-process` or `kill-worker`, into a worker (default: any). Returns a sentence about it."""
+        return self._place.chaos(self.name, action, worker=worker, rng=random.Random())
+
+    def report(self) -> Report:
+        """Return where the time of the run went. In a cluster, this needs an output in a store."""
+        from outlast.job.report import goodput
+
+        status = self.status
+        events = self._place.events(self.name)
+        return Report(self.name, goodput.buckets(events, time.time() if status.state.active else None))
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of the wall time spent on steps whose result was kept, 0 ... 1; None before the first step."""
+        return self.report().account.goodput
+
+    @property
+    def lost(self) -> Sequence[Incident]:
+        """The failures so far, each with the training time that it cost: `incident.lost.seconds`."""
+        return self.report().failures
+
+    @property
+    def output(self) -> Path | str:
+        """The place of checkpoints, logs and the ledger: a directory on this machine, or another place, such as a URL."""
+        return self._place.output(self.name)
+
+    @property
+    def checkpoints(self) -> Sequence[Checkpoint]:
+        """The committed checkpoints of a run on this machine, lowest step first. Raises NotFound for a run in a cluster."""
+        from outlast.storage import checkpoints
+
+        if not isinstance(output := self.output, Path):
+            raise NotFound(f"the checkpoints of {self.name} are not on this machine; outlast checkpoints list {self.name}")
+        return checkpoints.list_(output / contract.CHECKPOINTS)
+
+    def __repr__(self) -> str:
+        from outlast.local.notebooks import panel
+
+        try:
+            return f"<Run {panel.text(self.status)}>"
+        except OutlastError as error:
+            return f"<Run {self.name}: {error}>"
+
+    def _repr_html_(self) -> str:
+        from outlast.local.notebooks import panel
+
+        status, points = self.status, list[panel.Point]()
+        if isinstance(output := self.output, Path):
+            with contextlib.suppress(OSError):
+                points = panel.points((output / contract.METRICS).read_bytes().splitlines(), "loss")
+        return panel.page(status, points, "loss", time.time())
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: types.TracebackType | None) -> None:
+        if kind is not None and self.status.state.active:
+            self.cancel()
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Where the time of a run went. Its text is that of `outlast report`."""
+
+    name: str
+    account: Goodput
+
+    @property
+    def failures(self) -> Sequence[Incident]:
+        """The failures, each with the training time that it cost."""
+        from outlast.job.report.incidents import FAILURES
+
+        return [each for each in self.account.incidents if each.kind in FAILURES]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the account as plain values, as `outlast report -o json` prints them. Durations are in seconds."""
+        from outlast.job.report import printed
+
+        return printed.as_json(self.account)
+
+    def __repr__(self) -> str:
+        from outlast.job.report import printed
+
+        return printed.plain(self.account, self.name)
+
+
+def _function(function: Callable[..., object], args: Sequence[object], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a job that calls a function. Keywords that are no fields are arguments of the function."""
+    from outlast import function_call
+    from outlast.job import spec
+
+    if not callable(function):
+        raise OutlastError(f"Job: {function!r} is not a function; a script is Job(script=...)")
+    if mistaken := [field for field in ("script", "module", "args") if field in fields]:
+        raise OutlastError(f"Job: a function and {mistaken[0]} are two programs; keep one")
+    kwargs = {key: value for key, value in fields.items() if key not in spec.Spec.model_fields}
+    call = function_call.encoded(function, args, kwargs)
+    rest = {key: value for key, value in fields.items() if key not in kwargs}
+    return {"code": "."} | rest | {"module": "outlast.function_call", "args": [call]}
+
+
+def find(name: str, *, namespace: str | None = None, context: str | None = None) -> Run:
+    """Return a run by the name of its job: on this machine, or with `namespace` or `context` in a cluster. Raises NotFound."""
+    run = Run(name, _place(namespace, context))
+    run.status  # noqa: B018  raises NotFound
+    return run
+
+
+def runs(*, namespace: str | None = None, context: str | None = None) -> list[Run]:
+    """Return all runs on this machine, or in a namespace of a cluster, the newest last."""
+    place = _place(namespace, context)
+    return [Run(status.name, place) for status in place.list()]
+
+
+def _place(namespace: str | None, context: str | None) -> Backend:
+    if not (namespace or context):
+        return _here()
+    from outlast.kubernetes.jobs.backend import KubernetesBackend
+
+    return KubernetesBackend(_connected(namespace, context))
+
+
+def _connected(namespace: str | None, context: str | None) -> Cluster:
+    from outlast.kubernetes import api
+
+    return api.connect(context, namespace)
+
+
+def _here() -> LocalBackend:
+    from outlast.local import state_dir
+    from outlast.local.backend import LocalBackend
+
+    return LocalBackend(state_dir.root())
