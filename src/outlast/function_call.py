@@ -24,7 +24,7 @@ MOST_BYTES = 100_000
 
 def encoded(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> str:
     """Return a call as text for `main`. Raises OutlastError if the arguments do not fit, or something cannot be sent."""
-    name = getattr(function, "__qualname__", repr(function))
+    name = getattr(function, "__name__", repr(function))
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
@@ -65,7 +65,7 @@ def _culprit(
     dumps: Callable[[object], bytes], function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> str:
     """Name the first thing that cannot be sent: an argument, or a variable that the function uses."""
-    name = getattr(function, "__qualname__", "the function")
+    name = getattr(function, "__name__", "the function")
 
     def candidates() -> Iterator[tuple[str, object]]:
         yield from ((f"argument {n} of {name}", value) for n, value in enumerate(args, 1))
