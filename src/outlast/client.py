@@ -21,6 +21,7 @@ import dataclasses
 import random
 import shlex
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from outlast.job.spec import Job as JobFile
     from outlast.job.status import JobStatus
     from outlast.kubernetes.api import Cluster
+    from outlast.kubernetes.jobs.backend import KubernetesBackend
     from outlast.local.backend import LocalBackend
     from outlast.storage.checkpoints import Checkpoint
 
@@ -54,7 +56,9 @@ class Failed(OutlastError):
 
     def __init__(self, status: JobStatus) -> None:
         failure = status.failure
-        because = f"{failure.reason}\n{failure.traceback}".rstrip() if failure is not None else status.reason
+        because = status.reason
+        if failure is not None and status.state == "Failed":
+            because = f"{failure.reason}\n{failure.traceback}".rstrip()
         super().__init__(f"{status.name} has ended: {status.state}: {because}")
         self.status = status
 
@@ -162,7 +166,8 @@ class Job:
         """
         from outlast.kubernetes.jobs import rendering
 
-        place = rendering.backend(_connected(namespace or self.file.metadata.namespace, context), topology, say)
+        cluster = _connected(namespace or self.file.metadata.namespace, context)
+        place = _closing(rendering.backend(cluster, topology, say))
         if not place.cluster.has_namespace():
             raise place.workloads.no_namespace()
         place.submit(self.file, source=Path(f"{self.name}.yaml"), fresh=fresh, say=say)
@@ -188,21 +193,29 @@ class Run:
         """The present status: `state`, `step`, `workers`, `restarts`, `failure` and more."""
         return self._place.status(self.name)
 
-    def wait(self, *, step: int | None = None, until: str | None = None, timeout: str | float | None = None) -> JobStatus:
-        """Wait until training has reached a step or a state (`until="Running"`), by default its end. Returns the status.
+    def wait(
+        self,
+        *,
+        step: int | None = None,
+        until: str | Callable[[JobStatus], bool] | None = None,
+        timeout: str | float | None = None,
+    ) -> JobStatus:
+        """Wait until training has reached a step, a state (`until="Running"`) or what a function of the status says
+        (`until=lambda status: len(status.world) == 1`); by default, its end. Returns the status.
 
         `timeout` is a duration (`20m`) or a number of seconds; default: none. Raises Failed if the run fails, is cancelled or
         stops before, and TimeoutError; neither changes the run.
         """
         from outlast.job.status import State
 
-        if until is not None and until not in list(State):
+        if isinstance(until, str) and until not in list(State):
             raise OutlastError(f"wait(until={until!r}): expected one of {', '.join(State)}")
         limit_s = units.duration(timeout).total_seconds() if isinstance(timeout, str) else timeout
         began = ensured = time.monotonic()
         while True:
             status, now = self.status, time.monotonic()
-            if status.state == until or (step is not None and status.step >= step):
+            reached = until(status) if callable(until) else status.state == until
+            if reached or (step is not None and status.step >= step):
                 return status
             if status.state is State.SUCCEEDED and until in (None, State.PENDING, State.QUEUED, State.RUNNING):
                 return status  # all its steps, and the states before its end, are behind it
@@ -355,13 +368,19 @@ def _place(namespace: str | None, context: str | None) -> Backend:
         return _here()
     from outlast.kubernetes.jobs.backend import KubernetesBackend
 
-    return KubernetesBackend(_connected(namespace, context))
+    return _closing(KubernetesBackend(_connected(namespace, context)))
 
 
 def _connected(namespace: str | None, context: str | None) -> Cluster:
     from outlast.kubernetes import api
 
     return api.connect(context, namespace)
+
+
+def _closing(place: KubernetesBackend) -> KubernetesBackend:
+    """Close the connections of a backend with its last `Run`."""
+    weakref.finalize(place, place.cluster.close)
+    return place
 
 
 def _here() -> LocalBackend:

@@ -25,18 +25,18 @@ def counted(steps: int) -> None:
 def test_a_run_in_pods_answers_as_one_of_this_machine(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PROGRAMS)
     more = {"image": os.environ["OUTLAST_TEST_IMAGE"], "resources": {"cpu": "0.2", "memory": "2Gi"}}
-    job = outlast.Job(script="exact.py", args=["--steps=1500", "--print"], workers=(2, 1, 2), **more)
+    job = outlast.Job(script="exact.py", args=["--steps=3000", "--print"], workers=(2, 1, 2), **more)
     run = job.submit(namespace=namespace.name)
     assert run.wait(step=30, timeout="4m").state == "Running"
     assert "killed" in run.chaos("kill-process", worker=1)
     run.scale(1)
-    run.wait(until="Resizing", timeout="1m")
-    run.wait(until="Running", timeout="2m")
+    run.wait(until=lambda status: status.state == "Running" and len(status.world) == 1, timeout="2m")
     run.suspend()
     run.wait(until="Suspended", timeout="2m")
     outlast.find("exact", namespace=namespace.name).resume()
-    assert run.wait(timeout="5m").step == 1500
-    assert any("rank 0 step 1500" in line.text for line in run.logs())
+    run.wait(until="Running", timeout="2m")
+    assert run.wait(timeout="5m").step == 3000
+    assert any("rank 0 step 3000" in line.text for line in run.logs())
     assert [each.name for each in outlast.runs(namespace=namespace.name)] == ["exact"]
     with pytest.raises(NotFound, match="in its pods only"):
         run.report()

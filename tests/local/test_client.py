@@ -121,6 +121,7 @@ def test_waiting_ends_at_a_step_at_a_state_and_at_the_end(started: Callable[...,
     run = started()
     assert run.wait(until="Running").state is State.RUNNING
     assert 5 <= run.wait(step=5).step < 20
+    assert run.wait(until=lambda status: status.step > 7).step in range(8, 20)
     assert run.wait().state is State.SUCCEEDED
     assert run.wait(until="Running", step=3).state is State.SUCCEEDED  # both are behind it
     assert repr(run) == "<Run train: Succeeded, step 20/20, 1 worker, 0 restarts>"
