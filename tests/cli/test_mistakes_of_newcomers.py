@@ -134,7 +134,7 @@ def test_a_mistake_on_the_command_line_or_in_a_job_file_is_answered_by_a_sentenc
     Path("a.yaml").write_text(text)
     Path("exact.py").write_text("")
     told = io.StringIO()
-    backend = LocalBackend(tmp_path / "state", start=lambda argv, log: None)
+    backend = LocalBackend(tmp_path / "state", start=lambda *_, **_env: None)
     with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
         cli.main(words.split(), backend=backend)
     assert (ended.value.code, told.getvalue().replace(str(tmp_path), "HERE")) == (2, sentence + "\n")

@@ -105,7 +105,7 @@ def a_launcher(directory: Path, machine: Machine, **fields: object) -> Launcher:
     whole = {"script": "train.py", "workers": {"replicas": 2}, **fields}
     document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}, "spec": whole}
     (directory / "job.yaml").write_text(json.dumps(document))
-    backend = LocalBackend(directory / "state", start=lambda *_: None)
+    backend = LocalBackend(directory / "state", start=lambda *_, **_env: None)
     backend.submit(spec.load(directory / "job.yaml"), source=directory / "job.yaml")
     return Launcher(StateDir(directory / "state" / "jobs" / "job"), machine.awake())
 
@@ -393,7 +393,7 @@ def test_the_end_is_written_before_the_ledger_is_read(tmp_path: Path, monkeypatc
         long.setattr(launcher.live, "final_goodput", killed)
         with pytest.raises(MemoryError):
             launcher._finish()
-    status = LocalBackend(tmp_path / "state", start=lambda *_: None).status("job")
+    status = LocalBackend(tmp_path / "state", start=lambda *_, **_env: None).status("job")
     assert (status.state, status.exit_code, status.launcher) == (State.SUCCEEDED, 0, None)
 
 
@@ -406,7 +406,7 @@ def test_status_and_report_say_the_same_goodput(tmp_path: Path) -> None:
         wall.sleep(0.001)
     launcher._close(State.SUCCEEDED, "training is done", 0)
     launcher._finish()
-    backend = LocalBackend(tmp_path / "state", start=lambda *_: None)
+    backend = LocalBackend(tmp_path / "state", start=lambda *_, **_env: None)
     assert backend.status("job").goodput == goodput.buckets(backend.events("job"), None).goodput > 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import json
 import os
 import random
 import re
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+import outlast as outlast_package
 from here import LONG_AGO, SOON, Here, outlast
 from outlast.base import file_locks, files
 from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
@@ -337,6 +339,34 @@ def test_a_run_that_is_taken_up_counts_its_time_anew(here: Here, verb: str) -> N
     assert len(here.started) == 2
 
 
+def test_a_run_keeps_its_copy_of_outlast_until_it_is_taken_up(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "outlast" / "__init__.py"
+    installed.parent.mkdir()
+    monkeypatch.setattr(outlast_package, "__file__", str(installed))
+    monkeypatch.setenv("OUTLAST_CACHE", str(tmp_path / "cache"))
+
+    def runs_in() -> str:
+        return (Path(here.environ["PYTHONPATH"].split(":")[0]) / "outlast" / "__init__.py").read_text()
+
+    installed.write_text("first")
+    here.submit()
+    installed.write_text("second")
+    here.leave(State.RUNNING, finished=None, launcher=1)
+    assert here.backend.ensure("job")
+    assert runs_in() == "first"
+    here.leave(State.INTERRUPTED)
+    here.submit()
+    assert runs_in() == "second"
+
+    monkeypatch.setenv("OUTLAST_CACHE", str(installed))
+    here.leave(State.INTERRUPTED)
+    here.backend.resume("job")
+    assert here.environ == os.environ
+    assert here.backend.notices[-1].endswith("/outlast/__init__.py/packages'); interrupt the job before an upgrade")
+
+
 # Processes
 
 
@@ -464,6 +494,15 @@ def test_a_damaged_wish_is_written_anew_by_run(here: Here) -> None:
         here.backend.resume("job")
     here.submit()
     assert Request.read(here.state_dir) == Request(2)
+
+
+@pytest.mark.parametrize("kind", [Run, Request])
+def test_fields_that_a_newer_version_has_added_are_ignored(here: Here, kind: type[Run] | type[Request]) -> None:
+    here.submit()
+    path = here.state_dir.run if kind is Run else here.state_dir.request
+    before = kind.read(here.state_dir)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "new": 1}))
+    assert kind.read(here.state_dir) == before
 
 
 # Fault injection ends with the run

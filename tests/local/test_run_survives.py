@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import outlast
 from outlast.job.status import JobStatus, State
 from outlast.job.workerfiles import progress_file
 from outlast.local.state_dir import StateDir
@@ -106,6 +109,33 @@ def trains_again(machine, name: str, before: JobStatus) -> JobStatus:
         )
 
     return machine.wait(name, trains)
+
+
+@pytest.mark.slow
+def test_an_upgrade_in_place_changes_nothing_for_a_job_that_runs(machine, undisturbed: Final):
+    """Every file of the package that the job was started from is overwritten; then each kind of process is replaced."""
+    installed = machine.directory / "installed" / "outlast"
+    shutil.copytree(Path(outlast.__file__).parent, installed)
+    places = {"OUTLAST_STATE_DIR": machine.directory / "state", "OUTLAST_CACHE": machine.directory / "cache"}
+    environ = {**os.environ, "PYTHONPATH": str(installed.parent), **{name: str(path) for name, path in places.items()}}
+    path = machine.job(args=ARGS, env={"PYTHONPATH": str(installed.parent)})
+    run = [sys.executable, "-m", "outlast", "run", str(path), "--detach"]
+    subprocess.run(run, cwd=machine.directory, env=environ, check=True)
+    before = machine.at_step("job", 15)
+    for file in installed.rglob("*.py"):
+        file.write_text("raise ImportError('a module of the new version')")
+    assert subprocess.run(run, cwd=machine.directory, env=environ, capture_output=True).returncode == 1
+
+    kill(before.launcher)
+    after = machine.wait("job", lambda s: s.launcher not in (None, before.launcher) and s.step > 20 and bool(s.world))
+    machine.backend.chaos("job", "kill-process", worker=1, rng=machine.rng)
+    after = trains_again(machine, "job", after)
+    kill(psutil.Process(after.workers[0].pid).children()[0].pid)  # the warm process, from which all others are forked
+    after = trains_again(machine, "job", after)
+    for worker in after.workers:  # so that none is left to fork another
+        kill(worker.pid)
+    assert machine.end("job", hurry=True).state is State.SUCCEEDED
+    assert machine.final("job") == undisturbed(ARGS, 2)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,8 @@ class Here:
 
     def __init__(self, directory: Path) -> None:
         self.started: list[list[str]] = []
+        self.environ: Mapping[str, str] = {}
+        """Environment of the last started command."""
         self.backend = LocalBackend(directory / "state", start=self._start)
         self.state_dir = StateDir(directory / "state" / "jobs" / "job")
         self.output = directory / "state" / "runs" / "job"
@@ -36,8 +38,9 @@ class Here:
         self.source.mkdir()
         self.write("train.py", "v1")
 
-    def _start(self, argv: Sequence[str], log: Path) -> None:
+    def _start(self, argv: Sequence[str], log: Path, *, env: Mapping[str, str]) -> None:
         self.started.append([*argv])
+        self.environ = env
 
     def write(self, name: str, text: str, *, at: float = LONG_AGO) -> None:
         """Write a file of the code, by default with a time before any run."""

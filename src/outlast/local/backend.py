@@ -27,8 +27,8 @@ from outlast.job.status import JobStatus, State
 from outlast.local import fault_injection, log_reader, output_dir, store_takeover, submission
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir, newest_metrics
 from outlast.storage.runs import output as stored_output
-from outlast.worker.launch import os_calls
-from outlast.worker.prepare import phases
+from outlast.worker.launch import os_calls, package_copy
+from outlast.worker.prepare import cache_eviction, phases
 
 _LOG_POLL_S = 0.1
 _START_TIMEOUT_S = 10.0
@@ -42,12 +42,12 @@ _NOTICE_DELAY_S = 1.0
 class LocalBackend:
     """The backend of this machine; `state` is usually `.outlast` in the working directory.
 
-    `start` starts a command that outlives this process and appends the command's output to a file.
+    `start` starts a command that outlives this process, with its output appended to a file and an environment (`env`).
     """
 
     poll_s = 0.3
 
-    def __init__(self, state: Path, *, start: Callable[[Sequence[str], Path], None] = os_calls.daemon) -> None:
+    def __init__(self, state: Path, *, start: Callable[..., None] = os_calls.daemon) -> None:
         self._root = state.absolute()
         self._start = start
         self.notices: list[str] = []
@@ -76,10 +76,10 @@ class LocalBackend:
         last = self._read(state_dir) if state_dir.run.exists() and not fresh else None
         request = submission.Submission(job, source, fresh, take_over, command, say)
         run, self.notices = submission.submit(self._root, state_dir, request, last)
-        self._launch(state_dir)
+        self._launch(state_dir, new=True)
         if chaos is not None:
             argv = [str(self._root), job.metadata.name, str(chaos.absolute())]
-            self._start([sys.executable, "-m", "outlast", "faults", *argv], state_dir.log)
+            self._start_role("faults", argv, state_dir)
         return run
 
     def ensure(self, name: str) -> bool:
@@ -107,8 +107,21 @@ class LocalBackend:
                 announced = True
             time.sleep(0.02)
 
-    def _launch(self, state_dir: StateDir) -> None:
-        self._start([sys.executable, "-m", "outlast", "launcher", str(state_dir.path)], state_dir.log)
+    def _launch(self, state_dir: StateDir, *, new: bool = False) -> None:
+        """Start the launcher, for a `new` or resumed run in a copy of our version of Outlast, else in that of the run."""
+        if new:
+            try:
+                copy = str(package_copy.make(cache_eviction.cache(os.environ)))
+            except OSError as problem:
+                copy = ""
+                self.notices.append(f"Outlast is not copied for this job ({problem}); interrupt the job before an upgrade")
+            files.replace(state_dir.package, copy)
+        self._start_role("launcher", [str(state_dir.path)], state_dir)
+
+    def _start_role(self, role: str, argv: Sequence[str], state_dir: StateDir) -> None:
+        copy = state_dir.package.read_text() if state_dir.package.exists() else ""  # none for a run of an earlier version
+        environ = package_copy.ahead(os.environ, Path(copy) if copy else None)
+        self._start([sys.executable, "-m", "outlast", role, *argv], state_dir.log, env=environ)
 
     # Reading
 
@@ -227,7 +240,7 @@ class LocalBackend:
         if status.state is State.SUCCEEDED:
             raise OutlastError(f"job {name} has succeeded; `{status.again}` starts it anew")
         self.notices = submission.resume(state_dir, name, status)
-        self._launch(state_dir)
+        self._launch(state_dir, new=True)
 
     def _end(self, name: str, verb: str) -> None:
         """Cancel or kill a run. Without a running launcher, this method does the launcher's work."""

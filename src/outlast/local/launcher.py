@@ -37,7 +37,7 @@ from outlast.rendezvous.transports import sockets
 from outlast.worker import tracking
 from outlast.worker.agent import upload_handle
 from outlast.worker.agent.lifecycle import Phase
-from outlast.worker.launch import os_calls
+from outlast.worker.launch import os_calls, package_copy
 
 if TYPE_CHECKING:
     from outlast.storage.runs import heartbeat
@@ -510,6 +510,7 @@ def main(argv: list[str]) -> int:
         if not _acquire(lock.fileno()):
             print(f"another launcher runs {state_dir.path}", flush=True)
             return 0
+        package_copy.hold()
         log = os.open(state_dir.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)

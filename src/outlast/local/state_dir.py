@@ -1,8 +1,8 @@
 """The state directory of one job on this machine: its paths, and the files that the command line and the launcher share.
 
 Every file is replaced as a whole, so a killed process leaves the old file. The command line writes `job.yaml`, `run.json`,
-`wanted.json` and `shell.json`. The launcher writes `launcher.json`, `rendezvous.key` and `status.json`, and a worker's agent
-`workers/<index>/`. All files except `shell.json` and `status.json` survive a power loss.
+`wanted.json`, `shell.json` and `package`. The launcher writes `launcher.json`, `rendezvous.key` and `status.json`, and a worker's
+agent `workers/<index>/`. All files except `shell.json`, `package` and `status.json` survive a power loss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.job.status import State
 
-_Kind = TypeVar("_Kind")
+_Kind = TypeVar("_Kind", "Run", "Request")
 VARIABLE = "OUTLAST_STATE_DIR"
 """Environment variable with the parent directory of all state directories. Default: `.outlast` in the working directory."""
 
@@ -50,6 +50,8 @@ class StateDir:
         """The launcher's state, for the next launcher in case this one dies."""
         self.shell = path / "shell.json"
         """`resumption.marks` of the shell that last submitted or resumed the run."""
+        self.package = path / "package"
+        """File with the path of the run's copy of Outlast, see `worker.launch.package_copy`; empty without a copy."""
         self.lock = path / "launcher.lock"
         """Lock file of the launcher, locked while it runs."""
         self.key = path / "rendezvous.key"
@@ -151,8 +153,9 @@ class Request:
 
 def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:
     try:
-        return kind(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as problem:
+        names = {field.name for field in dataclasses.fields(kind)}  # others are a newer version's
+        return kind(**{name: value for name, value in json.loads(path.read_bytes()).items() if name in names})
+    except (OSError, ValueError, TypeError, AttributeError) as problem:
         raise OutlastError(f"{path} is empty, damaged or may not be read; {remedy}") from problem
 
 

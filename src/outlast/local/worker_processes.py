@@ -25,7 +25,7 @@ from outlast.job import accelerators, contract, spec
 from outlast.job.spec import substitution
 from outlast.local.state_dir import Run, StateDir
 from outlast.rendezvous.transports import sockets
-from outlast.worker.launch import shim, sibling
+from outlast.worker.launch import package_copy, shim, sibling
 
 AGENT_SILENCE_S = 20.0
 """Timeout of an agent in seconds. An agent touches its file every second, but pauses while dumping the stacks of a hang."""
@@ -223,7 +223,7 @@ class WorkerPool:
             contract.Env.STORE: self._store,
             contract.Env.OWNER: self._owner,
         }
-        return {**environ, **substitution.values(self._job.spec.env, environ)}
+        return self._with_env(environ)
 
     def tracker_environ(self) -> dict[str, str]:
         """Return the environment of a process that forwards metrics without a worker."""
@@ -263,7 +263,11 @@ class WorkerPool:
             contract.Env.PROBE_PORT: str(base + index if base else 0),
             contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast", "launcher", str(self._state_dir.path)]),
         }
-        return {**environ, **substitution.values(fields.env, environ)}
+        return self._with_env(environ)
+
+    def _with_env(self, environ: dict[str, str]) -> dict[str, str]:
+        """Return an environment with the job's `env`, whose PYTHONPATH comes after our copy of Outlast."""
+        return package_copy.ahead({**environ, **substitution.values(self._job.spec.env, environ)})
 
 
 def gpus() -> dict[str, list[str]]:

@@ -38,7 +38,7 @@ from outlast.worker.agent import coordination, lifecycle, ranks, reporter, snaps
 from outlast.worker.agent.launcher_watch import LauncherWatch
 from outlast.worker.agent.lifecycle import Phase
 from outlast.worker.hangs import hang_limit, stacks
-from outlast.worker.launch import bytecode, shim, sibling
+from outlast.worker.launch import bytecode, package_copy, shim, sibling
 
 if TYPE_CHECKING:
     from outlast.job import spec
@@ -468,7 +468,7 @@ def main(warm: subprocess.Popen[bytes] | sibling.Forked | None, environ: dict[st
         from outlast.job.spec import substitution
 
         job = spec.load(environ[contract.Env.JOB_FILE])
-        environ |= substitution.values(job.spec.env, environ)
+        environ |= package_copy.ahead({**environ, **substitution.values(job.spec.env, environ)})
         agent = Agent(warm, job, environ, log)
         if agent.launched_here:
             log.keep(None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from outlast.job import contract
 from outlast.job.workerfiles.log_pipe import Output
 from outlast.worker.agent import pid1
-from outlast.worker.launch import os_calls, sibling
+from outlast.worker.launch import os_calls, package_copy, sibling
 
 
 def main(_: list[str]) -> None:
@@ -18,6 +18,7 @@ def main(_: list[str]) -> None:
     process starts later, in that environment."""
     pid1.stand_by()
     os_calls.entitle(f"agent {os.environ[contract.Env.WORKER]}")
+    package_copy.hold()
     log = Output()
     environ = os.environ | os_calls.streaming(os.environ)
     warm = None

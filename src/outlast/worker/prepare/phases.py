@@ -21,6 +21,7 @@ from outlast.base.errors import OutlastError
 from outlast.job import spec
 from outlast.job.contract import EVALUATE, Env, Pod
 from outlast.job.spec import substitution
+from outlast.worker.launch import package_copy
 
 if TYPE_CHECKING:
     from outlast.worker.prepare.data_cache import Version
@@ -213,7 +214,8 @@ class Preparation:
         if token := self._environ.get("HUGGINGFACE_HUB_TOKEN"):
             self._environ.setdefault("HF_TOKEN", token)  # Hugging Face's libraries read only this one
         after = substitution.values(fields.env, self._environ)
-        self._environ.update({name: value for name, value in after.items() if value != before[name]})
+        changed = {name: value for name, value in after.items() if value != before[name]}
+        self._environ.update(package_copy.ahead({**self._environ, **changed}))
 
     def compiled(self) -> None:
         """Fetch the cache of compiled code, and run the job's warm-up, if any."""

@@ -1,0 +1,95 @@
+"""The copy of Outlast that a job on this machine runs in, so that an upgrade in place does not reach running processes.
+
+    <cache>/packages/<digest>/outlast/        a copy of the package with its bytecode, shared by all jobs of this version
+    <cache>/packages/<digest>/outlast.lock    held, shared, by each launcher and agent that runs in this copy
+
+The command line makes the copy, and starts the launcher with it in front of PYTHONPATH, which all processes of the job inherit. A
+new copy replaces those that no process uses. Docs: docs/decisions/0061-upgrades-in-place.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import outlast
+from outlast.base import file_locks, files
+
+LOCK = "outlast.lock"
+UNUSED_S = 3600.0
+"""Seconds after its last use that a copy stays. Arbitrary, but longer than the start of a launcher, which then holds the lock."""
+_VARIABLE = "PYTHONPATH"
+
+
+def current() -> Path | None:
+    """Return the directory with the copy that this process runs in; None in the installed package."""
+    directory = Path(outlast.__file__).parents[1]
+    return directory if (directory / LOCK).is_file() else None
+
+
+def make(cache: Path) -> Path:
+    """Return the directory with a copy of our package, which is made if it does not exist. Raises OSError."""
+    if copy := current():  # a script of one job starts another job
+        return copy
+    source, packages = Path(outlast.__file__).parent, cache / "packages"
+    listing = _listing(source)
+    copy = packages / hashlib.sha256(repr(listing).encode()).hexdigest()[:16]
+    packages.mkdir(parents=True, exist_ok=True)
+    with file_locks.attempted(packages / ".lock", wait=True):
+        # A power loss may have cut files. Not all file systems keep nanoseconds.
+        if [row[:2] for row in _listing(copy / "outlast")] != [row[:2] for row in listing]:
+            _remove_unused(packages)
+            _copy(source, copy)
+        os.utime(copy / LOCK)
+    return copy
+
+
+def hold() -> None:
+    """Keep the copy that this process runs in, if any, until the process ends."""
+    if copy := current():
+        file_locks.shared(copy / LOCK)
+
+
+def ahead(environ: Mapping[str, str], copy: Path | None = None) -> dict[str, str]:
+    """Return an environment whose processes import Outlast from this copy, or else from the one of this process, if any."""
+    if not (copy := copy or current()):
+        return dict(environ)
+    others = environ[_VARIABLE].split(os.pathsep) if environ.get(_VARIABLE) else []
+    return {**environ, _VARIABLE: os.pathsep.join([str(copy), *(path for path in others if path != str(copy))])}
+
+
+def _listing(package: Path) -> list[tuple[str, int, int]]:
+    """Return the path, the size and the time of the last change of each file, without bytecode; empty without a package."""
+    listing = []
+    for directory, below, names in os.walk(package):
+        below[:] = [name for name in below if name != "__pycache__"]
+        for path in (os.path.join(directory, name) for name in names):
+            status = os.stat(path)
+            listing.append((path.removeprefix(str(package)), status.st_size, status.st_mtime_ns))
+    return sorted(listing)
+
+
+def _copy(source: Path, copy: Path) -> None:
+    partial = files.beside(copy)
+    partial.mkdir()
+    try:
+        (partial / LOCK).touch()
+        shutil.copytree(source, partial / "outlast")  # no hard links: an editor may write into the files of a checkout
+        shutil.rmtree(copy, ignore_errors=True)
+        partial.rename(copy)
+    except shutil.Error as errors:  # one for each file
+        raise OSError(errors.args[0][0][2]) from errors
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_unused(packages: Path) -> None:
+    for lock in packages.glob(f"*/{LOCK}"):
+        if time.time() - lock.stat().st_mtime > UNUSED_S:
+            with file_locks.attempted(lock) as unused:
+                if unused:
+                    shutil.rmtree(lock.parent, ignore_errors=True)
