@@ -215,6 +215,7 @@ def order(end: worlds.Ended) -> list[int]:
     return [n for at in range(0, len(reads[0]), share) for read in reads for n in read[at : at + share]]
 
 
+@pytest.mark.slow
 def test_a_world_that_is_killed_ends_as_one_that_is_not_and_another_degree_continues_the_order(tmp_path: Path) -> None:
     calm = world(tmp_path / "calm", 2, 1)
     assert calm.codes == [0, 0], calm.errors
@@ -239,3 +240,182 @@ def test_a_world_that_is_killed_ends_as_one_that_is_not_and_another_degree_conti
     assert result["position"] == [STEPS, STEPS * BATCH * LENGTH]
     assert worlds.hashes(alone) != {expected}, "sums have other roundings"
     assert result["norms"] == pytest.approx(calm.results[0]["norms"], rel=1e-3)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch, a_checkpoint_of_each_step: None) -> Iterator[None]:
+    """This process is the world. torchtitan stops the garbage collector and autograd's threads."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": ports.free()}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    yield
+    gc.enable()
+    torch.autograd.set_multithreading_enabled(True)
+
+
+def nothing(_: Any) -> None: ...
+
+
+def at(method: str, step: int, act: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return what makes a Trainer do something at a step, before one of its methods: `train_step` or `validator.validate`."""
+
+    def prepare(trainer: Any) -> None:
+        owner = trainer.validator if method == "validate" else trainer
+        before = getattr(owner, method)
+
+        def acted(*args: Any) -> Any:
+            if trainer.step == step:
+                act(trainer)
+            return before(*args)
+
+        setattr(owner, method, acted)
+
+    return prepare
+
+
+def die(_: Any) -> None:
+    raise Killed
+
+
+def tell_to_leave(trainer: Any) -> None:
+    trainer.checkpointer.run._leaving = True
+
+
+def trained(config: Any, prepare: Callable[[Any], None] = nothing) -> Any:
+    """Train in this process as torchtitan's `main` does."""
+    trainer = config.build()
+    prepare(trainer)
+    try:
+        trainer.train()
+    except Exception:
+        trainer.close()
+        raise
+    else:
+        trainer.close()
+    finally:
+        torch.distributed.destroy_process_group()
+    return trainer
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_trainer_that_is_killed_or_told_to_leave_ends_as_one_that_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calm = trained(configured(tmp_path / "calm"))
+    struck = functools.partial(configured, tmp_path / "struck")
+    for disturbance in (at("train_step", 4, die), at("validate", 6, die)):
+        with pytest.raises(Killed):
+            trained(struck(), disturbance)
+    monkeypatch.setenv(Env.CHECKPOINT_EVERY, "1000 steps")
+    with pytest.raises(SystemExit) as left:
+        trained(struck(), at("train_step", 8, tell_to_leave))
+    assert left.value.code == 75
+    last = trained(struck())
+    assert last.dataloader.dataset.read == calm.dataloader.dataset.read[8 * BATCH :]
+    assert (hashed(last), last.ntokens_seen) == (hashed(calm), calm.ntokens_seen)
+    assert (calm.validator.done, last.validator.done) == ([1, 3, 6, 9, 12], [9, 12])
+    logged = [json.loads(line) for line in (tmp_path / "struck" / "outlast" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged if "loss_metrics/global_avg_loss" in line] == [1, 2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_with_torchtitans_own_checkpoints_the_loader_continues_the_order_and_dropout_is_another(tmp_path: Path) -> None:
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    def own(directory: str) -> Any:
+        config = configured(tmp_path / directory)
+        config.checkpoint = CheckpointManager.Config(enable=True, interval=1, last_save_model_only=False)
+        return config
+
+    calm = trained(own("calm"))
+    with pytest.raises(Killed):
+        trained(own("struck"), at("train_step", 8, die))
+    last = trained(own("struck"))
+    assert last.dataloader.dataset.read == calm.dataloader.dataset.read[7 * BATCH :]
+    assert hashed(last) != hashed(calm)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_of_torchtitan_is_imported_at_the_first_start_and_not_read_later(tmp_path: Path) -> None:
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    theirs = configured(tmp_path, training={"steps": 3})
+    theirs.checkpoint = CheckpointManager.Config(enable=True, last_save_model_only=False)
+    trained(theirs)
+    ours = functools.partial(configured, tmp_path, checkpoint={"interval": 4})
+    with pytest.raises(Killed):
+        trained(ours(), at("train_step", 7, die))
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-3", "step-4"]
+    shutil.rmtree(tmp_path / "checkpoint")
+    last = trained(ours())
+    assert (last.step, len(last.dataloader.dataset.read)) == (STEPS, 6 * BATCH)
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-12", "step-8"]
+
+
+def a_list(*_: Any) -> Any:
+    return [1, 2]
+
+
+def weighted(_: Any, length: int) -> Any:
+    return data(_, length, shuffle=False, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "the training loader is a list of 2, whose samples have no order": {"make": a_list},
+    "the loader's WeightedRandomSampler chooses the samples itself": {"make": weighted},
+    "the loader's batch is 4, and training.global_batch_size -1; make them the same": {"training": {"global_batch_size": -1}},
+    "the loader is a HuggingFace, which fits one number of ranks only; set dataloader=": {"dataloader": "theirs"},
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_a_trainer_that_cannot_continue_exactly_is_refused_before_the_first_step(tmp_path: Path, sentence: str) -> None:
+    from torchtitan.components.dataloader import BaseDataLoader
+
+    class HuggingFace(BaseDataLoader):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            pass
+
+        def __init__(self, config: Any, **_: Any) -> None: ...
+
+        def __iter__(self) -> Any:
+            raise AssertionError
+
+        def state_dict(self) -> Any:
+            raise AssertionError
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            raise AssertionError
+
+    changes = dict(REFUSED[sentence])
+    theirs = changes.pop("dataloader", None)
+    config = configured(tmp_path, **changes)
+    if theirs:
+        config.dataloader = HuggingFace.Config()
+    with pytest.raises(OutlastError, match=f"^outlast.torchtitan: {sentence}"):
+        trained(config)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_another_torchtitan_is_told_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(tmp_path)
+    import outlast.torchtitan
+
+    monkeypatch.setattr(outlast.torchtitan, "_TRAINER", ("tokens_seen",))
+    with pytest.raises(OutlastError, match=r"torchtitan \S+ has another Trainer.tokens_seen than this Outlast knows; tested: 0.3.0"):
+        trained(config)
+
+
+def test_the_command_line_of_torchtitan_changes_options(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    import tyro
+    from torchtitan.config.manager import custom_registry
+
+    options = ["--checkpoint.interval", "5", "--dataloader.seed", "3", "--dataloader.batch", "8"]
+    changed = tyro.cli(type(config), args=options, default=config, registry=custom_registry)
+    assert (changed.checkpoint.interval, changed.dataloader.seed, changed.dataloader.batch) == (5, 3, 8)
+    assert changed.dataloader.make is data
