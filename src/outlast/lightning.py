@@ -194,8 +194,9 @@ class _Attachment:
 
     def loader(self, theirs: Any) -> Any:
         """The user's loader of training samples, with our order and seeded samples."""
-        trainer, several = self.trainer, self.order is not None
-        if problem := "there are several loaders of training samples; give one" if several else libraries.unordered_loader(theirs):
+        trainer = self.trainer
+        several = "there are several loaders of training samples; give one" if self.order is not None else ""
+        if problem := several or libraries.unordered_loader(theirs):
             raise OutlastError(f"outlast.lightning: {problem}")
         self.order = _Order(
             len(theirs.dataset), self.batch, rank=trainer.global_rank, ranks=trainer.world_size, most=theirs.batch_size,

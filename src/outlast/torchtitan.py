@@ -97,9 +97,9 @@ class Loader(order.Loader, BaseDataLoader):
 class CheckpointManager(checkpointer.CheckpointManager):
     """Snapshots and checkpoints of Outlast at the end of each step, beside torchtitan's own checkpoints.
 
-    Training continues from Outlast's newest state. At the first start torchtitan's checkpoints are imported as its options say
-    (`initial_load_path`, `load_step`, an existing `folder`); later they are not read. They are written as before, every `interval`
-    steps and at the end, and not at all with `load_only`. Raises OutlastError for what cannot continue exactly, before the first
+    Training continues from Outlast's newest state. At the first start a checkpoint of torchtitan is imported as its options say
+    (`initial_load_path`, `load_step`, an existing `folder`); later it is not read. They are written as before, every `interval`
+    steps and at the end; with `load_only` they are not. Raises OutlastError for what cannot continue exactly, before the first
     step.
     """
 
@@ -171,7 +171,9 @@ def _unsupported(trainer: Any, loader: Any) -> str:
     if name := next((name for name in _TRAINER if not hasattr(trainer, name)), ""):
         return _OTHER.format(f"Trainer.{name}")
     if not isinstance(loader, Loader):
-        return f"the loader is {kind(loader)}, which fits one number of ranks only; set dataloader=outlast.torchtitan.Loader.Config"
+        return (
+            f"the loader is {kind(loader)}, which fits one number of ranks only; set dataloader=outlast.torchtitan.Loader.Config"
+        )
     if loader.sampler.ranks != dist.get_world_size():
         return libraries.SPLIT
     if trainer.parallel_dims.ep_enabled:

@@ -216,8 +216,13 @@ def order(end: worlds.Ended) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_world_that_is_killed_ends_as_one_that_is_not_and_another_degree_continues_the_order(tmp_path: Path) -> None:
-    calm = world(tmp_path / "calm", 2, 1)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_world_that_is_killed_ends_as_one_that_is_not_and_another_degree_continues_the_order(
+    tmp_path: Path, replicas: int
+) -> None:
+    """With sharded and with replicated models."""
+    of_two = functools.partial(world, ranks=2, parallelism={"data_parallel_replicate_degree": replicas})
+    calm = of_two(tmp_path / "calm", generation=1)
     assert calm.codes == [0, 0], calm.errors
     [expected] = worlds.hashes(calm)
     samples = order(calm)
@@ -225,21 +230,20 @@ def test_a_world_that_is_killed_ends_as_one_that_is_not_and_another_degree_conti
     assert sorted(set(epoch)) == list(range(SAMPLES))
     assert epoch[SAMPLES:] == epoch[: len(epoch) - SAMPLES], "the last batch is filled up with the first samples"
 
-    killed = world(tmp_path / "killed", 2, 1, kill_at=7)
+    killed = of_two(tmp_path / "killed", generation=1, kill_at=7)
     assert killed.codes == [-signal.SIGKILL] * 2, killed.errors
     shutil.copytree(tmp_path / "killed", tmp_path / "alone")
 
-    same = world(tmp_path / "killed", 2, 2)
+    same = of_two(tmp_path / "killed", generation=2)
     assert worlds.hashes(same) == {expected}
     assert order(same) == samples[6 * BATCH :]
     assert [result["validated"] for result in same.results] == [[6, 9, 12]] * 2, "step 6 is validated again"
 
-    alone = world(tmp_path / "alone", 1, 2)
+    alone = world(tmp_path / "alone", ranks=1, generation=2)
     assert order(alone) == samples[6 * BATCH :]
     [result] = alone.results
     assert result["position"] == [STEPS, STEPS * BATCH * LENGTH]
-    assert worlds.hashes(alone) != {expected}, "sums have other roundings"
-    assert result["norms"] == pytest.approx(calm.results[0]["norms"], rel=1e-3)
+    assert result["norms"] == pytest.approx(calm.results[0]["norms"], rel=1e-2), "dropout is another with each number of ranks"
 
 
 class Killed(Exception):
@@ -302,7 +306,9 @@ def trained(config: Any, prepare: Callable[[Any], None] = nothing) -> Any:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_trainer_that_is_killed_or_told_to_leave_ends_as_one_that_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_is_killed_or_told_to_leave_ends_as_one_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calm = trained(configured(tmp_path / "calm"))
     struck = functools.partial(configured, tmp_path / "struck")
     for disturbance in (at("train_step", 4, die), at("validate", 6, die)):
@@ -318,6 +324,13 @@ def test_a_trainer_that_is_killed_or_told_to_leave_ends_as_one_that_is_not(tmp_p
     assert (calm.validator.done, last.validator.done) == ([1, 3, 6, 9, 12], [9, 12])
     logged = [json.loads(line) for line in (tmp_path / "struck" / "outlast" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in logged if "loss_metrics/global_avg_loss" in line] == [1, 2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_validation_leaves_no_trace_in_the_generators(tmp_path: Path) -> None:
+    with_it, without = (configured(tmp_path / str(n), training={"steps": 4}) for n in range(2))
+    without.validator.enable = False
+    assert hashed(trained(with_it)) == hashed(trained(without))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -406,7 +419,9 @@ def test_another_torchtitan_is_told_by_its_version(tmp_path: Path, monkeypatch: 
     import outlast.torchtitan
 
     monkeypatch.setattr(outlast.torchtitan, "_TRAINER", ("tokens_seen",))
-    with pytest.raises(OutlastError, match=r"torchtitan \S+ has another Trainer.tokens_seen than this Outlast knows; tested: 0.3.0"):
+    with pytest.raises(
+        OutlastError, match=r"torchtitan \S+ has another Trainer.tokens_seen than this Outlast knows; tested: 0.3.0"
+    ):
         trained(config)
 
 
