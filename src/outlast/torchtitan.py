@@ -17,7 +17,6 @@ with as many ranks, the same bits. docs/decisions/0060 has the design.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -42,7 +41,6 @@ _OTHER = f"torchtitan {torchtitan.__version__} has another {{}} than this Outlas
 try:
     from torchtitan.components import checkpointer
     from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.metrics import BaseLogger
 except ImportError as problem:
     raise OutlastError(_OTHER.format(problem.name)) from problem
 
@@ -112,6 +110,8 @@ class CheckpointManager(checkpointer.CheckpointManager):
 
     run: Session | None = None
     """The session while training runs, for `run.gather` and the like."""
+    _logged: tuple[int, dict[str, Any]] = (0, {})
+    """The last step that had metrics, and these."""
 
     def _load(self, step: int = -1) -> bool:
         trainer, loader = self.states[checkpointer.TRAIN_STATE], self.states[checkpointer.DATALOADER]
@@ -125,9 +125,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
             batch=loader.sampler.batch // config.training.local_batch_size,  # ranks that can share it have whole micro-batches
         )
         self.run = opened.__enter__()
-        self._metrics = trainer.metrics_processor.logger = _Metrics(trainer.metrics_processor.logger)
-        if config.validator.enable:
-            trainer.validator.validate = _without_trace(trainer.validator.validate, self.run)
+        self._observe(trainer, self.run)
         groups = {"model": map(weights.trained, trainer.model_parts), "optimizer": trainer.optimizers}
         things = {f"{name}_{n}" if n else name: thing for name, group in groups.items() for n, thing in enumerate(group)}
         position = _Position(trainer, loader.sampler.ranks)
@@ -138,10 +136,30 @@ class CheckpointManager(checkpointer.CheckpointManager):
             trainer.validator.validate(trainer.model_parts, trainer.step)  # comes after the boundary that was saved
         return True
 
+    def _observe(self, trainer: Any, run: Session) -> None:
+        """Note the metrics of steps. Let validations leave no trace in the random numbers of training, nor seem to hang."""
+        log = trainer.metrics_processor.logger.log
+
+        def noted(metrics: dict[str, Any], step: int) -> None:
+            log(metrics, step)
+            self._logged = step, metrics
+
+        trainer.metrics_processor.logger.log = noted
+        if not trainer.config.validator.enable:
+            return
+        validate = trainer.validator.validate
+
+        def validated(*args: Any, **options: Any) -> None:
+            with checkpoint.kept_generators(), run.alive():
+                validate(*args, **options)
+
+        trainer.validator.validate = validated
+
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         saved = bool(super()._save(curr_step, last_step))
         if self.run is not None:
-            self.run.log(curr_step, **self._metrics.of(curr_step))
+            step, metrics = self._logged
+            self.run.log(curr_step, **(metrics if step == curr_step else {}))
             try:
                 self.run.boundary(curr_step)
             except SystemExit:  # which torchtitan's main does not catch
@@ -182,35 +200,6 @@ def _unsupported(trainer: Any, loader: Any) -> str:
     if batch != loader.sampler.batch:
         return f"the loader's batch is {loader.sampler.batch}, and training.global_batch_size {batch}; make them the same"
     return ""
-
-
-def _without_trace(validate: Callable[..., None], run: Session) -> Callable[..., None]:
-    """Validate without a trace in the random numbers of training, and without being taken for a hang."""
-
-    @functools.wraps(validate)
-    def wrapped(*args: Any, **options: Any) -> None:
-        with checkpoint.kept_generators(), run.alive():
-            validate(*args, **options)
-
-    return wrapped
-
-
-class _Metrics(BaseLogger):
-    """Passes metrics on to the Trainer's loggers, and keeps those of the last step."""
-
-    def __init__(self, theirs: BaseLogger) -> None:
-        self._theirs, self._step, self._values = theirs, 0, dict[str, Any]()
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        self._theirs.log(metrics, step)
-        self._step, self._values = step, metrics
-
-    def of(self, step: int) -> dict[str, Any]:
-        """The metrics of `step`; empty if it had none."""
-        return self._values if self._step == step else {}
-
-    def close(self) -> None:
-        self._theirs.close()
 
 
 class _Position:
