@@ -30,13 +30,12 @@ from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 from torchmetrics import Metric
 
 from outlast.base.errors import OutlastError
 from outlast.training import Session, ddp, libraries, session
 from outlast.training.libraries import Order
-from outlast.training.samples.stream import kind, map_tensors
+from outlast.training.samples.stream import map_tensors
 from outlast.training.state import checkpoint, weights
 
 log = logging.getLogger("outlast")
@@ -154,24 +153,6 @@ def _callback_problem(trainer: Any) -> str:
     return f"{names[0]} changes weights or batches in ways that no state holds; leave it out" if names else ""
 
 
-def _loader_problem(loader: Any) -> str:
-    """The same for the loader of training samples."""
-    if not isinstance(loader, DataLoader):
-        return (
-            f"the training loader is {kind(loader)}, whose samples have no order to continue; give a torch.utils.data.DataLoader"
-        )
-    dataset: Any = loader.dataset
-    if unordered := libraries.unordered(dataset):
-        return unordered
-    sampler = loader.sampler
-    drawn = isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != len(dataset))
-    if drawn or not isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler):
-        return (
-            f"the loader's {type(sampler).__name__} chooses the samples itself; remove it, or make the order part of the dataset"
-        )
-    return "the loader's batch_sampler chooses the batches itself; give batch_size instead" if loader.batch_size is None else ""
-
-
 class _Order(Order):
     @property
     def sampler(self) -> _Order:
@@ -213,13 +194,14 @@ class _Attachment:
 
     def loader(self, theirs: Any) -> Any:
         """The user's loader of training samples, with our order and seeded samples."""
-        trainer, several = self.trainer, self.order is not None
-        if problem := "there are several loaders of training samples; give one" if several else _loader_problem(theirs):
+        trainer = self.trainer
+        several = "there are several loaders of training samples; give one" if self.order is not None else ""
+        if problem := several or libraries.unordered_loader(theirs):
             raise OutlastError(f"outlast.lightning: {problem}")
         self.order = _Order(
             len(theirs.dataset), self.batch, rank=trainer.global_rank, ranks=trainer.world_size, most=theirs.batch_size,
             seed=self.seed, drop_last=theirs.drop_last,
-            shuffle=getattr(theirs.sampler, "shuffle", isinstance(theirs.sampler, RandomSampler)),
+            shuffle=libraries.shuffled(theirs),
         )  # fmt: skip
         trainer.accumulate_grad_batches = self.order.accumulate
         return libraries.Loader(theirs, self.order, self.seed)

@@ -183,6 +183,7 @@ def test_the_script_is_code_though_it_takes_the_place_of_the_job_file(here: Path
         ("from transformers import (\n    Trainer)", "outlast.hf.attach(trainer, batch=64) before trainer.train()"),
         ("from accelerate import Accelerator", "outlast.accelerate.attach(accelerator, batch=64, epochs=3)"),
         ("import lightning as L", "outlast.lightning.attach(trainer, batch=64) before trainer.fit()"),
+        ("from torchtitan.trainer import Trainer", "checkpoint=outlast.torchtitan.CheckpointManager.Config()"),
         ("import pytorch_lightning as pl", "the newest checkpoint of its Trainer"),
         ("import torch", "the script saves checkpoints"),
     ],

@@ -1,4 +1,5 @@
-"""Shared parts of the integrations of training libraries: `outlast.hf`, `outlast.accelerate`, `outlast.lightning`."""
+"""Shared parts of the integrations of training libraries: `outlast.hf`, `outlast.accelerate`, `outlast.lightning` and
+`outlast.torchtitan`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from outlast import order
 from outlast.base.errors import OutlastError
@@ -24,6 +25,7 @@ def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
     return ""
 
 
+SPLIT = "the model is split over ranks (tensor, context or pipeline parallelism), which is not supported"
 STATIC_GRAPH = "static_graph lays out gradients after the first step and cannot resume exactly; leave it out"
 RESERVED = ("step", "reduce")
 """Parameters of `Session.log`, which no logged value can be named."""
@@ -44,12 +46,35 @@ def unordered(dataset: Any) -> str:
     return ""
 
 
+def unordered_loader(loader: Any) -> str:
+    """The same for the loader of training samples, which chooses the order by its sampler."""
+    if not isinstance(loader, DataLoader):
+        return (
+            f"the training loader is {kind(loader)}, whose samples have no order to continue; give a torch.utils.data.DataLoader"
+        )
+    dataset: Any = loader.dataset
+    if problem := unordered(dataset):
+        return problem
+    sampler = loader.sampler
+    drawn = isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != len(dataset))
+    if drawn or not isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler):
+        return (
+            f"the loader's {type(sampler).__name__} chooses the samples itself; remove it, or make the order part of the dataset"
+        )
+    return "the loader's batch_sampler chooses the batches itself; give batch_size instead" if loader.batch_size is None else ""
+
+
+def shuffled(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's sampler shuffles."""
+    return bool(getattr(loader.sampler, "shuffle", isinstance(loader.sampler, RandomSampler)))
+
+
 def split(accelerator: Any) -> str:
     """The reason why an accelerator of accelerate does not have a whole model on each rank; empty if it has."""
     mesh = getattr(accelerator, "parallelism_config", None)
     if mesh is None or mesh.non_data_parallel_size == 1:
         return ""
-    return "the model is split over ranks (tensor, context or pipeline parallelism), which is not supported"
+    return SPLIT
 
 
 class Order(order.BatchSampler):

@@ -142,6 +142,7 @@ _ATTACH = {
     "accelerate": "import outlast.accelerate; run = outlast.accelerate.attach(accelerator, batch=64, epochs=3) after prepare()",
     "lightning": "import outlast.lightning; outlast.lightning.attach(trainer, batch=64) before trainer.fit(), and "
     "L.Trainer(..., **outlast.lightning.world())",
+    "torchtitan": "dataloader=outlast.torchtitan.Loader.Config(...) and checkpoint=outlast.torchtitan.CheckpointManager.Config()",
 }
 """The lines that make a script with a library continue exactly (docs/guide/hugging-face.md)."""
 
@@ -154,7 +155,7 @@ def _saving(source: str) -> Iterator[str]:
         inside = rf"|^\s*from {package} import .*\b{name}\b" if package else ""
         return bool(re.search(rf"^\s*(from|import)\s+{re.escape(module)}\b{inside}", source, re.M))
 
-    if any(imports(f"outlast.{name}") for name in ("training", "hf", "accelerate", "lightning")):
+    if any(imports(f"outlast.{name}") for name in ("training", "hf", "accelerate", "lightning", "torchtitan")):
         yield "It is attached to Outlast, which saves, and continues exactly where it was."
     elif library := next((name for name in _ATTACH if imports(name)), ""):
         yield "To continue exactly after a failure, and with any number of workers, the script needs:"

@@ -1,0 +1,220 @@
+"""Exact, elastic resume for torchtitan's Trainer, as two components of its configuration.
+
+    import outlast.torchtitan
+
+    Trainer.Config(
+        training=TrainingConfig(local_batch_size=2, global_batch_size=64, ...),
+        dataloader=outlast.torchtitan.Loader.Config(make=my_loader, batch=64),
+        checkpoint=outlast.torchtitan.CheckpointManager.Config(),
+        ...
+    )
+
+A run that is killed continues from the newest state, in memory or on a disk: with the same samples, the same global batch and,
+with as many ranks, the same bits. docs/decisions/0060 has the design.
+"""
+
+# mypy: allow-untyped-calls, allow-subclassing-any
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch.distributed as dist
+import torchtitan
+import tyro
+from torch.utils.data import DataLoader
+
+from outlast import order
+from outlast.base.errors import OutlastError
+from outlast.training import Session, libraries, session
+from outlast.training.libraries import Order
+from outlast.training.samples.stream import kind
+from outlast.training.state import checkpoint, weights
+
+TESTED = "0.3.0"
+"""Versions of torchtitan that the tests have run with."""
+_OTHER = f"torchtitan {torchtitan.__version__} has another {{}} than this Outlast knows; tested: {TESTED}"
+
+try:
+    from torchtitan.components import checkpointer
+    from torchtitan.components.dataloader import BaseDataLoader
+except ImportError as problem:
+    raise OutlastError(_OTHER.format(problem.name)) from problem
+
+_HOOKS: dict[str, tuple[str, ...]] = {"_load": ("step",), "_save": ("curr_step", "last_step"), "_close": ()}
+"""Methods of torchtitan's checkpoint manager that we override, and the parameters that we rely on."""
+_TRAINER = ("config", "dataloader", "metrics_processor", "model_parts", "ntokens_seen", "optimizers", "parallel_dims", "step")
+"""Attributes of the Trainer that are read or set."""
+
+
+class Loader(order.Loader, BaseDataLoader):
+    """Micro-batches in an order that does not depend on the number of ranks, for ever.
+
+    The state is the position, the same on all ranks, so a run continues with another degree of data parallelism; torchtitan's own
+    loaders refuse that. It can also be used without our `CheckpointManager`.
+    """
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """The Trainer's `dataloader`."""
+
+        make: Annotated[Callable[[Any, int], DataLoader[Any]], tyro.conf.Suppress]
+        """Makes a DataLoader, given the tokenizer and `seq_len`. It has a dataset with a length, whose samples are pairs
+        `({"input": tokens, ...}, labels)` of tensors of shape (seq_len,), and is not read itself: dataset, collator, workers,
+        `shuffle` and `drop_last` are taken from it, and micro-batches have `training.local_batch_size` samples."""
+        batch: int
+        """The number of samples in one optimizer step over all ranks: `training.global_batch_size`."""
+        seed: int = 0
+        """The seed of the order, and of random samples."""
+
+    def __init__(
+        self, config: Config, *, dp_world_size: int, dp_rank: int, tokenizer: Any, seq_len: int, local_batch_size: int, **_: Any
+    ) -> None:
+        theirs = config.make(tokenizer, seq_len)
+        if problem := libraries.unordered_loader(theirs):
+            raise OutlastError(f"outlast.torchtitan: {problem}")
+        dataset: Any = theirs.dataset
+        sampler = Order(
+            len(dataset), config.batch, rank=dp_rank, ranks=dp_world_size, most=local_batch_size, seed=config.seed,
+            shuffle=libraries.shuffled(theirs), drop_last=theirs.drop_last,
+        )  # fmt: skip
+        super().__init__(dataset, sampler, theirs.collate_fn)
+        self._loader = libraries.Loader(theirs, sampler, config.seed)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.sampler.seek(self._handed_out // self.sampler.accumulate)
+            for batch in self._loader:
+                self._handed_out += 1
+                yield batch
+
+
+class CheckpointManager(checkpointer.CheckpointManager):
+    """Snapshots and checkpoints of Outlast at the end of each step, beside torchtitan's own checkpoints.
+
+    Training continues from Outlast's newest state. At the first start a checkpoint of torchtitan is imported as its options say
+    (`initial_load_path`, `load_step`, an existing `folder`); later it is not read. They are written as before, every `interval`
+    steps and at the end; with `load_only` they are not. Raises OutlastError for what cannot continue exactly, before the first
+    step.
+    """
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(checkpointer.CheckpointManager.Config):
+        """The Trainer's `checkpoint`, with the options of torchtitan's."""
+
+        enable: bool = True
+        """Whether to save and resume at all."""
+
+    run: Session | None = None
+    """The session while training runs, for `run.gather` and the like."""
+    _logged: tuple[int, dict[str, Any]] = (0, {})
+    """The last step that had metrics, and these."""
+
+    def _load(self, step: int = -1) -> bool:
+        trainer, loader = self.states[checkpointer.TRAIN_STATE], self.states[checkpointer.DATALOADER]
+        if problem := _unsupported(trainer, loader):
+            raise OutlastError(f"outlast.torchtitan: {problem}")
+        config = trainer.config
+        opened = session.attach(
+            config.debug.seed or 0,
+            output=Path(config.dump_folder) / "outlast",
+            quiet=True,
+            batch=loader.sampler.batch // config.training.local_batch_size,  # ranks that can share it have whole micro-batches
+        )
+        self.run = opened.__enter__()
+        self._observe(trainer, self.run)
+        groups = {"model": map(weights.trained, trainer.model_parts), "optimizer": trainer.optimizers}
+        things = {f"{name}_{n}" if n else name: thing for name, group in groups.items() for n, thing in enumerate(group)}
+        position = _Position(trainer, loader.sampler.ranks)
+        others = {"schedule": self.states[checkpointer.LR_SCHEDULER], "loader": loader, "trainer": position}
+        if not self.run.resume({**things, **others}):
+            return bool(super()._load(step))
+        if config.validator.enable and trainer.validator.should_validate(trainer.step):
+            trainer.validator.validate(trainer.model_parts, trainer.step)  # comes after the boundary that was saved
+        return True
+
+    def _observe(self, trainer: Any, run: Session) -> None:
+        """Note the metrics of steps. Let validations leave no trace in the random numbers of training, nor seem to hang."""
+        log = trainer.metrics_processor.logger.log
+
+        def noted(metrics: dict[str, Any], step: int) -> None:
+            log(metrics, step)
+            self._logged = step, metrics
+
+        trainer.metrics_processor.logger.log = noted
+        if not trainer.config.validator.enable:
+            return
+        validate = trainer.validator.validate
+
+        def validated(*args: Any, **options: Any) -> None:
+            with checkpoint.kept_generators(), run.alive():
+                validate(*args, **options)
+
+        trainer.validator.validate = validated
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        saved = bool(super()._save(curr_step, last_step))
+        if self.run is not None:
+            step, metrics = self._logged
+            self.run.log(curr_step, **(metrics if step == curr_step else {}))
+            try:
+                self.run.boundary(curr_step)
+            except SystemExit:  # which torchtitan's main does not catch
+                self._end()
+                raise
+        return saved
+
+    def _close(self) -> None:
+        super()._close()
+        self._end()
+
+    def _end(self) -> None:
+        if self.run is not None:
+            run, self.run = self.run, None
+            run.__exit__(*sys.exc_info())
+
+    def __del__(self) -> None:
+        """Release threads. The session has ended, or its process ends without it: its end would wait for the other ranks."""
+        if getattr(self, "enable", False):
+            super()._close()
+
+
+def _unsupported(trainer: Any, loader: Any) -> str:
+    """The reason why a Trainer cannot continue exactly, and the remedy; empty if it can."""
+    if name := libraries.missing(checkpointer.CheckpointManager, _HOOKS):
+        return _OTHER.format(f"CheckpointManager.{name}")
+    if name := next((name for name in _TRAINER if not hasattr(trainer, name)), ""):
+        return _OTHER.format(f"Trainer.{name}")
+    if not isinstance(loader, Loader):
+        return (
+            f"the loader is {kind(loader)}, which fits one number of ranks only; set dataloader=outlast.torchtitan.Loader.Config"
+        )
+    if loader.sampler.ranks != dist.get_world_size():
+        return libraries.SPLIT
+    if trainer.parallel_dims.ep_enabled:
+        return "expert parallelism is not supported"
+    batch = trainer.config.training.global_batch_size
+    if batch != loader.sampler.batch:
+        return f"the loader's batch is {loader.sampler.batch}, and training.global_batch_size {batch}; make them the same"
+    return ""
+
+
+class _Position:
+    """The steps and tokens of a Trainer, with `state_dict` and `load_state_dict`, for every number of ranks."""
+
+    def __init__(self, trainer: Any, ranks: int) -> None:
+        self._trainer, self._ranks = trainer, ranks
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return int(self._trainer.config.training.steps)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"version": 1, "step": self._trainer.step, "tokens": self._trainer.ntokens_seen * self._ranks}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._trainer.step, self._trainer.ntokens_seen = state["step"], state["tokens"] // self._ranks
