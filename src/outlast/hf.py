@@ -335,8 +335,8 @@ class _Callback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._attachment.boundary()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **_: Any) -> None:
-        self._attachment.measured(metrics)
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **_: Any) -> None:
+        self._attachment.measured(metrics or {})
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
         numbers: dict[str, Any] = {
