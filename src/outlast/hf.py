@@ -15,8 +15,10 @@ before. docs/decisions/0060 has the design.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +33,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 
 from outlast.base.errors import OutlastError
+from outlast.storage import checkpoints
 from outlast.training import Session, ddp, libraries, session
 from outlast.training.libraries import Order
 from outlast.training.samples import seeded
@@ -165,6 +168,9 @@ class _Attachment:
         self.generators: dict[str, Any] = {}
         self.evaluation: dict[str, Any] | None = None
         """States of the generators before the evaluation in progress."""
+        retention = checkpoints.Retention.parse(os.environ)
+        self.by = retention.by if retention.best and retention.by.startswith("eval_") else ""
+        """The metric of an evaluation by which the job keeps its best checkpoints; empty if it has none."""
 
     def plan(self) -> None:
         """Set micro-batch and accumulation for this world. Raises OutlastError if it cannot share the batch."""
@@ -242,6 +248,30 @@ class _Attachment:
             trainer.control._new_step()
         self.order.stopped = trainer.control.should_training_stop
 
+    def boundary(self) -> None:
+        """End a step. A checkpoint that is ranked by the evaluation of this step is saved once that is done, as of now."""
+        run, state, control = self.run, self.trainer.state, self.trainer.control
+        assert run is not None
+        assert self.order is not None
+        step = state.global_step
+        epoch_ends = step % self.order.steps_per_epoch == 0 or control.should_epoch_stop or control.should_training_stop
+        follows = control.should_evaluate or (epoch_ends and self.trainer.args.eval_strategy == "epoch")
+        self.position.held = None
+        run.log(step)
+        if not (self.by and follows):
+            run.boundary(step)
+        elif run.interrupted():
+            run.save(step, metric=math.nan)
+        elif run.due(step):
+            self.position.held = copy.deepcopy((self.position.state_dict(), self.position.loader_state()))
+
+    def measured(self, metrics: Mapping[str, Any]) -> None:
+        """Save the checkpoint that has waited for this evaluation, with its metric."""
+        if self.position.held and self.evaluation is not None and self.run is not None and self.by in metrics:
+            checkpoint.set_generators(self.evaluation)  # those of the evaluation are not used again
+            self.run.save(self.trainer.state.global_step, metric=metrics[self.by])
+            self.position.held = None
+
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluate without a trace in the random numbers of training."""
@@ -257,7 +287,7 @@ class _Attachment:
         run.alive()
         if run.interrupted():
             checkpoint.set_generators(before)
-            run.save(self.trainer.state.global_step)
+            run.save(self.trainer.state.global_step, metric=math.nan if self.by else None)
 
 
 class _Attached:
@@ -302,11 +332,11 @@ class _Callback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._attachment.resume()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        run = self._attachment.run
-        assert run is not None
-        run.log(state.global_step)
-        run.boundary(state.global_step)
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._attachment.boundary()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **_: Any) -> None:
+        self._attachment.measured(metrics or {})
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
         numbers: dict[str, Any] = {
@@ -336,6 +366,8 @@ class _Position:
         """The flags of the Trainer's control at the end of the step: whether to log, evaluate, save and stop."""
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] = {}
+        self.held: tuple[dict[str, Any], dict[str, Any]] | None = None
+        """The state at the end of the step, and the values of this rank, while a checkpoint waits for an evaluation."""
         self._lines = ""
         self._logged = 0
         """Number of entries of the Trainer's log in `_lines`, one JSON line each."""
@@ -352,6 +384,8 @@ class _Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON texts; each call encodes only new entries of the log."""
+        if self.held:
+            return self.held[0]
         trainer: Any = self._attachment.trainer
         state, history = trainer.state, trainer.state.log_history
         if self._logged > len(history):
@@ -371,6 +405,8 @@ class _Position:
 
     def loader_state(self) -> dict[str, Any]:
         """Return the values that only this rank has."""
+        if self.held:
+            return self.held[1]
         trainer = self._attachment.trainer
         values = {name: getattr(trainer, name) for name in _RANK if hasattr(trainer, name)}
         return {name: value.detach().cpu() if isinstance(value, torch.Tensor) else value for name, value in values.items()}

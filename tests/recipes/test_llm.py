@@ -536,10 +536,26 @@ def test_a_model_is_found_below_the_jobs_models_and_never_downloaded_when_that_i
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(contract.Env.MODELS, str(model.parent))
-    assert llm_model.place("someone/tiny", "", offline=True) == str(model)
-    assert llm_model.place(str(model), "", offline=True) == str(model)
+    for name in ("someone/tiny", str(model)):
+        assert llm_model.place(name, "", offline=True) == (model, str(model.resolve()))
     with pytest.raises(OutlastError, match="model someone/else is not here, and nothing may be downloaded"):
         llm_model.place("someone/else", "", offline=True)
+
+
+def test_an_offline_start_finds_what_an_earlier_one_has_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is not the whole repository: weights in other formats, for instance, are left there."""
+    monkeypatch.setattr(llm_model.huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repository, commit = tmp_path / "models--someone--tiny", "0" * 40
+    snapshot = repository / "snapshots" / commit
+    files = {name: {"size": 2, "blob_id": "0"} for name in ("config.json", "pytorch_model.bin")}
+    for path, text in (
+        (repository / "refs" / "main", commit),
+        (snapshot / "config.json", "{}"),
+        (repository / "trees" / f"{commit}.json", json.dumps({"format_version": 1, "files": files})),
+    ):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    assert llm_model.place("someone/tiny", "", offline=True) == (snapshot, "someone/tiny")
 
 
 # In several processes

@@ -19,6 +19,7 @@ import torch
 from outlast.base.errors import OutlastError
 from outlast.job.contract import Env
 from outlast.job.workerfiles import progress_file
+from outlast.storage import checkpoints
 from outlast.training import session
 
 pytest.importorskip("transformers")
@@ -342,6 +343,27 @@ def test_a_worker_that_is_told_to_leave_saves_even_within_an_evaluation(tmp_path
             made.train()
         assert left.value.code == 75
     assert outcome(trained(tmp_path / "left", [])) == undisturbed
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_the_best_checkpoints_are_ranked_by_the_evaluation_of_their_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """Their state is that of the end of the step: a run that continues from one ends as the undisturbed one does."""
+    monkeypatch.setenv(Env.CHECKPOINT_EVERY, "4 steps")
+    monkeypatch.setenv(Env.CHECKPOINT_BEST, "9 min eval_loss")
+    runs = [
+        trained(tmp_path / str(len(kills)), kills, lambda: {"eval_strategy": strategy, "max_steps": 16})
+        for kills in ([], [("on_step_begin", 10)])
+    ]
+    assert outcome(runs[0]) == outcome(runs[1])
+    measured = {entry["step"]: entry["eval_loss"] for entry in runs[0].state.log_history if "eval_loss" in entry}
+    assert list(measured) == ([4, 8, 12, 16] if strategy == "steps" else [8, 16])
+    for number in ("0", "1"):
+        saved = checkpoints.list_(tmp_path / number / "outlast" / "checkpoints")
+        found = {each.step: each.metric and each.metric.value for each in saved if each.step in measured}
+        assert 16 in found  # others may be skipped while a save is in progress
+        assert found.items() <= measured.items()
 
 
 def interrupted(run: session.Session) -> Callable[[], bool]:

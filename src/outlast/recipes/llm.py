@@ -258,7 +258,7 @@ class Training(loop.Recipe):
         with torch.no_grad():
             for number in range(passes):
                 row = rows[number] if number < len(rows) else stand_in[0]
-                loss: Tensor = net(_llm_model().moved(row, run.device))
+                loss: Tensor = net(row)
                 if number < len(rows):
                     total += loss.double()
                 run.alive()
@@ -335,25 +335,22 @@ class Parts:
         `run`."""
         started = time.monotonic()
         llm_model = _llm_model()
-        offline = s.local_files_only
-        named = llm_model.place(s.model, s.model_local_dir, offline=offline)
-        directory = llm_model.downloaded(named)
+        directory, name = llm_model.place(s.model, s.model_local_dir, offline=s.local_files_only)
         tokenizer = directory
         if s.tokenizer_local_dir:
-            tokenizer = Path(llm_model.place("", s.tokenizer_local_dir, offline=offline, what="tokenizer"))
+            tokenizer, _ = llm_model.place("", s.tokenizer_local_dir, offline=True, what="tokenizer")
         words = chat.load(tokenizer.resolve(), chat.digest(tokenizer))
         log.info(f"[STEP] tokenizer {tokenizer}: {len(words):,} tokens")
         low = bfloat16(s, where, run)
         model = llm_model.load(directory, torch.bfloat16 if low and s.lora else torch.float32, s.seq_len, where)
-        model.name_or_path = (
-            str(directory.resolve()) if Path(named).is_dir() else named
-        )  # the name of the base in an adapter's config
+        model.name_or_path = name
         train, val = data(s, tokenizer, model.get_input_embeddings().num_embeddings, run)
         about = {"base": llm_model.fingerprint(model) if s.lora else "", "data": train.digest}
         progress = {"epoch": 0, "best": {}, "tokens": 0, "elapsed_s": 0.0}  # `epoch`: those whose results are written
         record = Record({"base": "another base model", "data": "other training data"}, **about, **progress)
         if s.lora:
-            model = llm_model.adapted(model, llm_model.Lora(s.lora_r, s.lora_alpha, s.lora_dropout, s.target_modules))
+            options = {"r": s.lora_r, "lora_alpha": s.lora_alpha, "lora_dropout": s.lora_dropout}
+            model = llm_model.adapted(model, s.target_modules, **options)
         whole = run is None or s.parallel == "ddp" or llm_model.needs_gpu(model)
         tuned = llm_model.Tuned(model.to(where) if whole else model, low=low)  # FSDP moves it to the device layer by layer
         tuned.train()
@@ -453,7 +450,7 @@ def evaluate(s: Settings) -> None:
     parts.tuned.eval()
     total, learned = 0.0, 0
     for row in validation(parts, parts.val, range(len(parts.val)), s):
-        total += parts.tuned(_llm_model().moved(row, where)).item()
+        total += parts.tuned(row).item()
         learned += len(row.targets)
     loss = total / learned
     about = {"samples": len(parts.val), "tokens": learned, "loss": loss, "perplexity": perplexity(loss)}

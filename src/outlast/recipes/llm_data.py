@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from outlast.base import file_locks
@@ -128,9 +129,7 @@ class Samples(Dataset[Sample]):
                 "the records with the model's own"
             )
         every = np.concatenate(lengths)
-        self.lengths = np.minimum(every, limit)
-        self.learned = np.concatenate(learned)
-        self._indices = np.flatnonzero(self.learned)
+        self._indices = np.flatnonzero(np.concatenate(learned))
         self.cut = int((every > limit).sum())
         """Number of truncated samples."""
         self.without = len(every) - len(self._indices)
@@ -140,7 +139,7 @@ class Samples(Dataset[Sample]):
                 f"none of the {len(every)} samples of {directory} has a token to learn within {limit} tokens; raise --seq-len, "
                 "or give completions, texts, or an assistant's messages"
             )
-        self.tokens = int(self.lengths[self._indices].sum())
+        self.tokens = int(np.minimum(every, limit)[self._indices].sum())
         self.digest = hashlib.sha256(f"{self._shards.fingerprint} {limit}".encode()).hexdigest()[:16]
         """Identifier of the samples and the limit."""
 
@@ -190,19 +189,20 @@ def packed(samples: Sequence[Sample], size: int) -> list[Row]:
 def _row(samples: Sequence[Sample]) -> Row:
     lengths = [len(tokens) for tokens, _ in samples]
     starts = np.cumsum([0, *lengths[:-1]])
-    labels = torch.cat([labels for _, labels in samples]).long()
-    labels[torch.from_numpy(starts)] = chat.NOT_LEARNED  # the last token of the previous sample predicts nothing
-    places = (labels[1:] != chat.NOT_LEARNED).nonzero().flatten()
+    labels = torch.cat([labels for _, labels in samples])[None]
+    labels[0, torch.from_numpy(starts)] = chat.NOT_LEARNED  # the last token of the previous sample predicts nothing
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
     groups, order = _groups(lengths, starts)
     return Row(
-        tokens=torch.cat([tokens for tokens, _ in samples]).long()[None],
-        positions=torch.cat([torch.arange(length) for length in lengths])[None],
-        places=places,
-        targets=labels[places + 1],
-        groups=groups,
-        order=order,
-        real=sum(lengths),
+        torch.cat([tokens for tokens, _ in samples])[None].long(), positions, *_learns(labels), groups, order, sum(lengths)
     )
+
+
+def _learns(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `Row.places` and `Row.targets`. `labels`: (b, t), where nothing is learned at the beginning of a row."""
+    following = labels.flatten().roll(-1).long()
+    places = (following != chat.NOT_LEARNED).nonzero().flatten()
+    return places, following[places]
 
 
 def _groups(lengths: Sequence[int], starts: NDArray[np.int64]) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
@@ -227,14 +227,8 @@ def padded(samples: Sequence[Sample]) -> Row:
 
     Padding is at the end and not learned, so causal attention needs no mask.
     """
-    longest = max(len(tokens) for tokens, _ in samples)
-    tokens = torch.zeros(len(samples), longest, dtype=torch.int64)
-    labels = torch.full((len(samples), longest), chat.NOT_LEARNED, dtype=torch.int64)
-    for row, (some, learned) in enumerate(samples):
-        tokens[row, : len(some)] = some
-        labels[row, 1 : len(some)] = learned[1:]
-    following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=chat.NOT_LEARNED).flatten()
-    places = (following != chat.NOT_LEARNED).nonzero().flatten()
-    positions = torch.arange(longest).expand(len(samples), -1)
-    real = sum(len(some) for some, _ in samples)
-    return Row(tokens, positions, places, following[places], (), torch.arange(longest), real)
+    tokens = pad_sequence([tokens for tokens, _ in samples], batch_first=True).long()
+    labels = pad_sequence([labels for _, labels in samples], batch_first=True, padding_value=chat.NOT_LEARNED)
+    labels[:, 0] = chat.NOT_LEARNED  # nothing predicts the first token
+    order = torch.arange(tokens.shape[1])
+    return Row(tokens, order.expand(len(samples), -1), *_learns(labels), (), order, sum(len(tokens) for tokens, _ in samples))

@@ -8,7 +8,6 @@ a row of samples, and `write` saves a directory for `AutoModelForCausalLM` or `P
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -29,9 +28,11 @@ from outlast.job import contract
 from outlast.recipes import gpt_model
 from outlast.recipes.llm_data import Row, packed, padded
 from outlast.training import device
+from outlast.training.samples.stream import map_tensors
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the library warns in forked processes
 with importing("fine-tuning", "llm"):
+    import huggingface_hub
     import peft
     import transformers
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -45,63 +46,36 @@ _SAMPLED = 64
 """Number of values of each weight in the fingerprint of a base model; arbitrary."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Lora:
-    """Settings of LoRA: small trained matrices beside frozen ones (Hu et al., 2021, https://arxiv.org/abs/2106.09685)."""
-
-    r: int
-    alpha: int
-    dropout: float
-    targets: tuple[str, ...]
-
-
 # Loading
 
 
-def place(name: str, local: str, *, offline: bool, what: str = "model") -> str:
-    """Return the directory of a model, or its name on Hugging Face. Raises OutlastError.
+def place(name: str, local: str, *, offline: bool, what: str = "model") -> tuple[Path, str]:
+    """Return the directory of a model, and its name in an adapter's config: its path, or its name at Hugging Face.
 
-    The order of precedence: `local`; `name` as a directory; `name`, or its last part, below $OUTLAST_MODELS.
+    The order of precedence: `local`; `name` as a directory; `name`, or its last part, below $OUTLAST_MODELS; Hugging Face's
+    cache, with a download unless `offline`. Raises OutlastError.
     """
-    if local:
-        if not Path(local).expanduser().is_dir():
-            raise OutlastError(f"--{what}-local-dir {local} is no directory; name the one with config.json and the weights")
-        return str(Path(local).expanduser())
-    places = [Path(name).expanduser()]
-    if shelf := os.environ.get(contract.Env.MODELS):
+    places = [Path(local or name).expanduser()]
+    if not local and (shelf := os.environ.get(contract.Env.MODELS)):
         places += [Path(shelf) / name, Path(shelf) / name.rpartition("/")[2]]
     if directory := next((each for each in places if each.is_dir()), None):
-        return str(directory)
-    if offline or os.environ.get("HF_HUB_OFFLINE") == "1" or os.environ.get("TRANSFORMERS_OFFLINE") == "1":
-        return _cached(name, what)
-    return name
-
-
-def _cached(name: str, what: str) -> str:
-    """Return the directory of a model in Hugging Face's cache. Raises OutlastError."""
-    from huggingface_hub import snapshot_download
-
+        return directory, str(directory.resolve())
+    if local:
+        raise OutlastError(f"--{what}-local-dir {local} is no directory; name the one with config.json and the weights")
+    offline = offline or huggingface_hub.constants.HF_HUB_OFFLINE
+    needed = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        return str(snapshot_download(name, local_files_only=True))
+        return Path(huggingface_hub.snapshot_download(name, local_files_only=offline, allow_patterns=needed)), name
     except Exception as error:
-        raise OutlastError(
-            f"{what} {name} is not here, and nothing may be downloaded: it is no directory, not below ${contract.Env.MODELS}, "
-            f"and not in Hugging Face's cache; name its directory with --{what}-local-dir, or as `models` of the job file"
-        ) from error
-
-
-def downloaded(name: str) -> Path:
-    """Return the directory `name`, or download a model from Hugging Face and return its directory. Raises OutlastError."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
-    except Exception as error:
+        if offline:
+            raise OutlastError(
+                f"{what} {name} is not here, and nothing may be downloaded: it is no directory, not below "
+                f"${contract.Env.MODELS}, and not in Hugging Face's cache; name its directory with --{what}-local-dir, or as "
+                "`models` of the job file"
+            ) from error
         reason = " ".join(str(error).split())[:300]
         raise OutlastError(
-            f"model {name} cannot be downloaded: {reason}; name a directory with --model-local-dir, or set HF_TOKEN"
+            f"{what} {name} cannot be downloaded: {reason}; name a directory with --{what}-local-dir, or set HF_TOKEN"
         ) from error
 
 
@@ -184,24 +158,25 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def adapted(model: Any, lora: Lora) -> Any:
-    """Add LoRA to the target modules of a model, and freeze all other weights. Raises OutlastError."""
+def adapted(model: Any, targets: Sequence[str], **options: Any) -> Any:
+    """Add small trained matrices to the target modules of a model, and freeze all other weights. Raises OutlastError.
+
+    This is LoRA (Hu et al., 2021, https://arxiv.org/abs/2106.09685); `options` are those of `peft.LoraConfig`.
+    """
     linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
     names = {name for name, _ in model.named_modules()}
-    missing = [each for each in lora.targets if not any(name == each or name.endswith(f".{each}") for name in names)]
-    if missing or not lora.targets:
+    missing = [each for each in targets if not any(name == each or name.endswith(f".{each}") for name in names)]
+    if missing or not targets:
         raise OutlastError(
             f"--target-modules {' '.join(missing or ['(none)'])}: the model has no such module; it has {', '.join(linear)}"
         )
-    config = peft.LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(lora.targets), task_type="CAUSAL_LM"
-    )
+    config = peft.LoraConfig(target_modules=list(targets), task_type="CAUSAL_LM", **options)
     try:
         with _quiet():
             wrapped = peft.get_peft_model(model, config)  # matrices in float32, whatever the frozen ones are
     except ValueError as error:
         raise OutlastError(
-            f"LoRA does not fit {' '.join(lora.targets)} of this model: {' '.join(str(error).split())[:300]}"
+            f"LoRA does not fit {' '.join(targets)} of this model: {' '.join(str(error).split())[:300]}"
         ) from error
     for module in wrapped.modules():
         if isinstance(module, BaseTunerLayer):
@@ -273,8 +248,14 @@ class Tuned(nn.Module):
         return self.model.get_base_model() if isinstance(self.model, peft.PeftModel) else self.model
 
     def forward(self, row: Row) -> Tensor:
+        row = self._here(row)
         with device.of(row.tokens.device).autocast(torch.bfloat16 if self.low else None):
             return self._loss(row)
+
+    def _here(self, row: Row) -> Row:
+        where = next(self.parameters()).device
+        moved: Row = map_tensors(row, lambda tensor: tensor.to(where))
+        return moved
 
     def _loss(self, row: Row) -> Tensor:
         if self.whole:
@@ -308,7 +289,7 @@ class Tuned(nn.Module):
         vocabulary = self.base.get_input_embeddings().num_embeddings
         draw = torch.Generator().manual_seed(0)
         samples = [(some := torch.randint(vocabulary, (n,), generator=draw), some) for n in (9, 14)]
-        rows = [moved(padded([sample]), where) for sample in samples]
+        *rows, pair = [self._here(row) for row in (*(padded([sample]) for sample in samples), *packed(samples, 99))]
         error = 0.1 if self.low else 0.01  # tolerance for bfloat16 or TF32 in many layers; wrong attention or positions exceed it
         with device.of(where).autocast(torch.bfloat16 if self.low else None):
             alone = torch.cat([self._logits(row) for row in rows])
@@ -321,7 +302,7 @@ class Tuned(nn.Module):
                 if _alike(alone, own, error):
                     self.base.set_attn_implementation(PACKED)
                 alone = own
-            able = _alike(self._logits(moved(packed(samples, 99)[0], where)), alone, error)
+            able = _alike(self._logits(pair), alone, error)
         self.train(training)
         return "" if able else f"samples are not packed: {type(self.base).__name__} computes something else then"
 
@@ -335,13 +316,6 @@ def _alike(one: Tensor, other: Tensor, error: float) -> bool:
     """Return whether logits (n, v) agree within a relative error in each row, apart from a constant per row."""
     a, b = (each.float() - each.float().mean(-1, keepdim=True) for each in (one, other))
     return bool(((a - b).norm(dim=-1) <= error * b.norm(dim=-1)).all())
-
-
-def moved(row: Row, to: torch.device) -> Row:
-    """Copy a row to another device."""
-    groups = tuple((where.to(to), real.to(to)) for where, real in row.groups)
-    tensors = {name: getattr(row, name).to(to) for name in ("tokens", "positions", "places", "targets", "order")}
-    return row._replace(groups=groups, **tensors)
 
 
 # Results
@@ -401,9 +375,7 @@ def merge(base: Path, adapter: Path, directory: Path, tokenizer: Any) -> None:
 
 def stored(directory: Path) -> torch.dtype:
     """Return the type of the weights in a directory according to its config.json, by default float32."""
-    about = json.loads((directory / "config.json").read_text())
-    dtype = getattr(torch, str(about.get("dtype") or about.get("torch_dtype") or "float32"), torch.float32)
-    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
+    return transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True).dtype or torch.float32
 
 
 def layers(model: Any) -> Sequence[nn.Module]:
