@@ -49,6 +49,10 @@ _ENSURE_INTERVAL_S = 5.0
 """Interval at which the launcher of a job on this machine is looked for."""
 
 
+_TAKEN_UP_S = 30.0
+"""Time within which an operator takes up a request, in seconds; until then the status is the old one."""
+
+
 class Failed(OutlastError):
     """A run has ended without success. The message has the first error of the first rank that failed; `status` is the last."""
 
@@ -187,6 +191,8 @@ class Run:
     def __init__(self, name: str, place: Backend) -> None:
         self.name = name
         self._place = place
+        self._begun = time.monotonic()
+        """The time of the last request to train."""
 
     @property
     def status(self) -> JobStatus:
@@ -222,7 +228,7 @@ class Run:
             if status.state.active and now - ensured > _ENSURE_INTERVAL_S:
                 ensured = now
                 self._place.ensure(self.name)
-            if not status.state.active:
+            if status.state.final or not (status.state.active or now - self._begun < _TAKEN_UP_S):
                 raise Failed(status)
             if limit_s is not None and now - began > limit_s:
                 raise TimeoutError(f"{self.name} is {status.state} at step {status.step} after {limit_s:g} s; it goes on")
@@ -243,6 +249,7 @@ class Run:
     def resume(self) -> None:
         """Continue a run that is suspended; on this machine also one that was interrupted, failed or was cancelled."""
         self._place.steer(self.name, "resume")
+        self._begun = time.monotonic()
 
     def cancel(self) -> None:
         """End the run for good. Its checkpoints stay."""
