@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRAINS := $(VENV)/.trains
 CORE := base job rendezvous storage training
+OLDEST := $(CURDIR)/$(VENV)/oldest
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --constraint constraints.txt
 OUTLAST := $(BIN)/outlast
 
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: each would compile what it imports
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-one watch test-slow test-gpu check hooks docs bench clean
+.PHONY: help demo test test-core test-one watch test-slow test-oldest test-gpu check hooks docs bench clean
 
 help:  ## Say what can be made
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -40,6 +41,13 @@ test-slow: $(READY)  ## Run the tests that take minutes, and property tests with
 	$(BIN)/pytest -m "slow and not jobs and not cluster and not gpu" --numprocesses 2 --dist worksteal
 	$(BIN)/pytest -m "hypothesis and not jobs and not cluster and not gpu" --hypothesis-profile explore --numprocesses 2 --dist worksteal
 	$(BIN)/pytest -m "slow and jobs and not cluster and not gpu"
+	$(MAKE) test-oldest
+
+test-oldest: $(OLDEST)/.ready  ## Run the tests of outlast.hf and outlast.accelerate with the oldest versions that these support
+	PYTHONPATH=$(OLDEST)/trainer $(BIN)/python -c 'import transformers as t; assert t.__file__.startswith("$(OLDEST)/"), t'
+	PYTHONPATH=$(OLDEST)/trainer $(BIN)/pytest tests/training/test_hf.py
+	PYTHONPATH=$(OLDEST)/accelerate $(BIN)/python -c 'import accelerate as a; assert a.__file__.startswith("$(OLDEST)/"), a'
+	PYTHONPATH=$(OLDEST)/accelerate $(BIN)/pytest tests/training/test_accelerate.py
 
 test-gpu: $(READY)  ## Run the tests that need a GPU and measure there (under 8 minutes; where torch is installed: make test-gpu READY= BIN=/usr/bin)
 	$(BIN)/python3 -c 'import sys, torch; torch.cuda.is_available() or sys.exit("this machine has no GPU that torch can use; make test needs none")'
@@ -85,4 +93,11 @@ $(TRAINS): pyproject.toml constraints.txt
 $(READY): $(TRAINS)
 	@echo "$(VENV): installing what outlast is developed with (once, a large download) ..."
 	@$(PIP) --group dev --editable ".[train,digits,data,llm,plots,tracking,spark,notebook,store,kubernetes]"
+	@touch $@
+
+$(OLDEST)/.ready: $(READY)
+	@rm -rf $(OLDEST)
+	@for each in trainer accelerate; do \
+	  $(BIN)/python -m pip --disable-pip-version-check -qq install --no-deps --target $(OLDEST)/$$each --group oldest-$$each || exit; \
+	done
 	@touch $@

@@ -31,4 +31,5 @@ for _epoch in run.epochs():
             optimizer.zero_grad()
             run.step(loss=loss)
 weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in accelerator.unwrap_model(net).parameters())
-accelerator.print("weights", hashlib.sha256(weights).hexdigest())
+if accelerator.is_main_process:  # accelerator.print would print once for each worker
+    print("weights", hashlib.sha256(weights).hexdigest(), flush=True)

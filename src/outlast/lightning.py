@@ -91,8 +91,8 @@ def attach(trainer: Trainer, batch: int, *, seed: int | None = None) -> None:
     """
     if problem := _problem(trainer):
         raise OutlastError(f"outlast.lightning.attach: {problem}")
-    libraries.plan(batch, int(os.environ.get("WORLD_SIZE", "1")), None)
     attachment = _Attachment(trainer, batch, int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed)
+    libraries.plan(batch, int(os.environ.get("WORLD_SIZE", "1")), None)
     for path, mixin in _HOOKS.items():
         owner = _at(trainer, path)
         was = type(owner)
@@ -165,6 +165,7 @@ class _Attachment:
 
     def __init__(self, trainer: Any, batch: int, seed: int) -> None:
         self.trainer, self.batch, self.seed = trainer, batch, seed
+        self.session = session.attach(seed, output=Path(trainer.default_root_dir) / "out", quiet=True, batch=batch)
         self.run: Session | None = None
         self.stack = contextlib.ExitStack()
         self.position = _Position(trainer)
@@ -183,8 +184,7 @@ class _Attachment:
             problem = "manual optimization takes steps that the loop does not count; use automatic optimization"
         if problem:
             raise OutlastError(f"outlast.lightning: {problem}")
-        output = Path(trainer.default_root_dir) / "out"
-        self.run = self.stack.enter_context(session.attach(self.seed, output=output, quiet=True))
+        self.run = self.stack.enter_context(self.session)
         if step := self.run.peek({"trainer": self.position}):
             self.owing = True
             self.position.put_callbacks()

@@ -15,6 +15,7 @@ import torch
 
 from outlast.base.errors import OutlastError
 from outlast.job.contract import Env
+from outlast.job.workerfiles import progress_file
 from outlast.training import session
 
 pytest.importorskip("lightning")
@@ -380,6 +381,20 @@ def test_the_world_of_a_trainer_is_that_of_the_environment(monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "6")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert outlast.lightning.world() == {"devices": 2, "num_nodes": 3, "strategy": "ddp"}
+
+
+def test_the_batch_is_reported_before_a_world_that_cannot_share_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(Env.STATE, str(tmp_path))
+    made = trainer(tmp_path / "out", attached=False)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(Trainer, "num_devices", 3)
+    with pytest.raises(OutlastError, match=rf"a global batch of {BATCH} samples cannot be shared equally among 3 ranks"):
+        outlast.lightning.attach(made, batch=BATCH)
+    record = progress_file.read(tmp_path, 0)
+    assert record is not None
+    assert (record.phase, record.batch) == ("started", BATCH)
 
 
 def test_micro_batches_and_validation_follow_from_the_world(tmp_path: Path) -> None:
