@@ -18,6 +18,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import math
 import operator
 import os
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torchmetrics import Metric
 
 from outlast.base.errors import OutlastError
+from outlast.storage import checkpoints
 from outlast.training import Session, ddp, libraries, session
 from outlast.training.libraries import Order
 from outlast.training.samples.stream import map_tensors
@@ -175,6 +177,10 @@ class _Attachment:
         self.generators: dict[str, Any] = {}
         self.leavable = False
         """Whether all ranks take part in the validation in progress with as many batches."""
+        self.ranked = bool(checkpoints.Retention.parse(os.environ).best)
+        """Whether the job keeps its best checkpoints: one that is due waits for the validation of its step, with its metric."""
+        self.unmeasured = False
+        """Whether a checkpoint waits for the validation of its step."""
 
     def begin(self, ckpt_path: Any) -> bool:
         """Open the session, and learn the position. Returns whether there is a state to continue from."""
@@ -264,10 +270,17 @@ class _Attachment:
         trainer, run = self.trainer, self.run
         assert run is not None
         step, every = trainer.global_step, trainer.log_every_n_steps
+        loop = trainer.fit_loop.epoch_loop
         self.position.held = None
         run.log(step, **(self._numbers() if every and step % every == 0 else {}))
-        run.boundary(step)
-        if trainer.fit_loop.epoch_loop.done:
+        if not (self.ranked and loop._should_check_val_fx(trainer.fit_loop._data_fetcher)):
+            run.boundary(step)
+        elif run.interrupted():
+            run.save(step, metric=math.nan)
+        elif run.due(step):
+            self.position.hold()
+            self.unmeasured = True
+        if loop.done and self.position.held is None:
             self.position.hold()
 
     def _numbers(self) -> dict[str, Any]:
@@ -291,20 +304,23 @@ class _Attachment:
                 self.leavable = False
         if run is not None and ended:
             run.log(trainer.global_step, **self._numbers())
+            if self.unmeasured:
+                self.unmeasured = False
+                self.save()
 
     def leave(self) -> None:
         """Save and leave during a validation if a rank is interrupted; the validation is repeated after the resume."""
         if self.run is not None and self.leavable:
             self.run.alive()
             if self.run.interrupted():
-                self.save()
+                self.save(metric=math.nan if self.ranked else None)
 
-    def save(self) -> None:
+    def save(self, metric: float | None = None) -> None:
         """Save the last step as it was at its end."""
         if self.run is not None and self.position.held is not None:
             with checkpoint.kept_generators():
                 checkpoint.set_generators(self.position.held.generators)
-                self.run.save(self.trainer.global_step)
+                self.run.save(self.trainer.global_step, metric=metric)
 
 
 # What we override; the names are Lightning's, and `_missing` compares their parameters

@@ -16,6 +16,7 @@ import torch
 from outlast.base.errors import OutlastError
 from outlast.job.contract import Env
 from outlast.job.workerfiles import progress_file
+from outlast.storage import checkpoints
 from outlast.training import session
 
 pytest.importorskip("lightning")
@@ -266,6 +267,27 @@ def test_a_worker_that_is_told_to_leave_saves_even_within_a_validation(
     net, read = fit(last)
     assert outcome(last, net) == undisturbed[0]
     assert len(read) == 5 * BATCH
+
+
+def test_the_best_checkpoints_are_ranked_by_the_validation_of_their_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their state is that of the end of the step: a run that continues from one ends as the undisturbed one does."""
+    monkeypatch.setenv(Env.CHECKPOINT_EVERY, "2 steps")
+    monkeypatch.setenv(Env.CHECKPOINT_BEST, "9 min val")
+    calm, struck = tmp_path / "calm", tmp_path / "struck"
+    net, _ = fit(made := trainer(calm, val_check_interval=0.5))
+    with pytest.raises(Killed):
+        fit(trainer(struck, Kill("on_train_batch_start", 5), val_check_interval=0.5))
+    again, _ = fit(continued := trainer(struck, val_check_interval=0.5))
+    assert outcome(continued, again) == outcome(made, net)
+    measured = {step: values["val"] for step, values in reversed(net.logged)}
+    assert len(set(measured.values())) > 3
+    for directory in (calm, struck):
+        saved = checkpoints.list_(directory / "out" / "checkpoints")
+        found = {each.step: each.metric.value for each in saved if each.metric and each.step in measured}
+        assert 12 in found  # others may be skipped while a save is in progress
+        assert found == {step: pytest.approx(measured[step]) for step in found}
 
 
 def tell_to_leave(made: Any) -> None:
