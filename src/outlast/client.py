@@ -49,8 +49,16 @@ _ENSURE_INTERVAL_S = 5.0
 """Interval at which the launcher of a job on this machine is looked for."""
 
 
+_BEFORE = (None, "Pending", "Queued", "Running")
+"""States that a run which has succeeded has passed, as it has each of its steps."""
 _TAKEN_UP_S = 30.0
 """Time within which an operator takes up a request, in seconds; until then the status is the old one."""
+
+
+class Late(OutlastError, TimeoutError):
+    """What was waited for has not come within the timeout."""
+
+    exit_code = 124
 
 
 class Failed(OutlastError):
@@ -223,15 +231,15 @@ class Run:
             reached = until(status) if callable(until) else status.state == until
             if reached or (step is not None and status.step >= step):
                 return status
-            if status.state is State.SUCCEEDED and until in (None, State.PENDING, State.QUEUED, State.RUNNING):
-                return status  # all its steps, and the states before its end, are behind it
+            if status.state is State.SUCCEEDED and until in _BEFORE:
+                return status
             if status.state.active and now - ensured > _ENSURE_INTERVAL_S:
                 ensured = now
                 self._place.ensure(self.name)
             if status.state.final or not (status.state.active or now - self._begun < _TAKEN_UP_S):
                 raise Failed(status)
             if limit_s is not None and now - began > limit_s:
-                raise TimeoutError(f"{self.name} is {status.state} at step {status.step} after {limit_s:g} s; it goes on")
+                raise Late(f"{self.name} is {status.state} at step {status.step} after {limit_s:g} s; it goes on")
             time.sleep(self._place.poll_s)
 
     def logs(self, *, worker: int | None = None, follow: bool = False, tail: int | None = None) -> Iterator[LogLine]:

@@ -258,6 +258,25 @@ def test_watching_prints_a_line_for_every_change_until_the_end(
     assert outlast(backend, "status", "-w")[1].splitlines()[-1] == "Succeeded: all steps are done"
 
 
+def test_waiting_ends_at_a_step_a_state_or_the_end_and_says_otherwise_why_not(
+    tmp_path: Path, outlast: Outlast, job_file: Path
+) -> None:
+    def fails(run: fake.Run) -> None:
+        run.status.failure = Failure(worker=1, code=1, reason="rank 1 on worker 1 raised ValueError")
+        run.wish = State.FAILED
+
+    backend = fake.FakeBackend(tmp_path, steps=400, at={120: fails})
+    outlast(backend, "run", str(job_file), "--detach")
+    assert outlast(backend, "wait", "--for", "step=5")[0] == 0
+    code, out, _ = outlast(backend, "wait", "job", "--for", "Running", "--timeout", "1m")
+    assert (code, out.startswith("job: Running")) == (0, True)
+    assert outlast(backend, "wait", "--for", "step=390", "--timeout", "1s")[0] == 124
+    code, _, error = outlast(backend, "wait")
+    assert (code, error) == (1, "Error: job has ended: Failed: rank 1 on worker 1 raised ValueError\n")
+    assert outlast(backend, "wait", "--for", "step=many")[2] == "Error: --for step=many: expected step=N with a whole number\n"
+    assert "--for Trained: expected step=N or one of Pending, Queued" in outlast(backend, "wait", "--for", "Trained")[2]
+
+
 def test_logs_can_be_followed_cut_and_searched(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
     outlast(backend, "run", job_file, "--detach")
     assert len(outlast(backend, "logs", "-f")[1].splitlines()) == 40
@@ -628,7 +647,7 @@ def test_a_job_that_does_not_train_has_no_rate_and_a_script_without_steps_has_no
 
 def test_a_log_that_there_is_not_is_named_with_those_that_there_are(tmp_path: Path) -> None:
     machine = local.LocalBackend(tmp_path)
-    state_dir = machine._state_dir("job")
+    state_dir = machine.state_dir("job")
     state_dir.path.mkdir(parents=True)
     Run("r", 0.0, "job.yaml", str(tmp_path / "out"), str(tmp_path)).write(state_dir)
     with pytest.raises(NotFound, match="job has no log of worker 9; no worker has started"):

@@ -857,7 +857,7 @@ def test_a_job_here_says_where_it_stands(status: JobStatus, rule: str, wrong: bo
 
 def test_the_file_that_a_job_here_is_started_with_again_is_one_that_is_there(tmp_path: Path) -> None:
     machine = local.LocalBackend(tmp_path)
-    state_dir = machine._state_dir("job")
+    state_dir = machine.state_dir("job")
     state_dir.path.mkdir(parents=True)
     Run("r", 0.0, str(tmp_path / "job.yaml"), "", "").write(state_dir)
     state_dir.status.write_text(a_status(State.FAILED).model_dump_json())

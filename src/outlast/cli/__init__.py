@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 
-def main(args: Sequence[str] | None = None, *, backend: Any = None) -> NoReturn:
+def kubectl_plugin() -> NoReturn:
+    """Run as `kubectl outlast`: jobs are those of the cluster. kubectl finds the program `kubectl-outlast` on the PATH."""
+    main(name="kubectl outlast")
+
+
+def main(args: Sequence[str] | None = None, *, backend: Any = None, name: str = "outlast") -> NoReturn:
     """Run the command line with `args` (default: the arguments of this process) on a `Backend` (default: this machine), and
-    exit."""
+    exit. `name` is the name of the program."""
     if (sys.argv[1:] if args is None else args) == ["agent"]:
         from outlast import __main__ as roles
 
@@ -22,7 +27,7 @@ def main(args: Sequence[str] | None = None, *, backend: Any = None) -> NoReturn:
         print(f"Error: {instead}", file=sys.stderr)
         sys.exit(2)
     try:
-        commands.command()(args=args, obj=backend, prog_name="outlast")
+        commands.command()(args=args, obj=backend, prog_name=name)
     except OutlastError as error:
         print(error if isinstance(error, InvalidJob) else f"Error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

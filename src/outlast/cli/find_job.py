@@ -1,7 +1,7 @@
 """Finding a job: which job a command refers to, and which backend runs it.
 
-With `-n` or `--context`, the job is in a cluster. Otherwise, this directory is searched first. If it lacks the job and a
-kubeconfig exists, the namespace of the kubeconfig's current context is next.
+With `-n` or `--context`, and as a plug-in of kubectl, the job is in a cluster. Otherwise, this directory is searched first. If it
+lacks the job and a kubeconfig exists, the namespace of the kubeconfig's current context is next.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from outlast.storage import runs
     from outlast.storage.store import Store
 
+PLUGIN = "kubectl outlast"
+"""Name of the program as a plug-in of kubectl, which looks for jobs in the cluster only."""
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job file.")]
 FileOrScript = Annotated[str, typer.Argument(metavar="FILE", help="A job file, or a Python script followed by its arguments.")]
 TitleOption = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of that in the file.")]
@@ -77,7 +79,7 @@ def backend(ctx: typer.Context) -> Backend:
 
 def place(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Backend:
     """Return the backend of the job with this name, or of the only job."""
-    if ctx.obj is not None or namespace or context:
+    if ctx.obj is not None or namespace or context or ctx.find_root().info_name == PLUGIN:
         return backend(ctx) if ctx.obj is not None else cluster(ctx, namespace, context)
     here = this_machine()
     known = {status.name for status in here.list()}

@@ -1,0 +1,49 @@
+"""`outlast wait`: wait for a step, a state or the end of a job, in a script or a pipeline."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from outlast.base.errors import OutlastError
+from outlast.cli import find_job, tables_and_pages
+from outlast.cli.find_job import ContextOption, NameArgument, NamespaceOption
+
+
+def wait(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    what: Annotated[
+        str, typer.Option("--for", metavar="WHAT", help="step=N, or a state such as Running. Default: that it has succeeded.")
+    ] = "Succeeded",
+    timeout: Annotated[str | None, typer.Option(metavar="TIME", help="Give up after this time, such as 10m.")] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Wait until a job reaches a step or a state.
+
+    By default, that it has succeeded. The exit code is 0 then; 1 if the job fails, is cancelled or stops before, with the first
+    error of the first rank that failed; 124 after --timeout. The job goes on in any case.
+
+    \b
+    Examples:
+      outlast wait
+      outlast wait cifar10 --for step=1000 --timeout 1h
+      outlast wait cifar10 -n team-a --for Running
+    """
+    from outlast import client
+    from outlast.job.status import State
+
+    options: dict[str, Any] = {"until": what}
+    if what.startswith("step="):
+        if not what.removeprefix("step=").isdecimal():
+            raise OutlastError(f"--for {what}: expected step=N with a whole number")
+        options = {"step": int(what.removeprefix("step="))}
+    elif what not in list(State):
+        raise OutlastError(f"--for {what}: expected step=N or one of {', '.join(State)}")
+    if timeout is not None:
+        options["timeout"] = find_job.duration("--timeout", timeout).total_seconds()
+    place, name = find_job.resolve(ctx, name, namespace, context)
+    status = client.Run(name, place).wait(**options)
+    print(f"{name}: {tables_and_pages.state(status)}, step {status.step}")
