@@ -152,7 +152,8 @@ def test_the_batch_is_reported_once_it_is_known_and_kept_while_other_processes_s
     assert after_start(6, 7)[2:] == [(6, 0, 0)], "two processes cannot share 7 samples, whatever the number of workers"
 
 
-def test_a_process_whose_main_thread_moves_is_not_silent(tmp_path: Path) -> None:
+def test_a_process_whose_main_thread_moves_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "cpu_s", lambda pid: 5.0)
     machine = Machine()
     ranks = Ranks(tmp_path, 1, machine.awake())
     writer, beat = progress.Writer(tmp_path, 0), progress.Beat(tmp_path, 0)
@@ -173,6 +174,7 @@ def test_a_process_whose_main_thread_moves_is_not_silent(tmp_path: Path) -> None
         machine.goes_on(1.0)
         (process,) = ranks.look()
     assert process.frozen, "nobody looks any more"
+    assert process.silent_s == 30 + 20, "that is no sign of life"
     os.close(beat._fd)
     assert not ranks.look()[0].watched, "it has become another program"
     writer.close()

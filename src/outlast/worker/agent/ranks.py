@@ -65,13 +65,11 @@ class Ranks:
             pulse = None
         age_s = self._seen.age((local_rank, "process"), process)
         frozen = pulse is not None and self._seen.age((local_rank, "looks"), pulse.looks) > FROZEN_S
-        signs = (
-            record,
-            pulse.moves if pulse else None,
-            written if record.phase == "started" else None,
-            int(progress_file.cpu_s(record.pid)) if frozen else None,
-        )
+        signs = (record, pulse.moves if pulse else None, written if record.phase == "started" else None)
         silent_s = self._seen.age(local_rank, signs)
+        idle_s = self._seen.age((local_rank, "CPU"), (process, int(progress_file.cpu_s(record.pid))))
+        if frozen:
+            silent_s = min(silent_s, idle_s)
         where, alone = (pulse.where, pulse.alone) if pulse else ("", 0)
         watched = pulse is not None
         return Process(local_rank, record, stopped, silent_s, frozen, age_s, watched=watched, where=where, alone=alone)
