@@ -98,8 +98,9 @@ def report(pipe: int, preloaded: Collection[str], settled_s: float = SETTLED_S) 
 
 
 def places() -> list[str]:
-    """Return the directories of installed packages and of the standard library."""
-    return [os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")]
+    """Return the directories of installed packages, also those below a virtual environment, and of the standard library."""
+    installed = [path for path in sys.path if os.path.basename(path.rstrip(os.sep)) in ("site-packages", "dist-packages")]
+    return [os.path.realpath(path) + os.sep for path in (*installed, sysconfig.get_path("stdlib"))]
 
 
 def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str], where: Sequence[str]) -> list[str]:
