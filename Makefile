@@ -8,6 +8,7 @@ TRAINS := $(VENV)/.trains
 CORE := base job rendezvous storage training
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --constraint constraints.txt
 OUTLAST := $(BIN)/outlast
+QUICK := outlast,outlast-trainer,torchrun-tuned,elastic-tuned
 
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: each would compile what it imports
 
@@ -41,18 +42,19 @@ test-slow: $(READY)  ## Run the tests that take minutes, and property tests with
 	$(BIN)/pytest -m "hypothesis and not jobs and not cluster and not gpu" --hypothesis-profile explore --numprocesses 2 --dist worksteal
 	$(BIN)/pytest -m "slow and jobs and not cluster and not gpu"
 
-test-gpu: $(READY)  ## Run the tests that need a GPU and measure there (under 8 minutes; where torch is installed: make test-gpu READY= BIN=/usr/bin)
+test-gpu: $(READY)  ## Run the tests that need a GPU and measure there (under 25 minutes; where torch is installed: make test-gpu READY= BIN=/usr/bin)
 	$(BIN)/python3 -c 'import sys, torch; torch.cuda.is_available() or sys.exit("this machine has no GPU that torch can use; make test needs none")'
 	$(BIN)/python3 -m pytest -m gpu
 	$(BIN)/python3 bench/saves.py --quick
 	$(BIN)/python3 bench/recovery.py --quick --scenario kill --system outlast --system tuned
+	$(BIN)/python3 -m bench.resilience --short --device cuda --systems $(QUICK) --results dist/gpu.jsonl --page dist/gpu.md
 
 check: $(READY)  ## Check format, lint, types, imports, the map, and that generated pages are current
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q tests/house/test_architecture.py
+	$(BIN)/pytest -q tests/house/test_architecture.py tests/bench
 	$(BIN)/python docs/reference/job_file.py | diff docs/reference/job-file.md -
 	$(BIN)/python docs/reference/training.py | diff docs/reference/training.md -
 	$(BIN)/python docs/guide/commands.py | diff docs/guide/commands.md -
@@ -65,6 +67,7 @@ docs: $(READY)  ## Write the generated pages and deploy/ anew
 	$(BIN)/python docs/reference/training.py > docs/reference/training.md
 	$(BIN)/python docs/guide/commands.py > docs/guide/commands.md
 	$(BIN)/python deploy/render.py
+	$(BIN)/python -m bench.resilience --page
 
 bench: $(READY)  ## Measure recovery, ours and torchrun's (minutes)
 	$(BIN)/python bench/recovery.py

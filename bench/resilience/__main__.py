@@ -62,23 +62,30 @@ def run(args: argparse.Namespace, plan: trace.Trace) -> None:
     done = {
         (each["system"], each["repeat"])
         for each in kept
-        if page.alike(each) == (plan.name, plan.seed, args.device, drive.machine())
+        if page.alike(each) == (plan.name, plan.seed, args.device, drive.place(args.device))
     }
     absent = {name: why for name in chosen if (why := known[name].missing())}
     for name, why in absent.items():
         print(f"{name} is left out: {why}", flush=True)
+        if (name, page.ABSENT) not in done:
+            keep(args.results, name, page.ABSENT, {**drive.head(plan, args.device, args.millions), "failure": f"left out: {why}"})
     for repeat in range(args.repeats):
         for name in chosen if repeat % 2 == 0 else reversed(chosen):
             if (name, repeat) in done or name in absent:
                 continue
             began = time.monotonic()
             record = drive.trial(known[name], plan, args.device, args.millions)
-            with args.results.open("a") as file:
-                file.write(json.dumps({"system": name, "repeat": repeat, **record}) + "\n")
+            keep(args.results, name, repeat, record)
             costs = ", ".join(
                 f"{f['kind']} {f['lost_s'] and round(f['lost_s'], 1)}" for leg in record["legs"] for f in leg["faults"]
             )
             print(f"{plan.name} {repeat} {name}: {costs or record['failure']} ({time.monotonic() - began:.0f} s)", flush=True)
+
+
+def keep(results: Path, name: str, repeat: int, record: page.Record) -> None:
+    """Append the record of a trial."""
+    with results.open("a") as file:
+        file.write(json.dumps({"system": name, "repeat": repeat, **record}) + "\n")
 
 
 if __name__ == "__main__":

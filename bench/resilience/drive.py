@@ -31,7 +31,7 @@ WINDOW = 2000
 """Lines before a fault that its cost is worked out from."""
 
 
-class Lost(Exception):
+class Lost(RuntimeError):
     """The job cannot be brought back, not even by hand."""
 
 
@@ -112,8 +112,8 @@ class Run:
 
     def reach(self, step: int) -> None:
         """Wait for a step. A job that stands still is started again by hand."""
-        while (at := max(line.step for line in self.book.read())) < step:
-            if not self.until(self.scene.trace.limit_s, lambda at=at: max(line.step for line in self.book.read()) > at):
+        while (now := self.book.read()[-1]).step < step:
+            if not self.until(self.scene.trace.limit_s, lambda now=now: self.book.read()[-1] is not now):
                 self.start_again()
 
     def start_again(self) -> None:
@@ -204,6 +204,15 @@ class Run:
         return chore
 
 
+def place(device: str) -> str:
+    """Describe the machine, with its GPUs if they are used."""
+    if device == "cpu":
+        return machine()
+    import torch
+
+    return machine().replace("gloo", f"NCCL, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+
+
 def living(pids: list[int]) -> set[int]:
     """Return those of the processes that are not gone, nor zombies."""
     found = set()
@@ -214,21 +223,26 @@ def living(pids: list[int]) -> set[int]:
     return found
 
 
-def trial(system: systems.System, trace_: trace.Trace, device: str = "cpu", millions: float = 2.0) -> dict[str, Any]:
-    """Run all legs of a trace, and return the record that is kept. The directory of a job that was lost stays."""
-    record: dict[str, Any] = {
+def head(trace_: trace.Trace, device: str, millions: float) -> dict[str, Any]:
+    """Return what a record says of the circumstances."""
+    return {
         "trace": trace_.name,
         "seed": trace_.seed,
         "workers": trace_.workers,
         "device": device,
         "millions": millions,
         "at": time.strftime("%Y-%m-%d %H:%M"),
-        "machine": machine(),
-        "version": system.versions(),
-        "load": [round(os.getloadavg()[0], 2)],
+        "machine": place(device),
+        "version": "–",
+        "load": [],
         "legs": [],
         "failure": "",
     }
+
+
+def trial(system: systems.System, trace_: trace.Trace, device: str = "cpu", millions: float = 2.0) -> dict[str, Any]:
+    """Run all legs of a trace, and return the record that is kept. The directory of a job that was lost stays."""
+    record = head(trace_, device, millions) | {"version": system.versions(), "load": [round(os.getloadavg()[0], 2)]}
     calm: dict[int, list[Line]] = {}
     step_s = trace.STEP_S
     for leg in trace_.legs:
@@ -245,7 +259,7 @@ def trial(system: systems.System, trace_: trace.Trace, device: str = "cpu", mill
             run = Run(system, leg, scene, living_)
             try:
                 run(step_s)
-            except Lost as error:
+            except RuntimeError as error:
                 failure = record["failure"] = f"{leg.name}: {error}"
             end([process.pid for process in living_()])
         lines = run.book.read()

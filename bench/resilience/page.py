@@ -31,6 +31,9 @@ SHOWN = (
 )
 """Rows of the README."""
 
+ABSENT = -1
+"""Number of the repeat of a record that only says why a system was left out."""
+
 Record = dict[str, Any]
 
 
@@ -49,7 +52,7 @@ class Row:
 
     def __init__(self, name: str, records: Sequence[Record]) -> None:
         self.name, self.system = name, systems.known(None)[name]
-        self.records = records
+        self.records = [record for record in records if record["repeat"] != ABSENT] or records
         self.legs = [leg for record in records for leg in record["legs"] if leg["name"] != "calm"]
         self.faults = [fault for leg in self.legs for fault in leg["faults"]]
 
@@ -195,7 +198,7 @@ def measured(rows: Sequence[Row]) -> str:
     first, loads = records[0], sorted(load for record in records for load in record["load"])
     days = sorted({record["at"][:10] for record in records})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    trials = sorted({len(row.records) for row in rows})
+    trials = sorted({len(row.records) for row in rows if row.legs})
     return (
         f"Measured {when} on: {first['machine']}. {number(first['millions'])} M parameters. Load before and after a trial: "
         f"median {statistics.median(loads):.1f}, highest {loads[-1]:.1f}. Trials of a system: {' to '.join(map(str, trials))}. "
@@ -207,9 +210,10 @@ def versions(rows: Sequence[Row]) -> str:
     body = []
     for row in rows:
         failures = {record["failure"] for record in row.records if record["failure"]}
-        said = [", ".join(sorted({record["version"] for record in row.records})), str(len(row.records))]
+        trials = sum(record["repeat"] != ABSENT for record in row.records)
+        said = [", ".join(sorted({record["version"] for record in row.records})), str(trials)]
         body.append([row.system.title, *said, str(sum(leg["by_hand"] for leg in row.legs)), "; ".join(sorted(failures)) or "–"])
-    return table(["system", "version", "trials", "starts by hand", "job lost"], body)
+    return table(["system", "version", "trials", "starts by hand", "job lost, or left out"], body)
 
 
 def render(records: Sequence[Record]) -> str:
@@ -260,7 +264,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     """Draw the training of the first trial of each system against wall time: legs with faults, one after the other."""
     import matplotlib.pyplot as plt
 
-    rows = sorted_rows(records)
+    rows = [row for row in sorted_rows(records) if row.legs]
     plt.rcParams.update({"svg.hashsalt": "compare", "font.size": 8, "svg.fonttype": "none"})
     figure, frames = plt.subplots(len(rows), 1, figsize=(9, 0.9 * len(rows)), sharex=True, squeeze=False)
     for (frame,), row in zip(frames, rows, strict=True):

@@ -199,9 +199,10 @@ class Ray(System):
 
     def begin(self, scene: Scene) -> None:
         self._port, self._temporary = scene.port(), scene.directory / "ray"
-        ray = [str(self.python.with_name("ray")), "start", "--block", "--disable-usage-stats", "--include-dashboard=false"]
+        ray = [str(self.python.with_name("ray")), "start", "--block", "--disable-usage-stats"]
         self._ray = [*ray, "--object-store-memory=100000000"]
-        head = ["--head", f"--port={self._port}", "--num-cpus=0", f"--node-ip-address={scene.address(-1)}"]
+        head = ["--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false"]
+        head += [f"--node-ip-address={scene.address(-1)}"]
         scene.start(-1, [*self._ray, *head, f"--temp-dir={self._temporary}"], "head")
 
     def start(self, scene: Scene) -> None:
@@ -274,7 +275,10 @@ class Outlast(System):
         if scene.hosts:
             return super().agent(scene, worker)
         status = json.loads(self._cli(scene, "status", "resilience", "-o", "json"))
-        return int(next(each["pid"] for each in status["workers"] if each["index"] == worker))
+        for each in status["workers"]:
+            if each["index"] == worker and each["pid"]:
+                return int(each["pid"])
+        raise RuntimeError(f"there is no worker {worker}")
 
     def _ledger(self, scene: Scene) -> Path:
         from outlast.job import contract

@@ -136,7 +136,15 @@ def record(system: str, lost: float | None, **more: Any) -> dict[str, Any]:
     leg = {"name": "machine", "start_s": 5.0, "by_hand": 0, "faults": faults, "steps": 101, "wall_s": 50.0, "repeated": 3}
     leg |= {"missing": 0, "same": True, "struck": [12.0], "parts": [], "curve": [(0, 1), (50, 101)], **more}
     known = {"trace": "short", "seed": 0, "device": "cpu", "machine": "CPU", "millions": 2.0, "at": "2026-01-01 10:00"}
-    return known | {"system": system, "version": "1", "load": [0.1, 0.2], "failure": "", "pace_s": 0.25, "legs": [leg]}
+    return known | {
+        "system": system,
+        "repeat": 0,
+        "version": "1",
+        "load": [0.1, 0.2],
+        "failure": "",
+        "pace_s": 0.25,
+        "legs": [leg],
+    }
 
 
 def test_a_row_has_medians_the_worst_and_goodput() -> None:

@@ -43,8 +43,6 @@ class Net(torch.nn.Module):
         width = round((_settings["millions"] * 1e6 / LAYERS) ** 0.5)
         self.layers = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)])
         self.seen: list[int] = []
-        if DEVICE == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_DEVICE", os.environ.get("LOCAL_RANK", 0))))
         self.to(DEVICE)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, i: torch.Tensor) -> dict[str, torch.Tensor]:
