@@ -250,9 +250,9 @@ def trial(system: systems.System, trace_: trace.Trace, device: str = "cpu", mill
             continue
         directory = Path(tempfile.mkdtemp(prefix="resil-"))
         apart = netns.Network(trace_.workers + 1) if leg.name == "network" else contextlib.nullcontext()
-        timeout_s, failure = system.timeout_s, ""
+        failure = ""
         settings = {"directory": str(directory), "device": device, "workers": trace_.workers, "every": trace.SAVED_EVERY}
-        settings |= {"timeout_s": timeout_s, "millions": millions}
+        settings |= {"samples": trace.SAMPLES, "timeout_s": system.timeout_s, "millions": millions}
         more = {"RESILIENCE": json.dumps(settings), "PYTHONPATH": str(systems.SCRIPTS), "LOGLEVEL": "INFO"}
         with apart as network, marked(**more) as (environ, living_):
             scene = systems.Scene(directory, environ, trace_, network.hosts if network else [], device, millions)
@@ -284,16 +284,16 @@ def figures(run: Run, lines: list[Line], calm: dict[int, list[Line]], step_s: fl
     if not lines:
         return known
     retained = min(max(steps), leg.steps)
-    wall = next(line.time for line in lines if line.step >= retained) - lines[0].time
-    repeated, missing = account.samples(steps, 1440)
+    ended = next(line.time for line in lines if line.step >= retained)
+    repeated, missing = account.samples(steps, trace.SAMPLES)
     since = run.faults[0]["step"] if run.faults else leg.steps
     return known | {
         "steps": retained,
-        "wall_s": wall,
+        "wall_s": ended - lines[0].time,
         "repeated": repeated,
         "missing": missing,
         "same": account.same(calm, steps, workers, since),
         "struck": [round(fault.pop("time") - lines[0].time, 2) for fault in run.faults],
         "parts": run.system.parts(run.scene),
-        "curve": account.curve(lines, 5 if run.scene.trace.name == "short" else 40),
+        "curve": account.curve([line for line in lines if line.time <= ended], 5 if run.scene.trace.name == "short" else 40),
     }

@@ -140,7 +140,7 @@ def exact(rows: Sequence[Row]) -> str:
     body = []
     for row in rows:
         again = [float(fault["again"]) for fault in row.faults if fault["lost_s"] is not None]
-        whole = [fault["whole_s"] for fault in row.faults if fault["whole_s"] is not None]
+        whole = [value for kind in KINDS for value in row.of(kind, "whole_s")]
         kept = "samples" in row.system.claims
         wrong = [
             number(sum(leg.get(part, 0) for leg in row.legs)) if kept and row.legs else "–" for part in ("repeated", "missing")
@@ -254,7 +254,8 @@ def write(path: Path, records: Sequence[Record]) -> None:
     """Write the page and its plot, and for docs/compare.md the README's table."""
     if not records:
         raise SystemExit("there are no results; run --short or --full first")
-    path.write_text(render(chosen(records)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(chosen(records)).replace("(compare.svg)", f"({path.stem}.svg)"))
     plot(chosen(records), path.with_suffix(".svg"))
     if path == PAGE:
         README.write_text(readme(README.read_text(), chosen(records)))

@@ -13,6 +13,8 @@ import random
 KINDS = ("process", "worker", "silent", "hang", "resize", "notice")
 STEP_S = 0.25
 """Approximate seconds of a step: a pause of 0.2 s and the work."""
+SAMPLES = 1440
+"""Size of the data set: 60 steps of 24 samples are an epoch."""
 SAVED_EVERY = 40
 """Steps between saves to disk, in all systems; 10 s."""
 

@@ -24,7 +24,8 @@ EVERY: int = _settings["every"]
 """Steps between saves to disk."""
 TIMEOUT = timedelta(seconds=_settings["timeout_s"])
 """Time-out of collectives, where the script sets it."""
-BATCH, SAMPLES, LAYERS, PAUSE_S, LR, HASHED_EVERY = 24, 1440, 8, 0.2, 1e-4, 10
+SAMPLES: int = _settings["samples"]
+BATCH, LAYERS, PAUSE_S, LR, HASHED_EVERY = 24, 8, 0.2, 1e-4, 10
 PART = BATCH // WORKERS
 """Samples of a rank, where a script's batch is that of each rank."""
 
