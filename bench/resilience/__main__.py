@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="one JSON line for each trial (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL, a GPU for each worker")
     parser.add_argument("--millions", type=float, default=2.0, help="parameters; with AdamW the state is three times as large")
+    parser.add_argument("--keep", action="store_true", help="keep the logs of all jobs in /tmp, not only of those that were lost")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that what was started is ended
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace, plan: trace.Trace) -> None:
             if (name, repeat) in done or name in absent:
                 continue
             began = time.monotonic()
-            record = drive.trial(known[name], plan, args.device, args.millions)
+            record = drive.trial(known[name], plan, args.device, args.millions, args.keep)
             keep(args.results, name, repeat, record)
             costs = ", ".join(
                 f"{f['kind']} {f['lost_s'] and round(f['lost_s'], 1)}" for leg in record["legs"] for f in leg["faults"]

@@ -240,8 +240,10 @@ def head(trace_: trace.Trace, device: str, millions: float) -> dict[str, Any]:
     }
 
 
-def trial(system: systems.System, trace_: trace.Trace, device: str = "cpu", millions: float = 2.0) -> dict[str, Any]:
-    """Run all legs of a trace, and return the record that is kept. The directory of a job that was lost stays."""
+def trial(
+    system: systems.System, trace_: trace.Trace, device: str = "cpu", millions: float = 2.0, keep: bool = False
+) -> dict[str, Any]:
+    """Run all legs of a trace, and return the record. Directories with the logs stay if a job did not come back, or to `keep`."""
     record = head(trace_, device, millions) | {"version": system.versions(), "load": [round(os.getloadavg()[0], 2)]}
     calm: dict[int, list[Line]] = {}
     step_s = trace.STEP_S
@@ -266,8 +268,8 @@ def trial(system: systems.System, trace_: trace.Trace, device: str = "cpu", mill
         if leg.name == "calm":
             calm, step_s = account.final(lines), account.pace(lines)
         record["legs"].append(figures(run, lines, calm, step_s))
-        if failure or run.by_hand:
-            print(f"{failure or 'started again by hand'}: see {directory}")
+        if failure or run.by_hand or keep:
+            print(f"{leg.name}: {failure or f'{run.by_hand} starts by hand'}: see {directory}")
         else:
             shutil.rmtree(directory, ignore_errors=True)
         if failure:

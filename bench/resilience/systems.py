@@ -198,25 +198,27 @@ class Ray(System):
     resize_s: float | None = None
 
     def begin(self, scene: Scene) -> None:
-        self._port, self._temporary = scene.port(), scene.directory / "ray"
+        port = scene.port()
+        self._address = f"{scene.address(-1)}:{port}"
         ray = [str(self.python.with_name("ray")), "start", "--block", "--disable-usage-stats"]
         self._ray = [*ray, "--object-store-memory=100000000"]
-        head = ["--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false"]
+        head = ["--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false"]
         head += [f"--node-ip-address={scene.address(-1)}"]
-        scene.start(-1, [*self._ray, *head, f"--temp-dir={self._temporary}"], "head")
+        scene.start(-1, [*self._ray, *head, f"--temp-dir={scene.directory / 'ray'}"], "head")
 
     def start(self, scene: Scene) -> None:
         super().start(scene)
-        more = {"RAY_ADDRESS": f"{scene.address(-1)}:{self._port}"}
-        more |= {} if self.resize_s is None else {"RESIZE_S": str(self.resize_s)}
-        until = f"until {self.python} -c \"import socket; socket.create_connection(('{scene.address(-1)}', {self._port}))\""
-        wait = f'{until} 2>/dev/null; do sleep 0.2; done; sleep 3; exec "$@"'
-        scene.start(-1, ["sh", "-c", wait, "sh", str(self.python), str(SCRIPTS / self.script)], "driver", more)
+        more = {"RAY_ADDRESS": self._address} | ({} if self.resize_s is None else {"RESIZE_S": str(self.resize_s)})
+        scene.start(-1, self._once_there([str(self.python), str(SCRIPTS / self.script)]), "driver", more)
 
     def launch(self, scene: Scene, worker: int) -> None:
-        more = ["--num-cpus=1", f"--node-ip-address={scene.address(worker)}", f"--address={scene.address(-1)}:{self._port}"]
-        wait = 'until "$@"; do sleep 0.5; done'  # a node ends if its head is not there yet
-        scene.start(worker, ["sh", "-c", wait, "sh", *self._ray, *more], f"worker-{worker}")
+        more = ["--num-cpus=1", f"--node-ip-address={scene.address(worker)}", f"--address={self._address}"]
+        scene.start(worker, self._once_there([*self._ray, *more]), f"worker-{worker}")
+
+    def _once_there(self, run: list[str]) -> list[str]:
+        """Return a command that runs `run` once the head answers; nodes and drivers end if it does not."""
+        health = f"{self.python.with_name('ray')} health-check --address {self._address}"
+        return ["sh", "-c", f'until {health} 2>/dev/null; do sleep 0.5; done; exec "$@"', "sh", *run]
 
 
 @dataclasses.dataclass

@@ -1,11 +1,15 @@
-"""torchft: replica groups of one rank, which copy the state from each other. After its train_ddp.py."""
+"""torchft: replica groups of one rank, which copy the state from each other. After its train_ddp.py.
+
+Gradients are averaged by `Manager.allreduce`: with the DistributedDataParallel of 0.2.0 a collective that fails while it is waited
+for ends in an AssertionError, so survivors would end, too, and begin again at step 0.
+"""
 
 import itertools
 import os
 
 import torch
 from torch.utils.data import DataLoader
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL
+from torchft import Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL
 from torchft.data import DistributedSampler
 
 from body import BACKEND, LR, PART, TIMEOUT, WORKERS, Data, Net, say
@@ -29,7 +33,6 @@ manager = Manager(
     hostname=os.environ["MASTER_ADDR"],
     replica_id=f"group_{group}",
 )
-model = DistributedDataParallel(manager, net)
 together = Optimizer(manager, optimizer)
 data = Data()
 sampler = DistributedSampler(data, replica_rank=group, num_replica_groups=WORKERS, group_rank=0, num_replicas=1)
@@ -42,7 +45,9 @@ while True:
         epoch, done = divmod(at, len(loader))
         sampler.set_epoch(epoch)
         batches = itertools.islice(loader, done, None)
-    model(**next(batches))["loss"].backward()
+    net(**next(batches))["loss"].backward()
+    for work in [manager.allreduce(parameter.grad) for parameter in net.parameters()]:
+        work.wait()
     taken, counted = manager.current_step(), manager.is_participating()
     together.step()
     if manager.current_step() > taken:
