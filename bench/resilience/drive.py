@@ -140,10 +140,10 @@ class Run:
             return getattr(cost, part) is not None
 
         back = self.until(trial.limit_s, lambda: found("lost_s"))
+        if fault.kind == "hang" and back:
+            end(sorted(event.gone))  # training goes on without the stopped process: the cluster removes it
         whole = back and self.until(trial.limit_s, lambda: found("whole_s"))
         self.until(60.0, lambda: not self.chores)  # a cluster that replaces a worker does so in any case
-        if fault.kind == "hang":
-            end(sorted(event.gone))  # a survivor's cluster has found the stopped process by now
         whole = whole and (fault.kind == "resize" or self.until(trial.limit_s, self.whole))
         if not back or (not whole and fault is not self.leg.faults[-1]):
             self.start_again()

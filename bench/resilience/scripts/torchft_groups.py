@@ -1,7 +1,7 @@
 """torchft: replica groups of one rank, which copy the state from each other. After its train_ddp.py.
 
-Gradients are averaged by `Manager.allreduce`: in the DistributedDataParallel of 0.2.0 a collective that fails while it is waited for
-ends in an AssertionError, so survivors would end, too, and begin again at step 0.
+Gradients are averaged by `Manager.allreduce`: in the DistributedDataParallel of 0.2.0 a collective that fails later ends in an
+AssertionError, so survivors would end, too, and begin again at step 0.
 """
 
 import itertools
