@@ -144,7 +144,7 @@ class Torchrun(System):
         command = [str(self.python), *self.program, f"--nnodes={size}", "--nproc-per-node=1", "--max-restarts=100"]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={scene.address(0)}:{self._port}", "--rdzv-id=resilience"]
         command += [f"--rdzv-conf={conf}", f"--local-addr={scene.address(worker)}", *self.options]
-        scene.start(worker, [*command, str(SCRIPTS / self.script)], f"worker-{worker}")
+        scene.start(worker, [*command, str(SCRIPTS / self.script)], f"worker-{worker}", OWN_STORE if self.conf else {})
 
 
 @dataclasses.dataclass
@@ -342,6 +342,8 @@ def named(scene: Scene, worker: int, run: list[str], own: Iterable[str] = ()) ->
     return ["unshare", "-m", "-u", "sh", "-c", " && ".join(steps), "sh", *run]
 
 
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""A new store after each restart: else ranks may find addresses of processes that are gone in the old one (pytorch #135712)."""
 LEAST = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
 """The shortest waits that torchrun's rendezvous takes."""
 UNSET_S = 1800.0
