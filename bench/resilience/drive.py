@@ -139,7 +139,7 @@ class Run:
             cost = account.cost(self.book.read()[max(0, seen - WINDOW) :], event, step_s)
             return getattr(cost, part) is not None
 
-        back = self.until(trial.limit_s, lambda: found("lost_s"))
+        back = self.until(trial.limit(fault.kind), lambda: found("lost_s"))
         if fault.kind == "hang" and back:
             end(sorted(event.gone))  # training goes on without the stopped process: the cluster removes it
         whole = back and self.until(trial.limit_s, lambda: found("whole_s"))

@@ -219,11 +219,11 @@ def versions(rows: Sequence[Row]) -> str:
 def render(records: Sequence[Record]) -> str:
     """Return the page of the trials of one trace on one machine."""
     rows = sorted_rows(records)
-    limit = getattr(trace, records[0]["trace"])().limit_s
+    plan: trace.Trace = getattr(trace, records[0]["trace"])()
     found = {
         "measured": measured(rows),
         "better": better(rows),
-        "limit": f"{limit:g}",
+        "limit": f"{plan.limit_s:g} s ({plan.quiet_limit_s:g} s after a hang or silence)",
         "lost": lost(rows),
         "exact": exact(rows),
         "parts": parts(rows),

@@ -59,11 +59,17 @@ class Trace:
     legs: tuple[Leg, ...]
     limit_s: float
     """A system that does not train this long after a fault did not come back; its job is started again by hand."""
+    quiet_limit_s: float
+    """The same after a hang or silence, which only time-outs show."""
     replace_s: float = 2.0
     """Seconds until the cluster has a new machine for a worker that is gone."""
     silent_s: float = 20.0
     """Seconds until the cluster takes a silent machine for lost, ends what is left on it and has a new one."""
     notice_s: float = 30.0
+
+    def limit(self, kind: str) -> float:
+        """Return the seconds within which training must go on after a fault of this kind."""
+        return self.quiet_limit_s if kind in ("hang", "silent") else self.limit_s
 
     @property
     def least(self) -> int:
@@ -73,15 +79,21 @@ class Trace:
 
 def short(seed: int = 0, workers: int = 3) -> Trace:
     """Return the trace of about 90 s of training, with one fault of each kind."""
-    return _trace("short", seed, workers, {"process": 1, "hang": 1, "worker": 1}, gap=40, jitter=6, calm=600, limit_s=30.0)
+    return _trace(
+        "short", seed, workers, {"process": 1, "hang": 1, "worker": 1}, gap=40, jitter=6, calm=110, limits_s=(30.0, 60.0)
+    )
 
 
 def full(seed: int = 0, workers: int = 3) -> Trace:
     """Return the trace of about 30 minutes of training."""
-    return _trace("full", seed, workers, {"process": 10, "hang": 1, "worker": 3}, gap=380, jitter=120, calm=1000, limit_s=120.0)
+    return _trace(
+        "full", seed, workers, {"process": 10, "hang": 1, "worker": 3}, gap=380, jitter=120, calm=1000, limits_s=(120.0, 120.0)
+    )
 
 
-def _trace(name: str, seed: int, workers: int, counts: dict[str, int], gap: int, jitter: int, calm: int, limit_s: float) -> Trace:
+def _trace(
+    name: str, seed: int, workers: int, counts: dict[str, int], gap: int, jitter: int, calm: int, limits_s: tuple[float, float]
+) -> Trace:
     """Faults `gap` steps apart, give or take `jitter`. What changes the number of workers on purpose comes last."""
     rng = random.Random(f"{name} {seed}")
     kinds = [kind for kind, count in counts.items() for _ in range(count) if workers > 1 or kind != "worker"]
@@ -98,4 +110,4 @@ def _trace(name: str, seed: int, workers: int, counts: dict[str, int], gap: int,
     if workers > 1:
         at = SAVED_EVERY + rng.randint(5, 35)
         legs.append(Leg("network", at + 40, (Fault(at, "silent", rng.randrange(1, workers), rng.random()),)))
-    return Trace(name, seed, workers, tuple(legs), limit_s)
+    return Trace(name, seed, workers, tuple(legs), *limits_s)
