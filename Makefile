@@ -9,6 +9,7 @@ CORE := base job rendezvous storage training
 OLDEST := $(CURDIR)/$(VENV)/oldest
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --constraint constraints.txt
 OUTLAST := $(BIN)/outlast
+QUICK := outlast,outlast-trainer,torchrun-tuned,elastic-tuned
 
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: each would compile what it imports
 
@@ -49,18 +50,19 @@ test-oldest: $(OLDEST)/.ready  ## Run the tests of outlast.hf and outlast.accele
 	PYTHONPATH=$(OLDEST)/accelerate $(BIN)/python -c 'import accelerate as a; assert a.__file__.startswith("$(OLDEST)/"), a'
 	PYTHONPATH=$(OLDEST)/accelerate $(BIN)/pytest tests/training/test_accelerate.py
 
-test-gpu: $(READY)  ## Run the tests that need a GPU and measure there (under 8 minutes; where torch is installed: make test-gpu READY= BIN=/usr/bin)
+test-gpu: $(READY)  ## Run the tests that need a GPU and measure there (under 25 minutes; where torch is installed: make test-gpu READY= BIN=/usr/bin)
 	$(BIN)/python3 -c 'import sys, torch; torch.cuda.is_available() or sys.exit("this machine has no GPU that torch can use; make test needs none")'
 	$(BIN)/python3 -m pytest -m gpu
 	$(BIN)/python3 bench/saves.py --quick
 	$(BIN)/python3 bench/recovery.py --quick --scenario kill --system outlast --system tuned
+	$(BIN)/python3 -m bench.resilience --short --device cuda --systems $(QUICK) --results dist/gpu.jsonl --page dist/gpu.md
 
 check: $(READY)  ## Check format, lint, types, imports, the map, and that generated pages are current
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q tests/house/test_architecture.py
+	$(BIN)/pytest -q tests/house/test_architecture.py tests/bench
 	$(BIN)/python docs/reference/job_file.py | diff docs/reference/job-file.md -
 	$(BIN)/python docs/reference/training.py | diff docs/reference/training.md -
 	$(BIN)/python docs/guide/commands.py | diff docs/guide/commands.md -
@@ -73,6 +75,7 @@ docs: $(READY)  ## Write the generated pages and deploy/ anew
 	$(BIN)/python docs/reference/training.py > docs/reference/training.md
 	$(BIN)/python docs/guide/commands.py > docs/guide/commands.md
 	$(BIN)/python deploy/render.py
+	$(BIN)/python -m bench.resilience --page
 
 bench: $(READY)  ## Measure recovery, ours and torchrun's (minutes)
 	$(BIN)/python bench/recovery.py

@@ -4,15 +4,16 @@
     KUBECONFIG=... OUTLAST_TEST_IMAGE=registry/outlast:dev python bench/pods.py [--repeats 3]
         [--memory auto --memory off] [--min 3] [--freeze 'docker pause {node}' --thaw 'docker unpause {node}']
 
-Three pods train with `lost.py`, looked after by the operator that is installed, in a namespace of their own; what they write of
-their steps is read from their logs. A frozen node needs a cluster of several nodes, and commands of yours that freeze and thaw
-one; the pods are spread over the nodes. The clocks of the nodes and of this machine are taken to agree to some hundredths of a
-second. Appends a table to results/<date>-pods.md. How it is measured is said in failures.py.
+Three pods train with the script of `resilience`, looked after by the operator that is installed, in a namespace of their own;
+what they write of their steps is read from their logs. A frozen node needs a cluster of several nodes, and commands of yours that
+freeze and thaw one; the pods are spread over the nodes. The clocks of the nodes and of this machine are taken to agree to some
+hundredths of a second. Appends a table to results/<date>-pods.md. How a cost is measured is said in resilience/account.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -22,12 +23,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import failures
+from resilience import account
+from resilience.account import Event, Line
 
 HERE = Path(__file__).parent
+WORKERS = 3
 SCENARIOS = ("process killed", "pod deleted", "node frozen")
 _LOOK_S = 8.0
 """Seconds between two reads of the logs. Each read starts three programs beside the recovering pods."""
@@ -39,7 +43,7 @@ class Cluster:
     def __init__(self, image: str) -> None:
         self.namespace, self._image = f"bench-{secrets.token_hex(3)}", image
         self.kubectl("create", "namespace", self.namespace)
-        self._lines: dict[str, failures.Ended] = {}
+        self._lines: dict[str, Line] = {}
 
     def kubectl(self, *words: str, given: str | None = None, check: bool = True) -> str:
         done = subprocess.run(["kubectl", "-n", self.namespace, *words], input=given, capture_output=True, text=True, check=False)
@@ -47,25 +51,33 @@ class Cluster:
             raise SystemExit(f"kubectl {' '.join(words)} exited with {done.returncode}: {done.stderr.strip()}")
         return done.stdout
 
-    def start(self, memory: str, plan: failures.Plan, least: int) -> None:
+    def start(self, memory: str, options: argparse.Namespace) -> None:
         """Apply the job, with its script in a ConfigMap."""
         from outlast.job import spec
         from outlast.kubernetes import manifests
         from outlast.kubernetes.jobs.parcel import pack
 
         self._lines = {}
-        _, *arguments = plan.script("outlast", Path("-"))
+        settings = {
+            "directory": "-",
+            "device": "cpu",
+            "workers": WORKERS,
+            "every": 0,
+            "timeout_s": 0,
+            "millions": options.millions,
+        }
         fields = {
             "image": self._image,
-            "script": "lost.py",
-            "args": arguments,
-            "workers": {"replicas": failures.WORKERS, "min": least, "max": failures.WORKERS},
+            "script": "outlast_loop.py",
+            "env": {"RESILIENCE": json.dumps(settings)},
+            "workers": {"replicas": WORKERS, "min": options.min, "max": WORKERS},
             "resources": {"cpu": "0.2", "memory": "1Gi"},
-            "checkpoint": {"every": f"{plan.every_s:g}s", "memory": memory},
+            "checkpoint": {"every": f"{options.every:g}s", "memory": memory},
         }
         document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "bench"}, "spec": fields}
         with tempfile.TemporaryDirectory() as name:
-            (Path(name) / "lost.py").write_bytes((HERE / "lost.py").read_bytes())
+            for script in ("outlast_loop.py", "body.py"):
+                (Path(name) / script).write_bytes((HERE / "resilience" / "scripts" / script).read_bytes())
             job = spec.anchor(spec.parse(json.dumps(document)), Path(name))
             with pack(job) as parcel:
                 documents = manifests.render(parcel.job, "elasticjob", namespace=self.namespace, code=parcel.code)
@@ -79,40 +91,46 @@ class Cluster:
         ]
         return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
 
-    def ended(self) -> list[failures.Ended]:
+    def ended(self) -> list[Line]:
         """Return the steps of all ranks so far, including those in the logs of deleted pods."""
         for pod in self.pods():
             said = self.kubectl("logs", pod["metadata"]["name"], "--tail=300", check=False)
             for line in said.splitlines():
                 _, mark, text = line.partition("[STEP] ")
-                if mark and text.split()[-1] != "start":
-                    t, pid, rank, size, step = text.split()
+                if mark:
+                    (ended,) = account.read(text)
                     # processes of different pods may have the same number
-                    known = hash((pod["metadata"]["uid"], pid))
-                    self._lines[text] = failures.Ended(float(t), known, int(rank), int(size), int(step))
+                    self._lines[text] = dataclasses.replace(ended, pid=hash((pod["metadata"]["uid"], ended.pid)))
         return sorted(self._lines.values(), key=lambda each: each.time)
 
     def remove(self) -> None:
         self.kubectl("delete", "elasticjobs.outlast.dev", "bench", "--ignore-not-found", "--wait=true")
-        failures.waited(120, lambda: not self.pods())
+        waited(120, lambda: not self.pods())
 
     def close(self) -> None:
         self.kubectl("delete", "namespace", self.namespace, "--wait=false", check=False)
 
 
-def trial(cluster: Cluster, scenario: str, memory: str, options: argparse.Namespace, rng: random.Random) -> failures.Trial:
+def waited(limit_s: float, look: Callable[[], bool], every_s: float = 0.5) -> bool:
+    """Look until it is so or the limit, and return which."""
+    end = time.monotonic() + limit_s
+    while not (seen := look()) and time.monotonic() < end:
+        time.sleep(every_s)
+    return seen
+
+
+def trial(cluster: Cluster, scenario: str, memory: str, options: argparse.Namespace, rng: random.Random) -> account.Cost:
     """Run one job with one fault."""
-    plan = failures.Plan(options.millions, every_s=options.every, limit_s=options.limit)
-    cluster.start(memory, plan, options.min)
+    cluster.start(memory, options)
 
     def steady() -> bool:
-        there = [each for each in cluster.ended() if each.world_size == failures.WORKERS and each.step >= 5]
-        return len({each.rank for each in there}) == failures.WORKERS
+        there = [each for each in cluster.ended() if each.world == WORKERS and each.step >= 5]
+        return len({each.rank for each in there}) == WORKERS
 
-    if not failures.waited(300, steady):
-        return failures.Trial(None, started=False)
-    time.sleep(plan.every_s + rng.uniform(0, plan.every_s))
-    before = {each.pid for each in cluster.ended()}
+    if not waited(300, steady):
+        return account.Cost(None)
+    time.sleep(options.every * (1 + rng.random()))
+    step_s = account.pace(cluster.ended())
     pods = cluster.pods()
     victim = pods[rng.randrange(1, len(pods))]
     name, node = victim["metadata"]["name"], victim["spec"]["nodeName"]
@@ -126,12 +144,11 @@ def trial(cluster: Cluster, scenario: str, memory: str, options: argparse.Namesp
         subprocess.run(shlex.split(options.freeze.format(node=node)), check=True)
     time.sleep(_LOOK_S)
     try:
-        gone = (
-            {hash((victim["metadata"]["uid"], str(pid))) for pid in range(1, 1 << 16)} if scenario != "process killed" else set()
-        )
-        went_on = failures.waited(plan.limit_s, lambda: failures.cost(cluster.ended(), fault, gone) is not None, _LOOK_S)
-        found = failures.cost(cluster.ended(), fault, gone) if went_on and before else None
-        return failures.Trial(*found) if found else failures.Trial(None)
+        pids = () if scenario == "process killed" else range(1, 1 << 16)
+        gone = frozenset(hash((victim["metadata"]["uid"], pid)) for pid in pids)
+        event = Event(scenario, fault, gone, WORKERS)
+        waited(options.limit, lambda: account.cost(cluster.ended(), event, step_s).lost_s is not None, _LOOK_S)
+        return account.cost(cluster.ended(), event, step_s)
     finally:
         if scenario == "node frozen":
             subprocess.run(shlex.split(options.thaw.format(node=node)), check=True)
@@ -143,7 +160,7 @@ def main() -> None:
     parser.add_argument("--memory", choices=("auto", "off"), action="append", help="default: both, in turn")
     parser.add_argument("--scenario", choices=SCENARIOS, action="append", help="default: all that can be had")
     parser.add_argument("--millions", type=float, default=2.0)
-    parser.add_argument("--min", type=int, default=failures.MIN, help="workers without which nobody trains")
+    parser.add_argument("--min", type=int, default=2, help="workers without which nobody trains")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between saves to disk")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds until `never`")
     parser.add_argument("--freeze", default="", help="command that freezes a node: {node} is its name")
@@ -158,9 +175,7 @@ def main() -> None:
         scenarios.remove("node frozen")
         print("node frozen is left out: --freeze and --thaw say how", flush=True)
     rng, memories = random.Random(options.seed), options.memory or ["auto", "off"]
-    results: dict[str, dict[str, list[failures.Trial]]] = {
-        memory: {scenario: [] for scenario in scenarios} for memory in memories
-    }
+    rows = []
     cluster = Cluster(image)
     try:
         for repeat in range(options.repeats):
@@ -168,14 +183,12 @@ def main() -> None:
                 for memory in memories if repeat % 2 == 0 else reversed(memories):
                     done = trial(cluster, scenario, memory, options, rng)
                     cluster.remove()
-                    results[memory][scenario].append(done)
+                    rows.append(f"| {scenario} | {memory} | {done.lost_s} | {done.again} |")
                     print(f"{repeat + 1}/{options.repeats} {scenario:<15} memory {memory:<5} {done}", flush=True)
     finally:
         cluster.close()
-    named = {"outlast" if memory == "auto" else "no-memory": done for memory, done in results.items()}
-    names = {"outlast": "outlast", "no-memory": "outlast, memory: off"}
-    lines = failures.table(named, names, SCENARIOS)
-    begun, asked = time.strftime("%H:%M"), f"{failures.WORKERS} pods, at least {options.min}"
+    lines = ["| fault | memory | training lost, s | steps again |", "|---|---|---|---|", *sorted(rows)]
+    begun, asked = time.strftime("%H:%M"), f"{WORKERS} pods, at least {options.min}"
     text = f"\n## {begun}: {asked}, {options.millions:g} M parameters\n\n" + "\n".join(lines) + "\n"
     print(text)
     with (HERE / "results" / f"{time.strftime('%Y-%m-%d')}-pods.md").open("a") as file:

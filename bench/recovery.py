@@ -3,7 +3,6 @@
     python bench/recovery.py              # 5 repeats of everything: about an hour, torchrun waits long for last calls
     python bench/recovery.py --quick      # one repeat without torchrun's defaults: some minutes
     python bench/recovery.py --scenario kill --system outlast --repeats 20
-    python bench/recovery.py --scenario silent --scenario node --peers /tmp/peers
 
 Three workers of one process each, at least 2, at most 4 (so nodes < max), all running `steps.py`. What is measured:
 
@@ -12,8 +11,7 @@ Three workers of one process each, at least 2, at most 4 (so nodes < max), all r
     worker   one worker, agent and all, is SIGKILLed -> every rank of a new world has ended a step
     first    the same with the first worker (for torchrun: the one that holds the store)
 
-Then what a failure costs in seconds of training, at a step of 0.3 s: lost-process, lost-worker, silent and node, see
-`failures.py`; with torchft and DLRover, too, where `--peers` has them.
+What a failure costs in seconds of training, beside more systems: `python -m bench.resilience`.
 
 Beside them: the steps that had to be done again, the start of a Python that imports torch, alone and three at once,
 and `outlast --help`. `never` means not within the limit, or that the job had ended; medians count it as longer than
@@ -46,8 +44,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
-
-import failures
 
 HERE = Path(__file__).parent
 OUTLAST = str(Path(sys.executable).with_name("outlast"))
@@ -414,55 +410,25 @@ def recovery(args: argparse.Namespace, scenarios: list[str]) -> list[str]:
     return [*report, *(f"| {label} | {said(values)} |" for label, values in starts.items()), ""]
 
 
-def lost(args: argparse.Namespace, scenarios: list[str]) -> list[str]:
-    """Measure the cost of failures in seconds of training. Returns lines of the report."""
-    plan = failures.Plan(args.millions, every_s=args.every, limit_s=args.limit)
-    rng = random.Random(args.seed)
-    absent, known = {}, failures.systems(args.peers)
-    for name in args.system or known:
-        if name in known and (why := known[name].missing()):
-            absent[name] = f"{known[name].name} is left out: {why}"
-    if why := failures.netns.lacking():
-        absent |= {scenario: f"{scenario} {why}" for scenario in ("silent", "node") if scenario in scenarios}
-    systems = [name for name in args.system or known if name in known and name not in absent]
-    scenarios = [scenario for scenario in scenarios if scenario not in absent]
-    results: dict[str, dict[str, list[failures.Trial]]] = {name: {scenario: [] for scenario in scenarios} for name in systems}
-    for repeat in range(args.repeats):
-        for scenario in scenarios:
-            for name in systems if repeat % 2 == 0 else reversed(systems):
-                with marked(LOGLEVEL="INFO") as (environ, _):
-                    done = failures.trial(known[name], scenario, plan, rng, environ)
-                results[name][scenario].append(done)
-                print(f"{repeat + 1}/{args.repeats} {scenario:<12} {name:<9} {done}", flush=True)
-    what = f"{plan.millions:g} M parameters with AdamW, steps of {plan.step_s} s, saved to disk every {plan.every_s:g} s."
-    names = {name: known[name].name for name in systems}
-    return [what, *absent.values(), "", *failures.table(results, names), ""]
-
-
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--scenario",
-        choices=(*SCENARIOS, *failures.SCENARIOS),
+        choices=SCENARIOS,
         action="append",
         help="only these (may be repeated); form is measured in all that use steps.py",
     )
-    parser.add_argument(
-        "--system", choices=(*SYSTEMS, "no-memory", "torchft", "dlrover"), action="append", help="only these (may be repeated)"
-    )
+    parser.add_argument("--system", choices=tuple(SYSTEMS), action="append", help="only these (may be repeated)")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds until `never`")
-    parser.add_argument("--millions", type=float, default=2.0, help="parameters of the model of which training is lost")
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between its saves to disk")
-    parser.add_argument("--peers", type=Path, help="directory of the virtual environments torchft and dlrover, see README.md")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="one repeat, 30 s limit, saves every 5 s, no defaults of torchrun")
+    parser.add_argument("--quick", action="store_true", help="one repeat, 30 s limit, no defaults of torchrun")
     args = parser.parse_args()
     if args.quick:
-        args.repeats, args.limit, args.every = 1, 30.0, 5.0
+        args.repeats, args.limit = 1, 30.0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that what was started is ended
-    chosen = args.scenario or ["kill", "worker", "first", *failures.SCENARIOS]
+    chosen = args.scenario or ["kill", "worker", "first"]
     load = os.getloadavg()[0]
     report = [
         f"## {time.strftime('%Y-%m-%d %H:%M')}",
@@ -470,10 +436,7 @@ def main() -> None:
         f"{machine()}. Load before: {load:.2f}. Limit {args.limit:.0f} s, seed {args.seed}.",
         "",
     ]
-    if plain := [scenario for scenario in chosen if scenario in SCENARIOS]:
-        report += recovery(args, plain)
-    if harmed := [scenario for scenario in chosen if scenario in failures.SCENARIOS]:
-        report += lost(args, harmed)
+    report += recovery(args, chosen)
     print("\n" + "\n".join(report))
     path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-recovery.md"
     path.parent.mkdir(exist_ok=True)
