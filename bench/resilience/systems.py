@@ -179,7 +179,7 @@ class Dlrover(System):
         scene.start(-1, [str(self.python), "-m", "dlrover.python.master.main", *options], "master")
 
     def launch(self, scene: Scene, worker: int) -> None:
-        sockets = scene.directory / f"node-{self._nodes}" / "sockets"
+        sockets = scene.directory / f"{self._job}-{self._nodes}"
         sockets.mkdir(parents=True)
         more = {"DLROVER_MASTER_ADDR": f"{scene.address(-1)}:{self._port}", "NODE_TYPE": "worker", "NODE_ID": str(self._nodes)}
         more |= {"NODE_RANK": str(worker), "NODE_NUM": str(scene.trace.workers), "ELASTIC_JOB_NAME": self._job}
