@@ -179,7 +179,7 @@ class Dlrover(System):
         scene.start(-1, [str(self.python), "-m", "dlrover.python.master.main", *options], "master")
 
     def launch(self, scene: Scene, worker: int) -> None:
-        sockets = scene.directory / f"node-{self._nodes}" / "sockets"
+        sockets = scene.directory / f"{self._job}-{self._nodes}"
         sockets.mkdir(parents=True)
         more = {"DLROVER_MASTER_ADDR": f"{scene.address(-1)}:{self._port}", "NODE_TYPE": "worker", "NODE_ID": str(self._nodes)}
         more |= {"NODE_RANK": str(worker), "NODE_NUM": str(scene.trace.workers), "ELASTIC_JOB_NAME": self._job}
@@ -335,9 +335,10 @@ class Outlast(System):
 
 
 def named(scene: Scene, worker: int, run: list[str], own: Iterable[str] = ()) -> list[str]:
-    """Return a command that runs `run` with the host's name resolved to the worker's address, after the shell commands `own`."""
-    hosts = scene.directory / f"hosts-{worker}"
-    hosts.write_text(f"127.0.0.1 localhost\n{scene.address(worker)} node-{worker}\n")
+    """Return a command that runs `run` on a host with a name, where all workers' names are known, after the commands `own`."""
+    hosts = scene.directory / "hosts"
+    names = [f"{scene.address(each)} node-{each}\n" for each in range(scene.trace.workers)]
+    hosts.write_text("".join(["127.0.0.1 localhost\n", *names]))
     steps = [*own, f"mount --bind {hosts} /etc/hosts", f"hostname node-{worker}", 'exec "$@"']
     return ["unshare", "-m", "-u", "sh", "-c", " && ".join(steps), "sh", *run]
 
