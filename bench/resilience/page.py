@@ -103,7 +103,8 @@ def number(value: float) -> str:
     """Return seconds or steps as text: never, 0.84, 12."""
     if math.isnan(value):
         return "–"
-    return "never" if math.isinf(value) else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}".rstrip("0").rstrip(".") or "0"
+    shown = f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return "never" if math.isinf(value) else shown.rstrip("0").rstrip(".")
 
 
 def spread(values: Sequence[float]) -> str:
