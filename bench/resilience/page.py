@@ -67,7 +67,7 @@ class Row:
             legs = [leg for leg in record["legs"] if leg["name"] != "calm" and "wall_s" in leg]
             if legs:
                 found.append(sum((leg["steps"] - 1) * record["pace_s"] for leg in legs) / sum(leg["wall_s"] for leg in legs))
-        return statistics.median(found) if found else math.nan
+        return middle(found)
 
     def came_back(self) -> tuple[int, int]:
         """Return how often training went on by itself, of how many faults."""
@@ -76,7 +76,7 @@ class Row:
     def value(self, part: str) -> float:
         """Return the median of a number of all trials, such as `pace_s`, or of their legs."""
         found = [record[part] for record in self.records if part in record] or [leg[part] for leg in self.legs if part in leg]
-        return statistics.median(found) if found else math.nan
+        return middle(found)
 
     def same(self) -> bool | None:
         found = [leg["same"] for leg in self.legs if leg.get("same") is not None]

@@ -16,7 +16,6 @@ A run does not end with this process: `outlast.find(name)` returns it again. Err
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import random
 import shlex
@@ -47,8 +46,6 @@ __all__ = ["Failed", "Job", "Report", "Run", "find", "runs"]
 
 _ENSURE_INTERVAL_S = 5.0
 """Interval at which the launcher of a job on this machine is looked for."""
-
-
 _BEFORE = (None, "Pending", "Queued", "Running")
 """States that a run which has succeeded has passed, as it has each of its steps."""
 _TAKEN_UP_S = 30.0
@@ -56,7 +53,7 @@ _TAKEN_UP_S = 30.0
 
 
 class Late(OutlastError, TimeoutError):
-    """What was waited for has not come within the timeout."""
+    """A run has not reached the step, the state or the end within the timeout of `wait`."""
 
     exit_code = 124
 
@@ -102,7 +99,7 @@ class Job:
             path = Path(fields["script"]).expanduser().absolute()
             if not path.is_file():
                 raise spec.no_such_file(path, "*.py", "a script")
-            top = here if here in path.parents and here != Path.home() else path.parent
+            top = spec.code_of(path)
             fields |= {"script": str(path.relative_to(top)), "code": str(top)}
         program = Path(fields.get("script", "")).stem or str(fields.get("module", "")).rpartition(".")[2]
         metadata["name"] = name or contract.job_name(program)
@@ -157,7 +154,7 @@ class Job:
         from outlast.local import worker_processes
 
         file = self.file
-        gpus = 0 if "resources" in file.spec.model_fields_set else max(map(len, worker_processes.gpus().values()))
+        gpus = 0 if "resources" in file.spec.model_fields_set else worker_processes.gpu_count()
         if not gpus:
             return file
         resources = file.spec.resources.model_copy(update={"gpu": max(1, gpus // max(1, file.spec.workers.replicas))})
@@ -308,13 +305,9 @@ class Run:
             return f"<Run {self.name}: {error}>"
 
     def _repr_html_(self) -> str:
-        from outlast.local.notebooks import panel
+        from outlast.local import notebooks
 
-        status, points = self.status, list[panel.Point]()
-        if isinstance(output := self.output, Path):
-            with contextlib.suppress(OSError):
-                points = panel.points((output / contract.METRICS).read_bytes().splitlines(), "loss")
-        return panel.page(status, points, "loss", time.time())
+        return notebooks.Panel(self._place, self.name, "loss")._repr_html_()
 
     def __enter__(self) -> Run:
         return self

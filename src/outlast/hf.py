@@ -258,11 +258,7 @@ class _Attachment:
         follows = control.should_evaluate or (epoch_ends and self.trainer.args.eval_strategy == "epoch")
         self.position.held = None
         run.log(step)
-        if not (self.by and follows):
-            run.boundary(step)
-        elif run.interrupted():
-            run.save(step, metric=math.nan)
-        elif run.due(step):
+        if libraries.boundary(run, step, measured_later=bool(self.by) and follows):
             self.position.held = copy.deepcopy((self.position.state_dict(), self.position.loader_state()))
 
     def measured(self, metrics: Mapping[str, Any]) -> None:

@@ -273,11 +273,8 @@ class _Attachment:
         loop = trainer.fit_loop.epoch_loop
         self.position.held = None
         run.log(step, **(self._numbers() if every and step % every == 0 else {}))
-        if not (self.ranked and loop._should_check_val_fx(trainer.fit_loop._data_fetcher)):
-            run.boundary(step)
-        elif run.interrupted():
-            run.save(step, metric=math.nan)
-        elif run.due(step):
+        measured_later = self.ranked and loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+        if libraries.boundary(run, step, measured_later=measured_later):
             self.position.hold()
             self.unmeasured = True
         if loop.done and self.position.held is None:

@@ -275,6 +275,11 @@ def gpus() -> dict[str, list[str]]:
     return {row.visible: _shown(row) for row in accelerators.TABLE if row.visible}
 
 
+def gpu_count() -> int:
+    """Return the number of accelerators visible to this process."""
+    return max(map(len, gpus().values()))
+
+
 def _shown(row: accelerators.Accelerator) -> list[str]:
     visible = os.environ.get(row.visible)
     if visible is not None:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
@@ -14,6 +15,9 @@ from outlast import order
 from outlast.base.errors import OutlastError
 from outlast.training.samples import seeded
 from outlast.training.samples.stream import kind
+
+if TYPE_CHECKING:
+    from outlast.training.session import Session
 
 
 def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
@@ -75,6 +79,20 @@ def split(accelerator: Any) -> str:
     if mesh is None or mesh.non_data_parallel_size == 1:
         return ""
     return SPLIT
+
+
+def boundary(run: Session, step: int, *, measured_later: bool) -> bool:
+    """End a step, and return whether a checkpoint is due that waits for the evaluation of this step. A collective.
+
+    With `measured_later` an evaluation follows, by which the job ranks its checkpoints: one that is due is the caller's to save.
+    """
+    if not measured_later:
+        run.boundary(step)
+    elif run.interrupted():
+        run.save(step, metric=math.nan)
+    else:
+        return run.due(step)
+    return False
 
 
 class Order(order.BatchSampler):

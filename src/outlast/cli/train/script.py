@@ -88,6 +88,8 @@ def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name
     A script below the working directory must find the same files as with python, so its code is the whole working directory. The
     code of any other script is the script's directory.
     """
+    from outlast.job import spec
+
     here = Path.cwd()
     if module:
         own = (here / file.partition(".")[0]).exists() or (here / f"{file.partition('.')[0]}.py").exists()
@@ -95,7 +97,7 @@ def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name
         runs = f"module: {_quoted(file)}"
     else:
         path = Path(file).expanduser().absolute()
-        source, top = _read(path), here if here in path.parents and here != Path.home() else path.parent
+        source, top = _read(path), spec.code_of(path)
         code, runs = top, f"script: {_quoted(str(path.relative_to(top)))}"
     share = max(1, gpus // workers) if gpus else 0
     lines = [
@@ -198,7 +200,7 @@ def gpus() -> int:
     """Return the number of GPUs on this machine."""
     from outlast.local import worker_processes as workers
 
-    return max(map(len, workers.gpus().values()))
+    return workers.gpu_count()
 
 
 def _read(path: Path) -> str:

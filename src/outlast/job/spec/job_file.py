@@ -74,6 +74,13 @@ def anchor(job: Job, directory: Path) -> Job:
     return job.model_copy(update={"spec": spec.model_copy(update=changed)})
 
 
+def code_of(script: Path) -> Path:
+    """Return the directory whose files a script gets without a job file: the working directory if the script is below it, since
+    it must find the same files as with python, else its own. `script` is absolute."""
+    here = Path.cwd()
+    return here if here in script.parents and here != Path.home() else script.parent
+
+
 def absent(spec: Spec) -> Iterator[str]:
     """Yield sentences about local files of a job, read by `load`, that are missing or of the wrong kind."""
     for _, sentence in (*_absent_code(spec), *_absent_data(spec)):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.base.errors import OutlastError
 
 if TYPE_CHECKING:
+    from outlast.job.backend import Backend
     from outlast.job.report.goodput import Goodput
     from outlast.job.status import JobStatus
     from outlast.local.backend import LocalBackend
@@ -37,11 +38,11 @@ def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None
     from IPython import display
 
     place = _here()
-    shown = _Panel(place, name, metric)
+    shown = Panel(place, name, metric)
     handle = display.display(shown, display_id=True)
     while shown.status.state.active and (until is None or shown.status.step < until):
         time.sleep(place.poll_s)
-        last, shown = shown, _Panel(place, name, metric)
+        last, shown = shown, Panel(place, name, metric)
         if handle is not None and shown != last:
             handle.update(shown)
     status = shown.status
@@ -69,15 +70,15 @@ def draw(name: str) -> None:
     display.display(display.Image(picture.getvalue(), width=820))
 
 
-class _Panel:
+class Panel:
     """A job at one point in time, for a page or a terminal."""
 
-    def __init__(self, place: LocalBackend, name: str, metric: str) -> None:
+    def __init__(self, place: Backend, name: str, metric: str) -> None:
         self.status: JobStatus = place.status(name)
         self._metric, self._points = metric, _points(place, name, metric)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Panel) and (self.status, self._points) == (other.status, other._points)
+        return isinstance(other, Panel) and (self.status, self._points) == (other.status, other._points)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -98,12 +99,13 @@ def _here() -> LocalBackend:
     return backend.LocalBackend(state_dir.root())
 
 
-def _points(place: LocalBackend, name: str, metric: str) -> Sequence[Point]:
+def _points(place: Backend, name: str, metric: str) -> Sequence[Point]:
     from outlast.job import contract
     from outlast.local.notebooks import panel
 
+    output = place.output(name)
     try:
-        return panel.points((Path(place.output(name)) / contract.METRICS).read_bytes().splitlines(), metric)
+        return panel.points((output / contract.METRICS).read_bytes().splitlines(), metric) if isinstance(output, Path) else ()
     except FileNotFoundError:  # nothing logged yet
         return ()
 
