@@ -14,7 +14,7 @@ QUICK := outlast,outlast-trainer,torchrun-tuned,elastic-tuned
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: each would compile what it imports
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-one watch test-slow test-oldest test-gpu check hooks docs bench clean
+.PHONY: help demo test test-core test-one watch test-slow test-oldest test-gpu check hooks docs package bench clean
 
 help:  ## Say what can be made
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -76,6 +76,12 @@ docs: $(READY)  ## Write the generated pages and deploy/ anew
 	$(BIN)/python docs/guide/commands.py > docs/guide/commands.md
 	$(BIN)/python deploy/render.py
 	$(BIN)/python -m bench.resilience --page
+
+package: $(READY)  ## Build the source distribution and the wheel into dist/, check them, and use the wheel where nothing else is
+	rm -f dist/outlast-*
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/outlast-*
+	$(BIN)/pytest tests/house/test_package.py
 
 bench: $(READY)  ## Measure recovery, ours and torchrun's (minutes)
 	$(BIN)/python bench/recovery.py

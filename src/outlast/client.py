@@ -239,8 +239,15 @@ class Run:
                 raise Late(f"{self.name} is {status.state} at step {status.step} after {limit_s:g} s; it goes on")
             time.sleep(self._place.poll_s)
 
-    def logs(self, *, worker: int | None = None, follow: bool = False, tail: int | None = None) -> Iterator[LogLine]:
-        """Return the log lines of one worker or of all, over all restarts; with `follow`, until the job ends."""
+    def logs(
+        self, *, worker: int | None = None, follow: bool = False, tail: int | None = None, previous: bool = False
+    ) -> Iterator[LogLine]:
+        """Return the log lines of one worker or of all, over all restarts; with `follow`, until the job ends; with `previous`,
+        only those of the attempt before the last one."""
+        from outlast.job import backend
+
+        if previous:
+            return iter(backend.previous(self._place.logs(self.name, worker=worker), tail=tail))
         return self._place.logs(self.name, worker=worker, follow=follow, tail=tail)
 
     def scale(self, workers: int) -> None:
@@ -365,18 +372,23 @@ def find(name: str, *, namespace: str | None = None, context: str | None = None)
     return run
 
 
-def runs(*, namespace: str | None = None, context: str | None = None) -> list[Run]:
-    """Return all runs on this machine, or in a namespace of a cluster, the newest last."""
-    place = _place(namespace, context)
-    return [Run(status.name, place) for status in place.list()]
+def runs(
+    *, namespace: str | None = None, context: str | None = None, all_namespaces: bool = False, selector: str = ""
+) -> list[Run]:
+    """Return all runs on this machine, or in a namespace or all namespaces of a cluster, the newest last. `selector` selects
+    those of a cluster by their labels, such as `team=a,tier!=test`."""
+    place = _place(namespace, context, everywhere=all_namespaces, selector=selector)
+    statuses = place.list()
+    places = {each: _place(each, context) for each in {status.namespace for status in statuses}} if all_namespaces else {}
+    return [Run(status.name, places.get(status.namespace, place)) for status in statuses]
 
 
-def _place(namespace: str | None, context: str | None) -> Backend:
-    if not (namespace or context):
+def _place(namespace: str | None, context: str | None, *, everywhere: bool = False, selector: str = "") -> Backend:
+    if not (namespace or context or everywhere or selector):
         return _here()
     from outlast.kubernetes.jobs.backend import KubernetesBackend
 
-    return _closing(KubernetesBackend(_connected(namespace, context)))
+    return _closing(KubernetesBackend(_connected(namespace, context), everywhere=everywhere, selector=selector))
 
 
 def _connected(namespace: str | None, context: str | None) -> Cluster:

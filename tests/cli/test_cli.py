@@ -26,6 +26,7 @@ from machines import PROGRAMS
 from outlast.base.errors import NotFound, OutlastError, Unanswered
 from outlast.cli import commands, live_panel, run_view, tables_and_pages
 from outlast.cli.train import overrides
+from outlast.job import contract
 from outlast.job import faults as chaos
 from outlast.job.backend import LogLine
 from outlast.job.status import (
@@ -233,6 +234,44 @@ def test_the_list_has_a_line_for_each_job(backend: fake.FakeBackend, outlast: Ou
     ]
     assert [job["name"] for job in json.loads(outlast(backend, "list", "-o", "json")[1])] == ["one", "two"]
     assert [job["name"] for job in yaml.safe_load(outlast(backend, "list", "-o", "yaml")[1])] == ["one", "two"]
+    assert outlast(backend, "list", "-o", "name")[1] == "one\ntwo\n"
+    wide = outlast(backend, "list", "-o", "wide")[1].splitlines()
+    assert wide[0].split()[7:] == ["CHECKPOINT", "NODES", "OUTPUT", "REASON"]
+    assert str(backend.output("one")) in wide[1]
+
+
+class Changing(fake.FakeBackend):
+    """Jobs as they are at one look after another; then Ctrl-C."""
+
+    def __init__(self, output: Path, *looks: list[JobStatus]) -> None:
+        super().__init__(output)
+        self.looks, self.poll_s = [*looks], 0.0
+
+    def list(self) -> list[JobStatus]:
+        if not self.looks:
+            raise KeyboardInterrupt
+        return self.looks.pop(0)
+
+
+def test_a_list_that_is_watched_has_a_line_for_each_change_until_it_is_interrupted(tmp_path: Path, outlast: Outlast) -> None:
+    now = time.time()
+    one = a_status(name="one", submitted=now, reason="", state=State.PENDING)
+    runs = one.model_copy(update={"state": State.RUNNING})
+    two = a_status(name="the-second", submitted=now, reason="")
+    looks = [], [one], [one.model_copy(update={"metrics": {"loss": 1.0}})], [runs, two], [two]
+    code, out, err = outlast(Changing(tmp_path, *looks), "list", "-w")
+    assert code == 130
+    assert err.startswith("no job has been run here")
+    assert [(*line.split()[:2], line.split()[-1]) for line in out.splitlines()] == [
+        ("NAME", "STATE", "REASON"),
+        ("one", "Pending", "-"),
+        ("one", "Running", "-"),
+        ("the-second", "Running", "-"),
+        ("one", "Running", "gone"),
+    ]
+    documents = [json.loads(line) for line in outlast(Changing(tmp_path, *looks), "list", "-w", "-o", "json")[1].splitlines()]
+    assert [job["name"] for job in documents] == ["one", "one", "one", "the-second", "one"]
+    assert outlast(Changing(tmp_path, *looks), "list", "-w", "-o", "name")[1].split() == ["one", "the-second", "one"]
 
 
 def test_the_only_job_needs_no_name(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
@@ -285,6 +324,25 @@ def test_logs_can_be_followed_cut_and_searched(backend: fake.FakeBackend, outlas
     assert outlast(backend, "logs", "--grep", "9$", "--tail", 4)[1] == "worker-0 | step 19\nworker-1 | step 19\n"
     code, _, err = outlast(backend, "logs", "--grep", "(")
     assert (code, err) == (2, "Error: --grep '(' is not a regular expression: missing ), unterminated subpattern at position 0\n")
+
+
+def test_the_log_of_the_attempt_before_ends_with_what_ended_it(backend: fake.FakeBackend, outlast: Outlast) -> None:
+    first = ["step 1", "outlast | rank 0 on worker 0 was killed by SIGKILL"]
+    second = [
+        contract.start_line(1, 1, "rank 0 on worker 0 was killed by SIGKILL"),
+        "step 1",
+        "generation 1: a line of the script",
+    ]
+    third = [contract.start_line(2, 0, "lost worker 1"), "step 1", "step 2"]
+    run = backend.runs["job"] = fake.Run(a_status(), [LogLine(worker, text) for text in first for worker in (0, 1)])
+    assert outlast(backend, "logs", "-p") == (2, "", "Error: no worker has had more than one attempt; leave out -p\n")
+    run.lines += [LogLine(0, text) for text in (*second, *third)]
+    assert outlast(backend, "logs", "-p")[1].splitlines() == [f"worker-0 | {text}" for text in second]
+    run.lines += [LogLine(1, text) for text in third]
+    assert outlast(backend, "logs", "--previous", "--tail", 1)[1].splitlines() == [
+        f"worker-1 | {first[1]}", f"worker-0 | {second[-1]}"
+    ]  # fmt: skip
+    assert "leave out -f or -p" in outlast(backend, "logs", "-p", "-f")[2]
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:

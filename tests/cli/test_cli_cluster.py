@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import apiserver
+from outlast import client
 from outlast.cli import tables_and_pages
 from outlast.job import accelerators
 from outlast.job.report import goodput
@@ -112,6 +113,25 @@ def test_the_checkpoints_of_a_job_in_a_cluster_are_those_in_its_store(
         2,
         "Error: the checkpoints of train are in its pods only (/out/train in its pods); give the job an output in a store\n",
     )
+
+
+def test_jobs_of_all_namespaces_and_those_with_a_label(team: apiserver.ApiServer, url: str, outlast: Outlast) -> None:
+    for namespace, labels in (("n", {"team": "a"}), ("m", {})):
+        job = a_job(url, state="Running")
+        job["metadata"] |= {"namespace": namespace, "labels": labels}
+        team.put(job)
+        pod = {"name": "train-worker-0", "namespace": namespace, "labels": LABELS}
+        pod_spec = {"nodeName": f"node-{namespace}", "containers": [{"name": "trainer"}]}
+        team.put({"apiVersion": "v1", "kind": "Pod", "metadata": pod, "spec": pod_spec, "status": {"phase": "Running"}})
+    heading, *rows = [line.split() for line in outlast("list", "-A", "-o", "wide")[1].splitlines()]
+    assert heading[:2] == ["NAMESPACE", "NAME"]
+    assert [row[:3] for row in sorted(rows)] == [["m", "train", "Running"], ["n", "train", "Running"]]
+    assert ["node-m" in row for row in sorted(rows)] == [True, False], "a worker is in one of two namespaces with such a job"
+    assert [job["namespace"] for job in json.loads(outlast("list", "-A", "-l", "team=a", "-o", "json")[1])] == ["n"]
+    assert outlast("list", "-n", "m", "-l", "team!=a", "-o", "name")[1] == "train\n"
+    code, out, err = outlast("list", "-A", "-l", "team=b")
+    assert (code, out, err.partition(" of ")[0]) == (0, "", "there is no job with labels team=b in any namespace")
+    assert sorted(run.status.namespace for run in client.runs(all_namespaces=True)) == ["m", "n"]
 
 
 @pytest.mark.parametrize(

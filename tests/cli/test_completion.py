@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -92,6 +95,30 @@ def test_it_completes_what_a_cluster_has(complete: Complete, team: apiserver.Api
     assert complete("logs -n n --context there ") == ["remote"]
     assert complete("status -n team-b re") == []
     assert complete("render -n team") == complete("operator -n team") == ["team-b"]
+
+
+def test_kubectl_completes_the_plug_in_by_its_convention(
+    team: apiserver.ApiServer, local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def offers(*words: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["kubectl_complete-outlast", *words])
+        with mock.patch.dict(os.environ):
+            cli.kubectl_completion()
+        return capfd.readouterr().out.splitlines()
+
+    assert offers("status", "-n", "n", "") == ["remote", ":0"], "and no job of this machine"
+    assert offers("status", "") == [":0"]
+    assert offers("wai") == ["wait\tWait until a job reaches a step or a state.", ":0"]
+    assert offers("agent")[-1] == ":0", "which is a role, and is not played here"
+    assert {line.partition("\t")[0] for line in offers("list", "--")} >= {"--all-namespaces", "--selector", "--watch"}
+    if kubectl := shutil.which("kubectl"):
+        for program, function in (("kubectl-outlast", "kubectl_plugin"), ("kubectl_complete-outlast", "kubectl_completion")):
+            (tmp_path / program).write_text(f"#!{sys.executable}\nfrom outlast import cli\ncli.{function}()\n")
+            (tmp_path / program).chmod(0o755)
+        command = [kubectl, "__complete", "outlast", "chaos", "kill-w"]  # and nothing for which a cluster has a second
+        environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=60)
+        assert done.stdout.splitlines() == ["kill-worker", ":0"]
 
 
 def test_every_name_of_a_job_a_namespace_and_a_context_is_completed() -> None:

@@ -249,6 +249,10 @@ def test_what_only_echoes_another_ranks_end_is_one_line_below_the_cause() -> Non
     ]
     assert [*folded.take([head, *body, after])] == [after]
     assert (folded.rest(), folded.rest()) == ([head], [])
+    again = [LogLine(worker, contract.start_line(2, 0, "lost worker 2")) for worker in (0, 1)]
+    assert [*folded.take([LogLine(0, ""), *again])] == [LogLine(0, ""), again[0]], (
+        "of all workers that start again, the first says so"
+    )
 
 
 def test_a_goodput_without_reported_steps_is_an_upper_bound_and_steps_of_an_epoch_have_no_total() -> None:

@@ -495,7 +495,8 @@ def test_every_field_of_the_status_is_explained() -> None:
 
 def test_deploy_is_what_the_code_renders() -> None:
     pages = DEPLOY["pages"]()
-    there = {str(path.relative_to(ROOT / "deploy")): path.read_text() for path in (ROOT / "deploy").rglob("*.yaml")}
+    files = [path for path in (ROOT / "deploy").rglob("*.*") if path.suffix in (".yaml", ".json")]
+    there = {str(path.relative_to(ROOT / "deploy")): path.read_text() for path in files}
     assert there == pages, "run: python deploy/render.py"
 
 

@@ -17,6 +17,7 @@ import fake
 import outlast
 from outlast import function_call
 from outlast.base.errors import InvalidJob, NotFound, OutlastError
+from outlast.job import contract
 from outlast.job.failure import Failure
 from outlast.job.status import State
 
@@ -170,5 +171,8 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     assert re.search(r"^Succeeded 400 0\.\d+$", done, re.M)
     assert re.search(r"^worker 1 .*killed.* \d+\.\d+$|^worker \d .*\d+\.\d+$", done, re.M)
     [run] = outlast.runs()
+    log = [line.text for line in run.logs(worker=0)]
+    starts = [number for number, text in enumerate(log) if contract.is_start_line(text)]
+    assert [line.text for line in run.logs(worker=0, previous=True)] == log[[0, *starts][-2] : starts[-1]]
     assert (run.name, run.checkpoints[-1].step) == ("train", 400)
     assert outlast.find("train").report().as_json()["lost"]["failures"]["count"] == 1

@@ -9,6 +9,7 @@ import pytest
 
 from outlast.base.errors import AlreadyRunning, OutlastError
 from outlast.job import spec
+from outlast.job.backend import previous
 from outlast.job.report import goodput
 from outlast.job.report.steps import Bucket
 from outlast.job.status import State
@@ -145,6 +146,9 @@ def test_a_plain_torchrun_script_runs_unchanged_and_survives(machine):
     said = [line.text for line in machine.backend.logs(name, worker=0)]
     assert said.count("rank 0 of 2 starts") == 2
     assert "rank 0 of 2 is done" in said
+    before = [line.text for line in previous(machine.backend.logs(name))]
+    assert sorted(text for text in before if "start" in text) == ["rank 0 of 2 starts", "rank 1 of 2 starts"]
+    assert "rank 0 of 2 is done" not in before
 
 
 @pytest.mark.slow  # tests/local/test_run_survives.py has one of one worker

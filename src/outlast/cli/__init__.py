@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -9,7 +13,27 @@ from typing import Any, NoReturn
 
 def kubectl_plugin() -> NoReturn:
     """Run as `kubectl outlast`: jobs are those of the cluster. kubectl finds the program `kubectl-outlast` on the PATH."""
-    main(name="kubectl outlast")
+    from outlast.cli.completion import PLUGIN
+
+    main(name=PLUGIN)
+
+
+def kubectl_completion() -> None:
+    """Complete the last of the words of `kubectl outlast ...`: kubectl runs `kubectl_complete-outlast WORDS` for that, and reads
+    a name, a tab and a description per line, as fish does, and then a directive.
+
+    https://github.com/kubernetes/sample-cli-plugin#shell-completion
+    """
+    from outlast.cli.completion import PLUGIN
+
+    os.environ |= {
+        f"_{PLUGIN}_COMPLETE".upper(): "complete_fish",
+        "_TYPER_COMPLETE_ARGS": shlex.join(["outlast", *(sys.argv[1:] or [""])]),
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    with contextlib.redirect_stdout(io.StringIO()) as offered, contextlib.suppress(SystemExit):
+        main([], name=PLUGIN)
+    print(*filter(None, offered.getvalue().splitlines()), ":0", sep="\n")  # without names, the shell offers files
 
 
 def main(args: Sequence[str] | None = None, *, backend: Any = None, name: str = "outlast") -> NoReturn:

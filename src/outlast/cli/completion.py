@@ -17,6 +17,8 @@ import typer
 if TYPE_CHECKING:
     from outlast.kubernetes.api import Cluster
 
+PLUGIN = "kubectl outlast"
+"""Name of the program as a plug-in of kubectl, which looks for jobs in the cluster only."""
 _TIMEOUT_S = 1.0
 """Timeout for a cluster's response, in seconds."""
 
@@ -63,7 +65,7 @@ def _jobs(ctx: typer.Context) -> Iterator[str]:
     from outlast.local import state_dir
     from outlast.local.backend import LocalBackend
 
-    if not (ctx.params.get("namespace") or ctx.params.get("context")):
+    if not (ctx.params.get("namespace") or ctx.params.get("context") or ctx.find_root().info_name == PLUGIN):
         local = [status.name for status in LocalBackend(state_dir.root()).list()]
         yield from local
         if local or not kubeconfig.available(os.environ):

@@ -1,7 +1,7 @@
 """Finding a job: which job a command refers to, and which backend runs it.
 
-With `-n` or `--context`, and as a plug-in of kubectl, the job is in a cluster. Otherwise, this directory is searched first. If it
-lacks the job and a kubeconfig exists, the namespace of the kubeconfig's current context is next.
+With `-n`, `-A`, `-l` or `--context`, and as a plug-in of kubectl, the job is in a cluster. Otherwise, this directory is searched
+first. If it lacks the job and a kubeconfig exists, the namespace of the kubeconfig's current context is next.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from outlast.storage import runs
     from outlast.storage.store import Store
 
-PLUGIN = "kubectl outlast"
-"""Name of the program as a plug-in of kubectl, which looks for jobs in the cluster only."""
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job file.")]
 FileOrScript = Annotated[str, typer.Argument(metavar="FILE", help="A job file, or a Python script followed by its arguments.")]
 TitleOption = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of that in the file.")]
@@ -58,6 +56,11 @@ ContextOption = Annotated[
         metavar="NAME", help="The job is in the cluster of this kubeconfig context.", autocompletion=completion.contexts
     ),
 ]
+EverywhereOption = Annotated[bool, typer.Option("-A", "--all-namespaces", help="Jobs of all namespaces of a cluster.")]
+SelectorOption = Annotated[
+    str,
+    typer.Option("-l", "--selector", metavar="LABELS", help="Jobs of a cluster with these labels, such as team=a,tier!=test."),
+]
 BestOption = Annotated[bool, typer.Option("--best", help="The best checkpoint, by its metric.")]
 StepOption = Annotated[int | None, typer.Option(metavar="N", min=0, help="The checkpoint of this step.")]
 YesOption = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
@@ -77,10 +80,20 @@ def backend(ctx: typer.Context) -> Backend:
     return given if given is not None else this_machine()
 
 
-def place(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Backend:
+def place(
+    ctx: typer.Context,
+    name: str | None,
+    namespace: str | None,
+    context: str | None,
+    *,
+    everywhere: bool = False,
+    selector: str = "",
+) -> Backend:
     """Return the backend of the job with this name, or of the only job."""
-    if ctx.obj is not None or namespace or context or ctx.find_root().info_name == PLUGIN:
-        return backend(ctx) if ctx.obj is not None else cluster(ctx, namespace, context)
+    if ctx.obj is not None:
+        return backend(ctx)
+    if namespace or context or everywhere or selector or ctx.find_root().info_name == completion.PLUGIN:
+        return cluster(ctx, namespace, context, everywhere=everywhere, selector=selector)
     here = this_machine()
     known = {status.name for status in here.list()}
     if name in known or (name is None and known):
@@ -90,14 +103,21 @@ def place(ctx: typer.Context, name: str | None, namespace: str | None, context: 
     return cluster(ctx) if kubeconfig.available(os.environ) else here
 
 
-def cluster(ctx: typer.Context, namespace: str | None = None, context: str | None = None) -> KubernetesBackend:
+def cluster(
+    ctx: typer.Context,
+    namespace: str | None = None,
+    context: str | None = None,
+    *,
+    everywhere: bool = False,
+    selector: str = "",
+) -> KubernetesBackend:
     """Return the backend of a cluster, whose connections are closed at the end of the command. Raises NoCluster."""
     from outlast.kubernetes import api
     from outlast.kubernetes.jobs import backend as kubernetes
 
     connected = api.connect(context, checked(namespace))
     ctx.call_on_close(connected.close)
-    return kubernetes.KubernetesBackend(connected)
+    return kubernetes.KubernetesBackend(connected, everywhere=everywhere, selector=selector)
 
 
 def checked(namespace: str | None) -> str | None:
@@ -149,9 +169,11 @@ def no_job(place: Backend) -> str:
     """Return a sentence about the missing job, and how to start one. Raises OutlastError if even the namespace does not exist."""
     if (there := in_cluster(place)) is None:
         return "no job has been run here; start one with `outlast run FILE`, in this directory"
-    if not there.cluster.has_namespace():
+    if not there.everywhere and not there.cluster.has_namespace():
         raise there.workloads.no_namespace()
-    return f"there is no job in namespace {there.cluster.namespace} of {there.cluster.context}; outlast submit FILE creates one"
+    where = "any namespace" if there.everywhere else f"namespace {there.cluster.namespace}"
+    labelled = f" with labels {there.selector}" if there.selector else ""
+    return f"there is no job{labelled} in {where} of {there.cluster.context}; outlast submit FILE creates one"
 
 
 def resolve(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[Backend, str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import json
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,18 +37,33 @@ class Output(enum.StrEnum):
     YAML = "yaml"
 
 
+class ListOutput(enum.StrEnum):
+    """The formats of `-o` of a list of jobs."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    NAME = "name"
+    JSON = "json"
+    YAML = "yaml"
+
+
 OutputOption = Annotated[Output, typer.Option("-o", "--output", help="Output format.")]
+ListOutputOption = Annotated[
+    ListOutput, typer.Option("-o", "--output", help="Output format; wide: more columns, name: only the names.")
+]
 
 
-def data(value: Any, output: Output) -> None:
-    """Print plain data as JSON or YAML."""
-    if output is Output.JSON:
-        print(json.dumps(value, indent=2))
+def data(value: Any, output: Output | ListOutput, *, changed: bool = False) -> None:
+    """Print plain data as JSON or YAML; with `changed`, as one of many documents: a line of JSON, or YAML after `---`."""
+    if output == "json":
+        print(json.dumps(value, indent=None if changed else 2), flush=changed)
     else:
         import yaml
 
-        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
-        sys.stdout.write(text if text == terminal.safe(text) else yaml.safe_dump(value, sort_keys=False))  # `\u202E` is YAML's
+        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, explicit_start=changed)
+        if text != terminal.safe(text):
+            text = yaml.safe_dump(value, sort_keys=False, explicit_start=changed)  # `\u202E` is YAML's
+        print(text, end="", flush=changed)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -253,22 +267,31 @@ def _has_uploads(store: StoreStatus, status: JobStatus) -> bool:
     return store.url != status.output or bool(store.step or store.pushed or store.since)
 
 
-def jobs(statuses: Sequence[JobStatus], now: float) -> str:
-    """Format a table with one line per job."""
-    rows = [
-        (
-            s.name,
-            s.state,
-            world(s),
-            steps(s) if _steps_known(s) else None,
-            s.restarts,
-            goodput(s),
-            units.human_seconds(now - s.submitted),
-            s.reason or None,
-        )
-        for s in statuses
-    ]
-    return table(("NAME", "STATE", "WORKERS", "STEP", "RESTARTS", "GOODPUT", "AGE", "REASON"), rows)
+def row(status: JobStatus, now: float, output: ListOutput, *, namespaced: bool = False) -> dict[str, object]:
+    """Return the cells of a job in a list, by their headings; with `namespaced` also its namespace."""
+    if output is ListOutput.NAME:
+        return {"NAME": status.name}
+    cells = {
+        "NAME": status.name,
+        "STATE": status.state,
+        "WORKERS": world(status),
+        "STEP": steps(status) if _steps_known(status) else None,
+        "RESTARTS": status.restarts,
+        "GOODPUT": goodput(status),
+        "AGE": units.human_seconds(now - status.submitted),
+    }
+    if output is ListOutput.WIDE:
+        nodes = dict.fromkeys(worker.node for worker in status.workers if worker.node)
+        cells["CHECKPOINT"] = status.checkpoint.step if status.checkpoint else None
+        cells |= {"NODES": ",".join(nodes) or None, "OUTPUT": status.output or None}
+    return {**({"NAMESPACE": status.namespace} if namespaced else {}), **cells, "REASON": status.reason or None}
+
+
+def jobs(statuses: Sequence[JobStatus], now: float, output: ListOutput = ListOutput.TABLE, *, namespaced: bool = False) -> str:
+    """Format a table with one line per job; for `name` without headings."""
+    rows = [row(status, now, output, namespaced=namespaced) for status in statuses]
+    lines = table(list(rows[0]), ([*each.values()] for each in rows)).splitlines()
+    return "\n".join(lines[1:] if output is ListOutput.NAME else lines)
 
 
 def _rank(rank: RankStatus) -> str:

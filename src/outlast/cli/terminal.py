@@ -171,17 +171,19 @@ def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
 
 class Folded:
     """Filters echoes: lines that survivors of a failure print only because another rank has ended. One echo per worker stays,
-    after the cause."""
+    after the cause. Of the lines with which all workers start again, one stays."""
 
     def __init__(self) -> None:
         self._below: dict[int, LogLine] = {}
+        self._start: str | None = None
 
     def take(self, lines: Iterable[LogLine]) -> Iterator[LogLine]:
         """Yield the lines without echoes. The first echo of each worker follows the next line from Outlast."""
         for line in lines:
             if contract.ECHO in line.text:
                 self._below.setdefault(line.worker, line)
-            else:
+            elif line.text != self._start:
+                self._start = line.text if contract.is_start_line(line.text) else self._start
                 yield line
                 yield from self.rest() if "outlast | " in line.text else ()
 

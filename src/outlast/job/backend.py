@@ -8,9 +8,13 @@ Every method may raise `OutlastError`: `NotFound` for an unknown name, `AlreadyR
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from outlast.base.errors import NotFound
+from outlast.job import contract
 
 if TYPE_CHECKING:
     import random
@@ -29,6 +33,21 @@ class LogLine:
 
     def __str__(self) -> str:
         return f"worker-{self.worker} | {self.text}"
+
+
+def previous(lines: Iterable[LogLine], *, tail: int | None = None) -> list[LogLine]:
+    """Return the lines of each worker's attempt before its last one, or the last `tail` of them, in their order. A further
+    attempt begins with a `contract.start_line`. Raises NotFound."""
+    last: dict[int, list[tuple[int, LogLine]]] = {}
+    before: dict[int, list[tuple[int, LogLine]]] = {}
+    for number, line in enumerate(lines):
+        if contract.is_start_line(line.text):
+            before[line.worker] = last.pop(line.worker, [])
+        last.setdefault(line.worker, []).append((number, line))
+    if not before:
+        raise NotFound("no worker has had more than one attempt; leave out -p" if last else "there is no log yet")
+    kept = (each if tail is None else each[max(0, len(each) - tail) :] for each in before.values())
+    return [line for _, line in sorted(itertools.chain(*kept), key=lambda numbered: numbered[0])]
 
 
 class Backend(Protocol):

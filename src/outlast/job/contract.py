@@ -403,10 +403,21 @@ def checkpoint_name(step: int) -> str:
 STAYS = "stays up and does nothing more"
 """Suffix of the last log line of a worker that has ended and waits to be deleted."""
 _END_LINE = re.compile(r"outlast \| worker (\S+): (?P<reason>.*) \(exit (?P<code>\d+|None)\)$")
+_START_LINE = re.compile(r"outlast \| (attempt \d+ of )?generation \d+: ")
 
 
 ECHO = "outlast echo | "
 """Prefix of log lines that only echo another rank's end; log readers skip these lines."""
+
+
+def start_line(generation: int, attempt: int, reason: str) -> str:
+    """Return the log line with which a worker's training processes start again: in a new world, or as another attempt of it."""
+    return f"outlast | {f'attempt {attempt} of ' if attempt else ''}generation {generation}: {reason}"
+
+
+def is_start_line(line: str) -> bool:
+    """Return whether a log line is a `start_line`."""
+    return _START_LINE.match(line) is not None
 
 
 def end_line(worker: int | str, reason: str, code: int | None) -> str:

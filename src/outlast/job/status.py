@@ -160,6 +160,8 @@ class JobStatus(_Model):
     """A job as `outlast status` shows it."""
 
     name: str
+    namespace: str = ""
+    """Namespace of a job in a cluster."""
     run: str
     state: State = State.PENDING
     reason: str = ""

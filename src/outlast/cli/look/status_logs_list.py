@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from outlast.base import backoff
 from outlast.base.errors import OutlastError
 from outlast.cli import find_job, tables_and_pages, terminal
-from outlast.cli.find_job import ContextOption, NameArgument, NamespaceOption
-from outlast.cli.tables_and_pages import Output, OutputOption
+from outlast.cli.find_job import ContextOption, EverywhereOption, NameArgument, NamespaceOption, SelectorOption
+from outlast.cli.tables_and_pages import ListOutput, ListOutputOption, Output, OutputOption
+from outlast.job import backend
 
 if TYPE_CHECKING:
-    from outlast.job.backend import Backend
+    from outlast.job.backend import Backend, LogLine
     from outlast.job.status import JobStatus
+
+_DOCUMENTS = (ListOutput.JSON, ListOutput.YAML)
 
 
 def list_(
     ctx: typer.Context,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Then a line for each change, until Ctrl-C.")] = False,
     namespace: NamespaceOption = None,
+    everywhere: EverywhereOption = False,
+    selector: SelectorOption = "",
     context: ContextOption = None,
-    output: OutputOption = Output.TABLE,
+    output: ListOutputOption = ListOutput.TABLE,
 ) -> None:
     """List the jobs of this directory, or of a cluster.
 
@@ -34,18 +40,49 @@ def list_(
     \b
     Examples:
       outlast list
-      outlast list -n team-a
-      outlast list -o json
+      outlast list -n team-a -w
+      outlast list -A -l team=a -o wide
+      outlast list -n team-a -l sweep=3 -o name | xargs -n 1 outlast cancel -n team-a
     """
-    place = find_job.place(ctx, None, namespace, context)
+    place = find_job.place(ctx, None, namespace, context, everywhere=everywhere, selector=selector)
     statuses = place.list()
     none = "" if statuses else find_job.no_job(place)
-    if output is not Output.TABLE:
+    if none and (watch or output not in _DOCUMENTS):
+        print(none, file=sys.stderr)
+    if watch:
+        _watch_list(place, statuses, output, namespaced=everywhere)
+    elif output in _DOCUMENTS:
         tables_and_pages.data([status.model_dump(mode="json") for status in statuses], output)
     elif statuses:
-        print(tables_and_pages.jobs(statuses, time.time()))
-    else:
-        print(none, file=sys.stderr)
+        print(tables_and_pages.jobs(statuses, time.time(), output, namespaced=everywhere))
+
+
+def _watch_list(place: Backend, statuses: Sequence[JobStatus], output: ListOutput, *, namespaced: bool) -> NoReturn:
+    """Print a line, or a document, for each job and for each change of one."""
+
+    def shown(status: JobStatus) -> dict[str, object]:
+        if output in _DOCUMENTS:
+            return status.model_dump(mode="json")
+        return tables_and_pages.row(status, status.submitted, output, namespaced=namespaced)  # its age is no change
+
+    known: dict[tuple[str, str], tuple[JobStatus, dict[str, object]]] = {}
+    begun = False
+    while True:
+        present = {(status.namespace, status.name): (status, shown(status)) for status in statuses}
+        gone = [each.model_copy(update={"reason": "it is gone"}) for key, (each, _) in known.items() if key not in present]
+        new = {key: status for key, (status, facts) in present.items() if key not in known or known[key][1] != facts}
+        changed = [*new.values(), *gone]
+        if output in _DOCUMENTS:
+            for status in changed:
+                tables_and_pages.data(status.model_dump(mode="json"), output, changed=True)
+        elif changed:
+            others = [status for key, (status, _) in present.items() if key not in new]  # columns are as wide as theirs
+            lines = tables_and_pages.jobs([*others, *changed], time.time(), output, namespaced=namespaced).splitlines()
+            print("\n".join(lines[-len(changed) :] if begun else lines), flush=True)
+            begun = True
+        known = present
+        time.sleep(place.poll_s)
+        statuses = backoff.until_answered(place.list, terminal.say, every_s=place.poll_s)
 
 
 def status(
@@ -88,12 +125,7 @@ def _watch(place: Backend, name: str, output: Output) -> None:
             for sentence in tables_and_pages.changes(old, new):
                 print(sentence, flush=True)
         elif old != new:
-            if output is Output.JSON:
-                print(json.dumps(new.model_dump(mode="json")))
-            else:
-                print("---")
-                tables_and_pages.data(new.model_dump(mode="json"), output)
-            sys.stdout.flush()
+            tables_and_pages.data(new.model_dump(mode="json"), output, changed=True)
         if not new.state.active:
             return
         old = new
@@ -106,6 +138,9 @@ def logs(
     name: NameArgument = None,
     follow: Annotated[
         bool, typer.Option("-f", "--follow", help="Wait for a job that has not started, and continue until it ends.")
+    ] = False,
+    previous: Annotated[
+        bool, typer.Option("-p", "--previous", help="Only the lines of each worker's attempt before its last one.")
     ] = False,
     worker: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only this worker, without prefixes.")] = None,
     tail: Annotated[int | None, typer.Option(metavar="N", min=0, help="Start with the last N lines of each worker.")] = None,
@@ -122,14 +157,20 @@ def logs(
     cluster, -f waits for pods, says why they do not start, and follows restarts and new workers. NAME may be a job file, or the
     URL of a job's output in a store, which has the logs of machines that are gone.
 
+    With -p, why the last attempt was necessary: an attempt ends with a failure, a change of the workers or an interruption.
+
     \b
     Examples:
       outlast logs -f
       outlast logs cifar10 --worker 1 --tail 20
+      outlast logs cifar10 -p --tail 50
       outlast logs cifar10 -n team-a -f --since 10m
       outlast logs --grep 'loss|Error'
       outlast logs s3://bucket/runs/cifar10
     """
+    if previous and follow:
+        raise OutlastError("the log of an attempt that has ended cannot be followed; leave out -f or -p")
+    read = None if previous else tail
     try:
         pattern = re.compile(grep) if grep is not None else None
     except re.error as error:
@@ -139,11 +180,13 @@ def logs(
 
         if follow or since:
             raise OutlastError("logs in a store have no times and cannot be followed; give the name of the job, where it runs")
-        lines = output.logs(url, worker=worker, tail=tail)
+        lines: Iterable[LogLine] = output.logs(url, worker=worker, tail=read)
     else:
         since_s = None if since is None else find_job.duration("--since", since).total_seconds()
         place = find_job.place(ctx, name, namespace, context)
-        lines = place.logs(find_job.job(place, name), worker=worker, follow=follow, tail=tail, since_s=since_s, say=terminal.say)
+        lines = place.logs(find_job.job(place, name), worker=worker, follow=follow, tail=read, since_s=since_s, say=terminal.say)
+    if previous:
+        lines = backend.previous(lines, tail=tail)
     for line in terminal.Folded().take(lines) if follow and worker is None else lines:
         if pattern is None or pattern.search(line.text):
             terminal.log([line], prefixed=worker is None)

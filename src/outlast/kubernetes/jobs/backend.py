@@ -36,15 +36,22 @@ _AGENT_POLL_S = 5.0
 
 
 class KubernetesBackend:
-    """The jobs in one namespace of a cluster."""
+    """The jobs in one namespace of a cluster. With `everywhere`, `list` returns those of all namespaces; `selector` selects some
+    by their labels."""
 
     poll_s = 2.0
 
     def __init__(
-        self, cluster: api.Cluster, *, documents: Callable[[Job, Path, str | None, bool], list[Document]] = render_elasticjob
+        self,
+        cluster: api.Cluster,
+        *,
+        documents: Callable[[Job, Path, str | None, bool], list[Document]] = render_elasticjob,
+        everywhere: bool = False,
+        selector: str = "",
     ) -> None:
         self.cluster = cluster
         self.documents = documents
+        self.everywhere, self.selector = everywhere, selector
         self.workloads = Workloads(cluster)
         self.notices: list[str] = []
 
@@ -53,12 +60,16 @@ class KubernetesBackend:
     def list(self) -> Sequence[JobStatus]:
         """Return all jobs of the namespace, the newest last. Agents are not queried, so the steps are those that the operator
         has written."""
-        by_name: dict[str, list[Document]] = {}
-        for workload in self.workloads.list_():
-            by_name.setdefault(job_name(workload), []).append(workload)
-        workers = self.cluster.list_(api.POD, labels=f"{Label.JOB},{WORKERS}") if by_name else []
+        by_name: dict[tuple[str, str], list[Document]] = {}
+        for workload in self.workloads.list_(everywhere=self.everywhere, selector=self.selector):
+            by_name.setdefault((workload["metadata"].get("namespace", ""), job_name(workload)), []).append(workload)
+        pods: dict[str, list[Document]] = {}
+        labels = f"{Label.JOB},{WORKERS}"
+        for pod in self.cluster.list_(api.POD, everywhere=self.everywhere, labels=labels) if by_name else ():
+            pods.setdefault(pod["metadata"].get("namespace", ""), []).append(pod)
         statuses = [
-            job_status.status(self.workloads.snapshot(name, each, workers, query_agents=False)) for name, each in by_name.items()
+            job_status.status(self.workloads.snapshot(name, each, pods.get(namespace, ()), query_agents=False))
+            for (namespace, name), each in by_name.items()
         ]
         return sorted(statuses, key=lambda status: status.submitted)
 

@@ -48,8 +48,10 @@ class Workloads:
         self.cluster = cluster
         self._unserved: set[api.Kind] = set()
 
-    def list_(self, name: str = "", kinds: Sequence[api.Kind] = KINDS) -> list[Document]:
-        """Return the workloads of one job, or of all jobs."""
+    def list_(
+        self, name: str = "", kinds: Sequence[api.Kind] = KINDS, *, everywhere: bool = False, selector: str = ""
+    ) -> list[Document]:
+        """Return the workloads of one job, or of all jobs that a label selector matches, also of all namespaces."""
         workloads: list[Document] = []
         denied: dict[api.Kind, Forbidden] = {}
         listed = 0
@@ -58,9 +60,11 @@ class Workloads:
                 continue
             try:  # a user who may create only some of these kinds has jobs of those kinds only
                 if kind in NAMED_AFTER_JOB:
-                    workloads += self.cluster.list_(kind, fields=f"metadata.name={name}" if name else "")
+                    fields, own = f"metadata.name={name}" if name else "", ""
                 else:
-                    workloads += self.cluster.list_(kind, labels=f"{Label.JOB}{f'={name}' if name else ''},{_WORKER}")
+                    fields, own = "", f"{Label.JOB}{f'={name}' if name else ''},{_WORKER}"
+                labels = ",".join(filter(None, (own, selector)))
+                workloads += self.cluster.list_(kind, everywhere=everywhere, labels=labels, fields=fields)
                 listed += 1
             except NotServed:
                 self._unserved.add(kind)

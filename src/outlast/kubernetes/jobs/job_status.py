@@ -64,6 +64,7 @@ def status(snapshot: Snapshot) -> JobStatus:
     committed = round(max((m.get("committed_step", 0) for m in reported), default=0))
     result = JobStatus(
         name=snapshot.name,
+        namespace=meta.get("namespace", ""),
         run=(meta.get("labels") or {}).get(Label.RUN, meta["name"]),
         state=state,
         reason=reason,

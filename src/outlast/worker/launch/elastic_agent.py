@@ -148,6 +148,7 @@ def _train(
     class Agent(LocalElasticAgent):
         def _rendezvous(self, worker_group: WorkerGroup) -> None:
             super()._rendezvous(worker_group)
+            _log_start(handler)
             if (worker_group.group_world_size or 0) > 1:
                 first = worker_group.group_rank == 0
                 rank0_files.share(
@@ -198,6 +199,12 @@ def _train(
     return [_failure(state, handler, rank, process, oom=oom) for rank, process in {**result.failures, **stopped}.items()]
 
 
+def _log_start(handler: Handler) -> None:
+    """Log that the training processes start again in a new world. `_repaired` logs further attempts of a world."""
+    if handler.world and handler.generation > 1 and not handler.attempt:
+        print(contract.start_line(handler.generation, 0, handler.world.reason), file=sys.stderr, flush=True)
+
+
 def _forget(state: Path, processes: int) -> None:
     """Remove the error records and verdicts of the previous world."""
     for name in (contract.ERROR, contract.VERDICT):
@@ -208,7 +215,7 @@ def _forget(state: Path, processes: int) -> None:
 def _repaired(past: Past, *, first: bool) -> None:
     """Log that the members restart the processes of this world; the worker of rank 0 also records the restart in the ledger."""
     reason = str(past.failure.get("reason", ""))
-    print(f"outlast | attempt {past.attempt} of generation {past.generation}: {reason}", file=sys.stderr, flush=True)
+    print(contract.start_line(past.generation, past.attempt, reason), file=sys.stderr, flush=True)
     if first:
         ledger = Ledger(Path(os.environ[contract.Env.OUTPUT]) / contract.LEDGER, f"elastic-{os.environ[contract.Env.WORKER]}")
         event = {"generation": past.generation, "attempt": past.attempt, "worker": past.worker, "reason": reason}
