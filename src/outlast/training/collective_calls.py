@@ -2,9 +2,8 @@
 
 Every such call begins with the same small all-reduce. It carries a hash of the call's name, its step and the position of the
 stream, so a mismatch is detected at once: otherwise ranks would wait for each other or mix up their numbers. Sums that a call
-needs anyway (votes, losses) are in the same message, so the check costs nothing. A call whose numbers are known early can `begin`
-before it is made, and its message travels while the ranks compute. `hangs.deadlocks` detects ranks that are in no call of the
-session.
+needs anyway (votes, losses) are in the same message, so the check costs nothing. `hangs.deadlocks` detects ranks that are in no
+call of the session.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -61,33 +60,13 @@ def place() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-class _Message(NamedTuple):
-    """A message of this rank that is on its way."""
-
-    call: str
-    position: int
-    count: int
-    numbers: torch.Tensor
-    """The hash of the call, its square and `count` numbers; once it has arrived, their sums over all ranks."""
-    arrival: Any
-
-
 class Calls:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._begun: _Message | None = None
+        self._message = torch.zeros(2 + _ROOM, dtype=torch.float64)
+        self._numbers = self._message.numpy()
         self._store = deadlocks.store() if self._ranks > 1 else None
-
-    def begin(self, call: str, position: int, numbers: Sequence[float]) -> None:
-        """Send at most 14 `numbers` of a call that all ranks are about to make. Does nothing if one has begun. A collective."""
-        if self._ranks > 1 and self._begun is None:
-            self._begun = self._sent(call, position, numbers)
-
-    def end(self) -> list[float] | None:
-        """Return the sums of the numbers that were sent by `begin`; None if no call has begun. A collective."""
-        message, self._begun = self._begun, None
-        return None if message is None else self._sums(message)
 
     def meet(self, call: str, position: int, numbers: Sequence[float] = ()) -> list[float]:
         """Return the sums of `numbers` over all ranks.
@@ -97,37 +76,29 @@ class Calls:
         """
         if self._ranks == 1:
             return list(numbers)
-        first, rest = numbers[:_ROOM], numbers[_ROOM:]
-        sums = self._sums(self._sent(call, position, first))
-        if rest:
-            more = torch.tensor(rest, dtype=torch.float64)
-            dist.all_reduce(more, group=self._group)
-            sums += more.tolist()
-        return sums
-
-    def _sent(self, call: str, position: int, numbers: Sequence[float]) -> _Message:
-        deadlocks.watch().calls += 1
-        key = zlib.crc32(f"{call} {position}".encode()) & ((1 << _BITS) - 1)
-        unused = (0.0,) * (_ROOM - len(numbers))  # ranks in different calls must send messages of the same length
-        message = torch.tensor((key, key * key, *numbers, *unused), dtype=torch.float64)
-        return _Message(call, position, len(numbers), message, dist.all_reduce(message, group=self._group, async_op=True))
-
-    def _sums(self, message: _Message) -> list[float]:
-        """Wait for a message, and return the sums of its numbers."""
         watch = deadlocks.watch()
-        watch.call = f"{message.call} ({place()})"
+        watch.calls += 1
+        watch.call = f"{call} ({place()})"
+        key = zlib.crc32(f"{call} {position}".encode()) & ((1 << _BITS) - 1)
+        first, rest = numbers[:_ROOM], numbers[_ROOM:]
+        self._numbers[:] = 0
+        self._numbers[: 2 + len(first)] = key, key * key, *first
         try:
-            message.arrival.wait()
+            dist.all_reduce(self._message, group=self._group)
         except RuntimeError as error:
             if sentence := self._who_left(watch.call):
                 raise OutlastError(sentence) from error
             raise
-        keys, squares, *sums = message.numbers.tolist()
+        keys, squares, *sums = self._numbers.tolist()
         if int(keys) ** 2 != self._ranks * int(squares):  # Cauchy and Schwarz: equal only if all keys are
             calls: list[Any] = [None] * self._ranks
-            dist.all_gather_object(calls, (watch.call, message.position), group=self._group)
+            dist.all_gather_object(calls, (watch.call, position), group=self._group)
             raise OutlastError(differing(calls))
-        return sums[: message.count]
+        if rest:
+            more = torch.tensor(rest, dtype=torch.float64)
+            dist.all_reduce(more, group=self._group)
+            return [*sums[: len(first)], *more.tolist()]
+        return [float(number) for number in sums[: len(first)]]
 
     def leave(self) -> None:
         if self._store is not None:
@@ -135,7 +106,7 @@ class Calls:
                 self._store.set(f"outlast/left/{self._rank}", place())
 
     def close(self) -> None:
-        self._group = self._store = self._begun = None
+        self._group = self._store = None
 
     def _who_left(self, call: str) -> str:
         """Return the error message if a rank has left the session while this rank is in a call, otherwise an empty string."""

@@ -66,7 +66,6 @@ from outlast.worker.launch import preloaded_imports
 log = logging.getLogger("outlast")
 
 _OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_saves", "_ledger", "_copy")
-_VOTE = "run.interrupted()"
 _LAST_SAVE_S = 10.0
 """Seconds to wait for the save in progress when a process ends with an exception; arbitrary."""
 
@@ -146,8 +145,6 @@ class Session:
         self._peeked: int | None = None
         self.seconds_left = math.inf
         self._votes: tuple[bool, bool] | None = None
-        self._hooks = contextlib.ExitStack()
-        """Removes the hooks of the optimizers in the state."""
         self._unwritten = ""
         """The reason why this rank's output could not be fenced; empty if it was."""
         self._lock = threading.Lock()
@@ -235,7 +232,6 @@ class Session:
             self._report(generation=self.generation)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._hooks.close()
         if kind is None:
             self._saves.store_last("the exit of `with session.open()`")
             self._saves.finish("the exit of `with session.open()`")
@@ -306,7 +302,6 @@ class Session:
         mistakes.check_mapping(state)
         checkpoint.check(state)
         self._meet(f"run.resume({', '.join(mistakes.described(state))})")
-        self._calls.end()
         self._state = dict(state)
         self._saves.begin(self._state)
         mistakes.check_sharding(state)
@@ -342,7 +337,6 @@ class Session:
         self._trackers.follow()
         self._saves.resumed(step, restored.committed, restored.extra.get("unsaved_s", 0.0))
         self._snapshots.begin(self._state, restored.at, self._extra)
-        self._hook_optimizers()
         self._waits.since(time.monotonic(), mistakes.streams_of(state))
         if restored.path and self.rank == 0 and not self._run:  # otherwise the launcher or the agent prints it
             total = f" of {steps}" if (steps := self._steps()) else ""
@@ -496,7 +490,9 @@ class Session:
         Ctrl-C, a change of size and a reclaimed machine interrupt a run. `run.seconds_left` is then the time left. Each call
         costs one small all-reduce. A collective.
         """
-        votes = self._calls.end() or self._meet(_VOTE, *self._ballot())
+        notified = self._notice is not None and self._notice.exists()
+        late = self.rank == 0 and self._saves.late(self._every)
+        votes = self._meet("run.interrupted()", notified, late, self._saver.busy, *self._snapshots.votes())
         notified, late, busy = (vote > 0 for vote in votes[:3])
         self._snapshots.count(votes[3:])
         self._leaving = self._leaving or notified
@@ -506,25 +502,6 @@ class Session:
         if not busy:
             self._saves.settle(self._saver.wait())
         return self._leaving
-
-    def _ballot(self) -> tuple[float, ...]:
-        """Return this rank's votes: whether it is interrupted, whether a checkpoint is late, ..."""
-        notified = self._notice is not None and self._notice.exists()
-        late = self.rank == 0 and self._saves.late(self._every)
-        return notified, late, self._saver.busy, *self._snapshots.votes()
-
-    def _hook_optimizers(self) -> None:
-        """Send the votes of `interrupted` when an optimizer begins its step, alike on all ranks; they travel meanwhile."""
-
-        def vote(*_: object) -> None:
-            if not torch.compiler.is_compiling():
-                self._calls.begin(_VOTE, self._saves.position(), self._ballot())
-
-        self._hooks.close()
-        for thing in self._state.values():
-            if isinstance(thing, torch.optim.Optimizer):
-                with contextlib.suppress(AttributeError):  # a wrapper of an optimizer that has not initialized this class
-                    self._hooks.callback(thing.register_step_pre_hook(vote).remove)
 
     @public("run.due(step)")
     def due(self, step: int) -> bool:
@@ -580,7 +557,6 @@ class Session:
         if not self._state:
             raise OutlastError("save() does not know what to save; call resume() with the state first")
         self._saves.advanced(f"run.save({step})", step)
-        self._calls.end()  # the votes of before this save
         self._meet(f"run.save({step})")
         late = self._too_late(step) if self._leaving else ""
         if late:
