@@ -68,6 +68,16 @@ def test_only_what_does_nothing_but_import_is_imported_ahead(tmp_path: Path, bad
     assert (done.returncode, done.stdout) == (0, "good_too reads_path good\n" * 2), done.stderr
 
 
+def test_transformers_is_not_left_out_because_fsspec_looks_for_its_own_variables() -> None:
+    program = """
+import importlib.util, os
+from outlast.worker.launch import preloaded_imports as imports
+origin = importlib.util.find_spec("fsspec").origin
+print(*imports.trial(["fsspec"], imports.Imported({"fsspec": origin}, {**os.environ, "RANK": "1"})))
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout == "fsspec\n"
+
+
 def test_workers_of_one_machine_share_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(contract.Env.SHARED, str(tmp_path))
     for name in ("good", "good_too"):

@@ -53,6 +53,8 @@ _SIDE_EFFECTS = {
 """Audit events that are side effects of an import. https://docs.python.org/3/library/audit_events.html"""
 _PER_RANK = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|OUTLAST_)\w*|RANK|WORLD_SIZE")
 """Environment variables that differ between ranks or worlds."""
+_SEARCHES = {"fsspec.config"}
+"""Modules that copy the whole environment, but use only variables of their own. transformers imports fsspec."""
 _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """Variable that torch itself sets on first use, always to the same value."""
 _SINGLE_THREAD = ("OPENBLAS_NUM_THREADS", "1")
@@ -154,12 +156,12 @@ class _Watch:
         read, all_ = os._Environ.__getitem__, os._Environ.__iter__
 
         def item(environ: Any, name: str) -> str:
-            if name != _SET_BY_TORCH and own.get(name) != rank_environ.get(name):
+            if name != _SET_BY_TORCH and own.get(name) != rank_environ.get(name) and not _searches():
                 self.side_effect = self.side_effect or f"reads {name}"
             return str(read(environ, name))
 
         def each(environ: Any) -> Iterator[str]:
-            if own != rank_environ:
+            if own != rank_environ and not _searches():
                 self.side_effect = self.side_effect or "reads the environment"
             return all_(environ)
 
@@ -172,6 +174,14 @@ class _Watch:
             return
         if event in _SIDE_EFFECTS or (event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)):
             self.side_effect = self.side_effect or event
+
+
+def _searches() -> bool:
+    """Return whether the environment is read by a module in `_SEARCHES`."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") in _SEARCHES
 
 
 def _state() -> tuple[object, ...]:
