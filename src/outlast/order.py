@@ -26,6 +26,8 @@ Indices = NDArray[np.int64]
 """Numbers of samples, or positions of an epoch; shape (n,)."""
 
 _ROUNDS = 8
+_AT_A_TIME = 4096
+"""Positions of a rank that are permuted at a time."""
 VERSION = 1
 """Version of the permutation, a part of every key. A change of the permutation without a new version would repeat some samples in
 resumed runs and skip others."""
@@ -177,6 +179,8 @@ class BatchSampler:
         self.epoch = 0
         self.step = 0
         """Optimizer steps of this epoch that the next iteration leaves out."""
+        self._computed: tuple[object, Indices] = None, np.empty((0, 0), np.int64)
+        """This rank's samples in some steps, shape (steps, share), after what they were computed for."""
 
     def set_epoch(self, epoch: int) -> None:
         """Begin with the first batch of `epoch`, unless `seek` has chosen a step of it."""
@@ -198,12 +202,20 @@ class BatchSampler:
 
     def micro_batches(self, step: int) -> Iterator[list[Any]]:
         """This rank's micro-batches in one step of the epoch."""
-        share = self.batch_size * self.accumulate
-        begin = step * self.batch + self.rank * share
-        positions = np.arange(begin, begin + share) % self.samples
-        indices = permuted(positions, self.samples, self.seed, self.epoch) if self.shuffle else positions
-        for piece in indices.reshape(self.accumulate, self.batch_size):
+        for piece in self._share(step).reshape(self.accumulate, self.batch_size):
             yield piece.tolist()
+
+    def _share(self, step: int) -> Indices:
+        """This rank's samples in one step; shape (share,). A block of steps is computed at once, for little more than one."""
+        share = self.batch_size * self.accumulate
+        block, row = divmod(step, max(1, _AT_A_TIME // share))
+        key = self.epoch, self.seed, self.shuffle, block
+        if self._computed[0] != key:
+            steps = step - row + np.arange(max(1, _AT_A_TIME // share))[:, np.newaxis]
+            positions = (steps * self.batch + self.rank * share + np.arange(share)).reshape(-1) % self.samples
+            samples = permuted(positions, self.samples, self.seed, self.epoch) if self.shuffle else positions
+            self._computed = key, samples.reshape(-1, share)
+        return self._computed[1][row]
 
 
 class Loader:

@@ -187,18 +187,38 @@ def test_a_silent_elastic_agent_is_killed_alone_and_its_worker_only_when_nobody_
 
 
 @pytest.mark.parametrize("how", DISTURBANCES)
-def test_a_worker_that_cannot_start_is_tried_again_after_its_pause_and_no_hour_later(tmp_path: Path, how: str) -> None:
+def test_a_worker_that_cannot_start_is_tried_again_after_its_pause_and_no_hour_later(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     machine = Machine()
     pool = a_launcher(tmp_path, machine).pool
     for _ in range(10):
         pool._failed_starts[0] += 1
     pool.pause(0)
     disturbed(machine, how)
-    assert pool.missing(2) == [1]
+    assert pool.missing(2, {}) == [1]
     for _ in range(int(max(worker_processes.BACKOFF_S))):
         machine.goes_on(1.0)
-        missing = pool.missing(2)
+        missing = pool.missing(2, {})
     assert missing == [0, 1]
+
+
+@pytest.mark.parametrize(("cores", "alone"), [(2, True), (3, False)])
+def test_where_cores_are_few_the_first_worker_starts_alone_and_the_others_once_it_can_fork_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, alone: bool
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    machine = Machine()
+    pool = a_launcher(tmp_path, machine).pool
+    assert pool.missing(3, {}) == ([0] if alone else [0, 1, 2])
+    pool.present[0] = worker_processes.Worker(0, pid=1, attempt=1)
+    assert pool.missing(3, {}) == ([] if alone else [1, 2])
+    assert pool.missing(3, {0: "a report"}) == [1, 2]
+    for _ in range(int(worker_processes.FIRST_S) + 1):
+        machine.goes_on(1.0)
+        late = pool.missing(3, {})
+    assert late == [1, 2], "it has not reported in time"
 
 
 @pytest.mark.parametrize("theirs", [0.0, -3600.0, 3600.0])

@@ -164,6 +164,50 @@ def test_a_trainer_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, case: 
     assert undisturbed[2] > 2
 
 
+def sft(directory: Path) -> Any:
+    """TRL's SFTTrainer for a LoRA of a small GPT-2 with dropout, on text of several lengths."""
+    trl = pytest.importorskip("trl", exc_type=ImportError)
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    transformers.set_seed(7)
+    words = ["<unk>", "<pad>", "<eos>", *(f"w{number}" for number in range(29))]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+    config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=2, eos_token_id=2)
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(words[3:], k=draw.randrange(4, 12))) for _ in range(SAMPLES)]
+    options = {"max_steps": STEPS, "per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 4}
+    options |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 3, "bf16": False}
+    return trl.SFTTrainer(
+        GPT2LMHeadModel(config),
+        trl.SFTConfig(str(directory), use_cpu=True, seed=7, learning_rate=1e-2, max_length=16, **options),
+        train_dataset=Dataset.from_dict({"text": texts}),
+        eval_dataset=Dataset.from_dict({"text": texts[:4]}),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True, task_type="CAUSAL_LM"),
+    )
+
+
+@pytest.mark.slow
+def test_trls_trainer_of_a_lora_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
+    def start(directory: Path, kill: tuple[str, int] | None = None) -> Any:
+        made = sft(directory)
+        outlast.hf.attach(made, batch=4)
+        made.add_callback(Kill(*kill or ("on_train_begin", -1)))
+        with pytest.raises(Killed) if kill else contextlib.nullcontext():
+            made.train()
+        return made
+
+    undisturbed = outcome(start(tmp_path / "undisturbed"))
+    for kill in (("on_step_begin", 3), ("on_evaluate", 8), ("on_pre_optimizer_step", 10)):
+        start(tmp_path / "killed", kill)
+    assert outcome(start(tmp_path / "killed")) == undisturbed
+    assert undisturbed[2] == STEPS
+
+
 class Fixed(Data):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"input_ids": self.rows[index], "labels": self.rows[index]}

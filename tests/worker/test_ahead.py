@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from outlast.job import contract
 from outlast.worker.launch import preloaded_imports
 
 PACKAGES = {
@@ -65,6 +66,29 @@ def test_only_what_does_nothing_but_import_is_imported_ahead(tmp_path: Path, bad
     order = ["good_too", *bad, "reads_path", "good"]
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), *order], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "good_too reads_path good\n" * 2), done.stderr
+
+
+def test_transformers_is_not_left_out_because_fsspec_looks_for_its_own_variables() -> None:
+    program = """
+import importlib.util, os
+from outlast.worker.launch import preloaded_imports as imports
+origin = importlib.util.find_spec("fsspec").origin
+print(*imports.trial(["fsspec"], imports.Imported({"fsspec": origin}, {**os.environ, "RANK": "1"})))
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout == "fsspec\n"
+
+
+def test_workers_of_one_machine_share_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(contract.Env.SHARED, str(tmp_path))
+    for name in ("good", "good_too"):
+        (tmp_path / f"{name}.py").write_text(PACKAGES[name])
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), "good_too", "good"]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "good_too good\n" * 2
+    results = list(tmp_path.glob("imports-*.json"))
+    assert {result.read_text() for result in results} == {'["good_too", "good"]'}
+    for result in results:
+        result.write_text('["good_too"]')
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "good_too\n" * 2, "tried again"
 
 
 def test_neither_the_scripts_own_modules_nor_what_is_there_nor_a_handful_are_worth_a_trial() -> None:

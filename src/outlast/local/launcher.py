@@ -206,9 +206,9 @@ class Launcher(Coordinator):
     # Workers
 
     def _start_missing(self) -> None:
-        for index in self.pool.missing(self.request.replicas):
+        for index in self.pool.missing(self.request.replicas, self.reports):
             try:
-                worker = self.pool.start(index)
+                worker = self.pool.start(index, self.reports)
             except (OutlastError, OSError) as problem:
                 if isinstance(problem, OutlastError) and not self.pool.present:
                     self._close(State.FAILED, str(problem), contract.Exit.MISCONFIGURED)

@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ AGENT_SILENCE_S = 20.0
 """Timeout of an agent in seconds. An agent touches its file every second, but pauses while dumping the stacks of a hang."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses in seconds before restarting a worker that has joined no world since its last start."""
+FIRST_S = 10.0
+"""Longest time in seconds that workers wait for the first one, from which they are forked; arbitrary."""
 
 
 @dataclasses.dataclass
@@ -81,6 +83,8 @@ class WorkerPool:
         self._failed_starts: collections.Counter[int] = collections.Counter()
         """Number of starts of each worker since its last world."""
         self._not_before: dict[int, float] = {}
+        self._first_by = 0.0
+        """Time until which the other workers wait for the first one."""
         self._clock = clock
         self._seen = Seen(clock)
 
@@ -99,16 +103,26 @@ class WorkerPool:
         """Return records of the present workers, for `adopt`."""
         return [{"index": w.index, "pid": w.pid, "attempt": w.attempt} for w in self.present.values()]
 
-    def missing(self, desired: int) -> list[int]:
-        """Return the indices of the workers to start now for a total of `desired`: the lowest free indices whose pause is
-        over."""
+    def missing(self, desired: int, reported: Container[int]) -> list[int]:
+        """Return the indices of the workers to start now for a total of `desired`: the lowest free indices whose pause is over.
+
+        On a machine with fewer cores than workers, the first worker starts alone. The others are forked from it once it has
+        `reported` to the launcher: it has imported torch by then, which they would do one after the other.
+        """
         count = desired - len(self.staying())
         free = (index for index in range(desired + len(self.present)) if index not in self.present)
         now = self._clock()
-        return [index for _, index in zip(range(count), free, strict=False) if now >= self._not_before.get(index, 0.0)]
+        indices = [index for _, index in zip(range(count), free, strict=False) if now >= self._not_before.get(index, 0.0)]
+        if len(os.sched_getaffinity(0)) >= desired or not self._may_fork():
+            return indices
+        if not self.present:
+            self._first_by = now + FIRST_S
+            return indices[:1]
+        return indices if now > self._first_by or any(index in reported for index in self.present) else []
 
-    def start(self, index: int) -> Worker:
-        """Start a worker. Raises OutlastError if there are too few GPUs, OSError if no process can be started."""
+    def start(self, index: int, reported: Container[int]) -> Worker:
+        """Start a worker, a fork of one that has `reported` if possible. Raises OutlastError if there are too few GPUs, OSError
+        if no process can be started."""
         state, failed_starts = self._state_dir.worker(index), self._failed_starts[index]
         self._failed_starts[index] += 1
         if not self._code.is_dir():
@@ -122,7 +136,7 @@ class WorkerPool:
             logs.mkdir(parents=True, exist_ok=True)
         place = logs if os.access(logs, os.W_OK) else state  # a disk that is read-only costs the log, not the worker
         with open(place / contract.worker_log(index), "ab") as log:
-            pid, child = None if failed_starts else self._fork(environ, log.fileno()), None
+            pid, child = None if failed_starts else self._fork(environ, log.fileno(), reported), None
             if pid is None:
                 child = subprocess.Popen(
                     [sys.executable, "-m", "outlast", "agent"],
@@ -138,11 +152,14 @@ class WorkerPool:
         self.present[index] = Worker(index, pid, self._attempts[index], child)
         return self.present[index]
 
-    def _fork(self, environ: Mapping[str, str], log: int) -> int | None:
+    def _may_fork(self) -> bool:
+        return not self._job.spec.environment.requirements and not self._job.spec.environment.conda  # agents do not run there
+
+    def _fork(self, environ: Mapping[str, str], log: int, reported: Container[int]) -> int | None:
         """Let another worker fork a new worker. Returns the new worker's pid, or None if no worker can fork."""
-        if self._job.spec.environment.requirements or self._job.spec.environment.conda:  # agents do not run there
+        if not self._may_fork():
             return None
-        parents = [worker.index for worker in self.staying() if self.trained(worker.index)]
+        parents = [each.index for each in self.staying() if self.trained(each.index) or each.index in reported]
         pids = (
             sibling.ask(str(self._state_dir.worker(index) / shim.SOCKET), environ, str(self._code), log) for index in parents[:2]
         )

@@ -1,15 +1,17 @@
 """Preloading of a script's imports in the warm process, so that a restart need not repeat them: `import transformers` takes
 seconds.
 
-Some seconds after its last import, a rank reports its modules to the warm process. In a trial, a fork of the warm process imports
-the modules of installed packages, and checks for side effects. Environment variables that a package reads must be equal in both
-processes. A package that starts threads or processes, opens devices or connections, writes files, draws random numbers or crashes
-is left to the script. The warm process imports all other packages while it is idle. Docs: docs/decisions/0042-starting.md.
+After its first step, or some seconds after its last import, a rank reports its modules to the warm process. In a trial, a fork of
+the warm process imports the modules of installed packages, and checks for side effects. Workers of one machine share its result.
+Environment variables that a package reads must be equal in both processes. A package that starts threads or processes, opens
+devices or connections, writes files, draws random numbers or crashes is left to the script. The warm process imports all other
+packages while it is idle. Docs: docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import json
 import os
@@ -22,15 +24,18 @@ import sys
 import sysconfig
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from outlast.job import accelerators
+from outlast.base import file_locks, files
+from outlast.job import accelerators, contract
 
 SETTLED_S = 5.0
 """Time in seconds without an import after which a rank counts as training; arbitrary."""
+stepped = threading.Event()
+"""Set once this process, a rank with a session, has trained a step."""
 LEAST = 20
 """Minimum number of modules for a trial; arbitrary."""
 TRIALS = 5
@@ -48,6 +53,8 @@ _SIDE_EFFECTS = {
 """Audit events that are side effects of an import. https://docs.python.org/3/library/audit_events.html"""
 _PER_RANK = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|OUTLAST_)\w*|RANK|WORLD_SIZE")
 """Environment variables that differ between ranks or worlds."""
+_SEARCHES = {"fsspec.config"}
+"""Modules that copy the whole environment, but use only variables of their own. transformers imports fsspec."""
 _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """Variable that torch itself sets on first use, always to the same value."""
 _SINGLE_THREAD = ("OPENBLAS_NUM_THREADS", "1")
@@ -85,12 +92,12 @@ def loads(data: bytes) -> Imported | None:
 
 
 def report(pipe: int, preloaded: Collection[str], settled_s: float = SETTLED_S) -> None:
-    """Write the imports of this process to `pipe`, once it has imported nothing for `settled_s`, and close it."""
+    """Write the imports of this process to `pipe` after its first step, or once it has imported nothing for `settled_s`."""
 
     def write() -> None:
         count = -1
-        while count != (count := len(sys.modules)):
-            time.sleep(settled_s)
+        while count != (count := len(sys.modules)) and not stepped.wait(settled_s):
+            pass
         with contextlib.suppress(OSError), open(pipe, "wb") as file:  # the warm process may have ended
             file.write(dumps(preloaded) + b"\n")
 
@@ -149,12 +156,12 @@ class _Watch:
         read, all_ = os._Environ.__getitem__, os._Environ.__iter__
 
         def item(environ: Any, name: str) -> str:
-            if name != _SET_BY_TORCH and own.get(name) != rank_environ.get(name):
+            if name != _SET_BY_TORCH and own.get(name) != rank_environ.get(name) and not _searches():
                 self.side_effect = self.side_effect or f"reads {name}"
             return str(read(environ, name))
 
         def each(environ: Any) -> Iterator[str]:
-            if own != rank_environ:
+            if own != rank_environ and not _searches():
                 self.side_effect = self.side_effect or "reads the environment"
             return all_(environ)
 
@@ -167,6 +174,14 @@ class _Watch:
             return
         if event in _SIDE_EFFECTS or (event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)):
             self.side_effect = self.side_effect or event
+
+
+def _searches() -> bool:
+    """Return whether the environment is read by a module in `_SEARCHES`."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") in _SEARCHES
 
 
 def _state() -> tuple[object, ...]:
@@ -183,8 +198,25 @@ def _state() -> tuple[object, ...]:
     return tuple(state)
 
 
+def shared_trial(names: Sequence[str], imported: Imported, directory: Path) -> Iterator[str]:
+    """The same as `trial`, but only once among the workers of a machine, whose results are in `directory`."""
+    environ = {name: value for name, value in imported.environ.items() if not _PER_RANK.fullmatch(name)}
+    tried = json.dumps([[(name, imported.modules[name]) for name in names], environ], sort_keys=True)
+    result = directory / f"imports-{hashlib.sha256(tried.encode()).hexdigest()[:16]}.json"
+    with file_locks.attempted(directory / "imports.lock", wait=True):
+        if result.exists():
+            yield from json.loads(result.read_text())
+            return
+        good = []
+        for package in trial(names, imported):
+            good.append(package)
+            yield package
+        files.replace(result, json.dumps(good))
+
+
 def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
     """Run a trial in this fork: write a line to `pipe` for each package that may be preloaded, and end the process."""
+    shared = os.environ.get(contract.Env.SHARED)
     with contextlib.suppress(OSError):
         os.nice(19)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -193,7 +225,7 @@ def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
     for stream in (0, 1, 2):
         os.dup2(null, stream)
     try:
-        for package in trial(names, imported):
+        for package in shared_trial(names, imported, Path(shared)) if shared else trial(names, imported):
             os.write(pipe, f"{package}\n".encode())
     finally:
         os._exit(0)
