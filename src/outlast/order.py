@@ -215,7 +215,8 @@ class BatchSampler:
             positions = (steps * self.batch + self.rank * share + np.arange(share)).reshape(-1) % self.samples
             samples = permuted(positions, self.samples, self.seed, self.epoch) if self.shuffle else positions
             self._computed = key, samples.reshape(-1, share)
-        return self._computed[1][row]
+        here: Indices = self._computed[1][row]
+        return here
 
 
 class Loader:

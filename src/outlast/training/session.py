@@ -61,7 +61,6 @@ from outlast.training.state import (
 from outlast.training.state.shared_disks import Disks
 from outlast.worker import tracking
 from outlast.worker.hangs import deadlocks
-from outlast.worker.launch import preloaded_imports
 
 log = logging.getLogger("outlast")
 
@@ -518,7 +517,6 @@ class Session:
             self.interrupted()
         assert self._votes is not None
         (late, busy), self._votes = self._votes, None
-        preloaded_imports.stepped.set()
         if not self._leaving:
             self._snapshots.boundary(step)
         if self._every.steps is not None:

@@ -23,6 +23,7 @@ from outlast.training.samples import stream as streams
 from outlast.training.state import checkpoint
 from outlast.training.state.background_save import Outcome, Saver
 from outlast.training.state.shared_disks import Disks
+from outlast.worker.launch import preloaded_imports
 
 log = logging.getLogger("outlast")
 
@@ -101,6 +102,7 @@ class Saves:
                 "so this would not be saved; write step += 1 after optimizer.step()"
             )
         self._moved = step, position
+        preloaded_imports.stepped.set()
 
     def logged(self, step: int, values: Mapping[str, float] | None = None) -> None:
         self._logged = step, self.position()
