@@ -12,8 +12,8 @@ from outlast.cli.find_job import FileArgument
 def convert(file: FileArgument) -> None:
     """Print the job file of a TrainJob or PyTorchJob of Kubeflow.
 
-    What is assumed or dropped goes to standard error, a line a field. What cannot be honoured is refused with one sentence. `run`,
-    `submit` and `render` accept such a document as it is, and say the same; - reads it from standard input.
+    Fields that are assumed or dropped are said on standard error, a line each; a document that cannot be honoured is refused with
+    one sentence. run, submit and render accept such documents as they are, and say the same. - reads from standard input.
 
     \b
     Examples:

@@ -60,12 +60,15 @@ def load(
 def job_file(file: str | Path) -> str:
     """Return the text of a job file. Translates a document of Kubeflow, and says what is assumed or dropped. Raises
     OutlastError."""
-    import yaml
-
     from outlast.job import spec
-    from outlast.kubernetes import kubeflow
 
     text = spec.text(Path(file))
+    if "kubeflow.org/" not in text:
+        return text
+    import yaml
+
+    from outlast.kubernetes import kubeflow
+
     converted = kubeflow.convert(text, source=str(file), directory=Path(file).parent)
     if converted is None:
         return text

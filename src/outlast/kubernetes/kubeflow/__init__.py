@@ -1,81 +1,96 @@
 """Kubeflow's documents as job files: `TrainJob` of its Trainer, and `PyTorchJob` of its training operator.
 
-Each field becomes one of an ElasticJob, or is dropped with a sentence, or the document is refused: the table is in
-docs/decisions/0064-documents-of-others.md.
+`fields.yaml` is the table of their fields: each becomes a field of an ElasticJob, is dropped with a sentence, or is translated
+here. What cannot be honoured is refused. Why: docs/decisions/0064-documents-of-others.md.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from outlast.base.errors import InvalidJob
-from outlast.job import spec
+from outlast.job import contract, spec
 from outlast.job.spec import validation, yaml_document
 from outlast.job.spec.yaml_document import Place
 from outlast.kubernetes.kubeflow import translation
-from outlast.kubernetes.kubeflow.draft import Draft
+from outlast.kubernetes.kubeflow.draft import Document, Draft
 
 _KINDS = {"TrainJob": "trainer.kubeflow.org/v1alpha1", "PyTorchJob": "kubeflow.org/v1"}
-_TYPES = {dict: "a mapping of names to values", list: "a list", str: "text", int: "a whole number", bool: "true or false"}
+_TYPES = {str: "text", int: "a whole number", list: "a list", dict: "a mapping of names to values"}
+_QUEUE, _MULTIKUEUE = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/multikueue"
+_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
-def convert(text: str, *, source: str, directory: Path) -> tuple[dict[str, Any], Sequence[str]] | None:
+def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Sequence[str]] | None:
     """Translate a document of Kubeflow. Returns an ElasticJob, and a sentence for each field that is assumed or dropped; None if
     the text is no document of Kubeflow.
 
     `directory` may hold the script, beside the document; `source` names the document in errors. Raises InvalidJob with every
     mistake, or with a field that cannot be honoured.
     """
-    if "kubeflow.org/" not in text:
-        return None
     document = yaml_document.read(text, source=source, verbatim=_verbatim)
-    fields = document.data if isinstance(document.data, dict) else {}
+    fields: Document = document.data if isinstance(document.data, dict) else {}
     version, kind = str(fields.get("apiVersion")), str(fields.get("kind"))
     if version.partition("/")[0] not in ("kubeflow.org", "trainer.kubeflow.org"):
         return None
     if _KINDS.get(kind) != version:
         known = " and ".join(f"{kind} ({version})" for kind, version in _KINDS.items())
         raise InvalidJob([(document.line(("kind",)), f"{kind} ({version}) cannot be converted; {known} can")], source=source)
-    head = {"apiVersion": "", "kind": "", "metadata": {}, "spec": _fields()[kind], "status": None}
-    fields = {"metadata": {}, "spec": {}, **fields}
-    problems = [*document.problems, *((document.line(place), sentence) for place, sentence in _mistakes(fields, head))]
-    if problems:
-        raise InvalidJob(problems, source=source)
+    import yaml
+
+    table = yaml.safe_load((resources.files(__name__) / "fields.yaml").read_text())[kind]
+    head = {"apiVersion": "text", "kind": "text", "metadata": {}, "status": None}
     draft = Draft(source, directory)
-    job = (translation.train_job if kind == "TrainJob" else translation.pytorch_job)(fields, draft)
+    mistakes = [(document.line(place), sentence) for place, sentence in _take(fields, {**head, "spec": table}, (), draft)]
+    if problems := [*document.problems, *mistakes]:
+        raise InvalidJob(problems, source=source)
+    metadata, given = dict(fields.get("metadata") or {}), fields.get("spec") or {}
+    (translation.train_job if kind == "TrainJob" else translation.pytorch_job)(given, metadata, draft)
+    if _MULTIKUEUE in (given.get("managedBy"), (given.get("runPolicy") or {}).get("managedBy")):
+        draft.spec["managedBy"] = _MULTIKUEUE
+    labels, annotations = dict(metadata.get("labels") or {}), dict(metadata.get("annotations") or {})
+    annotations.pop(_APPLIED, None)
+    if queue := labels.pop(_QUEUE, None):
+        draft.put("scheduling.queue", queue)
+        draft.spec["suspend"] = None  # Kueue's, until it admits the job
+    own = {"name": metadata.get("name"), "namespace": metadata.get("namespace"), "labels": labels, "annotations": annotations}
+    job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, **_without_empty({"metadata": own, "spec": draft.spec})}
     spec.of(job, source=source)
     return job, draft.said
 
 
-@functools.cache
-def _fields() -> dict[str, Any]:
-    import yaml
-
-    return dict(yaml.safe_load((resources.files(__name__) / "fields.yaml").read_text()))
-
-
-def _mistakes(value: Any, like: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
-    """Yield the place and a sentence for each unknown field, and for each value of another type than in `like`."""
-    if value is None or like is None:
+def _take(value: Any, rule: Any, place: Place, draft: Draft) -> Iterator[tuple[Place, str]]:
+    """Copy and drop fields as the table says. Yields place and sentence of each unknown field, and of values of a wrong type."""
+    if value is None or rule in (None, "any"):
         return
-    if not isinstance(value, type(like)):
-        yield place, f"{validation.name(place)} ({validation.shown(value)}) must be {_TYPES[type(like)]}"
-    elif isinstance(like, list):
+    name, target = validation.name(place), rule if isinstance(rule, str) else ""
+    if target.startswith("-> "):
+        draft.put(target.removeprefix("-> "), value)
+    elif target.startswith("dropped: "):
+        draft.say(name, f"is {target}")
+    elif not isinstance(value, kind := {"text": str, "whole": int}.get(target, type(rule))):
+        yield place, f"{name} ({validation.shown(value)}) must be {_TYPES[kind]}"
+    elif isinstance(rule, list):
         for index, item in enumerate(value):
-            yield from _mistakes(item, like[0], (*place, index))
-    elif isinstance(like, dict) and like:
+            yield from _take(item, rule[0], (*place, index), draft)
+    elif isinstance(rule, dict) and rule:
         for field, each in value.items():
-            if field in like:
-                yield from _mistakes(each, like[field], (*place, field))
-            elif "*" not in like:
-                near = difflib.get_close_matches(field, like, 1)
-                remedy = f"did you mean {near[0]}?" if near else f"known here are {', '.join(like)}"
+            if field in rule:
+                yield from _take(each, rule[field], (*place, field), draft)
+            elif "*" not in rule:
+                near = difflib.get_close_matches(field, rule, 1)
+                remedy = f"did you mean {near[0]}?" if near else f"known here are {', '.join(rule)}"
                 yield (*place, field), f"{validation.name((*place, field))} is unknown; {remedy}"
+
+
+def _without_empty(fields: Document) -> Document:
+    """Return a mapping without what is null or empty, in mappings below it, too."""
+    kept = {name: _without_empty(value) if isinstance(value, dict) else value for name, value in fields.items()}
+    return {name: value for name, value in kept.items() if value is not None and value not in ({}, [])}
 
 
 def _verbatim(place: Place) -> bool:

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 
 from outlast.job import contract
 
-_SHELLS = ("sh", "bash", "dash", "zsh")
-_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
+HONOURED = ("nnodes", "nproc-per-node", "module", "m", "no-python")
+"""Options of torchrun that mean something to a job whose workers find one another by themselves."""
 _FLAGS = ("standalone", "module", "m", "no-python", "run-path", "use-env", "virtual-local-rank")
 """Options of torchrun without a value. https://docs.pytorch.org/docs/stable/elastic/run.html"""
-HONOURED = ("nnodes", "nproc-per-node", "max-restarts", "module", "m", "no-python")
 _FUNCTION = re.compile(
     r"""(?P<before>.*?)read -r -d '' SCRIPT << EOM\n(?P<code>.*)\nEOM\n"""
     r"""printf "%s" "\$SCRIPT" > (?P<file>"[^"\n]+")\n(?P<start>[^\n]+) (?P=file)\s*""",
@@ -51,52 +50,40 @@ def read(words: Sequence[str]) -> Program:
     """Return what a command runs. Raises Unknown."""
     if not words:
         raise Unknown("is missing, and what the image starts is not known here; write the command")
-    name, *rest = words
-    program = posixpath.basename(name)
-    if program in _SHELLS:
-        while rest and re.fullmatch(r"-[a-z]*", rest[0]) and not rest[0].endswith("c"):
-            rest = rest[1:]
-        if len(rest) == 2 and rest[0].startswith("-"):
-            return _shell(rest[1])
-    if program == "torchrun":
-        return _launched(rest)
-    if re.fullmatch(r"python[0-9.]*", program):
-        while rest and re.fullmatch(r"-[bBdEiIOqsSuvx]+", rest[0]):
-            rest = rest[1:]
-        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _LAUNCHERS:
-            return _launched(rest[2:])
-        if len(rest) > 1 and rest[0] in ("-m", "-c"):
-            return Program(**{"module" if rest[0] == "-m" else "code": rest[1]}, args=tuple(rest[2:]))
-        if rest and not rest[0].startswith("-"):
-            return Program(script=rest[0], args=tuple(rest[1:]))
+    program, rest = posixpath.basename(words[0]), [*words[1:]]
+    if program in ("sh", "bash", "dash", "zsh") and len(rest) > 1 and re.fullmatch("-[a-z]*c", rest[-2]):
+        return _shell(rest[-1])
+    python = bool(re.fullmatch(r"python[0-9.]*", program))
+    while python and rest and re.fullmatch(r"-[bBdEiIOqsSuvx]+", rest[0]):
+        rest.pop(0)
+    if program == "torchrun" or (python and rest[:2] == ["-m", "torch.distributed.run"]):
+        return _launched(rest[2:] if python else rest)
+    if python and len(rest) > 1 and rest[0] in ("-m", "-c"):
+        return Program(**{"module" if rest[0] == "-m" else "code": rest[1]}, args=tuple(rest[2:]))
+    if python and rest and not rest[0].startswith("-"):
+        return Program(script=rest[0], args=tuple(rest[1:]))
     raise Unknown("is not understood; start the training with torchrun or python")
 
 
-def _launched(words: Sequence[str]) -> Program:
-    """Return what torchrun starts."""
+def _launched(rest: list[str]) -> Program:
+    """Return what torchrun starts with these arguments."""
     options: dict[str, str] = {}
-    rest = list(words)
     while rest and rest[0].startswith("-"):
         name, equals, value = rest.pop(0).lstrip("-").partition("=")
         name = name.replace("_", "-")
-        if not equals and name not in _FLAGS:
-            if not rest:
-                raise Unknown(f"ends with torchrun's --{name}; name the script")
-            value = rest.pop(0)
-        options[name] = value
+        options[name] = value if equals or name in _FLAGS or not rest else rest.pop(0)
     if not rest:
         raise Unknown("has no script behind torchrun's options; name it")
     if "no-python" in options:
         return dataclasses.replace(read(rest), options=options)
-    kind = "module" if options.keys() & {"module", "m"} else "script"
-    return Program(**{kind: rest[0]}, args=tuple(rest[1:]), options=options)
+    return Program(**{"module" if options.keys() & {"module", "m"} else "script": rest[0]}, args=tuple(rest[1:]), options=options)
 
 
 def _shell(text: str) -> Program:
     """Return what the last command of a shell script runs, if those before it prepare nothing but variables and the directory."""
     if function := _FUNCTION.fullmatch(text):
-        before = f"{function['before']}\n{function['start']} function.py"
-        return dataclasses.replace(_shell(before), script="", code=f"{function['code'].strip()}\n")
+        program = _shell(f"{function['before']}\n{function['start']} function.py")
+        return dataclasses.replace(program, script="", code=f"{function['code'].strip()}\n")
     *before, last = list(_commands(text)) or [[]]
     directory, env = "", dict[str, str]()
     for words in before:
@@ -122,28 +109,24 @@ def _commands(text: str) -> Iterator[list[str]]:
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     words: list[str] = []
     try:
-        for token in lexer:
-            if set(token) <= set(";&\n") and token != "&":
-                if words:
-                    yield words
-                words = []
-            elif set(token) <= set(";&|<>()\n"):
-                raise Unknown(f"uses the shell's {token.strip()}; start the training with torchrun or python alone")
-            else:
-                words.append(_variables(token))
+        tokens = [*lexer, "\n"]
     except ValueError as error:
-        if isinstance(error, Unknown):
-            raise
         raise Unknown(f"is no shell script: {error}") from error
-    if words:
-        yield words
+    for token in tokens:
+        if not token or not set(token) <= set(";&|<>()\n"):
+            words.append(_with_references(token))
+        elif not set(token) <= set(";&\n") or token == "&":
+            raise Unknown(f"uses {token.strip()} of the shell; start the training with torchrun or python alone")
+        elif words:
+            yield words
+            words = []
 
 
-def _variables(word: str) -> str:
+def _with_references(word: str) -> str:
     plain = re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda match: f"$({match[1] or match[2]})", word.replace("$(", "`"))
     names = re.findall(r"\$\((\w+)\)", plain)
     if "`" in plain or len(names) != plain.count("$") or any(map(contract.RESERVED_ENV.search, names)):
-        raise Unknown(f"has {short([word])}, which only the shell, or a torchrun there, replaces; write the value")
+        raise Unknown(f"has {short([word])}, which a worker cannot replace; write the value")
     return plain
 
 

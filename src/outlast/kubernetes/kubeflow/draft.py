@@ -14,8 +14,8 @@ from outlast.kubernetes.kubeflow import command_line
 
 Document = dict[str, Any]
 _SHORT = {resource: name for name, resource in accelerators.RESOURCES.items()}
-_QUEUE = "kueue.x-k8s.io/queue-name"
 _OURS = ("startupProbe", "livenessProbe", "readinessProbe", "lifecycle")
+_COPIED = {"tolerations": "tolerations", "nodeSelector": "nodeSelector", "priorityClassName": "scheduling.priorityClassName"}
 
 
 @dataclasses.dataclass
@@ -28,17 +28,25 @@ class Draft:
     spec: Document = dataclasses.field(default_factory=dict)
     said: list[str] = dataclasses.field(default_factory=list)
     launcher: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Options of torchrun by name, such as `nnodes`."""
+    """Options of torchrun by name, such as `nnodes`; `python` if the training starts without it."""
 
     def say(self, field: str, sentence: str) -> None:
         self.said.append(f"{field} {sentence}")
 
+    def put(self, path: str, value: Any) -> None:
+        """Set the field at a path in `spec`, such as `restarts.limit`."""
+        *above, name = path.split(".")
+        part = self.spec
+        for each in above:
+            part = part.setdefault(each, {})
+        part[name] = value
+
     def refusal(self, field: str, sentence: str) -> InvalidJob:
         return InvalidJob([(None, f"{field} {sentence}")], source=self.source)
 
-    def take_pod(self, pod: Document, field: str) -> bool:
+    def take_pod(self, pod: Document, field: str) -> None:
         """Translate a pod template with the container `trainer`; what a job file has no field for stays in its `template`.
-        Returns whether torchrun starts the training. Raises InvalidJob."""
+        Raises InvalidJob."""
         fields = dict(pod.get("spec") or {})
         containers = fields.pop("containers", None) or []
         trainer = next((dict(each) for each in containers if each.get("name") == contract.Pod.TRAINER), None)
@@ -47,18 +55,17 @@ class Draft:
         self.spec["image"] = trainer.pop("image", None)
         self._take_resources(trainer, field)
         self._take_env(trainer, field)
-        torchrun = self._take_command(trainer, field)
+        self._take_command(trainer, field)
         if dropped := [name for name in _OURS if trainer.pop(name, None)]:
             self.say(f"{field}: {', '.join(dropped)}", "is dropped: Outlast's agent has its own")
         fields.pop("restartPolicy", None)
-        self.spec |= {name: fields.pop(name, None) for name in ("tolerations", "nodeSelector")}
-        self.spec["scheduling"] = {"priorityClassName": fields.pop("priorityClassName", None)}
+        for name, path in _COPIED.items():
+            self.put(path, fields.pop(name, None))
         if grace := fields.pop("terminationGracePeriodSeconds", None):
-            self.spec["interruption"] = {"grace": f"{grace}s"}
+            self.put("interruption.grace", f"{grace}s")
         others = [each for each in containers if each.get("name") != contract.Pod.TRAINER]
         fields["containers"] = [*([trainer] if len(trainer) > 1 else []), *others]
         self.spec["template"] = {"metadata": pod.get("metadata"), "spec": fields}
-        return torchrun
 
     def _take_resources(self, trainer: Document, field: str) -> None:
         given = trainer.pop("resources", None) or {}
@@ -71,16 +78,12 @@ class Draft:
         if requests.get("memory", taken["memory"]) != limits.get("memory"):
             self.say(f"{field}: memory ({taken['memory']})", "is requested and the limit: a job file has one number")
         self.spec["resources"] = taken
-        rest = {
-            part: {name: amount for name, amount in amounts.items() if name not in ("cpu", "memory", device)}
-            for part, amounts in (("requests", requests), ("limits", limits))
-        }
-        if any(rest.values()):
-            trainer["resources"] = rest
+        for part, amounts in (("requests", requests), ("limits", limits)):
+            if rest := {name: amount for name, amount in amounts.items() if name not in ("cpu", "memory", device)}:
+                trainer.setdefault("resources", {})[part] = rest
 
     def _take_env(self, trainer: Document, field: str) -> None:
         others, dropped = [], []
-        self.spec["env"] = env = {}
         for variable in trainer.pop("env", None) or ():
             name, value = variable["name"], variable.get("value") or ""
             if name in ("PET_NNODES", "PET_NPROC_PER_NODE"):
@@ -90,21 +93,19 @@ class Draft:
             elif "valueFrom" in variable:
                 others.append(variable)
             else:
-                env[name] = value
+                self.spec.setdefault("env", {})[name] = value
         if others:
             trainer["env"] = others
         if dropped:
             self.say(f"{field}: env {', '.join(dropped)}", "is dropped: Outlast sets what training processes need")
 
-    def _take_command(self, trainer: Document, field: str) -> bool:
+    def _take_command(self, trainer: Document, field: str) -> None:
         """Translate what the container starts. Files beside the document are the job's code, all others are the image's."""
         words = [*(trainer.pop("command", None) or ()), *(trainer.pop("args", None) or ())]
         try:
             program = command_line.read(words)
         except command_line.Unknown as error:
-            raise self.refusal(
-                f"{field}.command {f'({command_line.short(words)})' if words else ''}".strip(), str(error)
-            ) from error
+            raise self.refusal(f"{field}.command{f' ({command_line.short(words)})' if words else ''}", str(error)) from error
         script = posixpath.normpath(program.script)
         in_image = posixpath.join(trainer.pop("workingDir", None) or "", program.directory, script)
         runs: Document = {"module": "outlast.command"}
@@ -121,11 +122,10 @@ class Draft:
             runs = {"script": script, "args": [*program.args], "code": "." if beside else contract.Pod.CODE}
             where = f"not beside this file: it is looked for in {contract.Pod.CODE} of the image"
             self.say(f"{field}.command: {script}", f"is {'beside this file, whose directory is the code' if beside else where}")
-        self.spec |= {**runs, "env": {**self.spec["env"], **program.env}}
+        self.spec |= {**runs, "env": {**self.spec.get("env", {}), **program.env}}
         if dropped := sorted({*(program.options or {})} - {*command_line.HONOURED}):
             self.say(f"{field}.command: --{', --'.join(dropped)}", "is dropped: workers find one another without it")
-        self.launcher |= program.options or {}
-        return program.options is not None
+        self.launcher |= {"python": ""} if program.options is None else program.options
 
     def take_sizes(self, replicas: int, field: str) -> None:
         """Set the numbers of workers: those of torchrun's `--nnodes` if it is a range, else `replicas`."""
@@ -139,10 +139,10 @@ class Draft:
             ways = "a lost worker is replaced, and training waits for it; --set workers.min=1 trains on without it"
             self.say(f"{field} ({replicas})", f"is workers.replicas, and so workers.min and workers.max: {ways}")
 
-    def take_processes(self, given: str, field: str, *, torchrun: bool, cores: bool) -> None:
+    def take_processes(self, given: str, field: str, *, cores: bool) -> None:
         """Set the processes of a worker. With `cores`, `auto` means one for each core where there are no GPUs."""
         count, resources = self.launcher.get("nproc-per-node") or given, self.spec["resources"]
-        if not torchrun:
+        if "python" in self.launcher:
             self.spec["processesPerWorker"] = 1
             if count != "auto":
                 self.say(f"{field} ({count})", "has no effect: without torchrun, each worker has one process")
@@ -152,28 +152,3 @@ class Draft:
             self.spec["processesPerWorker"] = int(count)
         elif not resources.get("gpu"):
             self.say(f"{field} ({count})", "is one process of each worker, which has no GPUs")
-
-    def job(self, metadata: Document) -> Document:
-        """Return the ElasticJob, without what servers write into metadata."""
-        labels, annotations = dict(metadata.get("labels") or {}), dict(metadata.get("annotations") or {})
-        annotations.pop("kubectl.kubernetes.io/last-applied-configuration", None)
-        if queue := labels.pop(_QUEUE, None):
-            self.spec["scheduling"]["queue"] = queue
-            self.spec["suspend"] = None  # Kueue's, until it admits the job
-        own = {name: metadata.get(name) for name in ("name", "namespace")}
-        document = {"metadata": {**own, "labels": labels, "annotations": annotations}, "spec": self.spec}
-        return {"apiVersion": contract.API_VERSION, "kind": contract.KIND, **_given(document)}
-
-
-def _given(fields: Document) -> Document:
-    """Return a mapping without what is null or empty, in mappings below it, too."""
-    kept = {name: _given(value) if isinstance(value, dict) else value for name, value in fields.items()}
-    return {name: value for name, value in kept.items() if value is not None and value not in ({}, [], "")}
-
-
-def trainer_of(pod: Document, name: str) -> Document:
-    """Return a pod template, or a patch of one, with the container `name` under the name of Outlast's."""
-    spec = pod.get("spec") or {}
-    given = spec.get("containers") or ()
-    containers = [{**each, "name": contract.Pod.TRAINER} if each.get("name") == name else each for each in given]
-    return {**pod, "spec": {**spec, "containers": containers}}

@@ -1,90 +1,76 @@
-"""A `TrainJob` and a `PyTorchJob`, whose fields are known and of the right types, as ElasticJobs. Pure."""
+"""A `TrainJob` and a `PyTorchJob`: the fields that have no single counterpart in a job file. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from outlast.job.contract import Pod
-from outlast.kubernetes.kubeflow.draft import Document, Draft, trainer_of
+from outlast.kubernetes.kubeflow.draft import Document, Draft
 from outlast.kubernetes.manifests import overlay
 
 IMAGE = "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime"
 """Image of the runtime torch-distributed of Kubeflow Trainer 2.3."""
 _OTHERS = {"deepspeed": "MPI", "mlx": "MPI", "mpi": "MPI", "jax": "JAX", "xgboost": "XGBoost", "torchtune": "torchtune"}
 """What Kubeflow's other runtimes start, by the first word of their names."""
-_MULTIKUEUE = "kueue.x-k8s.io/multikueue"
 
 
-def train_job(document: Document, draft: Draft) -> Document:
-    """Translate a TrainJob. Raises InvalidJob."""
-    spec, metadata = document["spec"], document["metadata"]
+def train_job(spec: Document, metadata: Document, draft: Draft) -> None:
+    """Translate a TrainJob; its labels and annotations are added to `metadata`. Raises InvalidJob."""
     trainer = spec.get("trainer") or {}
-    name = (spec.get("runtimeRef") or {}).get("name") or ""
-    if not name:
-        raise draft.refusal("runtimeRef.name", "is missing; add it")
-    if other := _OTHERS.get(name.partition("-")[0]):
+    runtime = (spec.get("runtimeRef") or {}).get("name") or ""
+    if other := _OTHERS.get(runtime.partition("-")[0]):
         raise draft.refusal(
-            f"runtimeRef.name ({name})", f"is a runtime of {other}; Outlast trains what torchrun or python starts"
+            f"runtimeRef.name ({runtime})", f"is a runtime of {other}; Outlast trains what torchrun or python starts"
         )
-    if name != "torch-distributed" or not trainer.get("image"):
-        known = "torch-distributed of Kubeflow Trainer 2.3, one node"
+    if runtime != "torch-distributed" or not trainer.get("image"):
         image = "" if trainer.get("image") else f", image {IMAGE}: --set image=NAME takes another"
-        draft.say(f"runtimeRef.name ({name})", f"is taken for {known}{image}")
+        draft.say(f"runtimeRef.name ({runtime})", f"is taken for torch-distributed of Kubeflow Trainer 2.3, one node{image}")
     own = {name: trainer.get(name) for name in ("command", "args", "env")}
     container = {"name": Pod.TRAINER, "image": trainer.get("image") or IMAGE, "resources": trainer.get("resourcesPerNode"), **own}
-    labels, annotations = ({**(metadata.get(name) or {}), **(spec.get(name) or {})} for name in ("labels", "annotations"))
     pod: Document = {"spec": {"containers": [container]}}
     for field, name, patch in _patches(spec):
         if name == "node":
             try:
-                pod = overlay.merge(pod, trainer_of(patch, "node"), "template")
+                pod = overlay.merge(pod, named_trainer(patch, "node"), field)
             except ValueError as error:
-                raise draft.refusal(f"{field}:", str(error)) from error
+                raise draft.refusal(str(error), "in the patch") from error
         elif name:
             draft.say(f"{field} ({name})", "is dropped: an ElasticJob has pods that train, and no others")
-        else:
-            labels |= patch.get("labels") or {}
-            annotations |= patch.get("annotations") or {}
-    torchrun = draft.take_pod(pod, "trainer")
-    count = trainer.get("numProcPerNode")
-    draft.take_processes(str(count or "auto"), "trainer.numProcPerNode", torchrun=torchrun, cores=True)
+    for part in (spec, *_templates(spec)):
+        for name in ("labels", "annotations"):
+            source = part if part is spec else part.get("metadata") or {}
+            metadata[name] = {**(metadata.get(name) or {}), **(source.get(name) or {})}
+    draft.take_pod(pod, "trainer")
+    draft.take_processes(str(trainer.get("numProcPerNode") or "auto"), "trainer.numProcPerNode", cores=True)
     draft.take_sizes(1 if trainer.get("numNodes") is None else trainer["numNodes"], "trainer.numNodes")
     for name, source in (spec.get("initializer") or {}).items():
-        _take_initializer(source or {}, name, draft)
-    draft.spec |= {name: spec.get(name) or None for name in ("suspend", "activeDeadlineSeconds")}
-    draft.spec["managedBy"] = _MULTIKUEUE if spec.get("managedBy") == _MULTIKUEUE else None
-    return draft.job({**metadata, "labels": labels, "annotations": annotations})
+        if uri := source.get("storageUri"):
+            if uri.partition("://")[0] not in ("s3", "gs", "az"):
+                ways = "is in no store that Outlast reads (s3, gs, az); put it there, or let the script download it"
+                raise draft.refusal(f"initializer.{name}.storageUri ({uri})", ways)
+            draft.spec.setdefault("data", []).append({"from": uri, "to": f"{Pod.CODE}/{name}"})
+        if secret := (source.get("secretRef") or {}).get("name"):
+            draft.spec.setdefault("secrets", []).append({"name": secret})
+
+
+def _templates(spec: Document) -> list[Document]:
+    return [(each.get("trainingRuntimeSpec") or {}).get("template") or {} for each in spec.get("runtimePatches") or ()]
 
 
 def _patches(spec: Document) -> Iterator[tuple[str, str, Document]]:
-    """Yield the field of each patch with the name of the Job whose pods it changes; without a name, it has metadata of all."""
+    """Yield the field of each patch of pods, with the name of the Job whose pods it changes."""
     for n, each in enumerate(spec.get("podTemplateOverrides") or ()):
         patch = {name: each[name] for name in ("metadata", "spec") if each.get(name)}
         yield from ((f"podTemplateOverrides[{n}]", target["name"], patch) for target in each.get("targetJobs") or ())
-    for n, each in enumerate(spec.get("runtimePatches") or ()):
-        template = (each.get("trainingRuntimeSpec") or {}).get("template") or {}
-        yield f"runtimePatches[{n}]", "", template.get("metadata") or {}
+    for n, template in enumerate(_templates(spec)):
         for job in (template.get("spec") or {}).get("replicatedJobs") or ():
             pod = ((job.get("template") or {}).get("spec") or {}).get("template") or {}
             yield f"runtimePatches[{n}]", job["name"], pod
 
 
-def _take_initializer(source: Document, name: str, draft: Draft) -> None:
-    """Bring what an initializer of Kubeflow downloads to the same place."""
-    if uri := source.get("storageUri"):
-        if uri.partition("://")[0] not in ("s3", "gs", "az"):
-            ways = "is in no store that Outlast reads (s3, gs, az); put it there, or let the script download it"
-            raise draft.refusal(f"initializer.{name}.storageUri ({uri})", ways)
-        draft.spec.setdefault("data", []).append({"from": uri, "to": f"{Pod.CODE}/{name}"})
-    if secret := (source.get("secretRef") or {}).get("name"):
-        draft.spec.setdefault("secrets", []).append({"name": secret})
-    if source.get("env"):
-        draft.say(f"initializer.{name}.env", "is dropped: variables for the store belong into trainer.env")
-
-
-def pytorch_job(document: Document, draft: Draft) -> Document:
+def pytorch_job(spec: Document, metadata: Document, draft: Draft) -> None:
     """Translate a PyTorchJob. Raises InvalidJob."""
-    spec = document["spec"]
+    del metadata
     specs = {kind: each for kind, each in (spec.get("pytorchReplicaSpecs") or {}).items() if each}
     if not specs:
         raise draft.refusal("pytorchReplicaSpecs", "is missing; give Worker, with the pods that train")
@@ -92,34 +78,26 @@ def pytorch_job(document: Document, draft: Draft) -> Document:
     field, pod = f"pytorchReplicaSpecs.{kind}", specs[kind].get("template") or {}
     if any(each.get("template") != pod for each in specs.values()):
         draft.say("pytorchReplicaSpecs.Master.template", "is dropped: all workers are alike, and have the template of Worker")
-    torchrun = draft.take_pod(trainer_of(pod, "pytorch"), f"{field}.template")
-    elastic, policy = spec.get("elasticPolicy") or {}, spec.get("runPolicy") or {}
+    draft.take_pod(named_trainer(pod, "pytorch"), f"{field}.template")
+    elastic = spec.get("elasticPolicy") or {}
     count = spec.get("nprocPerNode") or elastic.get("nProcPerNode") or "auto"
-    draft.take_processes(str(count), "nprocPerNode", torchrun=torchrun, cores=False)
-    replicas = sum(1 if each.get("replicas") is None else each["replicas"] for each in specs.values())
+    draft.take_processes(str(count), "nprocPerNode", cores=False)
     if least := elastic.get("minReplicas") or elastic.get("maxReplicas"):
         draft.launcher.setdefault("nnodes", f"{least}:{elastic.get('maxReplicas') or least}")
+    replicas = sum(1 if each.get("replicas") is None else each["replicas"] for each in specs.values())
     draft.take_sizes(replicas, f"{field}.replicas")
+    if elastic.get("maxRestarts") is not None:  # of torchrun; backoffLimit is that of the pods
+        draft.spec.setdefault("restarts", {"limit": elastic["maxRestarts"]})
     restarts = specs[kind].get("restartPolicy") or "OnFailure"
-    limit = next((each for each in (policy.get("backoffLimit"), elastic.get("maxRestarts")) if each is not None), None)
-    draft.spec["restarts"] = {"limit": 0 if restarts == "Never" else limit}
-    if restarts not in ("Never", "OnFailure"):
+    if restarts == "Never":
+        draft.put("restarts.limit", 0)
+    elif restarts != "OnFailure":
         draft.say(f"{field}.restartPolicy ({restarts})", "is OnFailure here; code 78 alone is final at once")
-    queue = policy.get("schedulingPolicy") or {}
-    draft.spec["scheduling"] |= {"queue": queue.get("queue")}
-    if queue.get("priorityClass"):
-        draft.spec["scheduling"]["priorityClassName"] = queue["priorityClass"]
-    for name in ("cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds"):
-        draft.spec[name] = policy.get(name)
-    draft.spec |= {"suspend": policy.get("suspend") or None}
-    draft.spec["managedBy"] = _MULTIKUEUE if policy.get("managedBy") == _MULTIKUEUE else None
-    dropped = {
-        "elasticPolicy": ("workers find one another without it", ("rdzv", "standalone")),
-        "runPolicy.schedulingPolicy": ("a gang is workers.min, and waits as long as it must", ("min", "schedule")),
-    }
-    for part, (why, starts) in dropped.items():
-        if names := [name for name in (elastic if part == "elasticPolicy" else queue) if name.startswith(starts)]:
-            draft.say(f"{part}: {', '.join(names)}", f"is dropped: {why}")
-    if "metrics" in elastic:
-        draft.say("elasticPolicy.metrics", "is dropped: kubectl autoscale elasticjob makes such an autoscaler")
-    return draft.job(document["metadata"])
+
+
+def named_trainer(pod: Document, name: str) -> Document:
+    """Return a pod template, or a patch of one, with the container `name` under the name of Outlast's."""
+    spec = pod.get("spec") or {}
+    given = spec.get("containers") or ()
+    containers = [{**each, "name": Pod.TRAINER} if each.get("name") == name else each for each in given]
+    return {**pod, "spec": {**spec, "containers": containers}}
