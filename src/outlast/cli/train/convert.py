@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from outlast.base.errors import OutlastError
-from outlast.cli import terminal
 from outlast.cli.find_job import FileArgument
 
 
@@ -21,14 +17,7 @@ def convert(file: FileArgument) -> None:
       outlast convert pytorchjob.yaml | outlast submit -
       kubectl get trainjob train -o yaml | outlast convert -
     """
+    from outlast.cli.train import overrides
     from outlast.job import spec
-    from outlast.kubernetes import kubeflow
 
-    here = Path(file).parent
-    converted = kubeflow.convert(spec.text(file), source=str(file), directory=here)
-    if converted is None:
-        raise OutlastError(f"{file} is no document of Kubeflow; outlast submit takes job files as they are")
-    document, sentences = converted
-    for sentence in sentences:
-        terminal.say(sentence)
-    print(spec.dump(spec.anchor(spec.of(document), here)), end="")
+    print(spec.dump(overrides.load(file)), end="")

@@ -37,7 +37,7 @@ def load(
         text = script.job_file(str(file), args, module=module, workers=workers or 1, name=name, gpus=gpus, directory=here)
         job = spec.anchor(spec.parse(text, source=str(file)), here)
     else:
-        text, here = job_file(file), Path(file).parent
+        text, here = _job_file(Path(file)), Path(file).parent
         job = spec.anchor(spec.parse(text, source=str(file)), here)
         if workers is not None:
             changes.append((("spec", "workers", "replicas"), workers))
@@ -57,25 +57,21 @@ def load(
         raise InvalidJob([(None, text) for _, text in error.problems], source=f"{file} with the command line's values") from error
 
 
-def job_file(file: str | Path) -> str:
-    """Return the text of a job file. Translates a document of Kubeflow, and says what is assumed or dropped. Raises
-    OutlastError."""
+def _job_file(file: Path) -> str:
+    """Return the text of a job file. Translates a document of Kubeflow, and says what is assumed or dropped."""
     from outlast.job import spec
 
-    text = spec.text(Path(file))
+    text = spec.text(file)
     if "kubeflow.org/" not in text:
         return text
     import yaml
 
     from outlast.kubernetes import kubeflow
 
-    converted = kubeflow.convert(text, source=str(file), directory=Path(file).parent)
-    if converted is None:
-        return text
-    job, sentences = converted
+    job, sentences = kubeflow.convert(text, source=str(file), directory=file.parent)
     for sentence in sentences:
         terminal.say(f"{job['metadata']['name']}: {sentence}")
-    return yaml.safe_dump(job, sort_keys=False)
+    return yaml.safe_dump(job, sort_keys=False) if job else text
 
 
 def _assignment(text: str) -> tuple[tuple[str, ...], Any]:

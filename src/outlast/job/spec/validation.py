@@ -73,9 +73,8 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
     if isinstance(data, dict):
         group, slash, _ = str(data.get("apiVersion")).partition("/")
         if slash and group != contract.GROUP:  # the fields of another program's document are no mistakes in one of ours
-            said = f"apiVersion ({group}/...) must be {contract.API_VERSION}; outlast init SCRIPT writes a job file"
-            if "kubeflow" in group:
-                said = f"{said}, outlast convert FILE translates Kubeflow's"
+            ways = "outlast init SCRIPT writes a job file, outlast convert FILE translates Kubeflow's"
+            said = f"apiVersion ({group}/...) must be {contract.API_VERSION}; {ways}"
             raise InvalidJob([(document.line(("apiVersion",)), said)], source=source)
         data = _Names(model, document, problems).checked(model, data, ())
     try:

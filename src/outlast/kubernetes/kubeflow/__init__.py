@@ -25,47 +25,46 @@ _QUEUE, _MULTIKUEUE = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/multikueue"
 _APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
-def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Sequence[str]] | None:
-    """Translate a document of Kubeflow. Returns an ElasticJob, and a sentence for each field that is assumed or dropped; None if
-    the text is no document of Kubeflow.
+def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Sequence[str]]:
+    """Translate a document of Kubeflow. Returns an ElasticJob, and a sentence for each field that is assumed or dropped; nothing
+    for other documents.
 
     `directory` may hold the script, beside the document; `source` names the document in errors. Raises InvalidJob with every
     mistake, or with a field that cannot be honoured.
     """
     document = yaml_document.read(text, source=source, verbatim=_verbatim)
-    fields: Document = document.data if isinstance(document.data, dict) else {}
+    fields: Document = _without_nulls(document.data) if isinstance(document.data, dict) else {}
     version, kind = str(fields.get("apiVersion")), str(fields.get("kind"))
     if version.partition("/")[0] not in ("kubeflow.org", "trainer.kubeflow.org"):
-        return None
+        return {}, ()
     if _KINDS.get(kind) != version:
         known = " and ".join(f"{kind} ({version})" for kind, version in _KINDS.items())
         raise InvalidJob([(document.line(("kind",)), f"{kind} ({version}) cannot be converted; {known} can")], source=source)
     import yaml
 
     table = yaml.safe_load((resources.files(__name__) / "fields.yaml").read_text())[kind]
-    head = {"apiVersion": "text", "kind": "text", "metadata": {}, "status": None}
+    head = {"apiVersion": "text", "kind": "text", "metadata": {"labels": {}, "annotations": {}, "*": None}, "status": None}
     draft = Draft(source, directory)
     mistakes = [(document.line(place), sentence) for place, sentence in _take(fields, {**head, "spec": table}, (), draft)]
     if problems := [*document.problems, *mistakes]:
         raise InvalidJob(problems, source=source)
-    metadata, given = dict(fields.get("metadata") or {}), fields.get("spec") or {}
+    metadata, given = fields.get("metadata", {}), fields.get("spec", {})
     (translation.train_job if kind == "TrainJob" else translation.pytorch_job)(given, metadata, draft)
-    if _MULTIKUEUE in (given.get("managedBy"), (given.get("runPolicy") or {}).get("managedBy")):
-        draft.spec["managedBy"] = _MULTIKUEUE
-    labels, annotations = dict(metadata.get("labels") or {}), dict(metadata.get("annotations") or {})
-    annotations.pop(_APPLIED, None)
-    if queue := labels.pop(_QUEUE, None):
+    if _MULTIKUEUE in (given.get("managedBy"), given.get("runPolicy", {}).get("managedBy")):
+        draft.put("managedBy", _MULTIKUEUE)
+    metadata.get("annotations", {}).pop(_APPLIED, None)
+    if queue := metadata.get("labels", {}).pop(_QUEUE, None):
         draft.put("scheduling.queue", queue)
-        draft.spec["suspend"] = None  # Kueue's, until it admits the job
-    own = {"name": metadata.get("name"), "namespace": metadata.get("namespace"), "labels": labels, "annotations": annotations}
-    job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, **_without_empty({"metadata": own, "spec": draft.spec})}
+        draft.spec.pop("suspend", None)  # Kueue's, until it admits the job
+    own = {name: metadata[name] for name in ("name", "namespace", "labels", "annotations") if metadata.get(name)}
+    job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": own, "spec": draft.spec}
     spec.of(job, source=source)
     return job, draft.said
 
 
 def _take(value: Any, rule: Any, place: Place, draft: Draft) -> Iterator[tuple[Place, str]]:
     """Copy and drop fields as the table says. Yields place and sentence of each unknown field, and of values of a wrong type."""
-    if value is None or rule in (None, "any"):
+    if rule in (None, "any"):
         return
     name, target = validation.name(place), rule if isinstance(rule, str) else ""
     if target.startswith("-> "):
@@ -87,10 +86,11 @@ def _take(value: Any, rule: Any, place: Place, draft: Draft) -> Iterator[tuple[P
                 yield (*place, field), f"{validation.name((*place, field))} is unknown; {remedy}"
 
 
-def _without_empty(fields: Document) -> Document:
-    """Return a mapping without what is null or empty, in mappings below it, too."""
-    kept = {name: _without_empty(value) if isinstance(value, dict) else value for name, value in fields.items()}
-    return {name: value for name, value in kept.items() if value is not None and value not in ({}, [])}
+def _without_nulls(value: Any) -> Any:
+    """Return a document without null, which in Kubernetes says the same as nothing."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value if each is not None] if isinstance(value, list) else value
 
 
 def _verbatim(place: Place) -> bool:
