@@ -171,7 +171,7 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         pytorch_job({**TORCHRUN, "command": ["torchrun", "--rdzv_backend=c10d", "/app/t.py"]}, workers=2, nprocPerNode="2"),
         {"image": "train:1", "workers": {"replicas": 2}, "processesPerWorker": 2},
         [
-            "pytorchReplicaSpecs.Worker.command: --rdzv-backend is dropped: workers find one another without it",
+            "pytorchReplicaSpecs.Worker.template.command: --rdzv-backend is dropped: workers find one another without it",
             f"pytorchReplicaSpecs.Worker.replicas (2) {SIZES}",
         ],
     ),
@@ -183,8 +183,8 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         ),
         {"workers": {"replicas": 2, "min": 1, "max": 4}, "restarts": {"limit": 100}},
         [
-            "elasticPolicy.rdzvBackend is dropped: workers find one another without it",
             "elasticPolicy.metrics is dropped: kubectl autoscale elasticjob makes such an autoscaler",
+            "elasticPolicy.rdzvBackend is dropped: workers find one another without it",
             "nprocPerNode (auto) is one process of each worker, which has no GPUs",
         ],
     ),
@@ -348,9 +348,9 @@ def test_a_command_that_cannot_be_translated_is_one_sentence(words: list[str], s
 @pytest.mark.parametrize(
     ("document", "sentence"),
     [
-        (train_job({**TORCHRUN, "numNode": 2}), "a.yaml:11: trainer.numNode is unknown; did you mean numNodes?"),
-        (train_job({**TORCHRUN, "numNodes": "2"}), "a.yaml:11: trainer.numNodes (2) must be a whole number"),
-        (train_job({**TORCHRUN, "command": "torchrun t.py"}), "a.yaml:8: trainer.command (torchrun t.py) must be a list"),
+        (train_job({**TORCHRUN, "numNode": 2}), "a.yaml:14: trainer.numNode is unknown; did you mean numNodes?"),
+        (train_job({**TORCHRUN, "numNodes": "2"}), "a.yaml:14: trainer.numNodes (2) must be a whole number"),
+        (train_job({**TORCHRUN, "command": "torchrun t.py"}), "a.yaml:9: trainer.command (torchrun t.py) must be a list"),
         (train_job(runtime="deepspeed-distributed"), "is a runtime of MPI; Outlast trains what torchrun or python starts"),
         (train_job({"image": "a"}), "a.yaml: trainer.command is missing, and what the image starts is not known here"),
         (train_job({"image": "a", "command": ["tune", "run"]}), "a.yaml: trainer.command (tune run) is not understood"),
@@ -397,7 +397,7 @@ def test_convert_prints_a_job_file_and_says_the_rest(outlast: Outlast, tmp_path:
     said = "outlast init SCRIPT writes a job file, outlast convert FILE translates Kubeflow's"
     assert said in outlast("validate", "a.yaml")[2]
     code, out, err = outlast("render", "a.yaml", "--set", "workers.min=1", "--as", "elasticjob")
-    assert (code, yaml.safe_load(out.split("---")[-1])["spec"]["workers"]) == (0, {"replicas": 2, "min": 1})
+    assert (code, yaml.safe_load(out.split("---")[-1])["spec"]["workers"]) == (0, {"replicas": 2, "min": 1, "max": 2})
     assert f"train: trainer.numNodes (2) {SIZES}" in err
 
 

@@ -52,10 +52,9 @@ def submit(
 ) -> None:
     """Start or continue training in a cluster.
 
-    This applies the job in a file (of Outlast, or a TrainJob or PyTorchJob of Kubeflow), or a script; - reads the file from
-    standard input. elasticjob needs the operator (outlast install); the other topologies need
-    nothing installed. Submitting the same file again changes nothing while the job runs, and continues a job that is suspended,
-    has failed or was cancelled. A job that has succeeded is not run again.
+    This applies the job in a file, a TrainJob or PyTorchJob of Kubeflow, or a script; - is standard input. elasticjob needs the
+    operator (outlast install); the other topologies need nothing installed. Submitting the same file again changes nothing while
+    the job runs, and continues a job that is suspended, has failed or was cancelled. A job that has succeeded is not run again.
 
     --wait is for steps of pipelines: nothing but the end of the job ends it, and the same command waits for the same job again.
 

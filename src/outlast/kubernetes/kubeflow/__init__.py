@@ -42,10 +42,10 @@ def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Seque
         raise InvalidJob([(document.line(("kind",)), f"{kind} ({version}) cannot be converted; {known} can")], source=source)
     import yaml
 
-    table = yaml.safe_load((resources.files(__name__) / "fields.yaml").read_text())[kind]
-    head = {"apiVersion": "text", "kind": "text", "metadata": {"labels": {}, "annotations": {}, "*": None}, "status": None}
+    table = yaml.safe_load((resources.files(__name__) / "fields.yaml").read_text())
+    whole = {"apiVersion": "text", "kind": "text", "metadata": table["metadata"], "spec": table[kind], "status": "any"}
     draft = Draft(source, directory)
-    mistakes = [(document.line(place), sentence) for place, sentence in _take(fields, {**head, "spec": table}, (), draft)]
+    mistakes = [(document.line(place), sentence) for place, sentence in _take(fields, whole, (), draft)]
     if problems := [*document.problems, *mistakes]:
         raise InvalidJob(problems, source=source)
     metadata, given = fields.get("metadata", {}), fields.get("spec", {})
@@ -64,14 +64,13 @@ def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Seque
 
 def _take(value: Any, rule: Any, place: Place, draft: Draft) -> Iterator[tuple[Place, str]]:
     """Copy and drop fields as the table says. Yields place and sentence of each unknown field, and of values of a wrong type."""
-    if rule in (None, "any"):
-        return
     name, target = validation.name(place), rule if isinstance(rule, str) else ""
+    kind: Any = {"text": str, "whole": int, "any": object}.get(target, type(rule))
     if target.startswith("-> "):
         draft.put(target.removeprefix("-> "), value)
     elif target.startswith("dropped: "):
         draft.say(name, f"is {target}")
-    elif not isinstance(value, kind := {"text": str, "whole": int}.get(target, type(rule))):
+    elif not isinstance(value, kind):
         yield place, f"{name} ({validation.shown(value)}) must be {_TYPES[kind]}"
     elif isinstance(rule, list):
         for index, item in enumerate(value):

@@ -59,7 +59,8 @@ def read(words: Sequence[str]) -> Program:
     if program == "torchrun" or (python and rest[:2] == ["-m", "torch.distributed.run"]):
         return _launched(rest[2:] if python else rest)
     if python and len(rest) > 1 and rest[0] in ("-m", "-c"):
-        return Program(**{"module" if rest[0] == "-m" else "code": rest[1]}, args=tuple(rest[2:]))
+        module, code = (rest[1], "") if rest[0] == "-m" else ("", rest[1])
+        return Program(module=module, code=code, args=tuple(rest[2:]))
     if python and rest and not rest[0].startswith("-"):
         return Program(script=rest[0], args=tuple(rest[1:]))
     raise Unknown("is not understood; start the training with torchrun or python")
@@ -76,7 +77,8 @@ def _launched(rest: list[str]) -> Program:
         raise Unknown("has no script behind torchrun's options; name it")
     if "no-python" in options:
         return dataclasses.replace(read(rest), options=options)
-    return Program(**{"module" if options.keys() & {"module", "m"} else "script": rest[0]}, args=tuple(rest[1:]), options=options)
+    script, module = ("", rest[0]) if options.keys() & {"module", "m"} else (rest[0], "")
+    return Program(script=script, module=module, args=tuple(rest[1:]), options=options)
 
 
 def _shell(text: str) -> Program:
