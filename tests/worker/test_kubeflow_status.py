@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from machines import Machine
 from outlast.worker.agent import kubeflow_status
 from outlast.worker.agent.kubeflow_status import CA_CERT, TOKEN, URL, StatusServer
 
@@ -62,12 +63,17 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def ours(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StatusServer:
-    monkeypatch.setattr(kubeflow_status, "INTERVAL_S", 0.0)
-    monkeypatch.setattr(kubeflow_status, "TIMEOUT_S", 0.5)
+def variables(server: Server, tmp_path: Path) -> dict[str, str]:
     (tmp_path / "token").write_text("secret\n")
     url = f"https://127.0.0.1:{server.http.server_port}/status"
-    return StatusServer({URL: url, CA_CERT: str(server.certificate), TOKEN: str(tmp_path / "token")}, tmp_path)
+    return {URL: url, CA_CERT: str(server.certificate), TOKEN: str(tmp_path / "token")}
+
+
+@pytest.fixture
+def ours(variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StatusServer:
+    monkeypatch.setattr(kubeflow_status, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(kubeflow_status, "TIMEOUT_S", 0.5)
+    return StatusServer(variables, tmp_path)
 
 
 def settled(ours: StatusServer) -> None:
@@ -76,7 +82,9 @@ def settled(ours: StatusServer) -> None:
 
 
 def test_the_agent_of_rank_0_reports_progress_and_the_end(server: Server, ours: StatusServer, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9}\n{"step": 2, "loss": 0.5, "note": "x"}\n{"st')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 9}\n{"step": 2, "loss": 0.5, "note": "x", "generation": 1}\n{"st'
+    )
     ours.look(4, 20, rank=3)
     ours.end(done=True)
     assert server.received == [], "rank 0 is on another worker"
@@ -136,3 +144,17 @@ def test_reports_have_an_interval_and_without_the_variables_there_are_none(
     none.look(4, 20, rank=0)
     none.end(done=True)
     assert none._sender is None
+
+
+@pytest.mark.jobs
+def test_a_run_reports_what_it_logs_and_its_end(
+    server: Server, variables: dict[str, str], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    machine.run(machine.job(args=("--steps=20",), workers={"replicas": 2}))
+    statuses = [status for _, _, status in server.received]
+    assert (statuses[-1]["progressPercentage"], statuses[-1]["estimatedRemainingSeconds"]) == (100, 0)
+    assert [status.get("progressPercentage") for status in statuses].count(100) == 1
+    assert "loss" in {metric["name"] for metric in statuses[-1]["metrics"]}
+    assert {"name": "current_step", "value": "20"} in statuses[-1]["metrics"]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast.job import contract
+from outlast.worker.tracking import missing_points
 
 URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 """Variables: the URL, the file with the server's certificate authority, and the file with our token, which is renewed."""
@@ -62,11 +63,13 @@ class StatusServer:
         if self._sender is None or step < self._first[0]:
             self._first = step, now
         status: dict[str, Any] = {"lastUpdatedTime": datetime.now(UTC).isoformat()}
-        if steps:
-            status["progressPercentage"] = 100 if done else min(99, 100 * step // steps)
-        if steps and step > self._first[0] and done is not False:
-            pace_s = (now - self._first[1]) / (step - self._first[0])
-            status["estimatedRemainingSeconds"] = 0 if done else max(0, round(pace_s * (steps - step)))
+        if done:
+            status |= {"progressPercentage": 100, "estimatedRemainingSeconds": 0}
+        elif steps:
+            status["progressPercentage"] = min(99, 100 * step // steps)
+            if done is None and step > self._first[0]:
+                pace_s = (now - self._first[1]) / (step - self._first[0])
+                status["estimatedRemainingSeconds"] = max(0, round(pace_s * (steps - step)))
         metrics = {"current_step": step, **({"total_steps": steps} if steps else {}), **self._logged()}
         status["metrics"] = [{"name": name, "value": str(value)[:_LONGEST]} for name, value in metrics.items()]
         body = json.dumps({"trainerStatus": status}).encode()
@@ -74,15 +77,14 @@ class StatusServer:
         self._sender.start()
 
     def _logged(self) -> dict[str, float]:
-        """Return the numbers in the last line that the script has logged."""
+        """Return the newest value of each metric that the script has logged lately."""
         try:
             with self._metrics.open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - _TAIL))
-                line = json.loads(file.read().rpartition(b"\n")[0].rpartition(b"\n")[2])
-        except (OSError, ValueError):  # nothing is logged
+                new = missing_points.points(file.read(), {})
+        except OSError:  # nothing is logged
             return {}
-        numbers = [name for name, value in line.items() if isinstance(value, int | float) and len(name) <= _LONGEST]
-        return {name: line[name] for name in numbers[:_MOST] if name not in ("step", "time")}
+        return {point.name: point.value for point in new[-_MOST:] if len(point.name) <= _LONGEST}
 
     def _post(self, body: bytes) -> None:
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException):  # training does not depend on it
