@@ -324,6 +324,7 @@ def test_commands_are_read(words: list[str], program: Program) -> None:
     ("words", "sentence"),
     [
         ([], "is missing, and what the image starts is not known here; write the command"),
+        (["--epochs=1"], "is missing, and what the image starts is not known here; write the command"),
         (["mpirun", "-n", "2", "python", "t.py"], "is not understood; start the training with torchrun or python"),
         (["deepspeed", "t.py"], "is not understood; start the training with torchrun or python"),
         (["torchrun", "--nnodes"], "has no script behind torchrun's options; name it"),
@@ -384,10 +385,12 @@ def test_a_mistake_or_what_cannot_be_honoured_is_one_sentence(document: dict[str
 def test_convert_prints_a_job_file_and_says_the_rest(outlast: Outlast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    Path("a.yaml").write_text(yaml.safe_dump(train_job({"image": "a", "command": ["torchrun", "train.py"], "numNodes": 2})))
+    document = train_job({"image": "a", "command": ["torchrun", "train.py"], "args": ["a\nb"], "numNodes": 2})
+    Path("a.yaml").write_text(f"{yaml.safe_dump(document)}---\n# kind: LocalQueue\n")
     code, out, err = outlast("convert", "a.yaml")
     job = spec.parse(out)
     assert (code, job.spec.script, job.spec.code, job.spec.workers.allowed()) == (0, "train.py", str(tmp_path), (2,))
+    assert "|-\n    a\n    b\n" in out
     assert [line.partition(" (")[0] for line in err.splitlines()] == [
         "outlast | train: trainer.command: train.py is beside this file, whose directory is the code",
         "outlast | train: trainer.numNodes",

@@ -17,7 +17,8 @@ def convert(file: FileArgument) -> None:
       outlast convert pytorchjob.yaml | outlast submit -
       kubectl get trainjob train -o yaml | outlast convert -
     """
+    from outlast.cli.cluster import render
     from outlast.cli.train import overrides
-    from outlast.job import spec
 
-    print(spec.dump(overrides.load(file)), end="")
+    job = overrides.load(file)
+    print(render.text([job.model_dump(mode="json", by_alias=True, exclude_defaults=True)]), end="")

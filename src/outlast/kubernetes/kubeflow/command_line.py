@@ -48,7 +48,7 @@ class Program:
 
 def read(words: Sequence[str]) -> Program:
     """Return what a command runs. Raises Unknown."""
-    if not words:
+    if not words or words[0].startswith("-"):
         raise Unknown("is missing, and what the image starts is not known here; write the command")
     program, rest = posixpath.basename(words[0]), [*words[1:]]
     if program in ("sh", "bash", "dash", "zsh") and len(rest) > 1 and re.fullmatch("-[a-z]*c", rest[-2]):
