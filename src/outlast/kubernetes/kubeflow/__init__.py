@@ -48,8 +48,8 @@ def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Seque
     mistakes = [(document.line(place), sentence) for place, sentence in _take(fields, whole, (), draft)]
     if problems := [*document.problems, *mistakes]:
         raise InvalidJob(problems, source=source)
-    metadata, given = fields.get("metadata", {}), fields.get("spec", {})
-    (translation.train_job if kind == "TrainJob" else translation.pytorch_job)(given, metadata, draft)
+    metadata, given = fields.setdefault("metadata", {}), fields.setdefault("spec", {})
+    (translation.train_job if kind == "TrainJob" else translation.pytorch_job)(fields, draft)
     if _MULTIKUEUE in (given.get("managedBy"), given.get("runPolicy", {}).get("managedBy")):
         draft.put("managedBy", _MULTIKUEUE)
     metadata.get("annotations", {}).pop(_APPLIED, None)

@@ -15,8 +15,9 @@ _OTHERS = {"deepspeed": "MPI", "mlx": "MPI", "mpi": "MPI", "jax": "JAX", "xgboos
 """What Kubeflow's other runtimes start, by the first word of their names."""
 
 
-def train_job(spec: Document, metadata: Document, draft: Draft) -> None:
-    """Translate a TrainJob; its labels and annotations are added to `metadata`. Raises InvalidJob."""
+def train_job(document: Document, draft: Draft) -> None:
+    """Translate a TrainJob; labels and annotations in its spec are added to those of its metadata. Raises InvalidJob."""
+    spec, metadata = document["spec"], document["metadata"]
     trainer = spec.get("trainer", {})
     runtime = spec.get("runtimeRef", {}).get("name", "")
     if other := _OTHERS.get(runtime.partition("-")[0]):
@@ -69,9 +70,9 @@ def _patches(spec: Document) -> Iterator[tuple[str, str, Document]]:
             yield f"runtimePatches[{n}]", job.get("name", ""), pod
 
 
-def pytorch_job(spec: Document, metadata: Document, draft: Draft) -> None:
+def pytorch_job(document: Document, draft: Draft) -> None:
     """Translate a PyTorchJob. Raises InvalidJob."""
-    del metadata
+    spec = document["spec"]
     specs = spec.get("pytorchReplicaSpecs")
     if not specs:
         raise draft.refusal("pytorchReplicaSpecs", "is missing; give Worker, with the pods that train")
