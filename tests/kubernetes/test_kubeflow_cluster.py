@@ -54,9 +54,9 @@ def test_a_train_job_submitted_unchanged_survives_the_loss_of_a_worker(namespace
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     run = outlast.find("multi-node", namespace=namespace.name)
-    run.wait(step=20, timeout="4m")
+    generation = run.wait(step=20, timeout="4m").generation
     assert "killed" in run.chaos("kill-worker", worker=1)
-    run.wait(until=lambda status: status.restarts > 0 or len(status.world) == 1, timeout="2m")
+    run.wait(until=lambda status: status.state == "Running" and status.generation > generation, timeout="2m")
     run.scale(1)
     run.wait(until=lambda status: status.state == "Running" and len(status.world) == 1, timeout="2m")
     assert run.wait(timeout="5m").state == "Succeeded"

@@ -1,4 +1,4 @@
-"""A job file in the making: what a document of Kubeflow becomes, and what must be said of it. Pure."""
+"""A job file in the making: what a document of Kubeflow becomes, and what must be said of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `TrainJob` and a `PyTorchJob`: the fields that have no single counterpart in a job file. Pure."""
+"""A `TrainJob` and a `PyTorchJob`: the fields that have no single counterpart in a job file."""
 
 from __future__ import annotations
 
