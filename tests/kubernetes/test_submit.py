@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -116,6 +117,23 @@ def test_the_workers_of_an_operated_job_are_given_a_key_too(api: apiserver.ApiSe
     assert secret["metadata"]["ownerReferences"][0]["kind"] == "ElasticJob"
     outlast("cancel", "train", "-n", "default")
     assert kinds(api) == []
+
+
+def test_a_train_job_of_kubeflow_is_submitted_as_it_is(
+    api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.unserved = ()
+    trainer = "{image: 'example.org/outlast:1', command: [torchrun, /app/train.py], numNodes: 2}"
+    head = "apiVersion: trainer.kubeflow.org/v1alpha1\nkind: TrainJob\nmetadata: {name: train}\n"
+    text = f"{head}spec:\n  runtimeRef: {{name: torch-distributed}}\n  trainer: {trainer}\n"
+    (tmp_path / "trainjob.yaml").write_text(text)
+    code, _, err = outlast("submit", "trainjob.yaml", "--set", "workers.min=1", "--as", "elasticjob")
+    assert code == 0, err
+    assert "train: trainer.numNodes (2) is workers.replicas" in err
+    job = api.documents["elasticjobs.outlast.dev", "default", "train"]
+    assert (job["spec"]["module"], job["spec"]["workers"]) == ("outlast.command", {"replicas": 2, "min": 1, "max": 2})
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert "unchanged" in outlast("submit", "-", "--set", "workers.min=1", "--dry-run")[1]
 
 
 def test_one_worker_needs_no_key(api: apiserver.ApiServer, outlast: Outlast) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.base.errors import InvalidJob, OutlastError
+from outlast.cli import terminal
 from outlast.cli.train import script
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ def load(
     set_: Iterable[str] = (),
     gpus: int = 0,
 ) -> Job:
-    """Load the job of a file, a script or a module, with the changes requested on the command line.
+    """Load the job of a file, a script or a module, with the changes requested on the command line. A file may be a document of
+    Kubeflow.
 
     The workers of a script share `gpus`. Raises InvalidJob.
     """
@@ -35,8 +37,8 @@ def load(
         text = script.job_file(str(file), args, module=module, workers=workers or 1, name=name, gpus=gpus, directory=here)
         job = spec.anchor(spec.parse(text, source=str(file)), here)
     else:
-        job, here = spec.load(file), Path(file).parent
-        text = Path(file).read_text(encoding="utf-8-sig")
+        text, here = _job_file(Path(file)), Path(file).parent
+        job = spec.anchor(spec.parse(text, source=str(file)), here)
         if workers is not None:
             changes.append((("spec", "workers", "replicas"), workers))
         if name is not None:
@@ -53,6 +55,23 @@ def load(
         return spec.anchor(spec.parse(yaml.safe_dump(document, sort_keys=False), source=str(file)), here)
     except InvalidJob as error:  # its line numbers refer to an intermediate text
         raise InvalidJob([(None, text) for _, text in error.problems], source=f"{file} with the command line's values") from error
+
+
+def _job_file(file: Path) -> str:
+    """Return the text of a job file. Translates a document of Kubeflow, and says what is assumed or dropped."""
+    from outlast.job import spec
+
+    text = spec.text(file)
+    if "kubeflow.org/" not in text:
+        return text
+    import yaml
+
+    from outlast.kubernetes import kubeflow
+
+    job, sentences = kubeflow.convert(text, source=str(file), directory=file.parent)
+    for sentence in sentences:
+        terminal.say(f"{job['metadata']['name']}: {sentence}")
+    return yaml.safe_dump(job, sort_keys=False) if job else text
 
 
 def _assignment(text: str) -> tuple[tuple[str, ...], Any]:

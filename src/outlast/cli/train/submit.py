@@ -52,9 +52,9 @@ def submit(
 ) -> None:
     """Start or continue training in a cluster.
 
-    This applies the job in a file, or a script. elasticjob needs the operator (outlast install); the other topologies need
-    nothing installed. Submitting the same file again changes nothing while the job runs, and continues a job that is suspended,
-    has failed or was cancelled. A job that has succeeded is not run again.
+    This applies the job in a file, a TrainJob or PyTorchJob of Kubeflow, or a script; - is standard input. elasticjob needs the
+    operator (outlast install); the other topologies need nothing installed. Submitting the same file again changes nothing while
+    the job runs, and continues a job that is suspended, has failed or was cancelled. A job that has succeeded is not run again.
 
     --wait is for steps of pipelines: nothing but the end of the job ends it, and the same command waits for the same job again.
 
@@ -67,6 +67,7 @@ def submit(
       outlast submit job.yaml --wait --outputs out --idempotency-key "$RUN"
     """
     from outlast.cli.train import overrides
+    from outlast.job import spec
     from outlast.job.spec import unused_fields
     from outlast.kubernetes import manifests
     from outlast.kubernetes.jobs import rendering
@@ -79,7 +80,7 @@ def submit(
     if key is not None and not key.strip():
         raise OutlastError("--idempotency-key is empty; give the id of the pipeline's run")
     if key:
-        content = source.read_bytes() if not module else file
+        content = spec.dump(job) if file == "-" else file if module else source.read_bytes()
         job = submit_wait.with_key(job, key, content, *ctx.args, workers, *(set_ or ()))
     place = backend(ctx, job, topology, namespace, context)
     if not wait and not place.cluster.has_namespace():  # with --wait, requests are repeated while the API server is away

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:
     mistake, and NotFound or another OutlastError if the job file does not exist or cannot be read.
     """
     path = Path(path)
-    read = _document(_text(path), str(path))
+    read = _document(text(path), str(path))
     job = anchor(validation.validated(Job, read, source=str(path)), path.parent)
     absent = [*(_absent_code(job.spec) if code else ()), *(_absent_data(job.spec) if data else ())]
     if absent:
@@ -94,7 +95,10 @@ def no_such_file(path: Path, pattern: str, expected: str) -> NotFound:
     return NotFound(f"{path}: there is no such file; {remedy}")
 
 
-def _text(path: Path) -> str:
+def text(path: Path) -> str:
+    """Return the text of a job file; `-` is standard input. Raises NotFound or another OutlastError."""
+    if str(path) == "-":
+        return sys.stdin.read()
     if path.suffix == ".py":
         ways = f"`outlast run {path}` trains with it, `outlast init {path}` writes its job file"
         raise OutlastError(f"{path} is a Python script, not a job file; {ways}")

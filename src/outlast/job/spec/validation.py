@@ -73,7 +73,8 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
     if isinstance(data, dict):
         group, slash, _ = str(data.get("apiVersion")).partition("/")
         if slash and group != contract.GROUP:  # the fields of another program's document are no mistakes in one of ours
-            said = f"apiVersion ({group}/...) must be {contract.API_VERSION}; outlast init SCRIPT writes a job file"
+            ways = "outlast init SCRIPT writes a job file, outlast convert FILE translates Kubeflow's"
+            said = f"apiVersion ({group}/...) must be {contract.API_VERSION}; {ways}"
             raise InvalidJob([(document.line(("apiVersion",)), said)], source=source)
         data = _Names(model, document, problems).checked(model, data, ())
     try:
@@ -204,16 +205,16 @@ _SENTENCES = {
 
 
 def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallback: str) -> str:
-    what = f"{what} ({_shown(value)})"
+    what = f"{what} ({shown(value)})"
     if kind == "literal_error":
         return f"{what} must be {context['expected'].replace(chr(39), '')}"
     if kind == "string_type":
-        remedy = "" if isinstance(value, list | dict) else f'; put it in quotes: "{_shown(value)}"'
+        remedy = "" if isinstance(value, list | dict) else f'; put it in quotes: "{shown(value)}"'
         return f"{what} must be text{remedy}"
     return f"{what} {_SENTENCES[kind].format(**context)}" if kind in _SENTENCES else f"{what}: {fallback}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Format a value as written in a document, shortened."""
     if value is None:
         return "nothing"

@@ -60,10 +60,10 @@ def read(
         return InvalidJob([(line, sentence)], source=source)
 
     try:
-        nodes = list(yaml.compose_all(text, yaml.SafeLoader))
+        nodes = [node for node in yaml.compose_all(text, yaml.SafeLoader) if node.tag != _NULL]
         if len(nodes) > 1:
             raise wrong(nodes[1].start_mark.line + 1, f"a second document starts here; write one {kind} a file")
-        if not nodes or nodes[0].tag == _NULL:
+        if not nodes:
             raise wrong(None, f"the file is empty; a {kind} file starts with `{start}`")
         document = Document(data=None, lines={})
         walk = _Walk(yaml.SafeLoader(""), document, verbatim)

@@ -34,7 +34,7 @@ from outlast.job.workerfiles import notice_file, time_left
 from outlast.job.workerfiles.log_pipe import Output
 from outlast.rendezvous.transport import Mode
 from outlast.rendezvous.transports import orders
-from outlast.worker.agent import coordination, lifecycle, ranks, reporter, snapshot_memory, upload_handle
+from outlast.worker.agent import coordination, kubeflow_status, lifecycle, ranks, reporter, snapshot_memory, upload_handle
 from outlast.worker.agent.launcher_watch import LauncherWatch
 from outlast.worker.agent.lifecycle import Phase
 from outlast.worker.hangs import hang_limit, stacks
@@ -75,6 +75,7 @@ class Agent:
         self.exit: lifecycle.Exit | None = None
         self.coordination = coordination.Coordination(job, environ, lost=self._superseded, broken=self._coordination_broke)
         self.reporter = reporter.Reporter(self.state, log, self.hang_limit_s, pod=contract.Env.ADDRESS in environ)
+        self._status_server = kubeflow_status.StatusServer(environ, self.output)
         self._looked_at = self.clock()
         self._kill_at = float("inf")
         """Time at which leaving training is killed."""
@@ -138,6 +139,8 @@ class Agent:
         self.reporter.write("done" if end.code == contract.Exit.DONE else "gone", self.worker, self._upload, code=end.code)
         self._stop_preparing.set()
         self._kill_training()
+        if end.code != contract.Exit.INTERRUPTED:
+            self._status_server.end(done=end.code == contract.Exit.DONE)
         if self._warm:
             self._warm.wait()
         if self._preparing:
@@ -435,6 +438,9 @@ class Agent:
             if self._store and self._upload.ensure_running(processes):
                 self._superseded(self._upload.report.get("error", ""))
         self.reporter.report(self.worker, processes, self._upload)
+        if processes:
+            reached = self.reporter.health.metrics
+            self._status_server.look(reached["step"], reached.get("target_step"), rank=processes[0].progress.rank)
         if not self.state.is_dir():  # the running job was removed
             self._kill_training()
             os._exit(contract.Exit.FAILED)

@@ -1,0 +1,24 @@
+"""`outlast convert`: printing the job file of a document of Kubeflow."""
+
+from __future__ import annotations
+
+from outlast.cli.find_job import FileArgument
+
+
+def convert(file: FileArgument) -> None:
+    """Print the job file of a TrainJob or PyTorchJob of Kubeflow.
+
+    Fields that are assumed or dropped are said on standard error, a line each; a document that cannot be honoured is refused with
+    one sentence. run, submit and render accept such documents as they are, and say the same. - reads from standard input.
+
+    \b
+    Examples:
+      outlast convert trainjob.yaml > job.yaml
+      outlast convert pytorchjob.yaml | outlast submit -
+      kubectl get trainjob train -o yaml | outlast convert -
+    """
+    from outlast.cli.cluster import render
+    from outlast.cli.train import overrides
+
+    job = overrides.load(file)
+    print(render.text([job.model_dump(mode="json", by_alias=True, exclude_defaults=True)]), end="")
