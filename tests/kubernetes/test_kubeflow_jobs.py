@@ -22,6 +22,10 @@ from outlast.kubernetes.kubeflow.translation import IMAGE
 Outlast = Callable[..., tuple[int, str, str]]
 TORCHRUN = {"image": "train:1", "command": ["torchrun", "/app/train.py", "--lr=3e-3"]}
 RUNS = {"image": "train:1", "module": "outlast.command", "args": ["/app/train.py", "--lr=3e-3"]}
+ELASTIC = (
+    "is workers.replicas, and workers.min is 1: training goes on while a lost worker is replaced; "
+    "--set workers.min={} waits for it"
+)
 SIZES = (
     "is workers.replicas, and so workers.min and workers.max: a lost worker is replaced, and training waits for it; "
     "--set workers.min=1 trains on without it"
@@ -79,11 +83,11 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     (
         "the defaults of the runtime, and nodes",
         train_job({"command": ["torchrun", "/app/train.py"], "numNodes": 3}),
-        {"image": IMAGE, "workers": {"replicas": 3}},
+        {"image": IMAGE, "workers": {"replicas": 3, "min": 1}},
         [
             "runtimeRef.name (torch-distributed) is taken for torch-distributed of Kubeflow Trainer 2.3, one node, "
             f"image {IMAGE}: --set image=NAME takes another",
-            f"trainer.numNodes (3) {SIZES}",
+            f"trainer.numNodes (3) {ELASTIC.format(3)}",
         ],
     ),
     (
@@ -389,7 +393,7 @@ def test_convert_prints_a_job_file_and_says_the_rest(outlast: Outlast, tmp_path:
     Path("a.yaml").write_text(f"{yaml.safe_dump(document)}---\n# kind: LocalQueue\n")
     code, out, err = outlast("convert", "a.yaml")
     job = spec.parse(out)
-    assert (code, job.spec.script, job.spec.code, job.spec.workers.allowed()) == (0, "train.py", str(tmp_path), (2,))
+    assert (code, job.spec.script, job.spec.code, job.spec.workers.allowed()) == (0, "train.py", str(tmp_path), (1, 2))
     assert "|-\n    a\n    b\n" in out
     assert [line.partition(" (")[0] for line in err.splitlines()] == [
         "outlast | train: trainer.command: train.py is beside this file, whose directory is the code",
@@ -399,9 +403,9 @@ def test_convert_prints_a_job_file_and_says_the_rest(outlast: Outlast, tmp_path:
     assert outlast("convert", "job.yaml") == (0, out, "")
     said = "outlast init SCRIPT writes a job file, outlast convert FILE translates Kubeflow's"
     assert said in outlast("validate", "a.yaml")[2]
-    code, out, err = outlast("render", "a.yaml", "--set", "workers.min=1", "--as", "elasticjob")
-    assert (code, yaml.safe_load(out.split("---")[-1])["spec"]["workers"]) == (0, {"replicas": 2, "min": 1, "max": 2})
-    assert f"train: trainer.numNodes (2) {SIZES}" in err
+    code, out, err = outlast("render", "a.yaml", "--set", "workers.min=2", "--as", "elasticjob")
+    assert (code, yaml.safe_load(out.split("---")[-1])["spec"]["workers"]) == (0, {"replicas": 2, "min": 2, "max": 2})
+    assert f"train: trainer.numNodes (2) {ELASTIC.format(2)}" in err
 
 
 def test_a_program_of_the_image_runs_as_main(tmp_path: Path) -> None:
@@ -423,7 +427,7 @@ def test_a_train_job_trains_here(machine: Machine, outlast: Outlast) -> None:
     command = ["torchrun", "--nproc-per-node=1", str(PROGRAMS / "exact.py"), "--steps=20"]
     path = machine.directory / "trainjob.yaml"
     path.write_text(yaml.safe_dump(train_job({"image": "a", "command": command, "numNodes": 2})))
-    code, _, err = outlast("run", path, "--set", "workers.min=1", backend=machine.backend)
+    code, _, err = outlast("run", path, backend=machine.backend)
     assert code == 0, err
     assert machine.final("train")["step"] == 20
     assert machine.backend.status("train").step == 20

@@ -132,15 +132,18 @@ class Draft:
             self.say(f"{field}.command: --{', --'.join(dropped)}", "is dropped: workers find one another without it")
         self.launcher |= {"python": ""} if program.options is None else program.options
 
-    def take_sizes(self, replicas: int, field: str) -> None:
-        """Set the numbers of workers: those of torchrun's `--nnodes` if it is a range, else `replicas`."""
+    def take_sizes(self, replicas: int, field: str, *, elastic: bool) -> None:
+        """Set the numbers of workers: those of torchrun's `--nnodes` if it is a range, else `replicas`, or fewer if `elastic`."""
         least, colon, most = self.launcher.get("nnodes", "").partition(":")
         if colon and least.isdecimal() and most.isdecimal():
             inside = min(max(replicas, int(least)), int(most))
             self.spec["workers"] = {"replicas": inside, "min": int(least), "max": int(most)}
             return
-        self.spec["workers"] = {"replicas": replicas}
-        if replicas > 1:
+        self.spec["workers"] = {"replicas": replicas, **({"min": 1} if elastic and replicas > 1 else {})}
+        if replicas > 1 and elastic:
+            ways = f"training goes on while a lost worker is replaced; --set workers.min={replicas} waits for it"
+            self.say(f"{field} ({replicas})", f"is workers.replicas, and workers.min is 1: {ways}")
+        elif replicas > 1:
             ways = "a lost worker is replaced, and training waits for it; --set workers.min=1 trains on without it"
             self.say(f"{field} ({replicas})", f"is workers.replicas, and so workers.min and workers.max: {ways}")
 

@@ -44,7 +44,7 @@ def train_job(document: Document, draft: Draft) -> None:
             metadata[name] = {**metadata.get(name, {}), **source.get(name, {})}
     draft.take_pod(pod, "trainer")
     draft.take_processes(str(trainer.get("numProcPerNode", "auto")), "trainer.numProcPerNode", cores=True)
-    draft.take_sizes(trainer.get("numNodes", 1), "trainer.numNodes")
+    draft.take_sizes(trainer.get("numNodes", 1), "trainer.numNodes", elastic=True)
     for name, source in spec.get("initializer", {}).items():
         if uri := source.get("storageUri"):
             if uri.partition("://")[0] not in ("s3", "gs", "az"):
@@ -87,7 +87,7 @@ def pytorch_job(document: Document, draft: Draft) -> None:
     if least := elastic.get("minReplicas", elastic.get("maxReplicas")):
         draft.launcher.setdefault("nnodes", f"{least}:{elastic.get('maxReplicas', least)}")
     replicas = sum(each.get("replicas", 1) for each in specs.values())
-    draft.take_sizes(replicas, f"{field}.replicas")
+    draft.take_sizes(replicas, f"{field}.replicas", elastic=False)
     if "maxRestarts" in elastic:  # of torchrun; backoffLimit is that of the pods
         draft.spec.setdefault("restarts", {"limit": elastic["maxRestarts"]})
     restarts = specs[kind].get("restartPolicy", "OnFailure")
