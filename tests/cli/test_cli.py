@@ -685,10 +685,11 @@ def test_validate_says_what_is_wrong(backend: fake.FakeBackend, outlast: Outlast
 
 
 def test_digits_are_written_once(backend: fake.FakeBackend, outlast: Outlast, tmp_path: Path) -> None:
-    assert outlast(backend, "data", "get", "digits", "--to", tmp_path / "digits")[1].startswith(
-        "wrote 1442 training and 355 test images"
-    )
-    assert outlast(backend, "data", "get", "digits", "--to", tmp_path / "digits")[1].startswith("already there")
+    command = ("data", "get", "digits", "--to", tmp_path / "digits")
+    assert outlast(backend, *command)[1].startswith("got digits: 7 files, ")
+    before = {path.name: path.stat().st_ino for path in (tmp_path / "digits").iterdir()}
+    assert outlast(backend, *command)[1].startswith("already there: digits: 7 files, ")
+    assert before == {path.name: path.stat().st_ino for path in (tmp_path / "digits").iterdir()}
     assert outlast(backend, "data", "get", "digit")[2].startswith("Error: no dataset digit; did you mean digits? there are ")
 
 
