@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +150,18 @@ def test_a_torn_batch_is_refused(tmp_path: Path, share: float) -> None:
     assert refusal(root).startswith("data_batch_5 is damaged or not a pickle")
 
 
-def test_the_digits_are_1442_training_and_355_test_images_with_every_class_in_every_file(tmp_path: Path) -> None:
-    digits.write(tmp_path)
-    train, test = cifar.train(tmp_path), cifar.test(tmp_path)
+def test_the_digits_are_1442_training_and_355_test_images_with_every_class_in_every_file(
+    tmp_path: Path, outlast: Callable[..., tuple[int, str, str]]
+) -> None:
+    directory = tmp_path / "digits"
+    for verb in ("got", "already there:"):
+        assert outlast("data", "get", "digits", "--to", directory)[1].startswith(f"{verb} digits: 7 files, ")
+    assert outlast("data", "get", "digit")[2].startswith("Error: no dataset digit; did you mean digits? there are ")
+    train, test = cifar.train(directory), cifar.test(directory)
     assert (train.x.shape, test.x.shape) == ((1442, 3, 32, 32), (355, 3, 32, 32))
     assert train.names == digits.NAMES
     assert np.bincount(test.y).tolist() == [35, 36, 35, 36, 36, 36, 36, 35, 34, 36]
-    first = cifar.read(tmp_path, ["data_batch_1"])
+    first = cifar.read(directory, ["data_batch_1"])
     assert np.bincount(first.y).min() >= 28
     assert {image.tobytes() for image in train.x}.isdisjoint(image.tobytes() for image in test.x)
     assert 0 == train.x.min() < train.x.max() == 255
