@@ -684,14 +684,6 @@ def test_validate_says_what_is_wrong(backend: fake.FakeBackend, outlast: Outlast
     assert outlast(backend, "validate")[0] == 2
 
 
-def test_digits_are_written_once(backend: fake.FakeBackend, outlast: Outlast, tmp_path: Path) -> None:
-    assert outlast(backend, "data", "get", "digits", "--to", tmp_path / "digits")[1].startswith(
-        "wrote 1442 training and 355 test images"
-    )
-    assert outlast(backend, "data", "get", "digits", "--to", tmp_path / "digits")[1].startswith("already there")
-    assert outlast(backend, "data", "get", "digit")[2].startswith("Error: no dataset digit; did you mean digits? there are ")
-
-
 def test_the_version_names_what_a_bug_report_needs(backend: fake.FakeBackend, outlast: Outlast) -> None:
     assert outlast(backend, "--version")[1].startswith("outlast 0.1")
 

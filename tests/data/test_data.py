@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,52 +150,27 @@ def test_a_torn_batch_is_refused(tmp_path: Path, share: float) -> None:
     assert refusal(root).startswith("data_batch_5 is damaged or not a pickle")
 
 
-def test_the_digits_are_1442_training_and_355_test_images_with_every_class_in_every_file(tmp_path: Path) -> None:
-    root = tmp_path / "below" / "digits"
-    summary = digits.write(root)
-    assert summary == digits.Summary(root, train=1442, test=355, written=True)
-    assert str(summary) == f"wrote 1442 training and 355 test images of 10 digits in {root}"
-
-    train, test = cifar.train(root), cifar.test(root)
+def test_the_digits_are_1442_training_and_355_test_images_with_every_class_in_every_file(
+    tmp_path: Path, outlast: Callable[..., tuple[int, str, str]]
+) -> None:
+    directory = tmp_path / "digits"
+    for verb in ("got", "already there:"):
+        assert outlast("data", "get", "digits", "--to", directory)[1].startswith(f"{verb} digits: 7 files, ")
+    assert outlast("data", "get", "digit")[2].startswith("Error: no dataset digit; did you mean digits? there are ")
+    train, test = cifar.train(directory), cifar.test(directory)
     assert (train.x.shape, test.x.shape) == ((1442, 3, 32, 32), (355, 3, 32, 32))
     assert train.names == digits.NAMES
     assert np.bincount(test.y).tolist() == [35, 36, 35, 36, 36, 36, 36, 35, 34, 36]
-    first = cifar.read(root, ["data_batch_1"])
+    first = cifar.read(directory, ["data_batch_1"])
     assert np.bincount(first.y).min() >= 28
     assert {image.tobytes() for image in train.x}.isdisjoint(image.tobytes() for image in test.x)
     assert 0 == train.x.min() < train.x.max() == 255
-    assert sorted(path.name for path in root.parent.iterdir()) == ["digits"]
-
-
-def test_writing_the_digits_again_changes_nothing(tmp_path: Path) -> None:
-    digits.write(tmp_path)  # an empty directory is fine
-    before = {path.name: (path.stat().st_ino, path.read_bytes()) for path in tmp_path.iterdir()}
-    assert digits.write(tmp_path) == digits.Summary(tmp_path, train=1442, test=355, written=False)
-    assert before == {path.name: (path.stat().st_ino, path.read_bytes()) for path in tmp_path.iterdir()}
-    assert set(before) == {*cifar.TRAIN, cifar.TEST, cifar.META}
-
-
-def test_the_digits_never_replace_other_files(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(OutlastError, match="holds other files; choose a new or an empty directory"):
-        digits.write(tmp_path)
-    other = a_dataset(tmp_path / "other")
-    with pytest.raises(OutlastError, match=r"holds other images \(class 0, "):
-        digits.write(other)
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
-
-
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutlastError, match=r"cannot write the digits to .*file/digits: .+; choose another directory"):
-        digits.write(tmp_path / "file" / "digits")
 
 
 def test_without_scikit_learn_the_remedy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(OutlastError, match=r"needs the library sklearn; run: pip install 'outlast\[digits\]'"):
-        digits.write(tmp_path / "digits")
-    assert not (tmp_path / "digits").exists()
+        digits.write(tmp_path)
 
 
 def test_the_readers_import_neither_torch_nor_scikit_learn() -> None:

@@ -29,8 +29,18 @@ def rows(directory: Path, part: str) -> list[dict[str, np.ndarray]]:
     found = []
     for shard in shard_format.read(directory).part(part).shards:
         table = shard_format.columns(directory / shard.file)
-        found += [shard_format.sample(table, i) for i in range(shard.samples)]
+        found += [sample(table, i) for i in range(shard.samples)]
     return found
+
+
+def sample(table: dict[str, np.ndarray], i: int) -> dict[str, np.ndarray]:
+    one = {}
+    for name, column in table.items():
+        if (offsets := table.get(f"{name}{shard_format.OFFSETS}")) is not None:
+            one[name] = column[offsets[i] : offsets[i + 1]]
+        elif not name.endswith(shard_format.OFFSETS):
+            one[name] = column[i]
+    return one
 
 
 def digests(directory: Path) -> dict[str, str]:

@@ -464,6 +464,7 @@ def test_ctrl_c_deletes_the_pods() -> None:
 
 def run(name: str, **arguments: Any) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     command = [sys.executable, "-c", inspection_pods.source(), json.dumps([(name, arguments)])]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
 
@@ -476,7 +477,7 @@ def told(process: subprocess.Popen[str]) -> dict[str, Finding]:
 
 def test_an_image_is_looked_at_from_inside() -> None:
     found = told(run("image", expected=__version__))
-    names = ("python", "outlast", "torch", "obstore", "bytecode")
+    names = ("python", "outlast", "torch", "obstore", "bytecode", "command")
     assert {name: found[name].outcome for name in names} == dict.fromkeys(names, "pass")
 
 

@@ -38,6 +38,7 @@ def nothing(directory: Path) -> None:
 
 def some_digits(directory: Path) -> None:
     """400 images to train on and 100 held out, as CIFAR-10's files."""
+    (directory / "all").mkdir()
     digits.write(directory / "all")
     directory.joinpath("set").mkdir()
     for file, count in (*((file, 80) for file in cifar.TRAIN), (cifar.TEST, 100)):

@@ -500,7 +500,6 @@ PULLING = a_pod(
 )
 NO_KEY = "couldn't find key TOKEN in Secret team/hf"
 FULL = "0/1 nodes are available: 1 Too many pods."
-UNHEALTHY = ("Unhealthy", "Liveness probe failed: timeout")
 KILLED = ("Killing", "Container worker failed liveness probe, will be restarted")
 SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
     (refusing("no nodes available to schedule pods"), "unschedulable-node", "worker 0 finds no node: the cluster has none"),

@@ -13,6 +13,7 @@ from outlast.job.status import State
 
 @pytest.mark.slow
 def test_digits_are_learnt_although_a_worker_is_killed_on_the_way(machine):
+    (machine.directory / "digits").mkdir()
     digits.write(machine.directory / "digits")
     path = machine.job(
         "digits",

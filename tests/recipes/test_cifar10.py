@@ -524,6 +524,7 @@ def test_new_images_are_classified_and_those_that_cannot_be_read_are_named(
 def test_modern_learns_the_digits_and_more_than_the_workshop_s_setting_in_less_time(
     alone: Callable[..., list[str]], tmp_path: Path
 ) -> None:
+    (tmp_path / "digits").mkdir()
     digits.write(tmp_path / "digits")
     found = {}
     for setting in ("modern", "workshop"):

@@ -76,6 +76,7 @@ def test_training_computes_on_the_cpu_where_torch_knows_no_such_accelerator(monk
     assert found is device.CPU
     assert (found.backend, found.bind(3), found.peak_flops()) == ("gloo", torch.device("cpu"), None)
     assert found.pin(tensor := torch.ones(2)) is tensor
+    assert found.copy_stream() is None, "copies on the CPU are done when they return, although torch.cpu has streams"
     assert found.name()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from outlast.base import files
 from outlast.base.errors import OutlastError
 from outlast.training.state import parameters
-from outlast.worker.tracking.tracker_interface import read
 
 
 def test_settings_are_written_as_json_and_a_change_is_said(tmp_path: Path):
@@ -26,10 +26,10 @@ def test_settings_are_written_as_json_and_a_change_is_said(tmp_path: Path):
     assert parameters.write(path, plain) == "", "the same on resume"
     assert path.stat().st_ino == before.st_ino, "not written again"
     assert parameters.write(path, plain | {"lr": 0.2, "new": 1}) == "lr 0.1 → 0.2"
-    assert read(path)["lr"] == 0.2
+    assert files.mapping(path)["lr"] == 0.2
     path.write_text("{half")
     assert parameters.write(path, plain) == ""
-    assert read(path) == plain
+    assert files.mapping(path) == plain
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_session_writes_them_and_logs_a_change(
         with caplog.at_level(logging.WARNING), session.open(quiet=True) as run:
             run.parameters({"lr": lr})
             run.parameters({"batch": 8})
-    assert read(tmp_path / "parameters.json") == {"lr": 0.2, "batch": 8}
+    assert files.mapping(tmp_path / "parameters.json") == {"lr": 0.2, "batch": 8}
     assert [record.message for record in caplog.records] == [
         "outlast: the run goes on with other parameters than before: lr 0.1 → 0.2"
     ]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import small_disks
 from faults import Proxy, always, hang, slow
-from outlast.base import file_locks
+from outlast.base import file_locks, files
 from outlast.base.errors import OutlastError
 from outlast.data import shard_format
 from outlast.storage import store
@@ -435,13 +435,13 @@ def test_what_a_worker_takes_while_it_is_being_removed_stays(tmp_path: Path, mon
     first = source("first").acquire()
     first.close()
     shutil.rmtree(tmp_path / "first")
-    read, taken = data_cache._read_text, []
+    read, taken = files.text, []
 
     def read_text(note: Path) -> str:
         taken.append(source("second")._lock_version(first.version))
         return read(note)
 
-    monkeypatch.setattr(data_cache, "_read_text", read_text)
+    monkeypatch.setattr(files, "text", read_text)
     (thing,) = data_cache.things(tmp_path / "cache")
     removed = thing.remove()
     assert taken == [None] or not removed, "a worker has a version that is removed"

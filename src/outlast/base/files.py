@@ -1,11 +1,16 @@
-"""Atomic replacement of files: a reader sees either the whole old content or the whole new content, even after a crash."""
+"""Atomic replacement of files: a reader sees either the whole old content or the whole new content, even after a crash.
+
+`text` and `mapping` read files that may be missing, such as records of processes that have not begun or have ended.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def beside(path: Path) -> Path:
@@ -28,6 +33,22 @@ def replace(path: Path, text: str | bytes, *, durable: bool = False) -> None:
         partial.unlink(missing_ok=True)  # leave nothing on a full disk
     if durable:
         sync(path.parent)
+
+
+def text(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def mapping(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if the file cannot be read, or holds anything else."""
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def sync(directory: Path) -> None:

@@ -32,7 +32,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, NoReturn, cast
 
 from outlast.base import units
-from outlast.base.errors import OutlastError, Stopped
+from outlast.base.errors import OutlastError, Stopped, importing
 
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -342,12 +342,8 @@ def _zstd(file: IO[bytes]) -> IO[bytes]:
     if sys.version_info >= (3, 14):
         from compression import zstd
     else:
-        try:
+        with importing("Zstandard (.zst)", "data"):
             from backports import zstd
-        except ModuleNotFoundError as error:
-            raise OutlastError(
-                "Zstandard (.zst) needs a package that is not installed; run: pip install 'outlast[data]'"
-            ) from error
     return cast("IO[bytes]", zstd.ZstdFile(file))
 
 

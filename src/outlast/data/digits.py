@@ -6,51 +6,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import tempfile
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outlast.base import files
-from outlast.base.errors import OutlastError, importing
+from outlast.base.errors import importing
 from outlast.data import cifar
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """Result of `write`. `str` returns the sentence to print."""
-
-    directory: Path
-    train: int
-    test: int
-    written: bool
-    """True if this call wrote the digits; False if they existed already."""
-
-    def __str__(self) -> str:
-        verb = "wrote" if self.written else "already there:"
-        return f"{verb} {self.train} training and {self.test} test images of 10 digits in {self.directory}"
-
-
-def write(directory: Path | str) -> Summary:
-    """Write the digits to `directory`, all or nothing; do nothing if they exist.
-
-    Raises OutlastError if the directory contains something else, if it cannot be written, or if scikit-learn is missing.
-    """
-    directory = Path(directory).absolute()
-    try:
-        return _existing(directory) or _write(directory)
-    except OSError as error:
-        raise OutlastError(
-            f"cannot write the digits to {directory}: {error.strerror or error}; choose another directory"
-        ) from error
-
-
-def fill(directory: Path) -> tuple[int, int]:
-    """Write the digits to an empty directory. Returns the numbers of training and test images."""
+def write(directory: Path) -> None:
+    """Write the digits to an empty directory. Raises OutlastError if scikit-learn is missing, and OSError."""
     x, y = _digits()
     held_out = _count(y) % 5 == 4  # an equal share of every class, without random numbers that a library could change
     train_x, train_y = x[~held_out], y[~held_out]
@@ -59,40 +27,6 @@ def fill(directory: Path) -> tuple[int, int]:
         cifar.write(directory, file, train_x[batch == i], train_y[batch == i].tolist(), f"training batch {i + 1} of 5")
     cifar.write(directory, cifar.TEST, x[held_out], y[held_out].tolist(), "testing batch 1 of 1")
     cifar.write_meta(directory, NAMES, per_batch=len(train_x) // 5)
-    return len(train_x), int(held_out.sum())
-
-
-def _write(directory: Path) -> Summary:
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as beside:
-        made = Path(beside) / "batches"
-        made.mkdir()
-        train, test = fill(made)
-        files.sync(made)
-        try:
-            made.rename(directory)  # replaces an empty directory, never a full one
-        except OSError:
-            if existing := _existing(directory):  # another process was faster
-                return existing
-            raise
-    files.sync(directory.parent)
-    return Summary(directory, train=train, test=test, written=True)
-
-
-def _existing(directory: Path) -> Summary | None:
-    """Return the summary of the digits in `directory`, or None if the directory is missing or empty.
-
-    Raises OutlastError if the directory contains something else.
-    """
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
-        return None
-    try:
-        train, test = cifar.train(directory), cifar.test(directory)
-    except cifar.NotCifar as error:
-        raise OutlastError(f"{directory} holds other files; choose a new or an empty directory") from error
-    if train.names != NAMES:
-        raise OutlastError(f"{directory} holds other images ({', '.join(train.names)}); choose a new or an empty directory")
-    return Summary(directory, len(train), len(test), written=False)
 
 
 def _digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -65,7 +65,7 @@ def _stdlib() -> Made:
 def _digits() -> Made:
     from outlast.data import digits
 
-    return Made(digits.fill, lambda: "scikit-learn")
+    return Made(digits.write, lambda: "scikit-learn")
 
 
 def _kinetics(place: str, prefix: str, annotations: tuple[str, str, str]) -> tuple[Remote, ...]:

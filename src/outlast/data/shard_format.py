@@ -354,17 +354,6 @@ def samples(shard: Mapping[str, NDArray[Any]]) -> int:
     )
 
 
-def sample(shard: Mapping[str, NDArray[Any]], i: int) -> dict[str, NDArray[Any]]:
-    """Return views of sample i of a shard's columns. The view of a ragged column has the sample's own length."""
-    one = {}
-    for name, column in shard.items():
-        if (offsets := shard.get(f"{name}{OFFSETS}")) is not None:
-            one[name] = column[int(offsets[i]) : int(offsets[i + 1])]
-        elif not name.endswith(OFFSETS):
-            one[name] = column[i]
-    return one
-
-
 _DTYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
     "F16": "<f2", "F32": "<f4", "F64": "<f8",

@@ -389,10 +389,7 @@ class Client:
 
 def _goodput(state: Path) -> float | None:
     """Return the goodput of the run, or None if this worker's upload process does not compute it (`agent.upload.Report`)."""
-    try:
-        return cast("float | None", json.loads((state / contract.WORKER).read_bytes())["pushed"].get("goodput"))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+    return cast("float | None", (files.mapping(state / contract.WORKER).get("pushed") or {}).get("goodput"))
 
 
 def report_goodput(job: str, worker: int, environ: Mapping[str, str], goodput: float) -> None:

@@ -251,10 +251,7 @@ def _write_pending(state_dir: StateDir, status: JobStatus, reason: str, replicas
 def _shell_changes(state_dir: StateDir, run: str, job: spec.Job) -> list[str]:
     """Record the environment of this shell. Returns messages about its changes since the last submission or resumption."""
     now = resumption.marks(os.environ, run)
-    try:
-        was = dict(json.loads(state_dir.shell.read_bytes()))
-    except (OSError, ValueError, TypeError):  # a new run, or an earlier version's
-        was = {}
+    was = files.mapping(state_dir.shell)  # empty for a new run
     files.replace(state_dir.shell, json.dumps(now))
     return list(resumption.shell(was, now, job.spec.env))
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from outlast.base import files
 from outlast.base.clock import Seen
 from outlast.base.errors import OutlastError
 from outlast.job import accelerators, contract, spec
@@ -192,10 +193,7 @@ class WorkerPool:
 
     def report(self, worker: Worker) -> dict[str, Any]:
         """Return the report of a worker's agent (`contract.WORKER`); empty before the first report."""
-        try:
-            report = dict(json.loads((self._state_dir.worker(worker.index) / contract.WORKER).read_text()))
-        except (OSError, ValueError):
-            return {}
+        report = files.mapping(self._state_dir.worker(worker.index) / contract.WORKER)
         return report if report.get("pid") == worker.pid else {}
 
     def silent(self) -> list[Worker]:

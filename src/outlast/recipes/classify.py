@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from outlast.base import files
 from outlast.base.errors import OutlastError
 from outlast.data.prepare import images
 from outlast.data.prepare.source_files import BadSource
@@ -75,10 +76,7 @@ def classes(weights: Path, given: Sequence[str] | None) -> list[str]:
             )
         return list(given)
     output = weights if weights.is_dir() else weights.parent
-    try:
-        named = json.loads((output / contract.PARAMETERS).read_text()).get("classes")
-    except (OSError, ValueError):
-        return CLASSES
+    named = files.mapping(output / contract.PARAMETERS).get("classes")
     return [str(name) for name in named] if isinstance(named, list) and len(named) == len(CLASSES) else CLASSES
 
 

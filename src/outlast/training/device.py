@@ -197,7 +197,7 @@ class _Cpu(Device):
     def synchronize(self) -> None:
         """No-op: calls on the CPU return when they are done."""
 
-    def beside(self) -> None:
+    def copy_stream(self) -> None:  # torch.cpu has streams, which run nothing in parallel
         return None
 
 
@@ -262,9 +262,6 @@ class _Xla(Device):
 
     def set_random_state(self, state: Any) -> None:
         self._model.set_rng_state(state)
-
-    def beside(self) -> None:
-        return None
 
     def synchronize(self) -> None:
         self.mark_step()

@@ -97,11 +97,6 @@ def get(
         how = obtain.How(say=terminal.say, progress=_since_the_beginning(tell), stop=stop, archive=given)
         if to and "://" in to and not to.startswith("file://"):
             found, written = _to_store(dataset, to, how)
-        elif name == "digits" and not given:
-            from outlast.data import digits
-
-            print(digits.write(_directory(dataset, to)))
-            return
         else:
             found, written = obtain.get(dataset, _directory(dataset, to), how)
     verb, size = (

@@ -73,7 +73,6 @@ service_account*.json
 only an `.outlastignore` can include these files."""
 _TRIES = 3
 """Attempts at packing while files change."""
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,4 @@ def left_s(path: Path) -> float:
 
 def read(path: Path) -> dict[str, Any]:
     """Return the notice; empty if none exists."""
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError):
-        return {}
+    return files.mapping(path)

@@ -110,13 +110,11 @@ class Cluster(Api):
         *,
         namespace: str | None = None,
         subresource: str = "",
-        type: Literal["merge", "strategic", "json"] = "merge",
     ) -> Document:
-        """Change some fields. If the change contains `metadata.resourceVersion`, raises Conflict for any other version of the
-        document."""
-        content_type = {"merge": "merge-patch", "strategic": "strategic-merge-patch", "json": "json-patch"}[type]
+        """Change some fields, by a merge patch. If the change contains `metadata.resourceVersion`, raises Conflict for any other
+        version of the document."""
         subject, path = self.address("patch", kind, name, namespace, subresource=subresource)
-        return self.document(Request(subject, "PATCH", path, _WRITE, change, f"application/{content_type}+json"))
+        return self.document(Request(subject, "PATCH", path, _WRITE, change, "application/merge-patch+json"))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:
         """Replace a document. Raises Conflict if another client has written it since it was read."""
@@ -203,9 +201,9 @@ class Cluster(Api):
             for line in lines:
                 yield line.decode(errors="replace")
 
-    def proxy(self, pod: str, port: int, path: str, *, namespace: str | None = None, timeout_s: float | None = None) -> str:
+    def proxy(self, pod: str, port: int, path: str, *, timeout_s: float | None = None) -> str:
         """Send a GET request to a server in a pod through the API server, and return the response. Raises Unanswered."""
-        subject, base = self.address("proxy", POD, f"{pod}:{port}", namespace, subresource="proxy")
+        subject, base = self.address("proxy", POD, f"{pod}:{port}", None, subresource="proxy")
         return self.connection.answer(Request(subject, "GET", f"{base}/{path.lstrip('/')}", timeout_s=timeout_s)).text
 
     def exec_(
@@ -216,20 +214,11 @@ class Cluster(Api):
 
     # The cluster
 
-    def may(
-        self,
-        verb: str,
-        kind: Kind,
-        *,
-        name: str = "",
-        subresource: str = "",
-        namespace: str | None = None,
-        everywhere: bool = False,
-    ) -> bool:
+    def may(self, verb: str, kind: Kind, *, name: str = "", subresource: str = "") -> bool:
         """Return whether the current user has the right to perform an action (SelfSubjectAccessReview)."""
         attributes = {"verb": verb, "group": kind.group, "resource": kind.plural, "name": name, "subresource": subresource}
-        if kind.namespaced and not everywhere:
-            attributes["namespace"] = namespace or self.namespace
+        if kind.namespaced:
+            attributes["namespace"] = self.namespace
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectAccessReview",

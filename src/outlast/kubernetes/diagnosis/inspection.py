@@ -161,7 +161,7 @@ def command() -> Check:
     remedy = "put the directory of `outlast` on the image's PATH: pods run `outlast agent`"
     if (path := shutil.which("outlast")) is None:
         return "command", "fail", f"there is no outlast on PATH ({os.environ.get('PATH', '')})", remedy
-    done = subprocess.run([path, "version"], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=60)
     text = (done.stdout or done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
     return check_result("command", not done.returncode, text[-1], remedy)
 

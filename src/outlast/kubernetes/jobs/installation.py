@@ -222,12 +222,6 @@ def jobs(cluster: Cluster) -> list[str]:
 _JOBS = (kinds.ELASTIC_JOB, *dropins.KINDS)
 
 
-def _reference(kind: Kind, name: str, namespace: str = "") -> Document:
-    """Return a document that only identifies an object."""
-    where = {"namespace": namespace} if namespace else {}
-    return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name, **where}}
-
-
 def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Outcome]:
     """Delete the objects that `ensure` created, in reverse order. The definitions are deleted first, and only with `crds`, since
     all jobs are deleted with them.
@@ -237,7 +231,8 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     _check_single_operator(cluster, namespace)
     installed = documents(namespace=namespace, watch=True)
     desired = [each for each in installed if each["kind"] != kinds.CRD.kind]
-    definitions = [_reference(kinds.CRD, kind.resource) for kind in _JOBS]
+    crd = {"apiVersion": kinds.CRD.api_version, "kind": kinds.CRD.kind}
+    definitions = [{**crd, "metadata": {"name": kind.resource}} for kind in _JOBS]
     if crds:
         yield from (_delete(cluster, each) for each in definitions)
     remaining = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
@@ -356,16 +356,6 @@ def with_condition(
             each |= {"reason": reason, "message": message}
         result.append({**each, "observedGeneration": generation})
     return tuple(result)
-
-
-def condition_since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> float | None:
-    """Return the latest time at which one of these conditions became true, or None if none is true."""
-    begun = [
-        pod_status.timestamp(each["lastTransitionTime"])
-        for each in conditions
-        if each["type"] in types and each["status"] == "True"
-    ]
-    return max(begun, default=None)
 
 
 def condition_reason(conditions: Sequence[Mapping[str, Any]], type_: str) -> str:

@@ -12,7 +12,7 @@ WINDOW_S, and not to the worker's next process. Both fields are optional; the de
 period.
 
     202 accepted    400 not an order    401 not signed with the key of the run    409 repeated, too old, or ending already
-    411 without Content-Length    413 longer than LONGEST
+    411 without Content-Length    413 longer than 4 KiB (`probes`)
 
 Docs: docs/guide/security.md. Pure.
 """
@@ -30,8 +30,6 @@ from outlast.job import sealed_lines
 
 PATH = "/leave"
 TIME, SIGNATURE = "Outlast-Time", "Outlast-Signature"
-LONGEST = 4096
-"""Maximum length of an order's body, in bytes."""
 WINDOW_S = 60.0
 """Maximum difference between the clocks of sender and worker. Orders are remembered for this long to detect replays."""
 _REASON = 256

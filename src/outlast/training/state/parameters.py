@@ -16,7 +16,6 @@ import numpy as np
 from outlast.base import files
 from outlast.base.errors import OutlastError
 from outlast.training.collective_calls import place
-from outlast.worker.tracking.tracker_interface import read
 
 Scalar = str | int | float | bool | None
 
@@ -66,7 +65,7 @@ def _kind(value: Any) -> str:
 
 def write(path: Path, values: Mapping[str, Any]) -> str:
     """Replace the file if it has other values. Returns a readable list of the changed values. Raises OSError."""
-    old = read(path)
+    old = files.mapping(path)
     if old == values:
         return ""
     files.replace(path, json.dumps(values, indent=2) + "\n")

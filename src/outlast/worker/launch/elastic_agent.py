@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from outlast.base import backoff, machine_memory
+from outlast.base import backoff, files, machine_memory
 from outlast.base.clock import Seen
 from outlast.job import contract, sealed_lines
 from outlast.job.contract import FailureCause
@@ -225,14 +225,14 @@ def _repaired(past: Past, *, first: bool) -> None:
 
 def _causes(state: Path, processes: int) -> dict[int, dict[str, Any]]:
     """Return the error records of the current world's training processes by local rank, without secondary failures."""
-    records = {each: _read(state / contract.ERROR.format(local_rank=each)) for each in range(processes)}
+    records = {each: files.mapping(state / contract.ERROR.format(local_rank=each)) for each in range(processes)}
     return {each: record for each, record in records.items() if "code" in record and not is_secondary(record)}
 
 
 def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[str, Any]:
     """Return the root failure. If all failures are secondary, a rank of this worker that exited with code 0 may be the cause."""
     first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
-    records = (_read(state / contract.ERROR.format(local_rank=each)) for each in range(processes))
+    records = (files.mapping(state / contract.ERROR.format(local_rank=each)) for each in range(processes))
     rank = next((record["rank"] for record in records if record.get("left")), None)
     if rank is None or not first["echo"]:
         return first
@@ -243,8 +243,8 @@ def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[
 def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: bool = False) -> dict[str, Any]:
     """Return the failure of one training process for the rendezvous. `oom`: the kernel's OOM killer has killed a process of this
     worker meanwhile."""
-    record = _read(state / contract.ERROR.format(local_rank=process.local_rank))
-    verdict = _read(state / contract.VERDICT.format(local_rank=process.local_rank))
+    record = files.mapping(state / contract.ERROR.format(local_rank=process.local_rank))
+    verdict = files.mapping(state / contract.VERDICT.format(local_rank=process.local_rank))
     # The error record wins: threads of torch may end the process with SIGABRT while it exits.
     code = record.get("code") or contract.exit_code(process.exitcode)
     worker = os.environ[contract.Env.WORKER]
@@ -306,10 +306,3 @@ def _is_cause(failure: dict[str, Any]) -> bool:
 
 def _how(exitcode: int) -> str:
     return f"was killed by {contract.signal_name(-exitcode)}" if exitcode < 0 else f"exited with code {exitcode}"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return {}

@@ -101,7 +101,7 @@ def _uploaded(output: Path, generation: str, over: Callable[[], bool]) -> str | 
     first."""
     files.replace(output / _REQUEST, generation)
     while not over():
-        number, _, problem = _read(output / _REPORT).partition(" ")
+        number, _, problem = files.text(output / _REPORT).partition(" ")
         if number == generation:
             return problem
         time.sleep(_POLL_INTERVAL_S)
@@ -110,7 +110,7 @@ def _uploaded(output: Path, generation: str, over: Callable[[], bool]) -> str | 
 
 def requested(output: Path) -> str:
     """Return the generation of a requested upload; empty without a request."""
-    return _read(output / _REQUEST)
+    return files.text(output / _REQUEST)
 
 
 def report(output: Path, generation: str, problem: str = "") -> None:
@@ -118,13 +118,6 @@ def report(output: Path, generation: str, problem: str = "") -> None:
     if generation:
         files.replace(output / _REPORT, f"{generation} {problem}")
         (output / _REQUEST).unlink(missing_ok=True)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def _fetch(announced: bytes, environ: Mapping[str, str], over: Callable[[], bool]) -> None:

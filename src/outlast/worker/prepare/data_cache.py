@@ -244,7 +244,7 @@ def _remove_locked(directory: Path) -> bool:
     lock of the version's place."""
     with file_locks.attempted(directory / "lock") as acquired:  # held to the end, so that no worker begins to use it
         notes = (directory / "runs").glob("*")
-        if not acquired or any(_pinned(Path(_read_text(note))) == directory.name for note in notes):
+        if not acquired or any(_pinned(Path(files.text(note))) == directory.name for note in notes):
             return False
         for marker in (_LISTING, _PARTIAL):
             (directory / marker).unlink(missing_ok=True)  # first, since a version without a listing does not exist
@@ -276,17 +276,7 @@ class Web(Source):
 
 
 def _pinned(pin: Path) -> str:
-    try:
-        return str(json.loads(pin.read_text())["version"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    return str(files.mapping(pin).get("version", ""))
 
 
 def _text(url: str, rows: list[_Row]) -> str:

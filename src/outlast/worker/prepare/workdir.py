@@ -62,11 +62,7 @@ def forget_code(directory: Path) -> None:
 
 def listed(directory: Path) -> dict[str, tuple[int, int] | None]:
     """Read the record of `note_code`; returns an empty record if it cannot be read."""
-    try:
-        record = json.loads((directory / _FILES).read_text())
-        return {name: tuple(stat) if stat else None for name, stat in record.items()}
-    except (OSError, ValueError):
-        return {}
+    return {name: tuple(stat) if stat else None for name, stat in files.mapping(directory / _FILES).items()}
 
 
 def fingerprint(path: Path) -> tuple[int, int] | None:

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from outlast.base.errors import OutlastError
+from outlast.base.errors import importing
 from outlast.worker.tracking.missing_points import Point, Position, PositionFile, same
 from outlast.worker.tracking.tracker_interface import Status, text
 
@@ -33,11 +33,9 @@ class EventFile:
         self._settings, self._step = "", 0
 
     def open(self) -> Position:
-        try:
+        with importing("an event file", "tracking"):
             from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
             from tensorboard.summary.writer import record_writer
-        except ImportError as error:
-            raise OutlastError(f"{error}; pip install 'outlast[tracking]'") from error
         self._event, self._proto, self._tensor = event_pb2.Event, summary_pb2, tensor_pb2
         self._record = record_writer.RecordWriter
         self._directory.mkdir(parents=True, exist_ok=True)

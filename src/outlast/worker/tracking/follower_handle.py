@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from outlast.base import files
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.worker.tracking.tracker_interface import Status, settings
@@ -46,7 +47,7 @@ class Follower:
         if now - self._looked < LOOK_S:
             return None
         self._looked = now
-        last, self._problem = self._problem, problem(self._directory)
+        last, self._problem = self._problem, files.text(self._directory / PROBLEM)
         if self._process.poll() is not None and not self._problem:
             self._problem = f"metrics are no longer forwarded: the follower ended with exit code {self._process.returncode}"
         return self._problem if self._problem != last else None
@@ -70,7 +71,7 @@ def _wait(process: subprocess.Popen[bytes], directory: Path, at_most_s: float) -
         process.kill()
         process.wait()
         return "metrics may not have arrived at the trackers within the timeout; they are in metrics.jsonl"
-    return problem(directory) or (f"the follower of the metrics ended with exit code {code}" if code else "")
+    return files.text(directory / PROBLEM) or (f"the follower of the metrics ended with exit code {code}" if code else "")
 
 
 class Trackers:
@@ -123,14 +124,6 @@ def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> t
     return (Status.KILLED if isinstance(error, KeyboardInterrupt) else Status.FAILED), False
 
 
-def problem(directory: Path) -> str:
-    """Return the follower's current problem; empty if none."""
-    try:
-        return (directory / PROBLEM).read_text()
-    except OSError:
-        return ""
-
-
 def start(output: Path, environ: Mapping[str, str] | None = None) -> Follower | None:
     """Start the follower of the run in `output` if the environment requests trackers; otherwise returns None. Raises OSError."""
     environ = os.environ if environ is None else environ
@@ -159,11 +152,8 @@ def end(output: Path, environ: Mapping[str, str], state: str) -> str:
     directory, status = output / contract.TRACKING, _STATUS.get(state)
     if status is None or not settings(environ) or not directory.is_dir():
         return ""
-    try:
-        if (directory / ENDED).read_text() == status:
-            return ""
-    except OSError:
-        pass
+    if files.text(directory / ENDED) == status:
+        return ""
     try:
         process = _process(output, environ, "--end", status, stdin=subprocess.DEVNULL)
     except OSError as error:

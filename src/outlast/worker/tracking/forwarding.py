@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from outlast.base import backoff
+from outlast.base import backoff, files
 from outlast.base.errors import OutlastError
 from outlast.job import contract, url_logins
-from outlast.worker.tracking import missing_points, tracker_interface
+from outlast.worker.tracking import missing_points
 from outlast.worker.tracking.tracker_interface import Run, Sink, Status
 
 RETRY_S = (1.0, 60.0)
@@ -51,7 +51,7 @@ class Forwarder(threading.Thread):
             self._parameters, self._places = {}, None
             self._position = self._reached = self.sink.open()
         position, self._position = self._position, None
-        if (parameters := tracker_interface.read(self._run.output / contract.PARAMETERS)) != self._parameters:
+        if (parameters := files.mapping(self._run.output / contract.PARAMETERS)) != self._parameters:
             self.sink.parameters(parameters)
             self._parameters = parameters
         while text := self._reader.read():

@@ -71,10 +71,7 @@ class PositionFile:
 
     def read(self) -> Position:
         """Read the position from the file; returns an empty position if the file is missing or damaged."""
-        try:
-            self._position = dict(json.loads(self._path.read_text()))
-        except (OSError, ValueError, TypeError):
-            self._position = {}
+        self._position = files.mapping(self._path)
         return dict(self._position)
 
     def advance(self, sent: Iterable[Point]) -> None:

@@ -90,15 +90,6 @@ def text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Read the parameters from a file; returns an empty dict if it is missing or damaged."""
-    try:
-        parameters = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return parameters if isinstance(parameters, dict) else {}
-
-
 NONE = "none"
 """Value of `tracking.mlflow` that turns MLflow off, even if MLFLOW_TRACKING_URI is set."""
 
