@@ -607,6 +607,18 @@ def test_the_report_sums_up_the_ledger(backend: fake.FakeBackend, outlast: Outla
     assert sum(report["seconds"].values()) == pytest.approx(report["wall_s"])
 
 
+def test_a_report_is_a_page_of_one_job_or_of_several(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
+    a_machine_with_jobs(backend, outlast, job_file, "one", "two")
+    output = Path(backend.output("one"))
+    output.mkdir(exist_ok=True)
+    (output / "metrics.jsonl").write_text('{"step": 20, "loss": 0.25}\n')
+    (output / "job.yaml").write_text("kind: ElasticJob # of one\n")
+    code, page, err = outlast(backend, "report", "one", "-o", "html")
+    assert (code, err, page.splitlines()[0]) == (0, "", "<!doctype html>")
+    assert all(words in page for words in ("<h2>loss</h2>", "kind: ElasticJob # of one", "<dd>Succeeded</dd>"))
+    assert "<h2>Time to train</h2>" in outlast(backend, "report", "one", "two", "-o", "html")[1]
+
+
 def test_several_jobs_are_compared_as_a_table_as_json_and_as_a_picture(
     backend: fake.FakeBackend, outlast: Outlast, job_file: Path, tmp_path: Path
 ) -> None:

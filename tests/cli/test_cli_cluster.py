@@ -81,6 +81,21 @@ def test_the_report_of_a_job_in_a_cluster_is_read_from_its_store(team: apiserver
     assert json.loads(outlast("report", f"{url}/train", "-o", "json")[1])["goodput"] == account.goodput
 
 
+def test_a_page_is_made_of_a_job_in_a_cluster_and_of_the_url_of_its_output(
+    team: apiserver.ApiServer, url: str, outlast: Outlast
+) -> None:
+    document = a_job(url)
+    document["spec"]["env"] = {"API_TOKEN": "hunter2", "SEED": "7"}
+    team.put(document)
+    place = store.open_(f"{url}/train")
+    place.put("job.yaml", b"kind: ElasticJob # in the store\n")
+    for where, said in ((("train", "-n", "n"), ("API_TOKEN: (not kept)", "SEED:")), ((f"{url}/train",), ("# in the store",))):
+        code, page, err = outlast("report", *where, "-o", "html")
+        assert (code, err, page.splitlines()[0]) == (0, "", "<!doctype html>")
+        assert all(words in page for words in ("<dd>Succeeded</dd>", "8 kept", *said))
+        assert "hunter2" not in page
+
+
 def test_the_report_of_a_job_in_a_cluster_also_has_what_its_operator_knows(
     team: apiserver.ApiServer, url: str, outlast: Outlast
 ) -> None:

@@ -3,7 +3,7 @@
 One JSON object per line, one file per source, one `write` per line (so only the last line of a killed process may be torn).
 Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds and their fields:
 
-    submitted    run, job, replicas, min, max            command line, operator
+    submitted    run, job, replicas, min, max, code_digest?    command line, operator
     asked                                                operator: pods were created
     launcher     pid, adopted                            launcher: started, or restarted over live workers
     worker       worker, pid, attempt                    launcher: a worker was started; operator: the first one runs
@@ -11,14 +11,15 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     called       generation, reason, planned, suspends?  launcher: workers are to form this generation; suspends: Suspended |
                                                          Queued, the state that follows instead of a new world
     world        generation, workers | size, reason      launcher: this generation's world, in rank order
-    failure      generation, worker, rank, code, reason, cause, step, counted, repaired?   launcher; repaired: the failed
-                                                         attempt, if the members repaired the world before this was counted
+    failure      generation, worker, rank, code, reason, cause, step, counted, repaired?, traceback?, log_tail?    launcher;
+                                                         repaired: the failed attempt, if the members repaired the world before
+                                                         this was counted
     attempt      generation, attempt, worker, rank, reason    agent: the members restart the processes of this world
     unheard      generation, workers, by, reason         agent: peers that are silent or refuse connections
     scaled       replicas                                launcher, on the user's request
-    resumed                                              command line: an unfinished run goes on
+    resumed      code_digest?                            command line: an unfinished run goes on
     finished     state, reason, step, code               launcher
-    session      generation, rank, world_size            training: process group is up
+    session      generation, rank, world_size, versions?    training: process group is up; versions: of libraries, rank 0
     restoring    generation                              training, rank 0
     restored     generation, step, path, source?, bytes?, seconds?, warning?    training, rank 0 (step 0, path null: from the
                                                          beginning); source: memory | peer | disk | store; warning: the
@@ -42,12 +43,14 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import heapq
 import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +150,8 @@ class Events:
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self._sources = tuple(sources)
+        self.broken = 0
+        """Number of lines that the newest iteration has skipped so far: torn, damaged, or not an event."""
 
     def merged(self, entries: Iterable[Event]) -> Events:
         """Return these events together with entries from elsewhere."""
@@ -154,8 +159,20 @@ class Events:
         return Events((*self._sources, lambda: text))
 
     def __iter__(self) -> Iterator[Event]:
-        streams = (_sorted(_events(source), number) for number, source in enumerate(self._sources))
+        self.broken = 0
+        streams = (_sorted(self._events(source), number) for number, source in enumerate(self._sources))
         return (event for *_, event in heapq.merge(*streams))
+
+    def _events(self, source: Source) -> Iterator[Event]:
+        for line in lines(source()):
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                event = None
+            if isinstance(event, dict) and isinstance(t := event.get("t"), int | float) and t == t and "kind" in event:
+                yield event
+            else:
+                self.broken += 1
 
 
 def read(*directories: Path) -> Events:
@@ -192,20 +209,10 @@ def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-def _events(source: Source) -> Iterator[Event]:
-    for line in lines(source()):
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(event, dict) and isinstance(t := event.get("t"), int | float) and t == t and "kind" in event:
-            yield event
-
-
 def _sorted(events: Iterable[Event], number: int) -> Iterator[tuple[float, int, int, Event]]:
     """Yield the events of source `number` in the order of time, each with its sort key. After a clock was set back, an event may
     be out of order by more than `_UNSORTED` events. It then gets the time of the event before it."""
-    waiting: list[tuple[float, int, int, Event]] = []
+    waiting = deque[tuple[float, int, int, Event]]()
     last = float("-inf")
 
     def out(entry: tuple[float, int, int, Event]) -> tuple[float, int, int, Event]:
@@ -217,9 +224,10 @@ def _sorted(events: Iterable[Event], number: int) -> Iterator[tuple[float, int, 
 
     for place, event in enumerate(events):
         entry = (event["t"], number, place, event)
-        if len(waiting) < _UNSORTED:
-            heapq.heappush(waiting, entry)
+        if not waiting or waiting[-1] < entry:
+            waiting.append(entry)
         else:
-            yield out(heapq.heappushpop(waiting, entry))
-    while waiting:
-        yield out(heapq.heappop(waiting))
+            bisect.insort(waiting, entry)
+        if len(waiting) > _UNSORTED:
+            yield out(waiting.popleft())
+    yield from map(out, waiting)

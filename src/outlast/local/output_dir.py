@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from outlast.storage import checkpoints, runs
 _POLL_S = 0.1
 _UNLOCK_TIMEOUT_S = 2.0
 """Seconds that the lock of an output may outlive the launcher that acquired it."""
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def store_url(job: spec.Job) -> str:
@@ -84,12 +82,6 @@ def make_room(output: Path, run: str) -> Path | None:
     except OSError as problem:
         raise _unwritable(output, problem) from problem
     return archived
-
-
-def without_secrets(job: spec.Job) -> spec.Job:
-    """Hide values of `env` that look like secrets from readers of the output."""
-    env = {name: "(not kept)" if _SECRET.search(name) else value for name, value in job.spec.env.items()}
-    return job.model_copy(update={"spec": job.spec.model_copy(update={"env": env})})
 
 
 def _free(output: Path) -> bool:

@@ -92,13 +92,13 @@ def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus
     notices += _shell_changes(state_dir, run, job)
     status = earlier.status or JobStatus(name=job.metadata.name, run=run, submitted=submitted, output=str(output))
     files.replace(state_dir.job, spec.dump(job), durable=True)
-    files.replace(output / "job.yaml", spec.dump(output_dir.without_secrets(job)), durable=True)
+    files.replace(output / contract.JOB_FILE, spec.dump(spec.without_secrets(job)), durable=True)
     Request(job.spec.workers.replicas).write(state_dir)
     _write_pending(state_dir, status, resumed.short if resumed else "starting", job.spec.workers.replicas)
     url = earlier.here.store if earlier.here else output_dir.store_url(job)
     file = str(request.source.absolute())
     Run(run, submitted, file, str(output), str(copy.directory), url, generation, owner, request.command).write(state_dir)
-    _record(output, None if earlier.run else job, run)
+    _record(output, None if earlier.run else job, run, copy.digest)
     return run, notices
 
 
@@ -112,6 +112,8 @@ class _Copy:
     """Files added or changed since the last submission."""
     notices: tuple[str, ...] = ()
     """Messages about files that were not copied."""
+    digest: str = ""
+    """Digest of the code, if known."""
 
 
 def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
@@ -119,7 +121,7 @@ def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tu
     worker fetches code from a store. `exclude` lists directories that are not code."""
     if not job.spec.code:
         return _Copy(source.absolute().parent)
-    place, _ = spec.pinned(job.spec.code)
+    place, checksum = spec.pinned(job.spec.code)
     path = spec.local(place)
     if path and path.is_dir():
         return _copy_directory(job, path, into, (source, *exclude), submitted)
@@ -127,7 +129,7 @@ def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tu
     code_placement.submitted_again(state)
     if path:
         phases.place_code(job, into, state, say=lambda _: None, stop=threading.Event())
-    return _Copy(into)
+    return _Copy(into, digest=checksum)
 
 
 def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
@@ -149,7 +151,7 @@ def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, 
     if outside:
         links = f"links that lead out of {path} ({code_files.some(outside)}) work on this machine, and pods would not have them"
         notices.append(f"code: {links}; name what they lead to under data, or put copies in their place")
-    return _Copy(into, tuple(changed), tuple(notices))
+    return _Copy(into, tuple(changed), tuple(notices), code_files.digest(into, entries))
 
 
 def resume(state_dir: StateDir, name: str, status: JobStatus) -> list[str]:
@@ -214,20 +216,21 @@ def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path
 
 def _changes(root: Path, state_dir: StateDir, job: spec.Job, earlier: _Earlier, copy: _Copy, output: Path) -> list[str]:
     """Return messages about the job's changes since the last submission of the run."""
-    old = state_dir.job if earlier.here else output / "job.yaml"
+    old = state_dir.job if earlier.here else output / contract.JOB_FILE
     current = (earlier.here.store or earlier.here.output) if earlier.here else ""
     new = output_dir.store_url(job) or str(output_dir.directory(job, root))
     return list(resumption.since(old, job, copy.changed, current, new))
 
 
-def _record(output: Path, new: spec.Job | None, run: str) -> None:
-    """Record in the ledger that a run was submitted (`new` is its job), or resumed."""
+def _record(output: Path, new: spec.Job | None, run: str, digest: str = "") -> None:
+    """Record in the ledger that a run was submitted (`new` is its job), or resumed; `digest` is that of its code."""
     book = ledger.Ledger(output / contract.LEDGER, "cli")
+    code = {"code_digest": digest} if digest else {}
     if new:
         workers, sizes = new.spec.workers, new.spec.workers.allowed()
-        book.write("submitted", run=run, job=new.metadata.name, replicas=workers.replicas, min=sizes[0], max=sizes[-1])
+        book.write("submitted", run=run, job=new.metadata.name, replicas=workers.replicas, min=sizes[0], max=sizes[-1], **code)
     else:
-        book.write("resumed")
+        book.write("resumed", **code)
     book.close()
 
 

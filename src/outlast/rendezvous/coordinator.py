@@ -291,7 +291,8 @@ class Coordinator:
     def _counted(self, failure: Failure, verdict: restart_budget.Restart | restart_budget.Stop, **facts: Any) -> bool:
         """Apply a verdict; returns False if it ends the run."""
         self.failed(failure)
-        self.event("failure", **{name: getattr(failure, name) for name in _FACTS}, **facts)
+        texts = {name: text for name in ("traceback", "log_tail") if (text := getattr(failure, name))}
+        self.event("failure", **{name: getattr(failure, name) for name in _FACTS}, **texts, **facts)
         if isinstance(verdict, restart_budget.Stop):
             self.over(State.FAILED, verdict.reason, verdict.code, verdict.kind)
             return False

@@ -23,7 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from outlast import __version__
 from outlast.job import accelerators
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what trains here, by their names."""
+    found = {"outlast": __version__, "Python": platform.python_version(), "torch": str(torch.__version__)}
+    return found | ({"CUDA": torch.version.cuda} if torch.version.cuda else {})
 
 
 class Device:

@@ -178,18 +178,18 @@ class Session:
             if self._joined:
                 dist.destroy_process_group()
             raise
-        retention = self._retention
         self._copy = metrics.Copy(self.output / contract.METRICS)
         place = self._directory, self._run, self.generation
         self._saver = background_save.Saver(
-            *place, retention, lambda *args, **kwargs: self._saves.saved(*args, **kwargs), self._disks, self._copy
+            *place, self._retention, lambda *args, **kwargs: self._saves.saved(*args, **kwargs), self._disks, self._copy
         )
         self._saver.fenced = self._disks.certain and not self._unwritten
         self._client = client.connect(env)
         self._snapshots = snapshot_taking.open_(self._client, self._place(), self._disks.gather, self._ledger, self._report)
         self._saves = save_bookkeeping.Saves(self._saver, self._disks, self._ledger, self._screen, self._meet, self._report)
         deadlocks.watch().last = lambda: self._saver.wait(_LAST_SAVE_S)
-        self._ledger.write("session", generation=self.generation, rank=self.rank, world_size=self.world_size)
+        about = {"generation": self.generation, "rank": self.rank, "world_size": self.world_size}
+        self._ledger.write("session", **about, **({} if self.rank else {"versions": device.versions()}))
         if not self._attached:
             seeded.seed_all(self.seed)
         return self

@@ -55,9 +55,12 @@ def microseconds(t: float) -> int:
 def usable(event: Mapping[str, Any]) -> bool:
     """Return whether an event has a time, a known kind, and the required fields with the right types."""
     kind = event.get("kind")
-    known = isinstance(event.get("t"), (int, float)) and isinstance(kind, str) and kind in KINDS
-    typed = all(value is None or isinstance(value, _TYPES.get(field, object)) for field, value in event.items())
-    return known and typed and all(event.get(field) is not None for field in _NEEDED.get(str(kind), ()))
+    if not isinstance(event.get("t"), (int, float)) or not isinstance(kind, str) or kind not in KINDS:
+        return False
+    for field, value in event.items():  # a loop, since a month has many events
+        if value is not None and field in _TYPES and not isinstance(value, _TYPES[field]):
+            return False
+    return kind not in _NEEDED or all(event.get(field) is not None for field in _NEEDED[kind])
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:

@@ -10,8 +10,25 @@ from typing import Any
 
 from outlast.base.errors import OutlastError, importing
 from outlast.job.report.comparison import Row
+from outlast.job.report.steps import Bucket
 
 KINDS = (".svg", ".png", ".pdf")
+COLOURS = {
+    Bucket.TRAINING: "#2e9e5b",
+    Bucket.REPLAYED: "#d64545",
+    Bucket.DATA: "#e8c547",
+    Bucket.SNAPSHOT: "#57b8d9",
+    Bucket.CHECKPOINT: "#3d7ea6",
+    Bucket.RENDEZVOUS: "#a05195",
+    Bucket.RESTORE: "#4c72b0",
+    Bucket.STARTUP: "#dd8452",
+    Bucket.QUEUE: "#bbbbbb",
+    Bucket.PODS: "#d0d0d0",
+    Bucket.HANG: "#7a1f1f",
+    Bucket.IDLE: "#eeeeee",
+    Bucket.SUSPENDED: "#f7f7f7",
+}
+"""Colours of the buckets in every plot."""
 
 
 def check(path: Path) -> None:

@@ -143,11 +143,12 @@ def _strip(goodput: Goodput, width: int) -> list[_Line]:
                 shown[best] = bucket
     line: _Line = [("  ", "")]
     line += [(_LOOK[bucket][0], _LOOK[bucket][1]) for bucket in shown]
-    ends = f"{_at(0):<{columns // 2}}{_at(total):>{columns - columns // 2}}"
+    ends = f"{at(0):<{columns // 2}}{at(total):>{columns - columns // 2}}"
     return [line, [(f"  {ends}", "bright_black")]]
 
 
-def _counts(goodput: Goodput) -> list[_Line]:
+def counts(goodput: Goodput) -> dict[str, str]:
+    """Return what was counted, in words, by its name: steps, saves, worlds, snapshots, lost."""
     steps = f"{goodput.steps_kept:,} kept"
     if goodput.steps_replayed:
         steps += f", {goodput.steps_replayed:,} replayed"
@@ -161,11 +162,16 @@ def _counts(goodput: Goodput) -> list[_Line]:
         saves += f", {goodput.saves_failed:,} failed"
     happened = [_many(getattr(goodput, f"{noun}s"), noun) for noun in ("failure", "hang", "interruption", "restart")]
     worlds = f"{goodput.worlds:,}" + (f" ({', '.join(filter(None, happened))})" if any(happened) else "")
-    counts = {"steps": steps, "saves": saves, "worlds": worlds, "snapshots": _snapshots(goodput), "lost": _total(goodput)}
     if not goodput.steps_kept + goodput.steps_replayed + goodput.saves + goodput.saves_failed:
-        del counts["saves"]  # a script that reports no steps saves by itself
-    width = max(9, *(len(name) + 1 for name, text in counts.items() if text))
-    return [[(f"  {name:<{width}}", "bold"), (text, "")] for name, text in counts.items() if text]
+        saves = ""  # a script that reports no steps saves by itself
+    found = {"steps": steps, "saves": saves, "worlds": worlds, "snapshots": _snapshots(goodput), "lost": _total(goodput)}
+    return {name: text for name, text in found.items() if text}
+
+
+def _counts(goodput: Goodput) -> list[_Line]:
+    found = counts(goodput)
+    width = max(9, *(len(name) + 1 for name in found))
+    return [[(f"  {name:<{width}}", "bold"), (text, "")] for name, text in found.items()]
 
 
 def _snapshots(goodput: Goodput) -> str:
@@ -217,11 +223,11 @@ def _many(count: int, noun: str) -> str:
 
 def _incidents(goodput: Goodput, width: int) -> list[_Line]:
     lines: list[_Line] = [[]] if goodput.incidents else []
-    column = len(_at(goodput.wall_s))
+    column = len(at(goodput.wall_s))
     if len(goodput.incidents) > _SHOWN:
         lines.append([(f"  {len(goodput.incidents) - _SHOWN:,} earlier incidents are in the JSON", "bright_black")])
     for incident in goodput.incidents[-_SHOWN:]:
-        when = f"  {_at(incident.time - goodput.start):>{column}}  "
+        when = f"  {at(incident.time - goodput.start):>{column}}  "
         colour = "red" if incident.kind in ("failure", "hang") else "yellow"
         sentence = textwrap.wrap(incident.text, max(20, width - len(when)), max_lines=2, placeholder=" …") or [""]
         for head, text in zip((when, " " * len(when)), sentence, strict=False):
@@ -235,7 +241,7 @@ def _incidents(goodput: Goodput, width: int) -> list[_Line]:
     return lines
 
 
-def _at(seconds: float) -> str:
+def at(seconds: float) -> str:
     """Format a moment of the run: `0:42`, `1:02:03`, `50:00:00`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import hashlib
 import io
 import os
 import stat
 import tarfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -134,6 +135,18 @@ def listed(
             held = f"more than {len(entries) - 1:,} files, {units.human_bytes(size)}"
             raise OutlastError(f"code ({root}) holds {held}, which is too much for code ({biggest(entries)}); {REMEDY}")
     return sorted(entries, key=lambda entry: os.fsencode(entry.name))
+
+
+def digest(root: Path, entries: Iterable[Entry]) -> str:
+    """Return a digest of the names, contents and executable bits of these files, and of the targets of these links."""
+    total = hashlib.sha256()
+    for entry in entries:
+        path, content = root / entry.name, entry.target
+        if entry.kind == "file":
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+        total.update(os.fsencode(f"{entry.kind} {path.lstat().st_mode & stat.S_IXUSR} {entry.name}\0{content}\0"))
+    return total.hexdigest()[:16]
 
 
 def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[Path]:

@@ -12,7 +12,7 @@ names in the file camelCase. The heaviest import of this package is pydantic.
 
 from __future__ import annotations
 
-from outlast.job.spec.job_file import absent, anchor, code_of, dump, load, no_such_file, of, parse, text
+from outlast.job.spec.job_file import absent, anchor, code_of, dump, load, no_such_file, of, parse, text, without_secrets
 from outlast.job.spec.json_schema import schema
 from outlast.job.spec.locations import ARCHIVES, STORES, archive, local, pinned, web
 from outlast.job.spec.model import OWN, Checkpoint, Environment, Job, Metadata, Rendezvous, Resources, Restarts, Spec, Workers
@@ -44,4 +44,5 @@ __all__ = [
     "schema",
     "text",
     "web",
+    "without_secrets",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from outlast.job.spec import yaml_document as document
 from outlast.job.spec.locations import ARCHIVES, archive, local, pinned
 from outlast.job.spec.model import Job, Spec
 from outlast.job.spec.yaml_document import Place
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:
@@ -48,6 +51,12 @@ def dump(job: Job) -> str:
     """Format a job as YAML without default values. `parse` turns the result into an equal job."""
     document = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return yaml.safe_dump(document, sort_keys=False, width=120)  # not allow_unicode: PyYAML 6.0.3 cannot read its own U+0085
+
+
+def without_secrets(job: Job) -> Job:
+    """Hide values of `env` that look like secrets from readers of the output."""
+    env = {name: "(not kept)" if _SECRET.search(name) else value for name, value in job.spec.env.items()}
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"env": env})})
 
 
 def anchor(job: Job, directory: Path) -> Job:

@@ -91,6 +91,13 @@ class KubernetesBackend:
 
         return stored.events(store.open_(status.store.url)).merged(job_status.cluster_events(workloads[0], status))
 
+    def job_file(self, name: str) -> str:
+        """Return the job file, without secrets; empty if it cannot be read."""
+        from outlast.job import spec
+
+        job = self.workloads.job(self.workloads.existing(name)[0])
+        return spec.dump(spec.without_secrets(job)) if job else ""
+
     def pods(self, name: str) -> Sequence[Document]:
         """Return the pods of a job's workers, sorted by index."""
         self.workloads.existing(name)

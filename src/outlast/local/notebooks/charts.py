@@ -13,22 +13,6 @@ from outlast.job.report.incidents import FAILURES
 from outlast.job.report.steps import Bucket
 from outlast.local.notebooks.panel import Point
 
-_COLOURS = {
-    Bucket.TRAINING: "#2e9e5b",
-    Bucket.REPLAYED: "#d64545",
-    Bucket.DATA: "#e8c547",
-    Bucket.SNAPSHOT: "#57b8d9",
-    Bucket.CHECKPOINT: "#3d7ea6",
-    Bucket.RENDEZVOUS: "#a05195",
-    Bucket.RESTORE: "#4c72b0",
-    Bucket.STARTUP: "#dd8452",
-    Bucket.QUEUE: "#bbbbbb",
-    Bucket.PODS: "#d0d0d0",
-    Bucket.HANG: "#7a1f1f",
-    Bucket.IDLE: "#eeeeee",
-    Bucket.SUSPENDED: "#f7f7f7",
-}
-
 
 def story(account: Goodput, train: Sequence[Point], validation: Sequence[Point]) -> Any:
     """Draw a matplotlib figure: the loss over the steps at the top, the time of the run by cause below. Raises OutlastError if
@@ -60,7 +44,7 @@ def _time(axes: Any, account: Goodput) -> None:
         if account.microseconds[bucket]:
             spans = [(each.start - account.start, each.end - each.start) for each in account.segments if each.bucket is bucket]
             name = f"{bucket.value} {units.human_seconds(account.seconds[bucket])}"
-            axes.broken_barh(spans, (0, 1), color=_COLOURS[bucket], label=name)
+            axes.broken_barh(spans, (0, 1), color=plot.COLOURS[bucket], label=name)
     for incident in account.incidents:
         if incident.kind in FAILURES:
             at = incident.time - account.start

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from outlast.base import backoff, file_locks
+from outlast.base import backoff, file_locks, files
 from outlast.base.errors import OutlastError, Superseded
 from outlast.job import contract, ledger
 from outlast.job.report import goodput
@@ -393,6 +393,8 @@ def main(argv: list[str]) -> int:
         if not acquired:
             return 0
         try:
+            if not (file := output / contract.JOB_FILE).exists():
+                files.replace(file, spec.dump(spec.without_secrets(job)))
             place = store.open_(environ[contract.Env.STORE])
             run_id, owner = environ[contract.Env.RUN], environ[contract.Env.OWNER]
             retention = checkpoints.Retention.parse(job.spec.checkpoint.variables())

@@ -1,0 +1,319 @@
+"""The report as one page of HTML that needs no other file: `outlast report -o html`. Reasons: docs/decisions/0065-one-page.md.
+
+Texts of a job (names, errors, logs, metrics) become markup in one place, the template `page.html`, in which Jinja escapes them;
+plots are packed as gzip and base64. The page's policy allows two scripts only, by their digests: BokehJS, and `page.js`, which
+unpacks the plots.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import heapq
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import resources
+from operator import itemgetter
+from typing import Any
+
+from outlast import __version__
+from outlast.base import units
+from outlast.base.errors import OutlastError, importing
+from outlast.job import url_logins
+from outlast.job.backend import LogLine
+from outlast.job.ledger import Event
+from outlast.job.report import comparison as compare
+from outlast.job.report import goodput, plot, printed
+from outlast.job.report.goodput import Goodput
+from outlast.job.report.history import History, longest, stays
+from outlast.job.report.incidents import FAILURES
+from outlast.job.report.series import METRICS, Series, metrics
+from outlast.job.report.steps import Bucket
+from outlast.job.status import JobStatus
+
+_INCIDENTS = 200
+"""Maximum number of incidents on a page: those that cost most."""
+_ROWS = 60
+"""Maximum number of rows of a table with a series."""
+_PERIODS, _PERIODS_OF_ALL = 2000, 20_000
+"""Maximum number of periods in the timeline of the job, and in those of all workers."""
+_LOGS = 8
+"""Maximum number of workers whose logs are shown."""
+_TALL, _ROW = 640, 22
+"""Height of a timeline of many workers, and of the rows of a small one; in pixels."""
+_BLUE, _RED, _ORANGE, _GREEN, _PURPLE = _COLOURS = ("#4c78c8", "#d64545", "#e08a3c", "#2e9e5b", "#a05195")
+_WHAT = {**{bucket.value: colour for bucket, colour in plot.COLOURS.items()}, "starting": "#f0c9a0"}
+_PARTS = ("detection", "reforming", "restoring", "again")
+"""Parts of a loss, as in the JSON."""
+_LOST = {"detection": _RED, "re-forming": _PURPLE, "restoring": _BLUE, "repeated steps": _ORANGE}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run to report on. Its functions may raise OutlastError or OSError."""
+
+    name: str
+    run: str
+    events: Iterable[Event]
+    active: bool
+    """True if a launcher or an operator drives the job. Its account then extends to now."""
+    metrics: Callable[[], Iterable[str | bytes]]
+    """Function that reads the lines of the job's metrics.jsonl."""
+    job_file: Callable[[], str]
+    """Function that reads the job file, without secrets."""
+    log: Callable[[int], Iterable[LogLine]]
+    """Function that reads the end of a worker's log."""
+    ended: str = ""
+    """The final state of the job, if known."""
+    status: JobStatus | None = None
+
+    def account(self, events: Iterable[Event]) -> Goodput:
+        """Return the account of the run, whose events these are, up to its end, or to now."""
+        now = time.time() if self.active or next(iter(self.events), None) is None else None
+        found = goodput.buckets(events, now)
+        return dataclasses.replace(found, state=found.state or self.ended or None)
+
+
+def run(shown: Run) -> str:
+    """Return the page of a run. Raises OutlastError if bokeh is missing."""
+    past = History(shown.events)
+    account, (logged, broken) = shown.account(past), metrics(shown.metrics())
+    unread = {"the ledger": getattr(shown.events, "broken", 0) + past.unusable, "metrics.jsonl": broken}
+    status, begun = shown.status, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(account.start))
+    facts = {
+        "state": account.state or "Running",
+        "step": f"{status.step:,}{f' of {status.steps:,}' if status.steps else ''}" if status else "",
+        "goodput": units.percent(account.goodput),
+        "time": f"{units.human_seconds(account.wall_s)} since {begun}",
+        **printed.counts(account),
+        "run": shown.run,
+        "versions": ", ".join(f"{name} {version}" for name, version in past.versions.items()),
+        "digest of the code": past.code,
+        "output": url_logins.hidden(status.output) if status else "",
+        "not readable": ", ".join(f"{_many(count, 'line')} of {place}" for place, count in unread.items() if count),
+    }
+    page = _Page(account.wall_s, max((each.x[-1] for each in logged.values()), default=0.0))
+    _metrics(page, logged, past, account)
+    _timeline(page, past, account)
+    _goodput(page, account)
+    _incidents(page, account)
+    _errors(page, shown, past, account)
+    _times(page, past, account)
+    with contextlib.suppress(OutlastError, OSError):
+        if text := url_logins.hidden(shown.job_file()):
+            page.add("Job file", "As submitted, without secrets.", texts=[(shown.name, text)])
+    return page.html(shown.name, {name: text for name, text in facts.items() if text})
+
+
+def comparison(rows: Sequence[compare.Row], logged: Sequence[Iterable[str | bytes]]) -> str:
+    """Return the page of several runs, of which `logged` has the lines of metrics.jsonl. Raises OutlastError if bokeh is
+    missing."""
+    losses = [metrics(lines)[0].get("loss") for lines in logged]
+    page = _Page(steps=max((each.x[-1] for each in losses if each), default=0.0))
+    names = [f"{number}. {each.run.name[:24]}" for number, each in enumerate(rows, 1)]
+    colours = [colour for colour, _ in zip(itertools.cycle(_COLOURS), rows, strict=False)]
+    seconds = [each.run.time_s for each in rows]
+    page.plots.bars("times", dict(zip(names, seconds, strict=True)), [units.human_seconds(each) for each in seconds], colours)
+    page.add(
+        "Time to train",
+        "From submission to the end.",
+        plot="times",
+        table=("All runs", compare.HEADINGS, map(compare.cells, rows)),
+    )
+    known = sorted((each.run.workers[0], each.speedup, each.efficiency) for each in rows if each.speedup and each.efficiency)
+    if len(known) > 1:
+        drawn = page.plots.plot("speedups", "workers", label="speed-up")
+        first, speedup, _ = known[0]
+        drawn.line([first, known[-1][0]], [speedup, speedup * known[-1][0] / first], color="grey", line_dash="dashed")
+        at, up, share = zip(*known, strict=True)
+        source = page.columns(workers=at, speedup=up, efficiency=share)
+        drawn.line("workers", "speedup", source=source, color=_RED, line_width=2)
+        marks = drawn.scatter("workers", "speedup", source=source, color=_RED, size=8)
+        page.hover(drawn, marks, workers="@workers", speedup="@speedup{0.00}", efficiency="@efficiency{0.0 %}")
+        note = "Beside the first run. The dashed line is an efficiency of 100 %: as many times faster as there are workers."
+        cells = [(workers, f"{up:.2f}x", units.percent(share)) for workers, up, share in known]
+        page.add("Speed-up", note, plot="speedups", table=("Efficiency", ("workers", "speed-up", "efficiency"), cells))
+    for name, colour, loss in zip(names, colours, losses, strict=True):
+        if loss is not None:
+            drawn = page.plots.drawn.get("losses") or page.plots.plot("losses", "step")
+            page.line(drawn, loss, colour, run=name, step="@x{0,0}")
+    if any(losses):
+        page.add("Loss", plot="losses", legend=dict(zip(names, colours, strict=True)))
+    return page.html(", ".join(each.run.name for each in rows), {})
+
+
+class _Page:
+    """A page under construction: its sections and plots."""
+
+    def __init__(self, seconds: float = 0.0, steps: float = 0.0) -> None:
+        with importing("a page", "plots"):
+            from outlast.job.report import figures
+        self.plots, self.sections = figures.Plots(seconds, steps), list[dict[str, object]]()
+        self.columns, self.hover, self.line, self.workers = figures.columns, figures.hover, figures.line, figures.workers
+        self._library = figures.javascript()
+
+    def add(self, title: str, note: str = "", **more: Any) -> None:
+        """Add a section: the name of a `plot`, a `legend` (colours by their meanings), a `table` (caption, headings, rows), or
+        `texts` with titles."""
+        self.sections.append({"title": title, "note": note, **more})
+
+    def html(self, title: str, facts: Mapping[str, object]) -> str:
+        """Return the page. Here, and only here, texts become markup."""
+        import jinja2  # comes with bokeh
+
+        files = resources.files(__package__)
+        script = files.joinpath("page.js").read_text()
+        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, self._library))
+        allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        environment.filters["packed"] = lambda text: base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+        text = environment.from_string(files.joinpath("page.html").read_text()).render(
+            title=title,
+            facts=facts,
+            sections=self.sections,
+            policy=f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'",
+            script=script,
+            library=self._library,
+            plots=json.dumps(self.plots.packed(), allow_nan=False),
+            version=__version__,
+        )
+        return text.encode("ascii", "xmlcharrefreplace").decode()  # whatever the terminal's encoding, and for half a character
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _thinned(series: Series) -> str:
+    """Say how many values a point of a long series stands for."""
+    return f" Each point is the last of {series.per} values, with their range." if series.per > 1 else ""
+
+
+def _table(over: str, series: Series, at: Callable[[float], str]) -> tuple[str, Sequence[str], Sequence[Sequence[object]]]:
+    rows = [(at(x), f"{last:.6g}", f"{min(low, high):.6g}", f"{high:.6g}") for x, low, high, last in series.rows(_ROWS)]
+    return f"{_many(series.count, 'value')} in {_many(len(rows), 'row')}", (over, "last", "least", "most"), rows
+
+
+def _metrics(page: _Page, logged: Mapping[str, Series], past: History, account: Goodput) -> None:
+    steps = [past.step_at(t) for t, _ in past.worlds] + past.progress.last[-1:]
+    sizes = [size for _, size in past.worlds]
+    failures = [each for each in account.incidents if each.kind in FAILURES]
+    lines = page.columns(x=[past.step_at(each.time) for each in failures], text=[each.text for each in failures])
+    for number, (name, series) in enumerate(logged.items()):
+        drawn = page.plots.plot(f"metric-{number}", "step")
+        page.line(drawn, series, _BLUE, step="@x{0,0}")
+        drawn.y_range.renderers = list(drawn.renderers)
+        page.workers(drawn, steps, [*sizes, *sizes[-1:]][: len(steps)])
+        page.hover(drawn, drawn.vspan("x", color=_RED, line_dash="dotted", source=lines), failure="@text", step="@x{0,0}")
+        note = f"The first {METRICS} metrics are shown." if number == METRICS - 1 else ""
+        note = note if number else "Over the steps; the size of the world in grey, failures in red."
+        page.add(name, note + _thinned(series), plot=f"metric-{number}", table=_table("step", series, "{:,.0f}".format))
+
+
+def _timeline(page: _Page, past: History, account: Goodput) -> None:
+    """Show what the job and each worker did. Workers that did the same together are one shape."""
+    place = {worker: number for number, worker in enumerate(sorted(past.presence))}
+    job = longest(account.segments, _PERIODS)
+    coarse = longest(account.segments, max(50, min(_PERIODS, _PERIODS_OF_ALL // max(1, len(place)))))
+    shapes: dict[str, list[tuple[float, float, float, float, str]]] = {}
+    spent, origin = dict.fromkeys(place, 0.0), account.start
+    for each in job:
+        shapes.setdefault(each.bucket.value, []).append((each.start - origin, each.end - origin, -1.9, -0.3, "job"))
+    for (start, end, what), doing in stays(past, account, coarse).items():
+        spent |= {worker: spent[worker] + end - start for worker in doing}
+        for _, together in itertools.groupby(enumerate(doing), key=lambda pair: place[pair[1]] - pair[0]):
+            who = [worker for _, worker in together]
+            name = str(who[0]) if len(who) == 1 else f"{who[0]}–{who[-1]}"
+            shapes.setdefault(what, []).append((start - origin, end - origin, place[who[0]], place[who[-1]] + 0.9, name))
+    height = 130 + max(3, min(_ROW, _TALL // max(1, len(place)))) * len(place)
+    drawn = page.plots.plot("timeline", "time", height, "worker", y_range=(len(place), -3))
+    for what, shown in shapes.items():
+        left, right, top, bottom, names = zip(*shown, strict=True)
+        lasted = [end - start for start, end in zip(left, right, strict=True)]
+        source = page.columns(left=left, right=right, top=top, bottom=bottom, lasted=lasted, worker=names)
+        shape = drawn.quad("left", "right", "top", "bottom", source=source, color=_WHAT[what], line_color=None)
+        page.hover(drawn, shape, what=what, worker="@worker", at="@left{00:00:00}", seconds="@lasted{0,0.00}")
+    text = [each.text for each in account.incidents]
+    colours = [_RED if each.kind in FAILURES else _ORANGE for each in account.incidents]
+    source = page.columns(x=[each.time - origin for each in account.incidents], y=[-2.4] * len(text), text=text, c=colours)
+    marks = drawn.scatter("x", "y", source=source, marker="inverted_triangle", size=9, color="c")
+    page.hover(drawn, marks, incident="@text", at="@x{00:00:00}")
+    labels = {
+        -1.1: "job",
+        **{number + 0.45: str(worker) for worker, number in place.items() if not number % (len(place) // 30 + 1)},
+    }
+    drawn.yaxis.ticker, drawn.yaxis.major_label_overrides = list(labels), labels
+    drawn.ygrid.visible = False
+    note = "Drag over a part to zoom in, or use the buttons. A worker without a colour is not there. Triangles are incidents."
+    if left_out := len(account.segments) - len(job):
+        note += f" {_many(left_out, 'short period')} of {len(account.segments):,} are drawn as a part of others."
+    rows = [(worker, len(past.presence[worker]), units.human_seconds(seconds)) for worker, seconds in spent.items()]
+    table = _many(len(rows), "worker"), ("worker", "changes", "time there"), rows
+    page.add("Timeline", note, plot="timeline", legend={what: _WHAT[what] for what in _WHAT if what in shapes}, table=table)
+
+
+def _goodput(page: _Page, account: Goodput) -> None:
+    spent = sorted(Bucket, key=lambda bucket: (bucket is not Bucket.TRAINING, -account.microseconds[bucket]))
+    shown = [bucket for bucket in spent if account.microseconds[bucket]] or [Bucket.TRAINING]
+    shares = [units.percent(account.share(bucket)) for bucket in shown]
+    values = {bucket.value: account.seconds[bucket] for bucket in shown}
+    page.plots.bars("goodput", values, shares, [_WHAT[name] for name in values])
+    rows = [(name, f"{seconds:.3f}", share) for (name, seconds), share in zip(values.items(), shares, strict=True)]
+    note = f"Every second since the submission has one cause; together they are {units.human_seconds(account.wall_s)}."
+    page.add("Time by cause", note, plot="goodput", table=("Seconds by cause", ("cause", "seconds", "share"), rows))
+
+
+def _incidents(page: _Page, account: Goodput) -> None:
+    """Show the incidents, and what each cost by its parts."""
+    free = {"seconds": 0.0, "up_to": False, "source": "", **{f"{part}_s": 0.0 for part in _PARTS}}
+    every = [{**each, "lost": each["lost"] or free} for each in printed.as_json(account)["incidents"]]
+    found = sorted(
+        heapq.nlargest(_INCIDENTS, enumerate(every, 1), key=lambda each: each[1]["lost"]["seconds"]), key=itemgetter(0)
+    )
+    headings = ("no.", "at", "incident", "seconds lost", *_LOST, "number of these", "restored from")
+    rows, parts = [], {part: [each["lost"][f"{part}_s"] for _, each in found] for part in _PARTS}
+    for number, each in found:
+        lost = each["lost"]
+        seconds = f"{'up to ' if lost['up_to'] else ''}{lost['seconds']:.2f}", *(f"{lost[f'{part}_s']:.2f}" for part in _PARTS)
+        rows.append((number, printed.at(each["time"] - account.start), each["text"], *seconds, each["replayed"], lost["source"]))
+    table = _many(len(rows), "incident"), headings, rows
+    if not any(map(any, parts.values())):  # training has not stopped, or not gone on
+        return page.add("Incidents", table=table) if rows else None
+    drawn = page.plots.plot("lost", "incident", label="seconds lost")
+    source = page.columns(incident=[number for number, _ in found], text=[each["text"] for _, each in found], **parts)
+    for bars in drawn.vbar_stack([*_PARTS], x="incident", width=0.7, color=[*_LOST.values()], source=source):
+        page.hover(drawn, bars, incident="@incident: @text", lost=" + ".join(f"@{part}{{0.00}} s" for part in _PARTS))
+    note = printed.counts(account).get("lost", "")
+    note += f" The {_INCIDENTS} that cost most of {len(every):,} are shown." if len(rows) < len(every) else ""
+    page.add("Incidents", note, plot="lost", legend=_LOST, table=table)
+
+
+def _errors(page: _Page, shown: Run, past: History, account: Goodput) -> None:
+    """Show errors with what their processes wrote last, and the ends of the logs of workers that failed."""
+    texts = [(f"{printed.at(t - account.start)} {reason}", text) for t, _, reason, text in past.errors if text]
+    if not texts and shown.status and (last := shown.status.failure):
+        texts = [(last.reason, last.traceback or last.log_tail)]
+    for worker in list(dict.fromkeys(worker for _, worker, _, _ in past.errors if worker is not None))[:_LOGS]:
+        with contextlib.suppress(OutlastError, OSError):
+            texts.append((f"End of the log of worker {worker}", "\n".join(line.text for line in shown.log(worker))))
+    if texts := [(title, text) for title, text in texts if text]:
+        page.add("First errors", texts=texts)
+
+
+def _times(page: _Page, past: History, account: Goodput) -> None:
+    """Show the times of steps and saves over the time of the run."""
+    steps = "Step times", "As rank 0 reports them, without the first step of each world."
+    for name, (title, note), series in (("steps", steps, past.times), ("saves", ("Checkpoints", ""), past.saves)):
+        used = {what: each for what, each in series.items() if each.count}
+        legend = dict(zip(used, (_BLUE, _ORANGE, _GREEN), strict=False))
+        for what, each in used.items():
+            each.x = [x - account.start for x in each.x]
+            drawn = page.plots.drawn.get(name) or page.plots.plot(name, "time", label="seconds")
+            page.line(drawn, each, legend[what], what=what, at="@x{00:00:00}")
+        for first in [*used.values()][:1]:
+            page.add(title, note + _thinned(first), plot=name, legend=legend, table=_table("at", first, printed.at))

@@ -1,0 +1,69 @@
+"""Series of a run in bounded memory: of a long one, each bucket of neighbours keeps its least, largest and last value. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+
+BUCKETS = 400
+"""Minimum number of buckets of a long series; at most twice as many are kept. About one per pixel of a plot."""
+METRICS = 24
+"""Maximum number of metrics that are kept."""
+
+
+class Series:
+    """Values over x, which must not decrease. In a bucket without a finite value, `low` is above `high`."""
+
+    def __init__(self, buckets: int = BUCKETS) -> None:
+        self.count = 0
+        self.per = 1
+        """Maximum number of values in a bucket."""
+        self.x: list[float] = []
+        """Place of the last value of each bucket."""
+        self.low: list[float] = []
+        self.high: list[float] = []
+        self.last: list[float] = []
+        self._most = 2 * buckets
+
+    def add(self, x: float, value: float) -> None:
+        if not self.count % self.per:
+            if len(self.x) == self._most:
+                self.x, self.low, self.high, self.last = map(list, zip(*self.rows(self._most // 2), strict=True))
+                self.per *= 2
+            self.x.append(x)
+            self.last.append(value)
+            self.low.append(math.inf)
+            self.high.append(-math.inf)
+        self.count += 1
+        self.x[-1], self.last[-1] = x, value
+        if -math.inf < value < self.low[-1]:
+            self.low[-1] = value
+        if self.high[-1] < value < math.inf:
+            self.high[-1] = value
+
+    def rows(self, most: int) -> list[tuple[float, float, float, float]]:
+        """Return (x, low, high, last) of at most `most` buckets, for which neighbours are merged."""
+        wide = max(1, math.ceil(len(self.x) / most))
+        parts = (slice(at, at + wide) for at in range(0, len(self.x), wide))
+        return [(self.x[each][-1], min(self.low[each]), max(self.high[each]), self.last[each][-1]) for each in parts]
+
+
+def metrics(lines: Iterable[str | bytes]) -> tuple[dict[str, Series], int]:
+    """Return the first METRICS metrics in the lines of metrics.jsonl over their steps, the loss first, and the number of lines
+    that could not be read."""
+    found, broken = {"loss": Series()}, 0
+    for line in lines:
+        try:
+            values = json.loads(line)
+            step = float(values["step"])
+            numbers = [(name, float(value)) for name, value in values.items() if type(value) in (int, float)]
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            broken += 1
+            continue
+        for name, value in numbers:
+            if name not in found and name not in ("step", "time", "generation") and len(found) < METRICS:
+                found[name] = Series()
+            if name in found:
+                found[name].add(step, value)
+    return {name: each for name, each in found.items() if each.count}, broken
