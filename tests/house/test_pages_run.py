@@ -16,7 +16,7 @@ import textures
 from pages import OUTLAST, ROOT
 
 ELSEWHERE = {
-    r"^(install|uninstall|submit|top|operator|node-watch|rdzv|doctor)\b|\b(-n|--on) |--on$": "a cluster",
+    r"^(install|uninstall|submit|top|operator|node-watch|rdzv|doctor|list -A)\b|\b(-n|--on) |--on$": "a cluster",
     r"s3://|^run examples/from-a-store": "a store",
     r"^fetch\b": "a store; test_weights fetches",
     r"(accelerate_loop|lightning_fit)\.py": "libraries that are not installed here; test_hugging_face runs what is",
