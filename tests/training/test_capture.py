@@ -234,9 +234,16 @@ def test_a_state_that_cannot_be_copied_ends_the_snapshots_for_a_while_and_not_th
 
 
 def test_after_a_refusal_memory_is_given_back_and_it_is_tried_again_at_growing_intervals(
-    loop: Loop, rank: Rank, caplog: pytest.LogCaptureFixture
+    loop: Loop, rank: Rank, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is complete stays."""
+    reserve, requests = rank.client.reserve, list[int]()
+
+    def counted(*request: Any) -> None:
+        requests.append(loop.step)
+        reserve(*request)
+
+    monkeypatch.setattr(rank.client, "reserve", counted)
     net, ours = torch.nn.Linear(100, 100), loop.ours
     gc.collect()
     mapped = maps()
@@ -246,8 +253,10 @@ def test_after_a_refusal_memory_is_given_back_and_it_is_tried_again_at_growing_i
     rooms = rank.server.rooms
     free, rooms.headroom = rooms.headroom, lambda: 0
     net.weight = torch.nn.Parameter(torch.zeros(300, 300))  # needs other rooms
+    requests.clear()
     for minutes in (10, 20, 40):
         loop.until(lambda: bool(caplog.records))
+        assert len(requests) == 1, "memory is not requested while it is given back"
         assert (
             caplog.records[-1]
             .getMessage()
@@ -259,6 +268,7 @@ def test_after_a_refusal_memory_is_given_back_and_it_is_tried_again_at_growing_i
         for now, again in ((loop.now + 60 * minutes - 1, False), (loop.now + 60 * minutes, True)):
             loop.now = now
             caplog.clear()
+            requests.clear()
             loop.boundary()
             assert ours._enabled is again
     loop.until(lambda: bool(caplog.records))

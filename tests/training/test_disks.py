@@ -230,6 +230,7 @@ def test_without_a_number_from_outside_the_generation_is_above_those_of_all_disk
     assert [checkpoints.generation(tmp_path / name / "checkpoints", "r") for name in "ab"] == [7, 7]
 
 
+@pytest.mark.slow  # shards from one disk: tests/training/test_session.py
 def test_sharded_models_resume_from_the_disk_that_is_left(tmp_path: Path):
     """FSDP2 in two workers, each of which has had a half."""
     from ranks import sharded

@@ -215,6 +215,8 @@ class Snapshots:
         client, sizes, generation = self._client, self._sizes, self._place.generation
         if client is None or not sizes or (self._agent_thread is not None and self._agent_thread.is_alive()):
             return False
+        if self._problem:  # set before the thread ends: a refusal, after which memory is given back and not requested again
+            return False
         complete = (generation, self._taken) if self._pending else self._complete
         if not (ready := client.spare(sizes, complete)) and not self._pending:
             at = generation, self._step + 1
