@@ -85,7 +85,7 @@ def chart() -> dict[str, str]:
     files = operator_deployment.files(operator_namespace=NAMESPACE, image=IMAGE, on_demand=True)
     (operator,), watcher = files["operator.yaml"], files["node-watch/node-watch.yaml"][-1]
     pod = operator["spec"]["template"]["spec"]
-    given = {"image": operator_deployment.IMAGE, "replicas": operator["spec"]["replicas"]}
+    given = {"image": operator_deployment.OPERATOR_IMAGE, "replicas": operator["spec"]["replicas"]}
     given |= {"resources": json.dumps(_replace_resources(operator, RESOURCES))}
     given |= {"watcher": json.dumps(_replace_resources(watcher, WATCHER))}
     operator["spec"]["replicas"] = REPLICAS

@@ -11,6 +11,7 @@ ROLES = {
     "agent": "outlast.worker.agent.start",  # the one role that is a command, too: of pods
     "faults": "outlast.local.fault_schedule",
     "follower": "outlast.worker.tracking.follower",
+    "inject": "outlast.worker.launch.relocatable",
     "launcher": "outlast.local.launcher",
     "rank": "outlast.worker.launch.training_process",
     "shard": "outlast.training.samples.shard_fetching",

@@ -104,7 +104,7 @@ OF_COMMANDS = {
     "no image": (
         JOB,
         "submit exact.py -n x",
-        "Error: exact.py needs an image in a cluster, with torch and Outlast: add --set image=NAME before it",
+        "Error: exact.py needs an image in a cluster, with torch: add --image NAME before it",
     ),
     "no image in a job file": (
         JOB,

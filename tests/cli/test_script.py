@@ -206,6 +206,4 @@ def test_commands_of_a_job_file_say_what_to_do_with_a_script() -> None:
 
 def test_a_script_needs_an_image_in_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert outlast(None, "submit", "train.py") == 2
-    assert (
-        "train.py needs an image in a cluster, with torch and Outlast: add --set image=NAME before it" in capsys.readouterr().err
-    )
+    assert "train.py needs an image in a cluster, with torch: add --image NAME before it" in capsys.readouterr().err

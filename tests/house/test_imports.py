@@ -46,9 +46,19 @@ def test_the_operator_needs_no_torch_no_store_and_nobody_to_talk_to() -> None:
 
 def test_who_needs_no_cluster_loads_no_client_of_one() -> None:
     assert not loaded("import outlast.rendezvous.transport") & {"outlast.kubernetes.api", "httpx2", "lightkube"}
-    assert {"outlast.kubernetes.api", "httpx2", "lightkube"} <= loaded(
+    assert {"outlast.kubernetes.api", "httpx2"} <= loaded(
         "from outlast.rendezvous import transport\ntransport.preload('kubernetes://x')"
     )
+
+
+def test_training_needs_nothing_that_is_compiled_for_one_version_of_python() -> None:
+    """Otherwise it cannot run in the Python of an image to which Outlast is brought, see `worker.launch.relocatable`."""
+    blocked = ("pydantic", "pydantic_core", "msgspec", "lightkube", "isal", "setproctitle", "_yaml")
+    program = f"import os, sys; sys.modules.update(dict.fromkeys({blocked}))\n"
+    program += "os.environ['OUTLAST_RENDEZVOUS'] = 'kubernetes://x'\n"
+    program += "from outlast.worker.launch import warm_process; warm_process.preload()\n"
+    program += "import outlast.kubernetes.board, outlast.hf, outlast.storage.store.client, outlast.recipes.smoke"
+    assert "outlast.training.session" in loaded(program)
 
 
 @pytest.mark.parametrize("process", ["local.launcher", "worker.agent.agent"])

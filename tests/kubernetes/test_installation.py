@@ -421,7 +421,7 @@ def test_install_that_waits_for_an_operator_that_cannot_run_says_why(cluster: Fa
             "spec": {"containers": [{"name": "operator"}]},
             "status": {
                 "phase": "Pending",
-                "containerStatuses": [{"name": "operator", "image": operator_deployment.IMAGE, "state": waits}],
+                "containerStatuses": [{"name": "operator", "image": operator_deployment.OPERATOR_IMAGE, "state": waits}],
             },
         }
     )

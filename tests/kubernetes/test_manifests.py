@@ -757,7 +757,7 @@ def test_a_container_is_merged_by_its_name_and_another_is_added(name: str) -> No
     patch = {"spec": {"containers": [{"name": name, "image": "x"}, {"name": "sidecar", "image": "y"}]}}
     containers = overlaid(patch)["spec"]["containers"]
     assert [(each["name"], each["image"]) for each in containers] == [("trainer", "x"), ("sidecar", "y")]
-    assert containers[0]["command"] == ["outlast", "agent"]
+    assert containers[0]["command"][-1] == "agent"
 
 
 def test_variables_volumes_and_mounts_are_merged_by_what_they_are_known_by() -> None:
@@ -847,6 +847,39 @@ def test_the_operator_makes_the_same_pods() -> None:
     assert (made["spec"]["serviceAccountName"], made["spec"]["automountServiceAccountToken"]) == ("outlast-worker", True)
     assert list(unrestricted(made["spec"])) == []
     schemas.validate(made, MINORS[-1], strict=True)
+
+
+@pytest.mark.parametrize(
+    ("image", "inject", "injected"),
+    [
+        ("pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime", None, True),
+        ("ghcr.io/me/outlast-and-mine:1", None, False),
+        ("ghcr.io/me/outlast-and-mine:1", True, True),
+        ("train:1", False, False),
+    ],
+)
+def test_an_image_gets_outlast_unless_its_name_or_the_job_says_that_it_has_it(
+    image: str, inject: bool | None, injected: bool
+) -> None:
+    job = a_job("a", image=image, **({} if inject is None else {"inject": inject}))
+    asked = render_request.Request(job, names.Names("a", "0" * 8), "run-1", agent_image="registry/operator:7")
+    worker = worker_pod.Worker(variables.literal_source("0"), "kubernetes://", account="outlast-worker")
+    made = worker_pod.pod(asked, worker, index=0, generation=0, file="spec: {}")
+    schemas.validate(made, MINORS[-1], strict=True)
+    assert list(unrestricted(made["spec"])) == []
+    (trainer,) = made["spec"]["containers"]
+    evaluation = evaluation_job.document("a", made, [], unique="1")["spec"]["template"]["spec"]["containers"][0]
+    if not injected:
+        assert "initContainers" not in made["spec"]
+        assert (trainer["command"], evaluation["command"]) == (["outlast", "agent"], ["outlast", "evaluation", "--"])
+        return
+    (init,) = made["spec"]["initContainers"]
+    assert init["image"] == "registry/operator:7"
+    assert trainer["command"][:2] == ["/opt/outlast-agent/python/lib/ld.so", "--library-path"]
+    assert (trainer["command"][-3:], evaluation["command"][-3:]) == (["-m", "outlast", "agent"], ["outlast", "evaluation", "--"])
+    (volume,) = (each["name"] for each in init["volumeMounts"] if each["mountPath"] == init["command"][-1])
+    assert {"name": volume, "mountPath": "/opt/outlast-agent", "readOnly": True} in trainer["volumeMounts"]
+    assert {"name": volume, "emptyDir": {}} in made["spec"]["volumes"]
 
 
 # The command

@@ -254,7 +254,7 @@ def test_an_image_without_outlast_is_named_with_what_it_lacks_and_is_a_mistake(r
     end = pod_status.end(pod)
     assert end is not None
     assert end.sentence.startswith(
-        "cannot be started: there is no Outlast in its image docker.io/pytorch/pytorch:2.13; install it there (pip install"
+        "cannot be started: there is no Outlast in its image docker.io/pytorch/pytorch:2.13; say inject: true"
     )
     assert (end.code, end.counted) == (78, True), "a mistake: the operator does not try it again"
 

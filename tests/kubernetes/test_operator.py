@@ -930,6 +930,22 @@ def test_pods_that_are_refused_are_not_there_and_their_job_says_why_once(world: 
     assert "quota" not in world.status("a")["reason"]
 
 
+def test_pods_get_the_agent_from_the_image_that_the_operator_runs_in(world: World) -> None:
+    containers = [{"name": "istio-proxy", "image": "proxy:1"}, {"name": "operator", "image": "mirror.example.com/operator:7"}]
+    world.api.put({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "me"}, "spec": {"containers": containers}})
+    head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
+    world.api.put({**head, "spec": {"image": "pytorch/pytorch", "module": "m"}})
+    world.api.prescribe("^GET .*/pods/me", *[apiserver.status(500, "InternalError", "a bad moment")] * 6)
+    environ = {contract.Env.POD: "me", contract.Env.NAMESPACE: "default"}
+    image = functools.cache(functools.partial(main.own_image, world.connect(), environ))
+    world.start(reconcilers=reconciler_by_kind.reconcilers(Limits(), image))
+    world.api.until(lambda: "a-worker-0" in world.pods())
+    with world.api.lock:
+        (init,) = world.api.documents["pods", "default", "a-worker-0"]["spec"]["initContainers"]
+    assert init["image"] == "mirror.example.com/operator:7"
+    assert main.own_image(world.connect(), {}) == Limits().agent_image, "a process outside of pods"
+
+
 def test_what_pods_need_and_is_refused_is_said_by_their_job(world: World) -> None:
     refusal = 'services "a-rdzv" is forbidden: exceeded quota: q, requested: services=1, used: services=0, limited: services=0'
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}

@@ -31,6 +31,8 @@ class Pods:
     def __init__(self, directory: Path, file: Path) -> None:
         self.directory, self.output, self._file = directory, directory / "out", file
         self._port = ports.free()
+        self.command, self.environ = [sys.executable, "-m", "outlast"], dict(os.environ)
+        """The program `outlast` in the image of the pods, and the image's environment variables."""
         self.running: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, *indices: int, **more: str) -> None:
@@ -38,7 +40,7 @@ class Pods:
             state = self.directory / f"state-{index}"
             state.mkdir(exist_ok=True)
             environ = {
-                **os.environ,
+                **self.environ,
                 contract.Env.JOB: "job",
                 contract.Env.RUN: "job-1a2b3c4d",
                 contract.Env.WORKER: str(index),
@@ -58,7 +60,7 @@ class Pods:
             }
             log = open(self.directory / f"pod-{index}.log", "ab")  # noqa: SIM115 (the process has it)
             self.running[index] = subprocess.Popen(
-                [sys.executable, "-m", "outlast", "agent"], env=environ, stdout=log, stderr=log, start_new_session=True
+                [*self.command, "agent"], env=environ, stdout=log, stderr=log, start_new_session=True
             )
             log.close()
 

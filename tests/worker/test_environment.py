@@ -19,7 +19,7 @@ import pytest
 from outlast.base import file_locks
 from outlast.base.errors import OutlastError, Stopped
 from outlast.job import spec
-from outlast.worker.prepare import installers, python_env, requirements
+from outlast.worker.prepare import image_python, installers, python_env, requirements
 from packages import a_micromamba, a_wheel
 from waits import until
 
@@ -188,18 +188,18 @@ def test_requirements_come_on_top_of_our_python(maker: Maker, installer: str):
     assert not (home / "half").exists()
 
 
-def test_an_environment_depends_on_what_the_file_includes_and_on_our_packages(maker: Maker, monkeypatch: pytest.MonkeyPatch):
+def test_an_environment_depends_on_what_the_file_includes_and_on_the_packages_below(maker: Maker):
     def depends_on(text: str) -> list[object]:
         (maker.directory / "base.txt").write_text(text)
         (maker.directory / "requirements.txt").write_text("-r base.txt")
-        return python_env._Venv(requirements.read(maker.directory / "requirements.txt", "x"), "x").depends_on()
+        base = image_python.Base("python", (3, 12), below=(below,))
+        return python_env._Venv(requirements.read(maker.directory / "requirements.txt", "x"), "x", base).depends_on()
 
+    below = maker.directory / "site-packages"
     first = depends_on("einops")
     assert depends_on("einops # newer") == first
     assert depends_on("einops<1") != first
-    below = maker.directory / "site-packages"
     (below / "torch-1.0.dist-info").mkdir(parents=True)
-    monkeypatch.setattr("site.getsitepackages", lambda: [str(below)])
     second = depends_on("einops")
     (below / "torch-1.0.dist-info").rename(below / "torch-2.0.dist-info")
     assert len({str(dependence) for dependence in (first, second, depends_on("einops"))}) == 3

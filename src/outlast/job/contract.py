@@ -171,6 +171,8 @@ class Env:
     PROBE_PORT = "OUTLAST_PROBE_PORT"
     """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset: any free one. On one machine, worker i serves on this port plus
     i."""
+    PYTHON = "OUTLAST_PYTHON"
+    """Path of the Python in which training runs, unless it is the agent's."""
     STORE = "OUTLAST_STORE"
     """URL of the job's output in a store; unset when the output is a directory."""
     STAY = "OUTLAST_STAY"
@@ -231,6 +233,8 @@ class Pod:
     CONFIG = "/etc/outlast"
     """Directory of the job file, and of local files of the submitter that the job refers to."""
     JOB_FILE = "/etc/outlast/job.yaml"
+    INJECTED = "/opt/outlast-agent"
+    """Directory of the agent that an init container has copied, in images without Outlast."""
     SHIPPED = "/etc/outlast-code"
     """Directory of a code archive that is mounted from a ConfigMap."""
     PROBE_PORT = 8080

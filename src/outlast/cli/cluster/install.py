@@ -56,13 +56,13 @@ def install(
     """
     from outlast.kubernetes import api
     from outlast.kubernetes.jobs import installation
-    from outlast.kubernetes.manifests.installed import operator_deployment
+    from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE
 
     installation.check_namespace(namespace)
     cluster = api.connect(context, namespace)
     try:
         documents = installation.documents(
-            namespace=namespace, image=image or operator_deployment.IMAGE, watch=node_watch, on_demand=on_demand
+            namespace=namespace, image=image or OPERATOR_IMAGE, watch=node_watch, on_demand=on_demand
         )
         count: dict[str, int] = {}
         for done in installation.ensure(cluster, documents, dry_run=dry_run):

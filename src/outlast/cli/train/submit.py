@@ -44,6 +44,9 @@ def submit(
         bool, typer.Option("--take-over", help="Take its run in the store from another cluster or namespace that trains it.")
     ] = False,
     module: ModuleOption = False,
+    image: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="Image of the pods, with PyTorch; Outlast is brought along.")
+    ] = None,
     workers: WorkersOption = None,
     name: TitleOption = None,
     set_: SetOption = None,
@@ -60,9 +63,9 @@ def submit(
 
     \b
     Examples:
+      outlast submit --image pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime --workers 4 train.py --steps 100
       outlast submit job.yaml
       outlast submit job.yaml --as indexed-job -n team-a --follow
-      outlast submit --set image=train:1 --workers 4 train.py --steps 100
       outlast submit job.yaml --dry-run --set workers.replicas=8
       outlast submit job.yaml --wait --outputs out --idempotency-key "$RUN"
     """
@@ -72,16 +75,17 @@ def submit(
     from outlast.kubernetes import manifests
     from outlast.kubernetes.jobs import rendering
 
-    job = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
+    changes = [*(set_ or ()), *([f"image={image}"] if image else [])]
+    job = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=changes)
     if script.is_script(file, module=module) and not job.spec.image:
-        raise OutlastError(f"{file} needs an image in a cluster, with torch and Outlast: add --set image=NAME before it")
+        raise OutlastError(f"{file} needs an image in a cluster, with torch: add --image NAME before it")
     _check(wait, follow=follow, dry_run=dry_run, fresh=fresh, others=outputs is not None or on_terminate != "cancel")
     source = Path(file)
     if key is not None and not key.strip():
         raise OutlastError("--idempotency-key is empty; give the id of the pipeline's run")
     if key:
         content = spec.dump(job) if file == "-" else file if module else source.read_bytes()
-        job = submit_wait.with_key(job, key, content, *ctx.args, workers, *(set_ or ()))
+        job = submit_wait.with_key(job, key, content, *ctx.args, workers, *changes)
     place = backend(ctx, job, topology, namespace, context)
     if not wait and not place.cluster.has_namespace():  # with --wait, requests are repeated while the API server is away
         raise place.workloads.no_namespace()

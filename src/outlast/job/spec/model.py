@@ -380,7 +380,10 @@ class Spec(Checked):
     }
 
     image: field_types.Text | None = None
-    """Container image of the pods. `outlast run` ignores it."""
+    """Container image of the pods, with Python 3.11 and PyTorch 2.11 or newer. `outlast run` ignores it."""
+    inject: bool | None = None
+    """Whether each pod gets Outlast from an init container. An image that has Outlast uses its own, but its pods then start a
+    second or two later than with `false`. Default: unless the image's name contains `outlast`."""
     module: field_types.Module | None = None
     """Python module to run, as with `python -m`."""
     script: field_types.Script | None = None
@@ -460,6 +463,10 @@ class Spec(Checked):
             yield ("module",), "script and module are both given; keep one"
         if "script" not in given and "module" not in given:
             yield (), "there is nothing to run; give script (a file in code) or module"
+
+    def injected(self) -> bool:
+        """Return whether pods get Outlast from an init container."""
+        return "outlast" not in (self.image or "") if self.inject is None else self.inject
 
     def processes(self) -> int:
         """Return the number of training processes per worker. `auto` means one for each accelerator, and one without

@@ -22,6 +22,7 @@ PODS = (
     "metadata.labels",
     "metadata.annotations",
     "image",
+    "inject",
     "resources.cpu_limit",
     "resources.memory",
     "resources.accelerator",

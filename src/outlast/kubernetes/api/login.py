@@ -1,26 +1,35 @@
 """Connects to a cluster with the kubeconfig or the account of this pod.
 
-lightkube reads certificates and tokens, and runs the login programs of clouds. Only this module and `requests` import lightkube.
+lightkube reads kubeconfigs, and runs the login programs of clouds. Only this module imports it, and not for the account of a pod:
+its compiled parts are for one version of Python, and an elastic agent may run in another, that of an image.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outlast.base.errors import NoCluster
+from outlast.base.errors import NoCluster, Unauthorized
 from outlast.kubernetes.api import kubeconfig
 from outlast.kubernetes.api.client import Cluster
 from outlast.kubernetes.api.requests import CONNECT_S, READ_S, Clients, Connection
 
 if TYPE_CHECKING:
     import httpx2
-    from lightkube.config.kubeconfig import SingleConfig
 
 _IDLE_S = 30.0
 """Idle timeout of connections: shorter than the API server's (90 s), longer than the interval between two renewals of a Lease."""
+
+
+class _Login(NamedTuple):
+    server: str
+    context: str
+    namespace: str
+    arguments: dict[str, Any]
+    """Arguments of httpx2's client."""
 
 
 def not_installed(error: ImportError) -> NoCluster:
@@ -35,50 +44,53 @@ def connect(context: str | None = None, namespace: str | None = None, *, prefer_
     With `prefer_pod`, a pod that has an account uses it and ignores `$KUBECONFIG`, which may be meant for the training script.
     Sends no request to the server. Raises NoCluster.
     """
-    try:
-        import httpx2
-        from lightkube.config.client_adapter import ConnectionParams
-        from lightkube.core.exceptions import ConfigError
-    except ImportError as error:
-        raise not_installed(error) from error
-
     paths = [] if prefer_pod and kubeconfig.in_pod(os.environ) else kubeconfig.files(os.environ)
     try:
-        config, proxy, headers = _from_kubeconfig(paths, context) if paths else (_from_pod(context), None, [])
+        import httpx2
+
+        login = _from_kubeconfig(paths, context) if paths else _from_pod(context)
         # In a pod, $HTTPS_PROXY applies to addresses outside the cluster; the API server is inside.
         timeout = httpx2.Timeout(READ_S, connect=CONNECT_S, pool=None)
-        params = ConnectionParams(timeout=timeout, proxy=proxy, trust_env=bool(paths))
-        arguments = {**params.httpx_params(config), "headers": headers}
+        arguments = {**login.arguments, "base_url": login.server, "timeout": timeout, "trust_env": bool(paths)}
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=_IDLE_S)
         clients = Clients(lambda: httpx2.Client(**arguments, limits=limits))
-    except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
+    except ImportError as error:
+        raise not_installed(error) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
         place = ", ".join(map(str, paths)) or "the account of this pod"
         raise NoCluster(f"{place} cannot be used: {error or type(error).__name__}; log in to the cluster again") from error
     # A connection that becomes a websocket must not be reused for other requests. Refusals must be read before it closes.
     websocket_client = lambda: httpx2.Client(**arguments, event_hooks={"response": [_read_refusal]})  # noqa: E731
-    connection = Connection(clients, websocket_client, config.cluster.server)
-    return Cluster(connection, context=config.context_name, namespace=namespace or config.namespace)
+    connection = Connection(clients, websocket_client, login.server)
+    return Cluster(connection, context=login.context, namespace=namespace or login.namespace)
 
 
-def _from_kubeconfig(paths: list[Any], context: str | None) -> tuple[SingleConfig, str | None, list[tuple[str, str]]]:
-    """Return the configuration of a context, its proxy, and its impersonation headers."""
+def _from_kubeconfig(paths: list[Any], context: str | None) -> _Login:
+    """Return the login of a context, with its proxy and its impersonation headers. Raises NoCluster, ValueError."""
+    from lightkube.config.client_adapter import ConnectionParams
     from lightkube.config.kubeconfig import KubeConfig
     from lightkube.config.models import User
+    from lightkube.core.exceptions import ConfigError
 
     merged = kubeconfig.read(paths)
     name = kubeconfig.context_name(merged, context)
-    config = KubeConfig.from_dict(_for_lightkube(merged), fname=paths[0]).get(name)
-    assert config is not None
-    servers = {entry["name"]: entry["cluster"] for entry in merged["clusters"]}
-    proxy = servers[config.context.cluster].get("proxy-url")
-    return config._replace(user=config.user or User()), proxy, kubeconfig.impersonation_headers(merged, name)
+    try:
+        config = KubeConfig.from_dict(_for_lightkube(merged), fname=paths[0]).get(name)
+        assert config is not None
+        servers = {entry["name"]: entry["cluster"] for entry in merged["clusters"]}
+        params = ConnectionParams(proxy=servers[config.context.cluster].get("proxy-url"))
+        arguments = params.httpx_params(config._replace(user=config.user or User()))
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    arguments["headers"] = kubeconfig.impersonation_headers(merged, name)
+    return _Login(config.cluster.server, config.context_name, config.namespace, arguments)
 
 
-def _from_pod(context: str | None) -> SingleConfig:
-    """Return the configuration for the account of this pod. Raises NoCluster outside of pods."""
-    from lightkube.config.kubeconfig import KubeConfig
-    from lightkube.config.models import User
+def _from_pod(context: str | None) -> _Login:
+    """Return the login of the account of this pod. Raises NoCluster outside of pods.
 
+    https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
+    """
     if not kubeconfig.in_pod(os.environ):
         raise NoCluster(
             "there is no kubeconfig (KUBECONFIG, ~/.kube/config) and this is no pod; log in to a cluster, "
@@ -86,17 +98,25 @@ def _from_pod(context: str | None) -> SingleConfig:
         )
     if context:
         raise NoCluster(f"there is no context {context}: this pod has an account and no kubeconfig; leave --context out")
-    config = KubeConfig.from_service_account(kubeconfig.ACCOUNT).get()
-    assert config is not None
-    return config._replace(user=config.user or User())
+    host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
+    verify = ssl.create_default_context(cafile=kubeconfig.ACCOUNT / "ca.crt")
+    namespace = (kubeconfig.ACCOUNT / "namespace").read_text()
+    server = f"https://{f'[{host}]' if ':' in host else host}:{port}"
+    return _Login(server, "default", namespace, {"verify": verify, "auth": _authorized})
+
+
+def _authorized(request: httpx2.Request) -> httpx2.Request:
+    """Add the token of this pod's account, which the kubelet renews every hour."""
+    try:
+        request.headers["Authorization"] = f"Bearer {(kubeconfig.ACCOUNT / 'token').read_text().strip()}"
+    except OSError as error:
+        raise Unauthorized(f"the token of this pod's account cannot be read: {error}; start the pod anew") from error
+    return request
 
 
 def load() -> None:
-    """Import the libraries that `connect` needs, for a process that forks before it connects. Raises ImportError."""
+    """Import the library that `connect` needs in a pod, for a process that forks before it connects. Raises ImportError."""
     import httpx2  # noqa: F401
-    import lightkube.config.client_adapter
-    import lightkube.config.kubeconfig
-    import lightkube.core.exceptions  # noqa: F401
 
 
 def _read_refusal(answer: httpx2.Response) -> None:

@@ -231,10 +231,7 @@ def started_at(pod: Document) -> float | None:
     return timestamp((state.get("running") or state.get("terminated") or {}).get("startedAt")) or None
 
 
-WITHOUT_OUTLAST = (
-    "install it there (pip install 'outlast[train,store]', with the directory of `outlast` on PATH), or build on Outlast's own "
-    "image (docs/guide/kubernetes.md, Images)"
-)
+WITHOUT_OUTLAST = "say inject: true in the job file, which brings it, or install it there (docs/guide/kubernetes.md, Images)"
 """The remedy for an image without Outlast."""
 _MISSING = re.compile(
     r"exec: \"(?P<runc>[^\"]+)\": (?:executable file not found|.*no such file or directory)"
@@ -342,7 +339,10 @@ def end(pod: Document) -> End | None:
     if code in (contract.Exit.INTERRUPTED, 143):
         return End(code, f"was told to leave (exit code {code})", False, time)
     if code == contract.Exit.MISCONFIGURED:
-        return End(code, f"has an invalid configuration (exit code {code}); see its log", True, time)
+        last = reversed(str(ended.get("message") or "").splitlines())
+        reason = next((found[0] for line in last if (found := contract.parse_end_line(line))), "")
+        sentence = f"ended: {reason}" if reason else f"has an invalid configuration (exit code {code}); see its log"
+        return End(code, sentence, True, time)
     if contract.killed(code):
         return End(code, f"was killed (exit code {code})", True, time)
     return End(code, f"failed with exit code {code}", True, time)

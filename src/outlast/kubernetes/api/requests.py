@@ -226,12 +226,11 @@ def error_for(status: int, body: bytes, subject: Subject) -> ClusterError:
 def connection_error(error: Exception, subject: Subject) -> ClusterError:
     """Return the error for a request without a response."""
     import httpx2
-    from lightkube.core.exceptions import ConfigError
 
     text = str(error) or type(error).__name__
     if isinstance(error, ClusterError):
         return error
-    if isinstance(error, ConfigError):
+    if type(error).__module__.startswith("lightkube."):  # a login program failed
         return Unauthorized(f"the login to {subject.server} failed: {' '.join(text.split())[:400]}; log in again")
     if isinstance(error, FileNotFoundError):
         return Unauthorized(f"the login program {error.filename} of the kubeconfig is not installed; install it")

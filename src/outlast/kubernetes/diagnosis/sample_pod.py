@@ -17,7 +17,7 @@ LITTLE = f"{CORES} cores and {MEMORY}"
 def worker(image: str = "ghcr.io/outlast/outlast:0.1", secrets: Sequence[str] = (), **metadata: str) -> Document:
     """Return the pod as the operator or a Job would create it. `secrets` are names of Secrets that become environment variables;
     `metadata` may contain the pod's namespace. Raises InvalidJob for invalid values."""
-    fields = {"image": image, "module": "train", "resources": {"cpu": CORES, "memory": MEMORY}}
+    fields = {"image": image, "inject": False, "module": "train", "resources": {"cpu": CORES, "memory": MEMORY}}
     spec_fields = {**fields, "secrets": [{"name": each} for each in secrets]}
     pod_metadata = {"name": NAME, **metadata}
     job = spec.parse(

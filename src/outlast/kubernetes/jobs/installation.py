@@ -26,7 +26,7 @@ from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.diagnosis import cluster as conditions
 from outlast.kubernetes.diagnosis import gather_evidence
 from outlast.kubernetes.manifests.installed import nodewatch_daemonset, operator_deployment, rbac
-from outlast.kubernetes.manifests.render_request import Document
+from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE, Document
 
 if TYPE_CHECKING:
     from outlast.kubernetes.api import Cluster
@@ -70,7 +70,7 @@ class Outcome:
 def documents(
     *,
     namespace: str = OPERATOR_NAMESPACE,
-    image: str = operator_deployment.IMAGE,
+    image: str = OPERATOR_IMAGE,
     watch: bool = False,
     on_demand: bool = False,
 ) -> list[Document]:

@@ -12,10 +12,9 @@ from outlast.base.errors import OutlastError
 from outlast.job import url_logins
 from outlast.job.contract import Env, Label, Pod
 from outlast.kubernetes.manifests import labels, names, volumes
-from outlast.kubernetes.manifests.installed import operator_deployment
-from outlast.kubernetes.manifests.render_request import Document
+from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE, Document
 
-IMAGE = operator_deployment.IMAGE
+IMAGE = OPERATOR_IMAGE
 """An image with Outlast but without torch."""
 _TTL_S = 86_400
 """TTL of the Job after its end, during which its log can be read."""

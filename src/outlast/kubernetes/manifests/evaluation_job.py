@@ -35,7 +35,7 @@ def document(job: str, template: Document, args: Sequence[str], *, unique: str) 
     pod["spec"]["restartPolicy"] = "Never"
     for container in pod["spec"]["containers"]:
         if container["name"] in Pod.AGENT:
-            container["command"] = ["outlast", "evaluation", "--", *args]
+            container["command"] = [*container["command"][:-1], "evaluation", "--", *args]
             removed = (Env.WORKER, Env.RENDEZVOUS, Env.RENDEZVOUS_KEY, Env.STAY)
             container["env"] = [each for each in container["env"] if each["name"] not in removed] + [
                 {"name": Env.WORKER, "value": "0"}

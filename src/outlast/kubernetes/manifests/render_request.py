@@ -13,6 +13,8 @@ from outlast.kubernetes.manifests.names import Names
 
 Document = dict[str, Any]
 """One Kubernetes document, with its keys in the order in which they are written."""
+OPERATOR_IMAGE = "ghcr.io/outlast/operator:0.1"
+"""The operator's image, with Outlast but without torch."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Request:
     """The archive of code for the ConfigMap; empty if there is none or the ConfigMap already exists."""
     fresh: bool = False
     """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
+    agent_image: str = OPERATOR_IMAGE
+    """Image from which pods get the agent if theirs has no Outlast."""
     job_file_in_annotation: bool = False
     """Whether each pod has the job file in an annotation instead of in a ConfigMap."""
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from outlast.job import contract, spec
 from outlast.job.contract import Annotation, Label, Pod
-from outlast.kubernetes.manifests import labels, overlay, resources, variables
+from outlast.kubernetes.manifests import injected_agent, labels, overlay, resources, variables
 from outlast.kubernetes.manifests import volumes as places
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 from outlast.kubernetes.manifests.scheduling import disruption, gang, placement
@@ -51,6 +51,7 @@ def template(request: Request, worker: Worker) -> Document:
     """Return the PodTemplateSpec of a job's workers. Raises InvalidJob if the job has no image, or if its `template` cannot
     be merged."""
     volumes, mounts = places.volumes(request)
+    init_containers, (volume, mount) = injected_agent.init_containers(request), injected_agent.volume(request)
     base: Document = {
         "metadata": {"labels": {**labels.NO_SIDECAR, **labels.worker(request), **worker.gang.labels}},
         "spec": {
@@ -63,8 +64,9 @@ def template(request: Request, worker: Worker) -> Document:
             **({"schedulerName": worker.gang.scheduler} if worker.gang.scheduler else {}),
             "securityContext": places.pod_security(),
             **placement.pod(request.job, has_peers=worker.has_peers, on_demand=worker.on_demand),
-            "containers": [_container(request, worker, mounts)],
-            "volumes": volumes,
+            **({"initContainers": init_containers} if init_containers else {}),
+            "containers": [_container(request, worker, [*mounts, *mount])],
+            "volumes": [*volumes, *volume],
         },
     }
     if worker.gang.annotations:
@@ -134,7 +136,7 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
     return {
         "name": Pod.TRAINER,
         "image": request.spec.image,
-        "command": ["outlast", "agent"],
+        "command": [*injected_agent.program(request), "agent"],
         "workingDir": Pod.CODE,
         "env": env,
         **({"envFrom": secrets} if secrets else {}),

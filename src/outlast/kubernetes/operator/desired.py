@@ -80,7 +80,8 @@ def _request(snapshot: JobSnapshot) -> Request:
     if job.spec.rendezvous.backend == "etcd":  # a job from kubectl: the operator decides all the same
         job = job.model_copy(update={"spec": job.spec.model_copy(update={"rendezvous": spec.Rendezvous()})})
     fresh = (snapshot.document["metadata"].get("annotations") or {}).get(contract.Annotation.FRESH) == "true"
-    return Request(job, names.Names(snapshot.name), snapshot.run, job_file_in_annotation=True, fresh=fresh)
+    image = snapshot.limits.agent_image
+    return Request(job, names.Names(snapshot.name), snapshot.run, agent_image=image, job_file_in_annotation=True, fresh=fresh)
 
 
 def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> worker_pod.Worker:

@@ -21,6 +21,8 @@ from outlast.base.loglines import write_log
 from outlast.job import contract
 from outlast.job.contract import Env, Pod
 from outlast.kubernetes import api
+from outlast.kubernetes.manifests.installed import operator_deployment
+from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE
 from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.observed_job import Limits
@@ -78,6 +80,15 @@ def clock(cluster: api.Cluster, wall: Callable[[], float] = time.time) -> Clock:
     return Clock(lambda: wall() + offset_s)
 
 
+def own_image(cluster: api.Cluster, env: Mapping[str, str]) -> str:
+    """Return the image of this pod, which a kustomization may have chosen; outside of pods that of our releases. Raises
+    ClusterError."""
+    if Env.POD not in env:
+        return OPERATOR_IMAGE
+    pod = cluster.get(api.POD, env[Env.POD], namespace=env.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE)
+    return str(next(each["image"] for each in pod["spec"]["containers"] if each["name"] == operator_deployment.CONTAINER))
+
+
 def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, context: str | None) -> NoReturn:
     """Run the operator until SIGTERM or SIGINT, then exit. Raises OutlastError if the operator cannot start."""
     write_log(text=text)
@@ -90,8 +101,9 @@ def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, con
     operator_namespace = os.environ.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE
     leadership = Leadership(cluster, identity(os.environ), operator_namespace, log=log.info)
     orphans = functools.partial(reconciler_by_kind.orphans, limits)
+    agent_image = functools.cache(functools.partial(own_image, cluster, os.environ))
     operator = Operator(
-        cluster, reconciler_by_kind.reconcilers(limits), leadership, settings, orphans=orphans, clock=clock(cluster)
+        cluster, reconciler_by_kind.reconcilers(limits, agent_image), leadership, settings, orphans=orphans, clock=clock(cluster)
     )
     code = operator.run(stop)
     cluster.close()

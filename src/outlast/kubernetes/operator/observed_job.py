@@ -16,6 +16,7 @@ from outlast.job.contract import LEASE_S, Annotation, Label
 from outlast.job.failure import Failure
 from outlast.kubernetes.api import document_parsing, owner_references, pod_status
 from outlast.kubernetes.api.owner_references import Identified
+from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE
 from outlast.kubernetes.manifests.scheduling import gang, kueue
 from outlast.kubernetes.operator import elasticjob_status, kueue_workloads, leaving_nodes
 from outlast.kubernetes.operator.cluster_cache import CachedJob
@@ -39,7 +40,7 @@ MAX_LEASE_S = 600.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Timeouts of the operator, in seconds."""
+    """What the operator decides with besides the cluster: its timeouts, in seconds, and its image."""
 
     silence_s: float = LEASE_S
     """A member whose Lease has not been renewed for this long is presumed dead."""
@@ -50,6 +51,8 @@ class Limits:
     """Minimum interval between writes of the step if nothing else is written. The first step of a world is written at once."""
     lost_s: float = 30.0
     """A pod whose node has not answered for this long is presumed lost and force-deleted."""
+    agent_image: str = OPERATOR_IMAGE
+    """Our own image, from which pods get the agent if theirs has no Outlast."""
 
 
 @dataclass(frozen=True)

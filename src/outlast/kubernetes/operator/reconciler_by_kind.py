@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 from outlast.kubernetes.api import dropins
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, Kind
@@ -37,7 +38,13 @@ def _of_an_elastic_job(pod: observed_job.Pod) -> bool:
     return any(owner["kind"] == ELASTIC_JOB.kind for owner in pod.document["metadata"].get("ownerReferences") or ())
 
 
-def reconcilers(limits: Limits) -> dict[Kind, Reconciler]:
-    """Return the reconciler of each kind."""
+def reconcilers(limits: Limits, agent_image: Callable[[], str] | None = None) -> dict[Kind, Reconciler]:
+    """Return the reconciler of each kind. `agent_image` returns the operator's own image; while it raises ClusterError, passes
+    fail and are repeated."""
+
+    def elastic_jobs(cached: CachedJob, now: float, features: ClusterFeatures) -> Plan:
+        own = dataclasses.replace(limits, agent_image=agent_image()) if agent_image else limits
+        return elastic_job(own, cached, now, features)
+
     dropin_reconcilers = {each.kind: functools.partial(each.functions.reconcile, limits) for each in dropins.DROP_INS}
-    return {ELASTIC_JOB: functools.partial(elastic_job, limits), **dropin_reconcilers}
+    return {ELASTIC_JOB: elastic_jobs, **dropin_reconcilers}

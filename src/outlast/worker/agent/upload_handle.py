@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 from outlast.base.clock import Seen
 from outlast.job import contract
 from outlast.worker.hangs.hang_limit import Process
-from outlast.worker.launch import rank0_files
+from outlast.worker.launch import rank0_files, relocatable
 
 RESTART_DELAY_S = 5.0
 AHEAD_S = 2.0
@@ -109,7 +108,7 @@ class UploadProcess:
         return code, "" if code == 0 else self.report.get("error") or f"the upload process ended with exit code {code}"
 
     def _start(self, *args: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "outlast", "upload", *args]
+        command = [*relocatable.python(), "-m", "outlast", "upload", *args]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(self._environ))
         self._reader = threading.Thread(target=self._read, args=(child,), daemon=True)
         self._reader.start()

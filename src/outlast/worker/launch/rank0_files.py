@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from outlast.base import files
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.workerfiles import progress_file
+from outlast.worker.launch import relocatable
 
 _KEY = "outlast/files"
 _NOTHING, _SENT, _IN_STORE = b"nothing", b"sent", b"in the store"
@@ -122,7 +122,7 @@ def report(output: Path, generation: str, problem: str = "") -> None:
 
 def _fetch(announced: bytes, environ: Mapping[str, str], over: Callable[[], bool]) -> None:
     """Fetch rank 0's files in a separate process, since this process is a fork without the store client's threads."""
-    command = [sys.executable, "-m", "outlast", "workdir", *(["--newer"] if announced == _SENT else [])]
+    command = [*relocatable.python(), "-m", "outlast", "workdir", *(["--newer"] if announced == _SENT else [])]
     child = subprocess.Popen(command, env=dict(environ))
     while child.poll() is None:
         if over():

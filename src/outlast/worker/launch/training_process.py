@@ -112,11 +112,11 @@ def _hint(error: BaseException) -> str:
     names = [cause.filename for cause in causes(error) if isinstance(cause, FileNotFoundError)]
     if not names or not isinstance(names[0], str) or not code or not file:
         return ""
-    from outlast.job import spec
-
     try:
+        from outlast.job import spec
+
         origin = spec.local(spec.pinned(spec.load(file).spec.code or "")[0])
-    except OutlastError:
+    except (OutlastError, ImportError):  # this Python may lack pydantic
         return ""
     return missing_hint(names[0], Path(code), origin)
 

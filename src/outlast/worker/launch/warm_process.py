@@ -40,7 +40,7 @@ from outlast import __main__ as roles
 from outlast.base import unix_sockets
 from outlast.job import contract
 from outlast.rendezvous import transport
-from outlast.worker.launch import os_calls, preloaded_imports, shim, sibling
+from outlast.worker.launch import os_calls, preloaded_imports, relocatable, shim, sibling
 
 END_S = 60
 """Longest wait in seconds for the end of ranks that were killed with their elastic agent. Arbitrary: freeing a large memory takes
@@ -372,6 +372,7 @@ def main(argv: list[str]) -> None:
     gc.disable()
     environ = dict(os.environ)
     listener = unix_sockets.listening(Path(argv[0]))
+    relocatable.offer()
     preload(MEETING)
     os_calls.entitle("warm process")
     request = Server(listener, environ).run(TRAINING)

@@ -21,7 +21,8 @@ from outlast.base.errors import OutlastError
 from outlast.job import spec
 from outlast.job.contract import EVALUATE, Env, Pod
 from outlast.job.spec import substitution
-from outlast.worker.launch import package_copy
+from outlast.worker.launch import package_copy, relocatable
+from outlast.worker.prepare import image_python
 
 if TYPE_CHECKING:
     from outlast.worker.prepare.data_cache import Version
@@ -157,31 +158,38 @@ class Preparation:
             from outlast.worker.prepare import python_env as environment
 
             environment.check(fields.environment, directory)
-        elif fields.module:
+        elif fields.module and not relocatable.home():
             sys.path.insert(0, str(directory))
             package = fields.module.partition(".")[0]  # a search for a submodule would run the package's code in this process
             if importlib.util.find_spec(package) is None:
                 raise OutlastError(f"module: Python finds no {package!r} in {directory}; correct the name or install its package")
 
     def environment(self) -> None:
-        """Make the job's Python environment, if any, and set `python` to its interpreter."""
-        if not _layered(self._job):
+        """Make the job's Python environment, if any, and set `python` to the interpreter of training: that of the environment,
+        that of an image without Outlast, or our own."""
+        fields, base = self._job.spec, None
+        if relocatable.home() and not fields.environment.conda:
+            base = image_python.find(self._environ, packages=not fields.environment.requirements)
+        if not _layered(self._job) and not base:
             if importlib.util.find_spec("torch") is None:
                 raise OutlastError(f"PyTorch is not installed for {sys.executable}; pip install 'outlast[train]'")
             return
         from outlast.worker.prepare import data_cache
         from outlast.worker.prepare import python_env as environment
 
-        fields, code = self._job.spec, Path(self._environ[Env.CODE])
-        made = environment.make(
-            fields.environment, data_cache.writable(self._environ), code, self._environ, say=self.say, stop=self._stop
-        )
+        code = Path(self._environ[Env.CODE])
+        if base and not _layered(self._job):
+            made = environment.Made(base.executable, {})
+        else:
+            cache, environ = data_cache.writable(self._environ), self._environ
+            made = environment.make(fields.environment, cache, code, environ, say=self.say, stop=self._stop, base=base)
         self._environ.update(made.variables)
-        self.python = made.python
+        self.python = self._environ[Env.PYTHON] = made.python
         package = str(fields.module).partition(".")[0]
         if fields.module and not environment.finds(made, package, code, self._environ):
-            remedy = "correct the name, or add its package to the environment"
-            raise OutlastError(f"module: Python finds no {package!r} in {code} or in the environment; {remedy}")
+            where = "the environment" if _layered(self._job) else "the image"
+            remedy = f"correct the name, or add its package to {where}"
+            raise OutlastError(f"module: Python finds no {package!r} in {code} or in {where}; {remedy}")
 
     def data(self) -> None:
         """Make data and models available: local files are used in place, files in a store are fetched first.
@@ -262,6 +270,7 @@ def _link(directory: Path, sources: Mapping[str, Path]) -> Path:
 
 def evaluate(job: spec.Job, environ: dict[str, str], args: Sequence[str], *, say: Say | None = None) -> int:
     """Prepare a job's code and data, and run its module with `--evaluate`, in a worker's `environ`. Returns its exit code."""
+    environ |= package_copy.ahead(environ)
     preparation = Preparation(job, environ, say=say)
     try:
         preparation.prepare()

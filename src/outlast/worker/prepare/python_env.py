@@ -5,26 +5,24 @@
     <cache>/environments/<digest>.lock           held by the process that makes the environment
     <cache>/environments/<digest>.log            output of pip, uv or conda
 
-`requirements` become a virtual environment on top of our own Python, whose packages remain importable after the new packages. The
-digest covers the requirements, this Python and its packages. `conda` files become separate environments, which contain only our
-own package besides. Training processes run in the environment; the agent does not.
+`requirements` become a virtual environment on top of the Python in which training runs otherwise (our own, or the image's), whose
+packages remain importable after the new packages. The digest covers the requirements, that Python and its packages. `conda` files
+become separate environments, which contain only our own package besides. Training processes run in the environment; the agent
+does not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import shutil
-import site
 import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +33,7 @@ import outlast
 from outlast.base import file_locks, files
 from outlast.base.errors import OutlastError
 from outlast.job import spec
-from outlast.worker.prepare import requirements
+from outlast.worker.prepare import image_python, requirements
 from outlast.worker.prepare.installers import Shell
 
 if TYPE_CHECKING:
@@ -92,9 +90,17 @@ def frozen(environment: spec.Environment, directory: Path) -> spec.Environment:
 
 
 def make(
-    environment: spec.Environment, cache: Path, code: Path, environ: Mapping[str, str], *, say: Say, stop: threading.Event
+    environment: spec.Environment,
+    cache: Path,
+    code: Path,
+    environ: Mapping[str, str],
+    *,
+    say: Say,
+    stop: threading.Event,
+    base: image_python.Base | None = None,
 ) -> Made:
-    """Make the environment unless it exists. Concurrent calls wait for the first.
+    """Make the environment unless it exists. Concurrent calls wait for the first. `base` is the Python below `requirements`;
+    default: our own.
 
     `say` receives progress, and the last lines of a failed installer. Raises OutlastError with the installer's error, or
     `installers.Unavailable` if a later attempt may succeed.
@@ -105,7 +111,7 @@ def make(
     name = f"environment.{'conda' if environment.conda else 'requirements'} ({path.name})"
     contents = _read(environment, path)
     if isinstance(contents, requirements.Requirements):
-        recipe = _Venv(contents, name)
+        recipe = _Venv(contents, name, base or image_python.own(environ))
     else:
         recipe = _Conda(contents, name, _conda_tool(environ))
     digest = hashlib.sha256(json.dumps(recipe.depends_on()).encode()).hexdigest()[:24]
@@ -175,39 +181,40 @@ def _probe(made: Made, name: str, environ: Mapping[str, str]) -> dict[str, Any]:
 class _Venv:
     required: requirements.Requirements
     name: str
+    base: image_python.Base
 
     def depends_on(self) -> list[object]:
-        installed = sorted(entry.name for directory in _below() for entry in directory.glob("*.*-info"))
-        python = [sys.version, sys.prefix, sysconfig.get_platform(), [str(directory) for directory in _below()]]
+        installed = sorted(entry.name for directory in self.base.below for entry in directory.glob("*.*-info"))
+        python = [*self.base.identity, [str(directory) for directory in self.base.below]]
         return ["venv", self.required.fingerprint(), python, installed]
 
     def variables(self, home: Path, cache: Path, environ: Mapping[str, str]) -> dict[str, str]:
         return {"VIRTUAL_ENV": str(home), "PATH": f"{home / 'bin'}{os.pathsep}{environ.get('PATH', os.defpath)}"}
 
     def make(self, home: Path, shell: Shell) -> None:
-        shell.run([sys.executable, "-m", "venv", "--without-pip", str(home)], self.name)
-        packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(home), "platbase": str(home)}))
-        lines = [f"import site; site.addsitedir({str(directory)!r})" for directory in _below()]
+        shell.run([self.base.executable, "-m", "venv", "--without-pip", str(home)], self.name)
+        (packages,) = home.glob("lib/python3*/site-packages")
+        lines = [f"import site; site.addsitedir({str(directory)!r})" for directory in self.base.below]
         (packages / "outlast-below.pth").write_text("\n".join(lines) + "\n")  # after our own in sys.path
         file = self.required.write(home / "requirements.txt")
         constraints = []
-        if not self.required.names("torch") and not self.required.hashed():
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # another torch would be hundreds of megabytes
-                (home / "torch.txt").write_text(f"torch=={importlib.metadata.version('torch')}\n")
-                constraints = ["-c", str(home / "torch.txt")]
+        if self.base.torch not in ("", "unknown") and not self.required.names("torch") and not self.required.hashed():
+            (home / "torch.txt").write_text(f"torch=={self.base.torch}\n")  # another one would be hundreds of megabytes
+            constraints = ["-c", str(home / "torch.txt")]
         python = str(home / "bin" / "python")
         options = ["-r", str(file), *constraints]
         if uv := _uv(shell.environ):
-            with _stubs(packages):
+            with _stubs(packages, self.base.below):
                 shell.run([uv, "pip", "install", "--python", python, "--no-progress", "--color=never", *options], self.name)
         else:
-            shell.run([*_pip(python, shell, self.name), "install", "--no-input", "--progress-bar=off", *options], self.name)
+            shell.run([*self._pip(python, shell), "install", "--no-input", "--progress-bar=off", *options], self.name)
 
-
-def _below() -> list[Path]:
-    """Return the site-packages of our own Python."""
-    user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
-    return [Path(directory) for directory in (*user, *site.getsitepackages()) if os.path.isdir(directory)]
+    def _pip(self, python: str, shell: Shell) -> list[str]:
+        """Return the pip command for another Python: the base's pip, or ensurepip's."""
+        if self.base.pip:
+            return [self.base.executable, "-m", "pip", "--python", python]
+        shell.run([python, "-m", "ensurepip"], self.name)
+        return [python, "-m", "pip"]
 
 
 def _uv(environ: Mapping[str, str]) -> str | None:
@@ -215,21 +222,13 @@ def _uv(environ: Mapping[str, str]) -> str | None:
     return str(beside) if beside.is_file() else shutil.which("uv", path=environ.get("PATH"))
 
 
-def _pip(python: str, shell: Shell, name: str) -> list[str]:
-    """Return the pip command for another Python: our pip, or ensurepip's."""
-    if importlib.util.find_spec("pip"):
-        return [sys.executable, "-m", "pip", "--python", python]
-    shell.run([python, "-m", "ensurepip"], name)
-    return [python, "-m", "pip"]
-
-
 @contextlib.contextmanager
-def _stubs(packages: Path) -> Iterator[None]:
+def _stubs(packages: Path, below: Iterable[Path]) -> Iterator[None]:
     """Represent the base Python's packages for uv by stubs with their metadata.
 
     If uv replaces such a package, it removes only the files in the stub's list, so the base Python remains intact.
     """
-    for directory in _below():
+    for directory in below:
         for info in directory.glob("*.dist-info"):
             stub = packages / info.name
             if (info / "METADATA").is_file() and not stub.exists():

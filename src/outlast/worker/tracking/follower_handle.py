@@ -134,7 +134,7 @@ def start(output: Path, environ: Mapping[str, str] | None = None) -> Follower | 
 
 
 def _process(output: Path, environ: Mapping[str, str], *words: str, stdin: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", "-W", "ignore", "-m", "outlast", "follower", str(output), *words]
+    command = [environ.get(Env.PYTHON, sys.executable), "-P", "-W", "ignore", "-m", "outlast", "follower", str(output), *words]
     return subprocess.Popen(command, stdin=stdin, stdout=2, env=dict(environ), start_new_session=True)
 
 

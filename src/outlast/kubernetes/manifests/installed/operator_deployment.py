@@ -13,11 +13,10 @@ from outlast.job.contract import OPERATOR, OPERATOR_NAMESPACE, Pod
 from outlast.kubernetes.api import dropins
 from outlast.kubernetes.manifests import volumes, worker_pod
 from outlast.kubernetes.manifests.installed import crd, nodewatch_daemonset, rbac
-from outlast.kubernetes.manifests.render_request import Document
+from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE, Document
 from outlast.kubernetes.manifests.scheduling import placement
 
-IMAGE = "ghcr.io/outlast/operator:0.1"
-"""The operator's image, with Outlast but without torch."""
+CONTAINER = "operator"
 LABELS = {
     "app.kubernetes.io/name": "outlast",
     "app.kubernetes.io/part-of": "outlast",
@@ -25,7 +24,7 @@ LABELS = {
 
 
 def files(
-    *, operator_namespace: str = OPERATOR_NAMESPACE, image: str = IMAGE, on_demand: bool = False
+    *, operator_namespace: str = OPERATOR_NAMESPACE, image: str = OPERATOR_IMAGE, on_demand: bool = False
 ) -> dict[str, list[Document]]:
     """Return the objects, by the name of their file in `deploy/`. `on_demand`: whether the operator avoids spot machines."""
     base = {
@@ -58,7 +57,7 @@ def namespace(name: str = OPERATOR_NAMESPACE) -> Document:
     }
 
 
-def deployment(operator_namespace: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
+def deployment(operator_namespace: str = OPERATOR_NAMESPACE, image: str = OPERATOR_IMAGE) -> Document:
     """Return the operator's Deployment, with two replicas: the leader, which holds a Lease, and a standby."""
     labels = _selector("operator")
     return {
@@ -75,7 +74,7 @@ def deployment(operator_namespace: str = OPERATOR_NAMESPACE, image: str = IMAGE)
                     "terminationGracePeriodSeconds": 15,
                     "containers": [
                         {
-                            "name": "operator",
+                            "name": CONTAINER,
                             "image": image,
                             "command": ["outlast", "operator"],
                             "env": [

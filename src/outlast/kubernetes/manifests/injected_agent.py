@@ -1,0 +1,42 @@
+"""The agent in pods whose image has no Outlast: an init container copies it into a volume, see `worker.launch.relocatable`."""
+
+from __future__ import annotations
+
+from outlast.job.contract import Pod
+from outlast.kubernetes.manifests import resources, volumes
+from outlast.kubernetes.manifests.render_request import Document, Request
+from outlast.worker.launch import relocatable
+
+NAME = "outlast-agent"
+"""Name of the init container and of the volume."""
+_SHARED = ("cpu", "memory")
+"""Resources of the worker that the init container has, too; no devices."""
+
+
+def program(request: Request) -> list[str]:
+    """Return the program `outlast` in a worker's container."""
+    return [*relocatable.command(Pod.INJECTED), "-m", "outlast"] if request.spec.injected() else ["outlast"]
+
+
+def init_containers(request: Request) -> list[Document]:
+    """Return the init containers of a worker's pod. They write nothing but the volume."""
+    if not request.spec.injected():
+        return []
+    share = resources.share(request.job).container()  # those of the pod do not grow: the larger of both containers counts
+    return [
+        {
+            "name": NAME,
+            "image": request.agent_image,
+            "command": ["python3", "-m", "outlast", "inject", Pod.INJECTED],
+            "resources": {kind: {name: each[name] for name in _SHARED if name in each} for kind, each in share.items()},
+            "securityContext": volumes.container_security(),
+            "volumeMounts": [{"name": NAME, "mountPath": Pod.INJECTED}],
+        }
+    ]
+
+
+def volume(request: Request) -> tuple[list[Document], list[Document]]:
+    """Return the volume of the agent and its mount in a worker's container; empty for an image that has Outlast."""
+    if not request.spec.injected():
+        return [], []
+    return [{"name": NAME, "emptyDir": {}}], [{"name": NAME, "mountPath": Pod.INJECTED, "readOnly": True}]

@@ -1,0 +1,103 @@
+"""The Python of an image to which Outlast is brought (`launch.relocatable`): training runs there.
+
+`find` looks at an image's `python`, then at its `python3`. Standard library only, as each start of such a worker waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from outlast.base.errors import OutlastError
+
+OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
+_LOOK = """
+import json, sys
+found = {"version": list(sys.version_info[:3])}
+if sys.version_info >= (3, 11):
+    import importlib.metadata, importlib.util, site, sysconfig
+    def version(name):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return "unknown" if importlib.util.find_spec(name) else ""
+    found["identity"] = [sys.version, sys.prefix, sysconfig.get_platform()]
+    found["below"] = ([site.getusersitepackages()] if site.ENABLE_USER_SITE else []) + site.getsitepackages()
+    found["torch"], found["numpy"], found["pip"] = version("torch"), version("numpy"), bool(importlib.util.find_spec("pip"))
+print(json.dumps(found))
+"""
+"""Program that must work in any Python, even in an unsupported version."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A Python with packages, in which training may run, and on top of which environments are made."""
+
+    executable: str
+    version: tuple[int, ...]
+    identity: tuple[str, ...] = ()
+    """Version, prefix and platform."""
+    below: tuple[Path, ...] = ()
+    """Directories of installed packages."""
+    torch: str = ""
+    """Version of PyTorch; `unknown` if it is not from a distribution, empty without it."""
+    numpy: str = ""
+    pip: bool = False
+
+    def problem(self, *, packages: bool = True) -> str:
+        """Return why training cannot run here, or with other `packages` cannot; empty if it can."""
+        if self.version < OLDEST_PYTHON:
+            return f"Python {_dotted(self.version)}, and Outlast needs {_dotted(OLDEST_PYTHON)} or newer"
+        if not packages:
+            return ""
+        if not self.torch:
+            return "no PyTorch"
+        numbers = tuple(int(part) for part in self.torch.split(".")[:2] if part.isdecimal())
+        if self.torch != "unknown" and numbers < OLDEST_TORCH:
+            return f"PyTorch {self.torch}, and Outlast needs {_dotted(OLDEST_TORCH)} or newer"
+        return "" if self.numpy else "no numpy, which Outlast needs beside PyTorch"
+
+
+def look(executable: str, environ: Mapping[str, str]) -> Base:
+    """Return a Python with its packages. Raises OutlastError if it does not start."""
+    argv, environ = [executable, "-c", _LOOK], dict(environ)
+    done = subprocess.run(argv, env=environ, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        found = dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    except (ValueError, IndexError):
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise OutlastError(f"{executable} does not start: {last}") from None
+    below = tuple(Path(directory) for directory in found.pop("below", ()) if Path(directory).is_dir())
+    version, identity = tuple(found.pop("version")), tuple(found.pop("identity", ()))
+    return Base(executable, version, identity, below, **found)
+
+
+def own(environ: Mapping[str, str]) -> Base:
+    """Return the Python of this process."""
+    return look(sys.executable, environ)
+
+
+def find(environ: Mapping[str, str], *, packages: bool = True) -> Base:
+    """Return the Python of this image in which training can run, if the job brings no `packages` of its own. Raises OutlastError
+    with the reason if there is none."""
+    needed = f"training needs Python {_dotted(OLDEST_PYTHON)} with PyTorch {_dotted(OLDEST_TORCH)}, or newer"
+    remedy = "choose another image, or add them to this one"
+    reasons = []
+    for name in ("python", "python3"):
+        if executable := shutil.which(name, path=environ.get("PATH")):
+            base = look(executable, environ)
+            if not (problem := base.problem(packages=packages)):
+                return base
+            reasons.append(f"the image's {executable} has {problem}")
+    if not reasons:
+        raise OutlastError(f"the image has no Python: there is neither python nor python3 on its PATH; {needed}: {remedy}")
+    raise OutlastError(f"{reasons[0]}; {needed}: {remedy}")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
