@@ -39,7 +39,7 @@ FOR_TRAINING = (
 )
 """Modules of `packages`: pure, or compiled for the stable ABI of Python."""
 _UNUSED = (
-    *("test", "tests", "distutils", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "pydoc_data", "site-packages"),
+    *("test", "tests", "distutils", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "pydoc_data", "*-packages"),
     *("config-*", "*.opt-?.pyc", "*.a", "_tkinter.*", "_test*", "_ctypes_test.*", "xxlimited*"),
 )
 """Files of the standard library that an agent does not use."""
@@ -90,6 +90,7 @@ def make(directory: Path) -> None:
     unused = shutil.ignore_patterns(*_UNUSED)
     shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=unused)
     packages = library / "site-packages"
+    (library / "dist-packages").symlink_to(packages.name)  # where Debian's Python looks
     for distribution in _distributions():
         _copy(distribution, packages)
     package = directory / "package"
