@@ -59,6 +59,7 @@ def in_image(pods: Pods, agent: Path, image: Mapping[str, str]) -> Pods:
     return pods
 
 
+@pytest.mark.slow
 def test_an_image_with_torch_alone_trains_as_one_with_outlast(pods, agent: Path, image: dict[str, str], undisturbed: Final):
     two = in_image(pods(args=ARGS), agent, image)
     look = "import importlib.util as u; print([n for n in ('outlast', 'pydantic_core', 'psutil', 'yaml') if u.find_spec(n)])"
@@ -78,6 +79,7 @@ def test_training_in_an_image_can_import_what_it_needs_now_and_then(agent: Path,
     assert str(agent) in subprocess.check_output(["python", "-c", program], env=environ, text=True)
 
 
+@pytest.mark.slow
 def test_requirements_come_on_top_of_the_python_of_the_image(agent: Path, image: dict[str, str], tmp_path: Path):
     a_wheel(tmp_path, "tiny")
     (tmp_path / "requirements.txt").write_text(f"--no-index\n--find-links {tmp_path}\ntiny\n")

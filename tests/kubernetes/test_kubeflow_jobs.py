@@ -422,6 +422,7 @@ def test_a_program_of_the_image_runs_as_main(tmp_path: Path) -> None:
     assert run("/absent.py") == "outlast | /absent.py is not in this image; give the path of a script, or -c and code\n"
 
 
+@pytest.mark.slow
 @pytest.mark.jobs
 def test_a_train_job_trains_here(machine: Machine, outlast: Outlast) -> None:
     command = ["torchrun", "--nproc-per-node=1", str(PROGRAMS / "exact.py"), "--steps=20"]

@@ -87,6 +87,7 @@ def test_everything_a_run_leaves_is_in_the_store_when_it_ends(machine, s3: Place
     assert (status.store.step, status.store.error) == (60, "")
 
 
+@pytest.mark.slow
 @one_server("rclone")
 def test_killed_and_its_directory_deleted_a_run_goes_on_elsewhere_bit_for_bit(
     machine, machine_in, tmp_path: Path, s3: Place, undisturbed: Final

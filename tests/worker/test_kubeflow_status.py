@@ -146,6 +146,7 @@ def test_reports_have_an_interval_and_without_the_variables_there_are_none(
     assert none._sender is None
 
 
+@pytest.mark.slow
 @pytest.mark.jobs
 def test_a_run_reports_what_it_logs_and_its_end(
     server: Server, variables: dict[str, str], machine: Machine, monkeypatch: pytest.MonkeyPatch
