@@ -208,10 +208,11 @@ class BatchSampler:
     def _share(self, step: int) -> Indices:
         """This rank's samples in one step; shape (share,). A block of steps is computed at once, for little more than one."""
         share = self.batch_size * self.accumulate
-        block, row = divmod(step, max(1, _AT_A_TIME // share))
+        count = max(1, _AT_A_TIME // share)
+        block, row = divmod(step, count)
         key = self.epoch, self.seed, self.shuffle, block
         if self._computed[0] != key:
-            steps = step - row + np.arange(max(1, _AT_A_TIME // share))[:, np.newaxis]
+            steps = step - row + np.arange(count)[:, np.newaxis]
             positions = (steps * self.batch + self.rank * share + np.arange(share)).reshape(-1) % self.samples
             samples = permuted(positions, self.samples, self.seed, self.epoch) if self.shuffle else positions
             self._computed = key, samples.reshape(-1, share)

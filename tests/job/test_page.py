@@ -9,7 +9,6 @@ import html.parser
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import browsers
 from accounts import Story, training
 from outlast.base.errors import OutlastError
 from outlast.job import contract, ledger, report, spec
@@ -33,7 +33,6 @@ TAGS = {
     *("html", "head", "meta", "title", "style", "body", "h1", "p", "noscript", "dl", "div", "dt", "dd", "section", "h2", "ul"),
     *("li", "i", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "pre", "footer", "script"),
 }
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MOST_S = 30
 """Seconds of a processor that the page of a month may take on a slow machine; here it takes a third of that."""
 
@@ -282,15 +281,8 @@ SEEN = """() => {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium without a window."""
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium on the PATH")
-    from playwright import sync_api
-
-    with sync_api.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=[] if os.geteuid() else ["--no-sandbox"])
+    with browsers.chromium() as found:
         yield found
-        found.close()
 
 
 @pytest.mark.slow

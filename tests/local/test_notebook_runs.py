@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,10 +20,10 @@ import nbformat
 import psutil
 import pytest
 
+import browsers
 from outlast.local.notebooks import jupyter
 
 FIRST = Path(jupyter.__file__).with_name(jupyter.FIRST)
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 STEPS = 200
 """That the first notebook trains."""
 RUN_S = 500
@@ -184,15 +183,8 @@ def test_a_wrong_token_is_refused_and_the_second_start_says_where_the_first_one_
 
 @pytest.fixture
 def browser() -> Iterator[Any]:
-    """Chromium without a window."""
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium on the PATH")
-    from playwright import sync_api
-
-    with sync_api.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=[] if os.geteuid() else ["--no-sandbox"])
+    with browsers.chromium() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a ledger tells beside the account of `report.goodput`: worlds, workers, steps, saves, errors, versions. Pure."""
+"""The history of a run in its ledger, beside `report.goodput`: worlds, workers, steps, saves, errors, versions. Pure."""
 
 from __future__ import annotations
 

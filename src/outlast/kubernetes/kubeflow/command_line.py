@@ -32,7 +32,7 @@ class Unknown(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a command runs. One of `script`, `module` and `code` is not empty."""
+    """The program that a command runs. One of `script`, `module` and `code` is not empty."""
 
     script: str = ""
     module: str = ""

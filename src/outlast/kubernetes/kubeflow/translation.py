@@ -12,7 +12,7 @@ from outlast.kubernetes.manifests import overlay
 IMAGE = "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime"
 """Image of the runtime torch-distributed of Kubeflow Trainer 2.3."""
 _OTHERS = {"deepspeed": "MPI", "mlx": "MPI", "mpi": "MPI", "jax": "JAX", "xgboost": "XGBoost", "torchtune": "torchtune"}
-"""What Kubeflow's other runtimes start, by the first word of their names."""
+"""The programs that Kubeflow's other runtimes start, by the first word of the runtimes' names."""
 
 
 def train_job(document: Document, draft: Draft) -> None:

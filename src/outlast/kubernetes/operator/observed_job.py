@@ -40,7 +40,7 @@ MAX_LEASE_S = 600.0
 
 @dataclass(frozen=True)
 class Limits:
-    """What the operator decides with besides the cluster: its timeouts, in seconds, and its image."""
+    """Settings of the operator: its timeouts, in seconds, and its image."""
 
     silence_s: float = LEASE_S
     """A member whose Lease has not been renewed for this long is presumed dead."""
