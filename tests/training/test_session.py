@@ -26,7 +26,7 @@ from outlast.job.report import goodput
 from outlast.job.workerfiles import notice_file, progress_file
 from outlast.local import state_dir
 from outlast.storage import checkpoints
-from outlast.training import Batch, Stream, metrics, session
+from outlast.training import Batch, Stream, metrics, session, vote_pace
 from outlast.training.state import checkpoint, checkpoint_file
 from ranks import sharded
 from worlds import LAST, Calm, Training, damage, hashes, world
@@ -401,6 +401,37 @@ def test_a_plain_python_script_is_a_world_of_one_and_resumes(plain: Path):
             run.save(step + 1)
     assert [c.step for c in checkpoints.list_(plain / "out" / "checkpoints")] == [1, 2, 3]
     assert not dist.is_initialized()
+
+
+def test_short_steps_share_a_vote_and_a_checkpoint_by_steps_does_not_wait_for_it(plain: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(vote_pace.Pace, "interval", lambda *_: 4)
+    monkeypatch.setenv(contract.Env.CHECKPOINT_EVERY, "6 steps")
+    monkeypatch.setenv(contract.Env.NOTICE, str(plain / "notice"))
+    voted = list[int]()
+
+    def train() -> None:
+        with session.open() as run:
+            run.resume({"net": nn.Linear(2, 2)})
+            for step in range(1, 30):
+                monkeypatch.setattr(run._saves, "late", lambda _, step=step: bool(voted.append(step)))
+                if step == 7:
+                    notice_file.write(plain / "notice", "scale", "asked", time.time() + 60)
+                run.boundary(step)
+                run._saver.wait(10)
+
+    with pytest.raises(SystemExit) as left:
+        train()
+    assert left.value.code == contract.Exit.INTERRUPTED
+    assert voted == [1, 5, 6, 10]
+    assert [c.step for c in checkpoints.list_(plain / "out" / "checkpoints")] == [6, 10]
+
+
+@pytest.mark.parametrize(
+    ("vote_s", "step_s", "steps"),
+    [(0.002, 0.013, 16), (0.002, 0.2, 1), (0.002, 0.1, 2), (0.0001, 0.02, 1), (0.003, 0.0, 1), (9.0, 0.013, 19), (9.0, 9.0, 1)],
+)
+def test_votes_take_a_hundredth_of_the_steps_and_come_four_times_a_second(vote_s: float, step_s: float, steps: int):
+    assert vote_pace.interval(vote_s, step_s) == steps
 
 
 def test_saving_the_same_step_twice_saves_it_once(plain: Path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import re
 import signal
+from collections.abc import Mapping
 from typing import Literal
 
 API_VERSION = "outlast.dev/v1alpha1"
@@ -399,6 +400,13 @@ SNAPSHOTS = "snapshots.sock"
 def worker_log(index: int) -> str:
     """Return the file name of a worker's log."""
     return f"worker-{index}.log"
+
+
+def ledger_source(env: Mapping[str, str]) -> str:
+    """Return the name of a training process in the ledger, by worker: a rank may move to another worker, and its files do not."""
+    if Env.WORKER not in env:
+        return f"rank-{env.get('RANK', 0)}"
+    return f"worker-{env[Env.WORKER]}-process-{env.get('LOCAL_RANK', 0)}"
 
 
 def checkpoint_name(step: int) -> str:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from outlast.base.errors import OutlastError
+from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.ledger import TOGETHER_S, Ledger
 from outlast.job.workerfiles.progress_file import Progress, Writer
@@ -48,8 +49,7 @@ def progress(step: int, total: int | None = None) -> None:
             _reported.pid = os.getpid()
             _reported.writer = Writer(Path(env[Env.STATE]), int(env.get("LOCAL_RANK", 0)))
             if rank == 0 and Env.LEDGER in env:
-                source = f"worker-{env.get(Env.WORKER, 0)}-process-{env.get('LOCAL_RANK', 0)}"
-                _reported.ledger = Ledger(Path(env[Env.LEDGER]), source)
+                _reported.ledger = Ledger(Path(env[Env.LEDGER]), contract.ledger_source(env))
             _reported.step = step - 1
         # A plain script stays in the phase `started`: it has not opened a session, so it reads no notices.
         _reported.writer.write(Progress(generation=generation, rank=rank, phase="started", step=step, steps=total))

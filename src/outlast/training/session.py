@@ -44,7 +44,7 @@ from outlast.job.workerfiles.progress_file import Progress, Writer
 from outlast.rendezvous import sentences
 from outlast.storage import checkpoints
 from outlast.storage.snapshots import client
-from outlast.training import data_waits, ddp, device, metrics, mistakes
+from outlast.training import data_waits, ddp, device, metrics, mistakes, vote_pace
 from outlast.training.collective_calls import Calls, public
 from outlast.training.samples import seeded
 from outlast.training.state import (
@@ -144,6 +144,7 @@ class Session:
         self._peeked: int | None = None
         self.seconds_left = math.inf
         self._votes: tuple[bool, bool] | None = None
+        self._pace = vote_pace.Pace()
         self._unwritten = ""
         """The reason why this rank's output could not be fenced; empty if it was."""
         self._lock = threading.Lock()
@@ -167,7 +168,7 @@ class Session:
         self.device = accelerator.bind(self.local_rank)
         with contextlib.suppress(OSError):  # `_take_over` reports the error
             self._directory.mkdir(parents=True, exist_ok=True)
-        self._ledger = Ledger(Path(env.get(Env.LEDGER, self.output / contract.LEDGER)), self._source())
+        self._ledger = Ledger(Path(env.get(Env.LEDGER, self.output / contract.LEDGER)), contract.ledger_source(env))
         self._joined = device.join(accelerator.backend)
         self._group: dist.ProcessGroup | None = deadlocks.watch().own(dist.new_group(backend="gloo"))
         self._calls = Calls(self._group)
@@ -185,7 +186,8 @@ class Session:
         )
         self._saver.fenced = self._disks.certain and not self._unwritten
         self._client = client.connect(env)
-        self._snapshots = snapshot_taking.open_(self._client, self._place(), self._disks.gather, self._ledger, self._report)
+        at = snapshot_taking.Place.of(env, self._run, self.generation, self.world_size, self.rank)
+        self._snapshots = snapshot_taking.open_(self._client, at, self._disks.gather, self._ledger, self._report)
         self._saves = save_bookkeeping.Saves(self._saver, self._disks, self._ledger, self._screen, self._meet, self._report)
         deadlocks.watch().last = lambda: self._saver.wait(_LAST_SAVE_S)
         about = {"generation": self.generation, "rank": self.rank, "world_size": self.world_size}
@@ -193,18 +195,6 @@ class Session:
         if not self._attached:
             seeded.seed_all(self.seed)
         return self
-
-    def _source(self) -> str:
-        """Return the name of this process in the ledger, by worker: a rank may move to another worker, and its files do not."""
-        worker = os.environ.get(Env.WORKER)
-        return f"rank-{self.rank}" if worker is None else f"worker-{worker}-process-{self.local_rank}"
-
-    def _place(self) -> snapshot_taking.Place:
-        env = os.environ
-        world = self.generation, self.world_size, self.rank
-        return snapshot_taking.Place(
-            self._run, *world, int(env.get(Env.WORKER, self.rank)), self.local_rank, int(env.get("LOCAL_WORLD_SIZE", 1))
-        )
 
     def _take_over(self, numbered: bool) -> None:
         """Fence earlier generations on every writable disk. Take the next generation unless the environment has `numbered` it."""
@@ -491,12 +481,15 @@ class Session:
         """
         notified = self._notice is not None and self._notice.exists()
         late = self.rank == 0 and self._saves.late(self._every)
-        votes = self._meet("run.interrupted()", notified, late, self._saver.busy, *self._snapshots.votes())
+        interval = self._pace.interval(self._snapshots.step_s()) if self.rank == 0 else 0
+        with self._pace.voting():
+            votes = self._meet("run.interrupted()", notified, late, self._saver.busy, interval, *self._snapshots.votes())
         notified, late, busy = (vote > 0 for vote in votes[:3])
-        self._snapshots.count(votes[3:])
+        self._pace.agreed = int(votes[3])
+        self._snapshots.count(votes[4:])
         self._leaving = self._leaving or notified
         if self._leaving:
-            self.seconds_left = min(self._disks.gather(self._left_s()))
+            self.seconds_left = min(self._disks.gather(notice_file.left_s(self._notice)))
         self._votes = late, busy
         if not busy:
             self._saves.settle(self._saver.wait())
@@ -520,7 +513,7 @@ class Session:
         if not self._leaving:
             self._snapshots.boundary(step)
         if self._every.steps is not None:
-            late = step // self._every.steps > self._saves.last_step // self._every.steps
+            late = self._saves.due(step, self._every)
         if late and busy:  # the throttled save in progress must not delay the next checkpoint
             self._saver.hurry()
         return late and not busy
@@ -529,10 +522,18 @@ class Session:
     def boundary(self, step: int) -> None:
         """Take a snapshot after `step`, save if a checkpoint is due, and leave if this rank is interrupted.
 
-        The calls of `interrupted`, `due` and `save` that end a step, for libraries and plain loops. A collective.
+        The calls of `interrupted`, `due` and `save` that end a step, for libraries and plain loops. Short steps share a vote: the
+        ranks vote at least four times a second. A collective.
         """
+        if step < self._pace.next and not self._saves.due(step, self._every):
+            self._saves.advanced(f"run.boundary({step})", step)
+            self._report(phase="train", step=step)
+            self._snapshots.boundary(step)
+            return
         leaving = self.interrupted()
-        if self.due(step) or leaving:
+        due = self.due(step)
+        self._pace.next = step + self._pace.agreed
+        if due or leaving:
             self.save(step)
 
     @public("run.save(step, metric=loss); it saves what resume() was given")
@@ -564,13 +565,11 @@ class Session:
         if self._leaving:
             self._leave(step, late)
 
-    def _left_s(self) -> float:
-        """Return the seconds that this rank's worker has left to save and leave; infinity without a notice."""
-        return math.inf if self._notice is None else notice_file.left_s(self._notice)
-
     def _too_late(self, step: int) -> str:
         """Return why the time left is too short to save the last step, or an empty string. A collective."""
-        each = self._disks.gather((self._left_s(), self._saver.least_s, self._saver.rest_s, self._saves.committed != step))
+        each = self._disks.gather(
+            (notice_file.left_s(self._notice), self._saver.least_s, self._saver.rest_s, self._saves.committed != step)
+        )
         self.seconds_left = min(left_s for left_s, *_ in each)
         least = [least_s for _, least_s, *_ in each if least_s is not None]
         if not any(unsaved for *_, unsaved in each):

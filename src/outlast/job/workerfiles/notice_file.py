@@ -23,10 +23,10 @@ def write(path: Path, kind: str, reason: str, deadline: float, *, generation: in
     files.replace(path, json.dumps(notice))
 
 
-def left_s(path: Path) -> float:
+def left_s(path: Path | None) -> float:
     """Return the seconds until the deadline, on the monotonic clock that all processes of a machine share; infinity without a
-    deadline."""
-    notice = read(path)
+    notice or a deadline."""
+    notice = read(path) if path else {}
     if "until" in notice:
         return max(0.0, float(notice["until"]) - time.monotonic())
     return max(0.0, float(notice["deadline"]) - time.time()) if "deadline" in notice else math.inf  # of an earlier version

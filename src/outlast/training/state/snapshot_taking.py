@@ -23,7 +23,7 @@ import secrets
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from outlast.base.errors import OutlastError
@@ -92,6 +92,11 @@ class Place:
     """A nonce shared by all ranks, new for each start of their processes."""
     to: tuple[str, ...] = ()
     """Addresses of the agents that hold replicas."""
+
+    @classmethod
+    def of(cls, env: Mapping[str, str], run: str, generation: int, world: int, rank: int) -> Place:
+        local = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+        return cls(run, generation, world, rank, int(env.get(Env.WORKER, rank)), *local)
 
 
 def open_(
@@ -269,6 +274,10 @@ class Snapshots:
             self._delay_s = None
             copied_s = statistics.median(self._copies_s) if self._copies_s else 0.0
             self._cost_s = copied_s + significant_delay(self._delays_s, self._steps_s)
+
+    def step_s(self) -> float:
+        """Return the median seconds of recent steps, 0 before the second."""
+        return statistics.median(self._all_s) if self._all_s else 0.0
 
     def _step_s(self) -> float:
         """Return the seconds of a step without snapshots. Steps with snapshots give an upper bound."""
