@@ -19,14 +19,16 @@ from __future__ import annotations
 import dataclasses
 import random
 import shlex
+import tempfile
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.base import units
-from outlast.base.errors import NotFound, OutlastError
+from outlast.base.errors import OutlastError
 from outlast.job import contract
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from outlast.kubernetes.api import Cluster
     from outlast.kubernetes.jobs.backend import KubernetesBackend
     from outlast.local.backend import LocalBackend
-    from outlast.storage.checkpoints import Checkpoint
+    from outlast.storage.checkpoints.both_places import Saved
 
 __all__ = ["Failed", "Job", "Report", "Run", "find", "runs"]
 
@@ -295,13 +297,28 @@ class Run:
         return self._place.output(self.name)
 
     @property
-    def checkpoints(self) -> Sequence[Checkpoint]:
-        """The committed checkpoints of a run on this machine, lowest step first. Raises NotFound for a run in a cluster."""
-        from outlast.storage import checkpoints
+    def checkpoints(self) -> Sequence[Saved]:
+        """The committed checkpoints, lowest step first: on this machine, in the run's store, or in both.
 
-        if not isinstance(output := self.output, Path):
-            raise NotFound(f"the checkpoints of {self.name} are not on this machine; outlast checkpoints list {self.name}")
-        return checkpoints.list_(output / contract.CHECKPOINTS)
+        Raises NotFound for a run in a cluster without a store.
+        """
+        from outlast.storage.checkpoints import both_places
+
+        return both_places.of(self._place, self.name).list_(_warn)
+
+    def weights(self, step: int | None = None, *, best: bool = False, key: str = "") -> dict[str, Any]:
+        """Return the weights in the newest checkpoint, the best, or that of `step`: tensors on the CPU, by their names.
+
+        `key` is the name of the module in `resume`, if there are several. A checkpoint that is only in a store is downloaded.
+        Raises NotFound, and OutlastError for an unknown key. Needs torch.
+        """
+        from outlast.storage.checkpoints import both_places
+        from outlast.training.state import weights
+
+        places = both_places.of(self._place, self.name)
+        saved = both_places.newest_readable(both_places.chosen(places.list_(_warn), step, best=best))
+        with tempfile.TemporaryDirectory() as directory:
+            return weights.saved(places.fetched(saved, Path(directory)).path, key)
 
     def __repr__(self) -> str:
         from outlast.local.notebooks import panel
@@ -381,6 +398,10 @@ def runs(
     statuses = place.list()
     places = {each: _place(each, context) for each in {status.namespace for status in statuses}} if all_namespaces else {}
     return [Run(status.name, places.get(status.namespace, place)) for status in statuses]
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=3)
 
 
 def _place(namespace: str | None, context: str | None, *, everywhere: bool = False, selector: str = "") -> Backend:

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 import fake
-from outlast import cli
+from outlast import cli, client
+from outlast.base.errors import NotFound
 from outlast.job import contract
 from outlast.job.shipping import code_files
 from outlast.job.status import JobStatus, State, StoreStatus
 from outlast.storage import checkpoints, runs, store
-from outlast.storage.checkpoints import in_store
+from outlast.storage.checkpoints import both_places, in_store
 from outlast.storage.store import Store
 
 Outlast = Callable[..., tuple[int, str, str]]
@@ -192,11 +193,28 @@ def test_what_is_removed_while_it_is_verified_is_not_damaged(outlast: Outlast, h
 
     monkeypatch.setattr(checkpoints, "verify", lambda path: retention(path) if path == new.path else verify(path))
     said = ["step-00000010: removed meanwhile, as checkpoint.keep says", "step-00000020: whole, 2.9 KiB"]
-    monkeypatch.setattr(
-        cli.data.checkpoints, "_saved", lambda _: [cli.data.checkpoints.Saved(20, new), cli.data.checkpoints.Saved(10, old)]
-    )
+    monkeypatch.setattr(cli.data.checkpoints, "_saved", lambda _: [both_places.Saved(20, new), both_places.Saved(10, old)])
     code, out, _ = outlast("verify")
     assert (code, sorted(out.splitlines())) == (0, said)
+
+
+@pytest.mark.usefixtures("three")
+def test_a_run_has_the_checkpoints_of_its_store_where_the_disk_is_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = StoreStatus(url=f"file://{tmp_path}/store/one")
+    backend = fake.FakeBackend(tmp_path / "output")
+    status = JobStatus(name="one", run=RUN, state=State.SUCCEEDED, store=there, output=str(tmp_path / "output/one"))
+    backend.runs["one"] = fake.Run(status)
+    run = client.Run("one", backend)
+    assert [(saved.step, saved.where) for saved in run.checkpoints] == [(10, "store"), (20, "both"), (30, "here")]
+    monkeypatch.setattr(backend, "output", lambda _: there.url)
+    assert [(saved.step, saved.where) for saved in run.checkpoints] == [(10, "store"), (20, "store")]
+    with pytest.raises(NotFound, match="no checkpoint of step 30; there are: 10, 20"):
+        run.weights(30)
+    backend.runs["one"].status = JobStatus(name="one", run=RUN, state=State.SUCCEEDED)
+    with pytest.raises(NotFound, match="the checkpoints of one are in its pods only"):
+        run.checkpoints  # noqa: B018
 
 
 @pytest.mark.usefixtures("three")

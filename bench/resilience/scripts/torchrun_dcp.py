@@ -19,6 +19,7 @@ sampler = DistributedSampler(data)
 loader = DataLoader(data, batch_size=PART, sampler=sampler)
 step = seen = 0
 together, saving = PART * dist.get_world_size(), None
+beside = dist.new_group(backend="gloo")  # the saves of a thread must not mix with the gradients' all-reduces
 
 
 def state() -> dict[str, object]:
@@ -45,5 +46,5 @@ while True:
         if step % EVERY == 0:
             if saving is not None:
                 saving.result()
-            saving = dcp.async_save(state(), checkpoint_id=DIRECTORY / "dcp" / str(step))
+            saving = dcp.async_save(state(), checkpoint_id=DIRECTORY / "dcp" / str(step), process_group=beside)
     seen = (epoch + 1) * len(data)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outlast.base import units
-from outlast.base.errors import NotFound, OutlastError, StoreError
+from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import find_job, tables_and_pages, transfer_progress
 from outlast.cli.find_job import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption, YesOption
 from outlast.cli.groups import Commands
@@ -23,7 +21,7 @@ from outlast.cli.tables_and_pages import Output, OutputOption
 from outlast.job import contract
 
 if TYPE_CHECKING:
-    from outlast.storage.checkpoints import Checkpoint, Metric, in_store
+    from outlast.storage.checkpoints.both_places import Places, Saved
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="List, verify, restore, export and remove checkpoints."
@@ -34,152 +32,25 @@ StoreOption = Annotated[
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """The places of a job's checkpoints."""
-
-    run: str
-    directory: Path | None
-    """Directory on this machine; None if the job is unknown on this machine."""
-    there: in_store.Checkpoints | None
-    """Checkpoints in the job's store; None if the job has no store."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """A checkpoint on this machine, in the store, or in both."""
-
-    step: int
-    here: Checkpoint | None = None
-    there: in_store.Checkpoint | None = None
-
-    @property
-    def where(self) -> str:
-        """Place of the checkpoint: `here`, `store` or `both`."""
-        return "both" if self.here and self.there else "here" if self.here else "store"
-
-    @property
-    def generation(self) -> int:
-        """The generation that saved the checkpoint."""
-        readable = self.here if self.here and not self.here.problem else self.there or self.here
-        return readable.generation if readable else 0
-
-    @property
-    def metric(self) -> Metric | None:
-        """The checkpoint's metric, if it was measured."""
-        return (self.here and self.here.metric) or (self.there and self.there.metric) or None
-
-    @property
-    def problem(self) -> str:
-        """Why the checkpoint's COMMIT cannot be read; empty if it is readable."""
-        here = f"here: {self.here.problem}" if self.here and self.here.problem else ""
-        there = f"in the store: {self.there.problem}" if self.there and self.there.problem else ""
-        return "; ".join(filter(None, (here, there)))
-
-    def facts(self) -> dict[str, Any]:
-        """Return the fields of the checkpoint's COMMIT, which are all None if neither copy can be read."""
-        readable = self.here if self.here and not self.here.problem else self.there.commit if self.there else None
-        facts = {name: getattr(readable, name, None) for name in ("run", "generation", "world_size", "time")}
-        return {
-            **facts,
-            "bytes": getattr(self.here if readable is self.here else self.there, "bytes", None) if readable else None,
-        }
-
-    def sizes(self) -> dict[str, int]:
-        """Return the sizes of the checkpoint's files in bytes, by name."""
-        if self.here:
-            return {path.name: path.stat().st_size for path in sorted(self.here.path.iterdir())}
-        files = self.there.commit.files if self.there and self.there.commit else {}
-        return {name: file["size"] for name, file in sorted(files.items())}
-
-    def plain(self, job: Job, ranks: Mapping[int, int]) -> dict[str, Any]:
-        """Return the checkpoint as plain data. `ranks` is the result of `_ranks`."""
-        url = f"{job.there.store.url}/{contract.CHECKPOINTS}/{self.there.place.key}" if self.there and job.there else None
-        path = str(self.here.path) if self.here else None
-        good = {"metric": self.metric.value, "by": self.metric.by} if self.metric else {"metric": None, "by": None}
-        facts = {**self.facts(), **good, "best": ranks.get(self.step)}
-        return {"step": self.step, **facts, "where": self.where, "path": path, "url": url, "problem": self.problem}
-
-
-def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str | None, context: str | None) -> Job:
-    """Return the job that a command refers to. Reads the store only if the job is unknown on this machine. Raises NotFound."""
-    from outlast.storage import runs, store
-    from outlast.storage.checkpoints import in_store
+def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str | None, context: str | None) -> Places:
+    """Return the places of a job's checkpoints. Reads the store only if the job is unknown on this machine. Raises NotFound."""
+    from outlast.storage.checkpoints import both_places, in_store
 
     elsewhere = find_job.in_store(name)
     if url and elsewhere:
         raise OutlastError(f"{elsewhere} and --store {url} are two places; leave one of them out")
     if elsewhere or (url and not (namespace or context) and not find_job.backend(ctx).list()):
         there, record = find_job.stored_run(elsewhere or url or "")
-        return Job(record.run, None, in_store.Checkpoints(there, record.run))
-    place, name = find_job.resolve(ctx, name, namespace, context)
-    status = place.status(name)
-    url = url or (status.store.url if status.store else None)
-    if find_job.in_cluster(place) is not None:
-        if url is None:
-            where = status.output or "wherever its script writes"
-            raise NotFound(f"the checkpoints of {name} are in its pods only ({where}); give the job an output in a store")
-        there = store.open_(url)
-        written = runs.read(there)
-        run = written.run if written else status.run
-        return Job(run, None, in_store.Checkpoints(there, run))
-    kept = in_store.Checkpoints(store.open_(url), status.run) if url else None
-    return Job(status.run, Path(place.output(name)) / contract.CHECKPOINTS, kept)
+        return both_places.Places(record.run, None, in_store.Checkpoints(there, record.run))
+    return both_places.of(*find_job.resolve(ctx, name, namespace, context), url)
 
 
-def _saved(job: Job) -> list[Saved]:
-    """Return all checkpoints of a job, lowest step first. If the store is unreachable, returns only the checkpoints on this
-    machine."""
-    from outlast.storage import checkpoints
-
-    here = checkpoints.list_(job.directory) if job.directory else []
-    there: list[in_store.Checkpoint] = []
-    if job.there:
-        try:
-            there = job.there.list_()
-        except StoreError as problem:
-            if not job.directory:
-                raise
-            print(f"warning: checkpoints in the store are not shown: {problem}", file=sys.stderr)
-    found = [Saved(c.step, here=c) for c in here]
-    for c in there:
-        twins = (s for s in found if s.step == c.step and s.here and (s.here.problem or s.here.generation == c.generation))
-        twin = next((s for s in twins if s.here and s.here.run in (job.run, "")), None)
-        if twin:
-            found.remove(twin)
-        found.append(Saved(c.step, here=twin.here if twin else None, there=c))
-    return sorted(found, key=lambda saved: (saved.step, saved.where))
-
-
-def _ranks(job: Job, candidates: Sequence[Saved]) -> dict[int, int]:
-    """Rank the run's checkpoints with a metric, by step: 1 is the best."""
-    from outlast.storage import checkpoints
-
-    own = (saved for saved in candidates if not saved.here or saved.here.run in (job.run, ""))
-    return {saved.step: rank for rank, saved in enumerate(checkpoints.ranked(own), 1)}
-
-
-def _chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
-    """Return all these checkpoints, or only the best, or only the checkpoints of a step. Raises NotFound."""
-    from outlast.storage import checkpoints
-
-    if best and step is not None:
-        raise OutlastError(f"--best and --step {step} name two checkpoints; leave one of them out")
-    if best:
-        return [checkpoints.named([saved for saved in candidates if not saved.problem], "best")]
-    if step is None:
-        return candidates
-    if chosen := [saved for saved in candidates if saved.step == step]:
-        return chosen
-    raise NotFound(f"no checkpoint of step {step}; there are: {_steps(candidates)}")
+def _saved(job: Places) -> list[Saved]:
+    return job.list_(lambda sentence: print(f"warning: {sentence}", file=sys.stderr))
 
 
 def _say_none() -> None:
     print("there is no checkpoint of outlast.training; the files of a plain script are in its working directory", file=sys.stderr)
-
-
-def _steps(checkpoints: Sequence[Saved | in_store.Checkpoint]) -> str:
-    return ", ".join(str(each.step) for each in checkpoints) or "none"
 
 
 @app.command("list")
@@ -208,7 +79,7 @@ def list_(
     """
     job = _job(ctx, name, store, namespace, context)
     every = _saved(job)
-    ranks = _ranks(job, every)
+    ranks = job.ranks(every)
     if output is not Output.TABLE:
         tables_and_pages.data([saved.plain(job, ranks) for saved in every], output)
         return
@@ -248,12 +119,14 @@ def show_(
       outlast checkpoints show cifar10 --step 1200
       outlast checkpoints show s3://bucket/runs/cifar10 -o json
     """
+    from outlast.storage.checkpoints import both_places
+
     job = _job(ctx, name, store, namespace, context)
     found = _saved(job)
     if not found:
         raise NotFound("nothing has been saved yet")
-    newest = _chosen(found, step, best=best)[-1]
-    plain = newest.plain(job, _ranks(job, found))
+    newest = both_places.chosen(found, step, best=best)[-1]
+    plain = newest.plain(job, job.ranks(found))
     if output is not Output.TABLE:
         tables_and_pages.data({**plain, "files": newest.sizes()}, output)
         return
@@ -294,6 +167,7 @@ def verify(
       outlast checkpoints verify cifar10 --step 1200
       outlast checkpoints verify s3://bucket/runs/cifar10
     """
+    from outlast.storage.checkpoints import both_places
 
     job = _job(ctx, name, store, namespace, context)
     results = []
@@ -306,7 +180,7 @@ def verify(
             said = "removed meanwhile, as checkpoint.keep says" if gone else problem or f"whole, {units.human_bytes(size)}"
             print(f"{at}: {said}", flush=True)
 
-    found = _chosen(_saved(job), step)
+    found = both_places.chosen(_saved(job), step)
     if not found:
         _say_none()
     for saved in found:
@@ -363,7 +237,7 @@ def restore(
       outlast checkpoints restore cifar10 --step 1200
       outlast checkpoints restore s3://bucket/runs/cifar10 --best --to best
     """
-    from outlast.storage.checkpoints import in_store
+    from outlast.storage.checkpoints import both_places, in_store
 
     job = _job(ctx, name, store, namespace, context)
     if job.there is None:
@@ -371,11 +245,12 @@ def restore(
     directory = to or job.directory or Path(contract.CHECKPOINTS)
     found = job.there.list_()
     if best:
-        step = _chosen([Saved(c.step, there=c) for c in found], step, best=True)[0].step
+        [saved] = both_places.chosen([both_places.Saved(c.step, there=c) for c in found], step, best=True)
+        step = saved.step
     if step is not None:
         found, there = [checkpoint for checkpoint in found if checkpoint.step == step], found
         if not found:
-            raise NotFound(f"no checkpoint of step {step} in the store; there are: {_steps(there)}")
+            raise NotFound(f"no checkpoint of step {step} in the store; there are: {both_places.steps(there)}")
         if found[0].problem:
             raise OutlastError(
                 f"the checkpoint of step {step} in {job.there.store.url} is damaged: {found[0].problem}; "
@@ -423,20 +298,19 @@ def export(
       outlast checkpoints export cifar10 --best --to cifar10.safetensors
       outlast checkpoints export gan --key generator --to generator.pt
     """
+    from outlast.storage.checkpoints import both_places
+
     job = _job(ctx, name, None, namespace, context)
-    whole = [saved for saved in _chosen(_saved(job), step, best=best) if not saved.problem]
-    if not whole:
-        raise NotFound("there is no readable checkpoint of this job, neither on this machine nor in a store")
+    saved = both_places.newest_readable(both_places.chosen(_saved(job), step, best=best))
     with tempfile.TemporaryDirectory() as directory:
-        found = whole[-1].here
-        if found is None and job.there and whole[-1].there:
-            with transfer_progress.transfer("received", whole[-1].there.bytes) as (progress, stop):
-                found = job.there.fetch(whole[-1].there, Path(directory), progress=progress, stop=stop)
+        size = saved.there.bytes if saved.there and not saved.here else 0
+        with transfer_progress.transfer("received", size) as (progress, stop):
+            found = job.fetched(saved, Path(directory), progress=progress, stop=stop)
         # in a separate process, since importing torch takes seconds
-        command = [sys.executable, "-m", "outlast", "weights", str(found and found.path), str(to), key]
+        command = [sys.executable, "-m", "outlast", "weights", str(found.path), str(to), key]
         if code := subprocess.run(command, check=False).returncode:
             raise typer.Exit(code)
-    print(f"step {whole[-1].step}, {units.human_bytes(to.stat().st_size)}: {to}")
+    print(f"step {saved.step}, {units.human_bytes(to.stat().st_size)}: {to}")
 
 
 @app.command()

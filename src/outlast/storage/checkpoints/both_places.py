@@ -1,0 +1,161 @@
+"""The checkpoints of a run wherever they are: on a disk of this machine, in a store, or in both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast.base.errors import NotFound, OutlastError, StoreError
+from outlast.job import contract
+from outlast.storage import runs, store
+from outlast.storage.checkpoints import in_store, on_disk, retention
+from outlast.storage.checkpoints.retention import Metric
+
+if TYPE_CHECKING:
+    from outlast.job.backend import Backend
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A checkpoint on this machine, in the store, or in both."""
+
+    step: int
+    here: on_disk.Checkpoint | None = None
+    there: in_store.Checkpoint | None = None
+
+    @property
+    def where(self) -> str:
+        """Place of the checkpoint: `here`, `store` or `both`."""
+        return "both" if self.here and self.there else "here" if self.here else "store"
+
+    @property
+    def generation(self) -> int:
+        """The generation that saved the checkpoint."""
+        readable = self.here if self.here and not self.here.problem else self.there or self.here
+        return readable.generation if readable else 0
+
+    @property
+    def metric(self) -> Metric | None:
+        """The checkpoint's metric, if it was measured."""
+        return (self.here and self.here.metric) or (self.there and self.there.metric) or None
+
+    @property
+    def problem(self) -> str:
+        """Why the checkpoint's COMMIT cannot be read; empty if it is readable."""
+        here = f"here: {self.here.problem}" if self.here and self.here.problem else ""
+        there = f"in the store: {self.there.problem}" if self.there and self.there.problem else ""
+        return "; ".join(filter(None, (here, there)))
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of the checkpoint's COMMIT, which are all None if neither copy can be read."""
+        readable = self.here if self.here and not self.here.problem else self.there.commit if self.there else None
+        facts = {name: getattr(readable, name, None) for name in ("run", "generation", "world_size", "time")}
+        return {
+            **facts,
+            "bytes": getattr(self.here if readable is self.here else self.there, "bytes", None) if readable else None,
+        }
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the checkpoint's files in bytes, by name."""
+        if self.here:
+            return {path.name: path.stat().st_size for path in sorted(self.here.path.iterdir())}
+        files = self.there.commit.files if self.there and self.there.commit else {}
+        return {name: file["size"] for name, file in sorted(files.items())}
+
+    def plain(self, places: Places, ranks: Mapping[int, int]) -> dict[str, Any]:
+        """Return the checkpoint as plain data. `ranks` is the result of `Places.ranks`."""
+        store = places.there.store.url if places.there else ""
+        url = f"{store}/{contract.CHECKPOINTS}/{self.there.place.key}" if self.there else None
+        path = str(self.here.path) if self.here else None
+        good = {"metric": self.metric.value, "by": self.metric.by} if self.metric else {"metric": None, "by": None}
+        facts = {**self.facts(), **good, "best": ranks.get(self.step)}
+        return {"step": self.step, **facts, "where": self.where, "path": path, "url": url, "problem": self.problem}
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """The places of a run's checkpoints."""
+
+    run: str
+    directory: Path | None
+    """Directory on this machine; None if the job is unknown on this machine."""
+    there: in_store.Checkpoints | None
+    """Checkpoints in the job's store; None if the job has no store."""
+
+    def list_(self, say: Callable[[str], None]) -> list[Saved]:
+        """Return all checkpoints, lowest step first. If the store is unreachable, says so and returns those on this machine."""
+        here = on_disk.list_(self.directory) if self.directory else []
+        there: list[in_store.Checkpoint] = []
+        if self.there:
+            try:
+                there = self.there.list_()
+            except StoreError as problem:
+                if not self.directory:
+                    raise
+                say(f"checkpoints in the store are not shown: {problem}")
+        found = [Saved(c.step, here=c) for c in here]
+        for c in there:
+            twins = (s for s in found if s.step == c.step and s.here and (s.here.problem or s.here.generation == c.generation))
+            twin = next((s for s in twins if s.here and s.here.run in (self.run, "")), None)
+            if twin:
+                found.remove(twin)
+            found.append(Saved(c.step, here=twin.here if twin else None, there=c))
+        return sorted(found, key=lambda saved: (saved.step, saved.where))
+
+    def ranks(self, candidates: Sequence[Saved]) -> dict[int, int]:
+        """Rank the run's checkpoints with a metric, by step: 1 is the best."""
+        own = (saved for saved in candidates if not saved.here or saved.here.run in (self.run, ""))
+        return {saved.step: rank for rank, saved in enumerate(retention.ranked(own), 1)}
+
+    def fetched(self, saved: Saved, directory: Path, **options: Any) -> on_disk.Checkpoint:
+        """Return a checkpoint on this machine; one that is only in the store is fetched to `directory`. `options` are those of
+        `in_store.Checkpoints.fetch`. Raises the same errors."""
+        if saved.here is not None and not saved.here.problem:
+            return saved.here
+        assert self.there is not None
+        assert saved.there is not None
+        return self.there.fetch(saved.there, directory, **options)
+
+
+def of(place: Backend, name: str, url: str | None = None) -> Places:
+    """Return the places of a job's checkpoints, with `url` those of another store than the job's. Raises NotFound."""
+    status, output = place.status(name), place.output(name)
+    directory = output / contract.CHECKPOINTS if isinstance(output, Path) else None
+    url = url or (status.store.url if status.store else None)
+    if url is None:
+        if directory is None:
+            where = status.output or "wherever its script writes"
+            raise NotFound(f"the checkpoints of {name} are in its pods only ({where}); give the job an output in a store")
+        return Places(status.run, directory, None)
+    there = store.open_(url)
+    written = runs.read(there) if directory is None else None
+    run = written.run if written else status.run
+    return Places(run, directory, in_store.Checkpoints(there, run))
+
+
+def chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
+    """Return all these checkpoints, or only the best, or only the checkpoints of a step. Raises NotFound."""
+    if best and step is not None:
+        raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
+    if best:
+        return [retention.named([saved for saved in candidates if not saved.problem], "best")]
+    if step is None:
+        return candidates
+    if found := [saved for saved in candidates if saved.step == step]:
+        return found
+    raise NotFound(f"no checkpoint of step {step}; there are: {steps(candidates)}")
+
+
+def steps(checkpoints: Sequence[Saved | in_store.Checkpoint]) -> str:
+    """Return the steps of checkpoints as a list for sentences."""
+    return ", ".join(str(each.step) for each in checkpoints) or "none"
+
+
+def newest_readable(candidates: Sequence[Saved]) -> Saved:
+    """Return the last of these checkpoints that can be read. Raises NotFound."""
+    whole = [saved for saved in candidates if not saved.problem]
+    if not whole:
+        raise NotFound("there is no readable checkpoint of this job, neither on this machine nor in a store")
+    return whole[-1]
