@@ -14,7 +14,7 @@ QUICK := outlast,outlast-trainer,torchrun-tuned,elastic-tuned
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: each would compile what it imports
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-one watch test-slow test-oldest test-gpu check hooks docs package bench clean
+.PHONY: help demo test test-core test-one watch test-slow test-oldest test-gpu check site hooks docs package bench clean
 
 help:  ## Say what can be made
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -66,6 +66,10 @@ check: $(READY)  ## Check format, lint, types, imports, the map, and that genera
 	$(BIN)/python docs/reference/job_file.py | diff docs/reference/job-file.md -
 	$(BIN)/python docs/reference/training.py | diff docs/reference/training.md -
 	$(BIN)/python docs/guide/commands.py | diff docs/guide/commands.md -
+	$(MAKE) --no-print-directory site
+
+site: $(READY)  ## Write the site into dist/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 hooks: $(READY)  ## Let git commit only what passes format, lint, types and imports
 	$(BIN)/pre-commit install
