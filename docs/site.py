@@ -17,7 +17,9 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text()))
-    titles = [(path.name, path.read_text().partition("\n")[0].removeprefix("# ")) for path in sorted(DOCS.glob("decisions/0*.md"))]
+    titles = [
+        (path.name, path.read_text().partition("\n")[0].removeprefix("# ")) for path in sorted(DOCS.glob("decisions/0*.md"))
+    ]
     listed = "\n".join(f"* [{title}]({name})" for name, title in titles)
     files.append(File.generated(config, "decisions/index.md", content=f"# Decisions\n\n{listed}\n"))
     return files
