@@ -180,6 +180,12 @@ class FakeBackend:
     def events(self, name: str) -> Sequence[Event]:
         return self._run(name).events
 
+    def metrics(self, name: str) -> Sequence[bytes]:
+        return ()
+
+    def job_file(self, name: str) -> str:
+        return ""
+
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         self.evaluated.append((self._run(name).status.name, [*args]))
         return 3
