@@ -116,12 +116,13 @@ class Pages:
         version = [status.state, status.model_dump_json(), *(file.stat().st_size for file in files)]
         if last and last.version[0] == status.state and (now < last.due or (last.version == version and not last.problem)):
             return last
-        built, problem, workers = last and last.built, "", {worker.index for worker in status.workers}
+        built, problem, workers = last.built if last else None, "", {worker.index for worker in status.workers}
         try:
             workers = workers or {line.worker for line in self._place.logs(status.name, tail=1)}
             built = page.built(page.of(self._place, status))
             for fact in ("state", "step", "goodput"):  # the panel has those of now
                 built.facts.pop(fact, None)
+            built.packed  # noqa: B018  takes half of the time
         except (OutlastError, OSError) as error:
             problem = _sentence(error)
         ended = time.monotonic()
@@ -177,7 +178,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif path and not path.endswith("/"):
             self._send(HTTPStatus.SEE_OTHER, "", Location=f"{quote(unquote(path.rpartition('/')[2]), safe='')}/")
         else:
-            self._send(*server.pages.page(path, part="part" in given), **{"Content-Type": "text/html; charset=utf-8"})
+            status, text = server.pages.page(path, part="part" in given)
+            self._send(status, text, **{"Content-Type": "text/html; charset=utf-8"})
 
     do_HEAD = do_GET
 
