@@ -24,7 +24,7 @@ from markup import HOSTILE, Read
 from outlast import cli
 from outlast.base.errors import NotFound, Unanswered
 from outlast.cli.look import live_pages
-from outlast.job import contract
+from outlast.job import contract, report
 from outlast.job.failure import Failure
 from outlast.job.status import State, WorkerStatus
 from outlast.local.backend import LocalBackend
@@ -234,8 +234,10 @@ def test_a_job_that_is_not_there_and_a_missing_library_are_a_sentence(
         return capsys.readouterr().err
 
     assert said() == "Error: no job jobb; did you mean job? there is job\n"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert said() == "Error: outlast ui needs the library bokeh; run: pip install 'outlast[plots]'\n"
+    monkeypatch.delattr(report, "figures", raising=False)
+    monkeypatch.delitem(sys.modules, "outlast.job.report.figures", raising=False)
+    monkeypatch.setitem(sys.modules, "bokeh.document", None)
+    assert said() == "Error: a page needs the library bokeh; run: pip install 'outlast[plots]'\n"
 
 
 @pytest.mark.slow

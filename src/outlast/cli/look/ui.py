@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 import tempfile
@@ -13,7 +12,7 @@ from urllib.parse import quote
 
 import typer
 
-from outlast.base.errors import OutlastError, Unanswered
+from outlast.base.errors import Unanswered
 from outlast.cli import completion, find_job, terminal, web_servers
 from outlast.cli.find_job import ContextOption, NamespaceOption
 
@@ -49,10 +48,10 @@ def ui(
       outlast ui cifar10 --no-browser
       outlast ui -n team-a --port 9000
     """
-    if importlib.util.find_spec("bokeh") is None:
-        raise OutlastError("outlast ui needs the library bokeh; run: pip install 'outlast[plots]'")
     from outlast.cli.look import live_pages
+    from outlast.job.report import page
 
+    page.Page("")  # without bokeh, say so now; with it, import it before a build is timed
     place = find_job.place(ctx, name, namespace, context)
     if name is not None:
         with contextlib.suppress(Unanswered):  # the page tries again
