@@ -5,6 +5,7 @@ A job's page is that of `outlast report -o html`, below the panel of notebooks. 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hmac
 import re
@@ -62,8 +63,7 @@ class Pages:
         """`pause_s` returns the minimum seconds between two builds of a report: it grows with the seconds that the last took."""
         self._place, self._pause_s = place, pause_s
         self._reports: dict[str, _Report] = {}
-        self._lock = threading.Lock()
-        """Backends serve one thread."""
+        self._lock = threading.Lock()  # backends serve one thread
 
     def page(self, path: str, *, part: bool) -> tuple[HTTPStatus, str]:
         """Return the page at a path, such as `job/digits/log/0/`. With `part`, the page lacks its scripts."""
@@ -96,9 +96,8 @@ class Pages:
 
     def _job(self, name: str, part: bool) -> str:
         status = self._place.status(name)
-        found = self._report(status)
+        found, shown = self._report(status), panel.page(status, (), "", time.time())
         html = page.live if found.built is None else found.built.html
-        shown = panel.page(status, (), "", time.time())
         return html(title=name, panel=shown, job="./", name=name, workers=found.workers, problem=found.problem, part=part)
 
     def _log(self, name: str, worker: int, part: bool) -> str:
@@ -111,14 +110,15 @@ class Pages:
 
     def _report(self, status: JobStatus) -> _Report:
         """Return the report of a job, built anew if the job has changed, but not too often while its state stays."""
-        last, now, output = self._reports.get(status.name), time.monotonic(), self._place.output(status.name)
-        files = sorted((output / contract.LEDGER).glob("*.jsonl")) if isinstance(output, Path) else ()
+        last, now = self._reports.get(status.name), time.monotonic()
+        files = sorted((Path(status.output) / contract.LEDGER).glob("*.jsonl"))  # none in a cluster
         version = [status.state, status.model_dump_json(), *(file.stat().st_size for file in files)]
         if last and last.version[0] == status.state and (now < last.due or (last.version == version and not last.problem)):
             return last
         built, problem, workers = last.built if last else None, "", {worker.index for worker in status.workers}
-        try:
+        with contextlib.suppress(NotFound):  # of any log
             workers = workers or {line.worker for line in self._place.logs(status.name, tail=1)}
+        try:
             built = page.built(page.of(self._place, status))
             for fact in ("state", "step", "goodput"):  # the panel has those of now
                 built.facts.pop(fact, None)

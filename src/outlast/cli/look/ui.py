@@ -17,7 +17,6 @@ from outlast.cli import completion, find_job, terminal, web_servers
 from outlast.cli.find_job import ContextOption, NamespaceOption
 
 PORT = 8700
-"""A free port replaces it if it is taken."""
 
 
 def ui(
