@@ -321,7 +321,7 @@ class Run:
             return weights.saved(places.fetched(saved, Path(directory)).path, key)
 
     def __repr__(self) -> str:
-        from outlast.local.notebooks import panel
+        from outlast.job.report import panel
 
         try:
             return f"<Run {panel.text(self.status)}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import zlib
@@ -14,8 +15,11 @@ import pytest
 import apiserver
 from outlast import client
 from outlast.cli import tables_and_pages
+from outlast.cli.look import live_pages
 from outlast.job import accelerators
 from outlast.job.report import goodput
+from outlast.kubernetes import api
+from outlast.kubernetes.jobs.backend import KubernetesBackend
 from outlast.storage import runs, store
 
 Document = dict[str, Any]
@@ -94,6 +98,26 @@ def test_a_page_is_made_of_a_job_in_a_cluster_and_of_the_url_of_its_output(
         assert (code, err, page.splitlines()[0]) == (0, "", "<!doctype html>")
         assert all(words in page for words in ("<dd>Succeeded</dd>", "8 kept", *said))
         assert "hunter2" not in page
+
+
+def test_the_live_pages_show_a_cluster_with_or_without_a_store_and_wait_for_one_that_is_away(
+    team: apiserver.ApiServer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with apiserver.serving(team) as address:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "another", address)))
+        cluster = api.connect(None, "n")
+        pages = live_pages.Pages(KubernetesBackend(cluster), pause_s=lambda _: 0.0)
+        team.put(a_job("/pvc/runs", step=8))
+        assert '<a href="job/train/">train</a>' in pages.page("", part=True)[1]
+        code, text = pages.page("job/train/", part=True)
+        assert (code, "Succeeded" in text, "the ledger of train is in its pods only" in text) == (200, True, True)
+        team.put(a_job(url, step=8))
+        code, text = pages.page("job/train/", part=True)
+        assert (code, "8 kept" in text, "pods only" in text) == (200, True, False)
+        cluster.close()
+    with contextlib.closing(api.connect(None, "n")) as cluster:
+        code, text = live_pages.Pages(KubernetesBackend(cluster)).page("job/train/", part=True)
+        assert (code, "; trying again" in text, "Traceback" in text) == (503, True, False)
 
 
 def test_the_report_of_a_job_in_a_cluster_also_has_what_its_operator_knows(

@@ -21,7 +21,7 @@ ELSEWHERE = {
     r"^fetch\b": "a store; test_weights fetches",
     r"(accelerate_loop|lightning_fit)\.py": "libraries that are not installed here; test_hugging_face runs what is",
     r"--engine spark|--master": "a Java",
-    r"^(tensorboard|notebook)\b": "serve until somebody ends them; test_tensorboard and test_notebook start both",
+    r"^(tensorboard|notebook|ui)\b": "serve until somebody ends them; test_tensorboard, test_notebook and test_ui start them",
     r"https://|^data get (cifar10|kinetics|tiny)|examples/cifar10\.yaml$|^data prepare video": "data that are not here",
     r"\b[A-Z]{3,}\b|\$\d|\.\.\.|^data (get|prepare)$|^run --fresh$": "names of a reader",
     r"^data prepare \w+( --stretch)?$|_[A-Z]+": "the same",

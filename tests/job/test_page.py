@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import html.parser
 import json
 import os
 import re
@@ -19,6 +18,7 @@ import pytest
 
 import browsers
 from accounts import Story, training
+from markup import HOSTILE, Read
 from outlast.base.errors import OutlastError
 from outlast.job import contract, ledger, report, spec
 from outlast.job.backend import LogLine
@@ -28,7 +28,6 @@ from outlast.job.report.steps import Bucket
 from outlast.job.status import JobStatus
 from outlast.local.backend import LocalBackend
 
-HOSTILE = '</script><img src=x onerror="hit=1"><b>{{ 7 * 7 }}</b>]]>-->\'"&amp;\ud800 $$x$$'
 TAGS = {
     *("html", "head", "meta", "title", "style", "body", "h1", "p", "noscript", "dl", "div", "dt", "dd", "section", "h2", "ul"),
     *("li", "i", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "pre", "footer", "script"),
@@ -90,28 +89,6 @@ def metrics(events: list[dict[str, Any]], *names: str) -> Iterator[str]:
 def a_page(story: Story, *names: str, **fields: Any) -> str:
     given = {"name": "digits", "metrics": lambda: metrics(story.events, *names), "job_file": lambda: "kind: ElasticJob\n"}
     return page.run(page.Run(run="r1", events=story.events, active=False, **{**given, "log": lambda worker: (), **fields}))
-
-
-class Read(html.parser.HTMLParser):
-    """The elements, the text, and the scripts of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.scripts: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self.scripts += [""] if tag == "script" else []
-
-    def handle_data(self, data: str) -> None:
-        if self.cdata_elem == "script":
-            self.scripts[-1] += data
-        else:
-            self.text += data
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -21,16 +21,18 @@ from typing import Any
 import nbformat
 import pytest
 
-import accounts
 import pages
+from here import Here
+from markup import Read
 from outlast import cli
 from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import web_servers
 from outlast.cli.train import notebook
 from outlast.job.failure import Failure
+from outlast.job.report import panel
 from outlast.job.status import JobStatus, RankStatus, State, WorkerStatus
 from outlast.local import notebooks
-from outlast.local.notebooks import charts, jupyter, panel
+from outlast.local.notebooks import jupyter
 
 FIRST = Path(jupyter.__file__).with_name(jupyter.FIRST)
 GIVEN = "0123456789abcdef0123456789abcdef"
@@ -296,13 +298,16 @@ def test_nothing_that_a_job_says_becomes_part_of_the_page() -> None:
     assert "<script" not in panel.page(status, panel.points(METRICS, "loss"), evil, 100.0)
 
 
-def test_the_story_of_a_run_is_drawn_with_its_loss_and_where_its_time_went() -> None:
-    points = panel.points(METRICS, "loss")
-    account = accounts.training().steps(4).failure().world(1).session(1).restored(2).steps(3).finished().account()
-    loss, time = charts.story(account, points, points[:2]).axes
-    assert [line.get_label() for line in loss.lines] == ["training loss", "validation loss", "a new world of workers"]
-    assert {text.get_text() for text in time.get_legend().get_texts()} >= {"training 5.0s", "replayed 2.0s", "queue 1.0s"}
-    assert [text.get_text() for text in time.texts] == [accounts.KILLED]
+def test_drawing_shows_the_page_of_the_report_in_a_frame_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, displayed = Here(tmp_path), list[dict[str, str]]()
+    here.submit()
+    monkeypatch.setattr(notebooks, "_here", lambda: here.backend)
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: displayed.append(data))
+    notebooks.draw("job")
+    ((frame, attributes),) = Read(displayed[0]["text/html"]).tags
+    assert (frame, attributes["sandbox"]) == ("iframe", "allow-scripts"), "it cannot reach the notebook"
+    assert "Time by cause" in Read(str(attributes["srcdoc"])).text
+    assert "goodput" in displayed[0]["text/plain"]
 
 
 def test_behind_kubeflows_gateway_it_serves_below_its_prefix() -> None:
@@ -328,6 +333,9 @@ class Place:
 
     def output(self, name: str) -> Path:
         return self._output
+
+    def metrics(self, name: str) -> list[bytes]:
+        return []
 
 
 def test_following_ends_at_a_step_or_with_the_job_and_one_that_has_failed_is_an_error(

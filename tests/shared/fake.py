@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
+from outlast.job import contract, spec
 from outlast.job import faults as chaos
-from outlast.job import spec
 from outlast.job.backend import LogLine
 from outlast.job.failure import Failure
 from outlast.job.ledger import Event
@@ -179,6 +179,13 @@ class FakeBackend:
 
     def events(self, name: str) -> Sequence[Event]:
         return self._run(name).events
+
+    def metrics(self, name: str) -> Sequence[bytes]:
+        file = self.output(name) / contract.METRICS
+        return file.read_bytes().splitlines() if file.exists() else ()
+
+    def job_file(self, name: str) -> str:
+        return (self.output(name) / contract.JOB_FILE).read_text()
 
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         self.evaluated.append((self._run(name).status.name, [*args]))

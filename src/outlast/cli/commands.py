@@ -20,7 +20,7 @@ from outlast.cli import find_job, terminal
 from outlast.cli.cluster import doctor, install, processes, rdzv, render
 from outlast.cli.data import checkpoints, datasets, fetch, sync
 from outlast.cli.groups import Commands
-from outlast.cli.look import report, status_logs_list, tensorboard, top, wait, why
+from outlast.cli.look import report, status_logs_list, tensorboard, top, ui, wait, why
 from outlast.cli.train import chaos, convert, evaluate, notebook, run, script, submit, suspend_scale_cancel, validate
 
 GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
@@ -46,6 +46,7 @@ GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "wait": wait.wait,
         "why": why.why,
         "report": report.report,
+        "ui": ui.ui,
         "top": top.top,
         "tensorboard": tensorboard.tensorboard,
     },

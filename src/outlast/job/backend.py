@@ -127,5 +127,11 @@ class Backend(Protocol):
     def events(self, name: str) -> Iterable[Event]:
         """Return the ledger of the job's run in order of time; may be iterated more than once."""
 
+    def metrics(self, name: str) -> Iterable[bytes]:
+        """Return the lines of the job's metrics.jsonl; none if nothing was logged, or if only the job's pods have it."""
+
+    def job_file(self, name: str) -> str:
+        """Return the job file, without secrets; empty if it cannot be read."""
+
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         """Run the job's module with `--evaluate` and `args` in one foreground process, and return its exit code."""

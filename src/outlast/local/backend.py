@@ -161,6 +161,13 @@ class LocalBackend:
     def events(self, name: str) -> ledger.Events:
         return ledger.read(self.output(name) / contract.LEDGER)
 
+    def metrics(self, name: str) -> Iterator[bytes]:
+        with contextlib.suppress(OSError), (self.output(name) / contract.METRICS).open("rb") as file:
+            yield from file
+
+    def job_file(self, name: str) -> str:
+        return (self.output(name) / contract.JOB_FILE).read_text()
+
     def logs(
         self,
         name: str,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,9 +19,6 @@ from outlast.job import contract
 if TYPE_CHECKING:
     from outlast.job.ledger import Event
     from outlast.job.report.page import Run
-
-_TAIL = 40
-"""Number of last lines of a log on a page."""
 
 
 class Format(enum.StrEnum):
@@ -127,7 +122,7 @@ def _compare(
 
 def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Run:
     """Find the job with this name, or with its output at this URL."""
-    from outlast.job.report.page import Run
+    from outlast.job.report import page
 
     if url := find_job.in_store(name):
         from outlast.storage.runs import output
@@ -137,33 +132,15 @@ def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: s
         first: Event = next(iter(stored), {})
         if record.submitted < first.get("t", 0.0):
             stored = stored.merged([{"t": record.submitted, "kind": "submitted", "source": "run", "run": record.run}])
-        return Run(
+        return page.Run(
             record.job,
             record.run,
             stored,
             not ended,
             functools.partial(output.metrics, place),
             lambda: place.get(contract.JOB_FILE).decode(errors="replace"),
-            lambda worker: output.logs(place.url, worker=worker, tail=_TAIL),
+            lambda worker: output.logs(place.url, worker=worker, tail=page.TAIL),
             ended,
         )
     backend, name = find_job.resolve(ctx, name, namespace, context)
-    status, events, written = backend.status(name), backend.events(name), backend.output(name)
-    active, ended, file = status.launcher is not None, "", lambda: (Path(written) / contract.JOB_FILE).read_text()
-    if there := find_job.in_cluster(backend):
-        active, ended = status.state.active, str(status.state) if status.state.final else ""
-        file = functools.partial(there.job_file, name)
-    metrics, logs = functools.partial(_metrics, written), functools.partial(backend.logs, name, tail=_TAIL)
-    return Run(name, status.run, events, active, metrics, file, lambda worker: logs(worker=worker), ended, status)
-
-
-def _metrics(output: Path | str) -> Iterator[bytes]:
-    """Yield the lines of metrics.jsonl in a job's output, a directory or a URL; none if nothing was logged, or elsewhere."""
-    if isinstance(output, Path):
-        with contextlib.suppress(OSError), (output / contract.METRICS).open("rb") as file:
-            yield from file
-    elif "://" in output:
-        from outlast.storage import store
-        from outlast.storage.runs import output as stored
-
-        yield from stored.metrics(store.open_(output))
+    return page.of(backend, backend.status(name))

@@ -2,7 +2,7 @@
 
 Texts of a job (names, errors, logs, metrics) become markup in one place, the template `page.html`, in which Jinja escapes them;
 plots are packed as gzip and base64. The page's policy allows two scripts only, by their digests: BokehJS, and `page.js`, which
-unpacks the plots.
+unpacks the plots. The pages of `outlast ui` extend that template (`live.html`), with a third script that keeps them up to date.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import functools
 import gzip
 import hashlib
 import heapq
@@ -25,7 +26,7 @@ from outlast import __version__
 from outlast.base import units
 from outlast.base.errors import OutlastError, importing
 from outlast.job import url_logins
-from outlast.job.backend import LogLine
+from outlast.job.backend import Backend, LogLine
 from outlast.job.ledger import Event
 from outlast.job.report import comparison as compare
 from outlast.job.report import goodput, plot, printed
@@ -42,6 +43,8 @@ _ROWS = 60
 """Maximum number of rows of a table with a series."""
 _PERIODS, _PERIODS_OF_ALL = 2000, 20_000
 """Maximum number of periods in the timeline of the job, and in those of all workers."""
+TAIL = 40
+"""Number of last lines of a log on a page."""
 _LOGS = 8
 """Maximum number of workers whose logs are shown."""
 _TALL, _ROW = 640, 22
@@ -79,13 +82,28 @@ class Run:
         return dataclasses.replace(found, state=found.state or self.ended or None)
 
 
+def of(place: Backend, status: JobStatus) -> Run:
+    """Return the run of the job with this status, to report on."""
+    name, ended = status.name, str(status.state) if status.state.final else ""
+    read, file = functools.partial(place.metrics, name), functools.partial(place.job_file, name)
+    logs = functools.partial(place.logs, name, tail=TAIL)
+    return Run(
+        name, status.run, place.events(name), status.state.active, read, file, lambda worker: logs(worker=worker), ended, status
+    )
+
+
 def run(shown: Run) -> str:
+    """Return the page of a run as a file. Raises OutlastError if bokeh is missing."""
+    return built(shown).html()
+
+
+def built(shown: Run) -> Page:
     """Return the page of a run. Raises OutlastError if bokeh is missing."""
     past = History(shown.events)
     account, (logged, broken) = shown.account(past), metrics(shown.metrics())
     unread = {"the ledger": getattr(shown.events, "broken", 0) + past.unusable, "metrics.jsonl": broken}
     status, begun = shown.status, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(account.start))
-    facts = {
+    facts: dict[str, object] = {
         "state": account.state or "Running",
         "step": f"{status.step:,}{f' of {status.steps:,}' if status.steps else ''}" if status else "",
         "goodput": units.percent(account.goodput),
@@ -97,7 +115,8 @@ def run(shown: Run) -> str:
         "output": url_logins.hidden(status.output) if status else "",
         "not readable": ", ".join(f"{_many(count, 'line')} of {place}" for place, count in unread.items() if count),
     }
-    page = _Page(account.wall_s, max((each.x[-1] for each in logged.values()), default=0.0))
+    page = Page(shown.name, account.wall_s, max((each.x[-1] for each in logged.values()), default=0.0))
+    page.facts = {name: text for name, text in facts.items() if text}
     _metrics(page, logged, past, account)
     _timeline(page, past, account)
     _goodput(page, account)
@@ -107,14 +126,14 @@ def run(shown: Run) -> str:
     with contextlib.suppress(OutlastError, OSError):
         if text := url_logins.hidden(shown.job_file()):
             page.add("Job file", "As submitted, without secrets.", texts=[(shown.name, text)])
-    return page.html(shown.name, {name: text for name, text in facts.items() if text})
+    return page
 
 
 def comparison(rows: Sequence[compare.Row], logged: Sequence[Iterable[str | bytes]]) -> str:
     """Return the page of several runs, of which `logged` has the lines of metrics.jsonl. Raises OutlastError if bokeh is
     missing."""
     losses = [metrics(lines)[0].get("loss") for lines in logged]
-    page = _Page(steps=max((each.x[-1] for each in losses if each), default=0.0))
+    page = Page(", ".join(each.run.name for each in rows), steps=max((each.x[-1] for each in losses if each), default=0.0))
     names = [f"{number}. {each.run.name[:24]}" for number, each in enumerate(rows, 1)]
     colours = [colour for colour, _ in zip(itertools.cycle(_COLOURS), rows, strict=False)]
     seconds = [each.run.time_s for each in rows]
@@ -144,45 +163,64 @@ def comparison(rows: Sequence[compare.Row], logged: Sequence[Iterable[str | byte
             page.line(drawn, loss, colour, run=name, step="@x{0,0}")
     if any(losses):
         page.add("Loss", plot="losses", legend=dict(zip(names, colours, strict=True)))
-    return page.html(", ".join(each.run.name for each in rows), {})
+    return page.html()
 
 
-class _Page:
-    """A page under construction: its sections and plots."""
+class Page:
+    """A page under construction: its facts, sections and plots."""
 
-    def __init__(self, seconds: float = 0.0, steps: float = 0.0) -> None:
+    def __init__(self, title: str, seconds: float = 0.0, steps: float = 0.0) -> None:
         with importing("a page", "plots"):
             from outlast.job.report import figures
+        self.title, self.facts = title, dict[str, object]()
         self.plots, self.sections = figures.Plots(seconds, steps), list[dict[str, object]]()
         self.columns, self.hover, self.line, self.workers = figures.columns, figures.hover, figures.line, figures.workers
-        self._library = figures.javascript()
+        self.library = figures.javascript()
 
     def add(self, title: str, note: str = "", **more: Any) -> None:
         """Add a section: the name of a `plot`, a `legend` (colours by their meanings), a `table` (caption, headings, rows), or
         `texts` with titles."""
         self.sections.append({"title": title, "note": note, **more})
 
-    def html(self, title: str, facts: Mapping[str, object]) -> str:
-        """Return the page. Here, and only here, texts become markup."""
-        import jinja2  # comes with bokeh
+    @functools.cached_property
+    def packed(self) -> str:
+        """The plots."""
+        return _packed(json.dumps(self.plots.packed(), allow_nan=False))
 
-        files = resources.files(__package__)
-        script = files.joinpath("page.js").read_text()
-        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, self._library))
-        allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        environment.filters["packed"] = lambda text: base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-        text = environment.from_string(files.joinpath("page.html").read_text()).render(
-            title=title,
-            facts=facts,
-            sections=self.sections,
-            policy=f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'",
-            script=script,
-            library=self._library,
-            plots=json.dumps(self.plots.packed(), allow_nan=False),
-            version=__version__,
-        )
-        return text.encode("ascii", "xmlcharrefreplace").decode()  # whatever the terminal's encoding, and for half a character
+    def html(self, **more: object) -> str:
+        """Return the page: a file, or with more fields a page of `outlast ui`."""
+        fields = {"title": self.title, "facts": self.facts, "sections": self.sections, "plots": self.packed, **more}
+        return _rendered("live.html" if more else "page.html", self.library, fields)
+
+
+def live(**fields: object) -> str:
+    """Return a page of `outlast ui` without plots; `live.html` says what the fields are."""
+    return _rendered("live.html", "", fields)
+
+
+@functools.lru_cache(4)  # for the library
+def _packed(text: str) -> str:
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def _rendered(template: str, library: str, fields: Mapping[str, object]) -> str:
+    """Return a page. Here, and only here, texts become markup."""
+    import jinja2  # comes with bokeh
+
+    names = [*(["live.js"] if template == "live.html" else []), *(["page.js"] if library else [])]
+    scripts = [resources.files(__package__).joinpath(name).read_text() for name in names]
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in [*scripts, library])
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    files = jinja2.PackageLoader(__package__, "")
+    environment = jinja2.Environment(loader=files, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    text = environment.get_template(template).render(
+        fields,
+        policy=f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'",
+        scripts=scripts,
+        library=library and _packed(library),
+        version=__version__,
+    )
+    return text.encode("ascii", "xmlcharrefreplace").decode()  # whatever the terminal's encoding, and for half a character
 
 
 def _many(count: int, noun: str) -> str:
@@ -199,7 +237,7 @@ def _table(over: str, series: Series, at: Callable[[float], str]) -> tuple[str, 
     return f"{_many(series.count, 'value')} in {_many(len(rows), 'row')}", (over, "last", "least", "most"), rows
 
 
-def _metrics(page: _Page, logged: Mapping[str, Series], past: History, account: Goodput) -> None:
+def _metrics(page: Page, logged: Mapping[str, Series], past: History, account: Goodput) -> None:
     steps = [past.step_at(t) for t, _ in past.worlds] + past.progress.last[-1:]
     sizes = [size for _, size in past.worlds]
     failures = [each for each in account.incidents if each.kind in FAILURES]
@@ -215,7 +253,7 @@ def _metrics(page: _Page, logged: Mapping[str, Series], past: History, account: 
         page.add(name, note + _thinned(series), plot=f"metric-{number}", table=_table("step", series, "{:,.0f}".format))
 
 
-def _timeline(page: _Page, past: History, account: Goodput) -> None:
+def _timeline(page: Page, past: History, account: Goodput) -> None:
     """Show what the job and each worker did. Workers that did the same together are one shape."""
     place = {worker: number for number, worker in enumerate(sorted(past.presence))}
     job = longest(account.segments, _PERIODS)
@@ -257,7 +295,7 @@ def _timeline(page: _Page, past: History, account: Goodput) -> None:
     page.add("Timeline", note, plot="timeline", legend={what: _WHAT[what] for what in _WHAT if what in shapes}, table=table)
 
 
-def _goodput(page: _Page, account: Goodput) -> None:
+def _goodput(page: Page, account: Goodput) -> None:
     spent = sorted(Bucket, key=lambda bucket: (bucket is not Bucket.TRAINING, -account.microseconds[bucket]))
     shown = [bucket for bucket in spent if account.microseconds[bucket]] or [Bucket.TRAINING]
     shares = [units.percent(account.share(bucket)) for bucket in shown]
@@ -268,7 +306,7 @@ def _goodput(page: _Page, account: Goodput) -> None:
     page.add("Time by cause", note, plot="goodput", table=("Seconds by cause", ("cause", "seconds", "share"), rows))
 
 
-def _incidents(page: _Page, account: Goodput) -> None:
+def _incidents(page: Page, account: Goodput) -> None:
     """Show the incidents, and what each cost by its parts."""
     free = {"seconds": 0.0, "up_to": False, "source": "", **{f"{part}_s": 0.0 for part in _PARTS}}
     every = [{**each, "lost": each["lost"] or free} for each in printed.as_json(account)["incidents"]]
@@ -293,7 +331,7 @@ def _incidents(page: _Page, account: Goodput) -> None:
     page.add("Incidents", note, plot="lost", legend=_LOST, table=table)
 
 
-def _errors(page: _Page, shown: Run, past: History, account: Goodput) -> None:
+def _errors(page: Page, shown: Run, past: History, account: Goodput) -> None:
     """Show errors with what their processes wrote last, and the ends of the logs of workers that failed."""
     texts = [(f"{printed.at(t - account.start)} {reason}", text) for t, _, reason, text in past.errors if text]
     if not texts and shown.status and (last := shown.status.failure):
@@ -305,7 +343,7 @@ def _errors(page: _Page, shown: Run, past: History, account: Goodput) -> None:
         page.add("First errors", texts=texts)
 
 
-def _times(page: _Page, past: History, account: Goodput) -> None:
+def _times(page: Page, past: History, account: Goodput) -> None:
     """Show the times of steps and saves over the time of the run."""
     steps = "Step times", "As rank 0 reports them, without the first step of each world."
     for name, (title, note), series in (("steps", steps, past.times), ("saves", ("Checkpoints", ""), past.saves)):

@@ -38,32 +38,22 @@ def check(path: Path) -> None:
     _figure()
 
 
-def figure(width: float, height: float) -> Any:
-    """Return an empty figure of this size in inches. Raises OutlastError if matplotlib is missing."""
-    return _figure()(figsize=(width, height), layout="constrained")
-
-
-def save(drawn: Any, path: Path) -> None:
-    """Write a figure to a file. Raises OutlastError if the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        drawn.savefig(path)
-    except OSError as error:
-        raise OutlastError(f"--plot {path} cannot be written: {error.strerror or error}; name another file") from error
-
-
 def write(path: Path, rows: Sequence[Row]) -> None:
     """Plot a comparison to a file: bars of minutes or seconds, and the known speed-ups over the number of workers.
 
     Raises OutlastError if matplotlib is missing or the file cannot be written.
     """
-    drawn = figure(9, 3.6)
+    drawn = _figure()(figsize=(9, 3.6), layout="constrained")
     points = [(row.run.workers[0], row.speedup) for row in rows if row.efficiency is not None and row.speedup is not None]
     left, *right = drawn.subplots(1, 2 if len(points) > 1 else 1, squeeze=False)[0]
     _times(left, rows)
     if right:
         _speedups(right[0], sorted(points))
-    save(drawn, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(path)
+    except OSError as error:
+        raise OutlastError(f"--plot {path} cannot be written: {error.strerror or error}; name another file") from error
 
 
 def _times(axes: Any, rows: Sequence[Row]) -> None:

@@ -91,6 +91,12 @@ class KubernetesBackend:
 
         return stored.events(store.open_(status.store.url)).merged(job_status.cluster_events(workloads[0], status))
 
+    def metrics(self, name: str) -> Iterator[bytes]:
+        if "://" in (url := self.output(name)):
+            from outlast.storage import store
+
+            yield from stored.metrics(store.open_(url))
+
     def job_file(self, name: str) -> str:
         """Return the job file, without secrets; empty if it cannot be read."""
         from outlast.job import spec

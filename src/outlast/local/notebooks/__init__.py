@@ -3,8 +3,8 @@
     from outlast import notebooks
 
     notebooks.follow("gpt")     # a panel that updates until the job has ended
-    notebooks.draw("gpt")       # the job's loss, and its time by cause
-    notebooks.report("gpt")     # the same as a dict
+    notebooks.draw("gpt")       # the page of `outlast report -o html`, with plots
+    notebooks.report("gpt")     # its figures as a dict
 
 As in `outlast status`, only jobs of the notebook's directory are visible. In a terminal, the panel is a line of text.
 `notebooks.jupyter` starts JupyterLab for `outlast notebook`, and `first.ipynb` is the first notebook.
@@ -13,20 +13,17 @@ As in `outlast status`, only jobs of the notebook's directory are visible. In a 
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-import io
+import html
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.base.errors import OutlastError
+from outlast.job.report import panel
 
 if TYPE_CHECKING:
     from outlast.job.backend import Backend
-    from outlast.job.report.goodput import Goodput
-    from outlast.job.status import JobStatus
     from outlast.local.backend import LocalBackend
-    from outlast.local.notebooks.panel import Point
 
 
 def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None:
@@ -52,30 +49,32 @@ def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None
 
 def report(name: str) -> dict[str, Any]:
     """Return the job's time by cause, and the cost of its failures, as `outlast report -o json` prints them."""
-    from outlast.job.report import printed
+    from outlast.job.report import page, printed
 
-    return printed.as_json(_account(_here(), name))
+    run = page.of(place := _here(), place.status(name))
+    return printed.as_json(run.account(run.events))
 
 
 def draw(name: str) -> None:
-    """Draw the loss of a job over its steps, and its time by cause. Needs matplotlib."""
+    """Show the page of a job: the loss over its steps, its workers, its time by cause, as `outlast report -o html` writes it.
+    Where there is no page, this is the text of `outlast report`. Needs bokeh."""
     from IPython import display
 
-    from outlast.local.notebooks import charts
+    from outlast.job.report import page, printed
 
-    place = _here()
-    figure = charts.story(_account(place, name), _points(place, name, "loss"), _points(place, name, "val_loss"))
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=160)
-    display.display(display.Image(picture.getvalue(), width=820))
+    run = page.of(place := _here(), place.status(name))
+    look = "width: 100%; height: 45rem; border: 0"
+    frame = f'<iframe sandbox="allow-scripts" title="report" style="{look}" srcdoc="{html.escape(page.run(run))}"></iframe>'
+    display.display({"text/html": frame, "text/plain": printed.plain(run.account(run.events), name)}, raw=True)
 
 
 class Panel:
     """A job at one point in time, for a page or a terminal."""
 
     def __init__(self, place: Backend, name: str, metric: str) -> None:
-        self.status: JobStatus = place.status(name)
-        self._metric, self._points = metric, _points(place, name, metric)
+        self.status, self._metric = place.status(name), metric
+        lines = place.metrics(name) if isinstance(place.output(name), Path) else ()
+        self._points = panel.points(lines, metric)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Panel) and (self.status, self._points) == (other.status, other._points)
@@ -83,13 +82,9 @@ class Panel:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        from outlast.local.notebooks import panel
-
         return panel.text(self.status, self._metric)
 
     def _repr_html_(self) -> str:
-        from outlast.local.notebooks import panel
-
         return panel.page(self.status, self._points, self._metric, time.time())
 
 
@@ -97,20 +92,3 @@ def _here() -> LocalBackend:
     from outlast.local import backend, state_dir
 
     return backend.LocalBackend(state_dir.root())
-
-
-def _points(place: Backend, name: str, metric: str) -> Sequence[Point]:
-    from outlast.job import contract
-    from outlast.local.notebooks import panel
-
-    output = place.output(name)
-    try:
-        return panel.points((output / contract.METRICS).read_bytes().splitlines(), metric) if isinstance(output, Path) else ()
-    except FileNotFoundError:  # nothing logged yet
-        return ()
-
-
-def _account(place: LocalBackend, name: str) -> Goodput:
-    from outlast.job.report import goodput
-
-    return goodput.buckets(place.events(name), time.time() if place.status(name).launcher is not None else None)

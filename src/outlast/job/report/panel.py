@@ -1,6 +1,7 @@
-"""The panel of a job in a page: its state, progress, workers and loss, as HTML and SVG without widgets. Pure.
+"""The panel of a job: its state, progress, workers and loss now, as HTML and SVG without widgets. Pure.
 
-The colours of text and lines are JupyterLab's variables, which follow dark themes. Outside JupyterLab, the fallback values apply.
+Notebooks show it, and so do the pages of `outlast ui`, without the curve: they have plots. The colours of text and lines are
+JupyterLab's variables, which follow dark themes. Outside JupyterLab, the fallback values apply.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def text(status: JobStatus, metric: str = "loss") -> str:
 
 
 def page(status: JobStatus, curve: Sequence[Point], metric: str, now: float) -> str:
-    rows = [_head(status), _progress(status), _workers(status.workers), _facts(status, now), _curve(curve, metric, status.steps)]
+    """Return the panel as HTML. It has no curve if `metric` is empty."""
+    rows = [_head(status), _progress(status), _workers(status.workers), _facts(status, now)]
+    if metric:
+        rows.append(_curve(curve, metric, status.steps))
     if status.failure is not None:
         rows.insert(3, _div(f"last failure: {html.escape(status.failure.reason)}", f"color:{_RED};margin:6px 0"))
     look = f"max-width:{_WIDTH}px;border:1px solid {_LINE};border-radius:6px;padding:10px 14px;color:{_TEXT};"
