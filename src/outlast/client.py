@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import types
 
     from outlast.job.backend import Backend, LogLine
+    from outlast.job.report import page
     from outlast.job.report.goodput import Goodput
     from outlast.job.report.incidents import Incident
     from outlast.job.spec import Job as JobFile
@@ -275,11 +276,10 @@ class Run:
 
     def report(self) -> Report:
         """Return where the time of the run went. In a cluster, this needs an output in a store."""
-        from outlast.job.report import goodput
+        from outlast.job.report import page
 
-        status = self.status
-        events = self._place.events(self.name)
-        return Report(self.name, goodput.buckets(events, time.time() if status.state.active else None))
+        shown = page.of(self._place, self.status)
+        return Report(self.name, shown.account(shown.events), shown)
 
     @property
     def goodput(self) -> float | None:
@@ -347,6 +347,15 @@ class Report:
 
     name: str
     account: Goodput
+    _shown: page.Run = dataclasses.field(repr=False)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report as one page with plots, as `outlast report -o html` prints it, and return its path. Needs bokeh."""
+        from outlast.job.report import page
+
+        path = Path(path)
+        path.write_text(page.run(self._shown), encoding="utf-8")
+        return path
 
     @property
     def failures(self) -> Sequence[Incident]:

@@ -176,4 +176,6 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     assert [line.text for line in run.logs(worker=0, previous=True)] == log[[0, *starts][-2] : starts[-1]]
     assert (run.name, run.checkpoints[-1].step) == ("train", 400)
     assert all(tensor.device.type == "cpu" for tensor in run.weights(400, key="net").values())
-    assert outlast.find("train").report().as_json()["lost"]["failures"]["count"] == 1
+    report = outlast.find("train").report()
+    assert report.as_json()["lost"]["failures"]["count"] == 1
+    assert "train" in report.save("report.html").read_text()
