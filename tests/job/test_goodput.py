@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accounts import KILLED, Story, training
-from outlast.job.report import goodput, ledger_events, printed, timeline
+from outlast.job.report import goodput, incidents, ledger_events, printed, timeline
 from outlast.job.report.incidents import Incident, Lost
 from outlast.job.report.steps import Bucket
 
@@ -53,7 +54,7 @@ def test_steps_after_the_restored_one_were_lost_with_the_step_under_way():
     assert (account.steps_kept, account.steps_replayed) == (9, 3)
     assert (account.worlds, account.failures, account.restarts, account.saves) == (2, 1, 1, 1)
     lost = Lost(500_000, 1_250_000, 500_000, 3_200_000, up_to=True)
-    assert account.incidents == (Incident(10.8, "failure", KILLED, 1, 1, pytest.approx(2.75), 3, lost=lost),)
+    assert account.incidents == (Incident(10.8, "failure", KILLED, 1, 1, pytest.approx(2.75), 3, lost=lost, cause="killed"),)
 
 
 def test_what_the_others_die_of_when_a_worker_is_lost_is_not_another_incident():
@@ -104,8 +105,36 @@ def test_a_planned_change_loses_no_step():
     )
     lost = Lost(reforming_us=1_500_000, restoring_us=500_000)
     assert account.incidents == (
-        Incident(7.6, "interruption", "scale to 3; saved step 4", None, 1, pytest.approx(3.0), 0, lost=lost),
+        Incident(
+            7.6, "interruption", "scale to 3; saved step 4", None, 1, pytest.approx(3.0), 0, lost=lost, cause="interruption"
+        ),
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "cause"),
+    [
+        ("failure", {"code": 137}, "killed"),
+        ("failure", {"code": 137, "cause": "oom"}, "oom"),
+        ("failure", {"code": 1, "cause": "disk"}, "disk"),
+        ("failure", {"code": 1}, "error"),
+        ("failure", {"code": 143, "counted": False}, "interruption"),
+        ("attempt", {"attempt": 1, "code": 1, "cause": "oom"}, "oom"),
+        ("hang", {"silent_s": 0.5, "rank": 1}, "hang"),
+        ("called", {"generation": 2, "planned": False}, "lost"),
+        ("interrupted", {"step": 3}, "interruption"),
+        ("unheard", {"workers": [1]}, "lost"),
+    ],
+)
+def test_lost_training_time_has_one_of_few_causes(kind: str, fields: dict[str, Any], cause: str):
+    story = training().steps(3)
+    story.say(kind, 0.25, **{"generation": 1, "worker": 1, "reason": "so it was", **fields})
+    story.say("called", generation=2, reason="lost worker 1", planned=False).world(0.25).session().restored(3)
+    seconds = incidents.seconds_by_cause(story.account().incidents)
+    assert set(seconds) == set(incidents.CAUSES)
+    assert sum(seconds.values()) == 0, "it is counted after recovery, since a counter must not fall"
+    seconds = incidents.seconds_by_cause(story.steps(2).account().incidents)
+    assert [name for name, lost in seconds.items() if lost] == [cause]
 
 
 def test_a_hang_begins_with_the_last_step():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from outlast.job import contract
 from outlast.job.contract import FailureCause
 
+CATEGORIES = ("oom", "disk", "hang", "killed", "error")
 _INTERNAL = {"exclude": True}
 """Metadata for pydantic, for fields that only decisions use and no status contains."""
 
@@ -56,3 +58,11 @@ class Failure:
         `but`."""
         names = (each.name for each in dataclasses.fields(self) if each.metadata is not _INTERNAL and each.name not in but)
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def category(failure: Mapping[str, Any]) -> str:
+    """Return one of `CATEGORIES` for the fields of a failure. There are few because each is a time series."""
+    if reported := FailureCause(failure.get("cause") or ""):
+        return str(reported)
+    code = failure.get("code")
+    return "killed" if isinstance(code, int) and contract.killed(contract.exit_code(code)) else "error"

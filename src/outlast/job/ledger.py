@@ -14,7 +14,8 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     failure      generation, worker, rank, code, reason, cause, step, counted, repaired?, traceback?, log_tail?    launcher;
                                                          repaired: the failed attempt, if the members repaired the world before
                                                          this was counted
-    attempt      generation, attempt, worker, rank, reason    agent: the members restart the processes of this world
+    attempt      generation, attempt, worker, rank, code, cause, reason    agent: the members restart the processes of this
+                                                         world
     unheard      generation, workers, by, reason         agent: peers that are silent or refuse connections
     scaled       replicas                                launcher, on the user's request
     resumed      code_digest?                            command line: an unfinished run goes on

@@ -7,8 +7,10 @@ with the next completed step; the time of an ordinary step is not lost.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from outlast.job import failure
 from outlast.job.report.steps import WAITING, Bucket
 
 
@@ -95,11 +97,22 @@ class Incident:
     lost: Lost | None = None
     """Training time lost to the incident, final once `recovery_s` is known. None if training never stopped, or the script reports
     no steps."""
+    cause: str = ""
+    """One of `CAUSES`, for incidents that cost training time."""
 
 
 SOURCES = ("memory", "peer", "disk", "store")
 FAILURES = ("failure", "hang", "unheard")
 PLANNED = ("interruption", "change")
+CAUSES = (*failure.CATEGORIES, "lost", *PLANNED, "launcher")
+"""Causes of lost training time: `lost` is a worker that is gone or unreachable without an exit code."""
+
+
+def cause(kind: str, event: Mapping[str, Any]) -> str:
+    """Return the cause of an incident of this kind, from the event that reported it."""
+    if kind == "failure" and isinstance(event.get("code"), int):
+        return failure.category(event)
+    return "lost" if kind in ("failure", "unheard") else kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,3 +138,12 @@ def total(incidents: Iterable[Incident], kinds: Iterable[str] = FAILURES) -> Tot
     return Total(
         len(over), sum(lost.seconds for _, lost in over), cost.seconds, last.generation, any(lost.up_to for _, lost in over)
     )
+
+
+def seconds_by_cause(incidents: Iterable[Incident]) -> dict[str, float]:
+    """Add up the training seconds that incidents have cost, after recovery, by their cause; every cause is there."""
+    seconds = dict.fromkeys(CAUSES, 0.0)
+    for incident in incidents:
+        if incident.lost is not None and incident.recovery_s is not None:
+            seconds[incident.cause] += incident.lost.seconds
+    return seconds

@@ -243,7 +243,8 @@ class Timeline:
         self._open = [incident for incident in self._open if incident.recovery_s is None]
 
     def _incident(self, t: int, kind: str, text: str, event: Event, *, stops: bool) -> None:
-        incident = Incident(t / 1e6, kind, text, event.get("worker"), self._generation, attempt=self._announced)
+        cause = incidents.cause(kind, event)
+        incident = Incident(t / 1e6, kind, text, event.get("worker"), self._generation, attempt=self._announced, cause=cause)
         self.incidents.append(incident)
         if not stops:
             return
@@ -345,7 +346,8 @@ class Timeline:
         if cause is None:
             self._incident(t, "failure" if counted else "interruption", reason, event, stops=concerns)
         elif not self._unheard_failed(cause, reason, event) and cause.kind == "failure" and cause.worker is None:
-            cause.text, cause.worker = reason, event.get("worker")  # so far only the resulting rendezvous was known
+            # so far only the resulting rendezvous was known
+            cause.text, cause.worker, cause.cause = reason, event.get("worker"), incidents.cause("failure", event)
         if concerns:
             self._end_world(Bucket.REPLAYED, t)
 
@@ -358,7 +360,7 @@ class Timeline:
         """Turn an incident with an unreachable peer into a failure with the peer's reason. Returns False for any other cause."""
         if cause is None or cause.kind != "unheard":
             return False
-        cause.kind, cause.text = "failure", reason
+        cause.kind, cause.text, cause.cause = "failure", reason, incidents.cause("failure", event)
         cause.worker = event.get("worker", cause.worker)
         return True
 

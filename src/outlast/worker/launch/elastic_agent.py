@@ -219,7 +219,7 @@ def _repaired(past: Past, *, first: bool) -> None:
     if first:
         ledger = Ledger(Path(os.environ[contract.Env.OUTPUT]) / contract.LEDGER, f"elastic-{os.environ[contract.Env.WORKER]}")
         event = {"generation": past.generation, "attempt": past.attempt, "worker": past.worker, "reason": reason}
-        ledger.write("attempt", **event, rank=past.failure.get("rank"))
+        ledger.write("attempt", **event, **{name: past.failure.get(name) for name in ("rank", "code", "cause")})
         ledger.close()
 
 

@@ -131,7 +131,7 @@ def count(
     )
     rec.update(failure=failure_document(rec, failure, node))
     fields = {key: value for key, value in failure.document().items() if key in ("generation", "worker", "rank", "code", "step")}
-    fields |= {"reason": failure.reason, "counted": failure.counted}
+    fields |= {"reason": failure.reason, "counted": failure.counted, "cause": str(failure.cause) or None}
     rec.record("failure", **fields, repaired=past.attempt if past else None)
     if isinstance(verdict, restart_budget.Stop):
         code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
