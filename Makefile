@@ -65,6 +65,7 @@ check: $(READY)  ## Check format, lint, types, imports, the map, and that genera
 	$(BIN)/pytest -q tests/house/test_architecture.py tests/bench
 	$(BIN)/python docs/reference/job_file.py | diff docs/reference/job-file.md -
 	$(BIN)/python docs/reference/training.py | diff docs/reference/training.md -
+	$(BIN)/python docs/reference/metrics.py | diff docs/reference/metrics.md -
 	$(BIN)/python docs/guide/commands.py | diff docs/guide/commands.md -
 	$(MAKE) --no-print-directory site
 
@@ -77,6 +78,7 @@ hooks: $(READY)  ## Let git commit only what passes format, lint, types and impo
 docs: $(READY)  ## Write the generated pages and deploy/ anew
 	$(BIN)/python docs/reference/job_file.py > docs/reference/job-file.md
 	$(BIN)/python docs/reference/training.py > docs/reference/training.md
+	$(BIN)/python docs/reference/metrics.py > docs/reference/metrics.md
 	$(BIN)/python docs/guide/commands.py > docs/guide/commands.md
 	$(BIN)/python deploy/render.py
 	$(BIN)/python -m bench.resilience --page

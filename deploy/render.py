@@ -22,8 +22,8 @@ from outlast.kubernetes.manifests.installed import operator_deployment
 
 HERE = Path(__file__).parent
 HEAD = "# Written by `python deploy/render.py` from src/outlast/kubernetes/manifests/installed/operator_deployment.py.\n"
-NAMESPACE, IMAGE, REPLICAS, RESOURCES, WATCHER, AFFINITY = (
-    f"chart-{name}" for name in ("namespace", "image", "replicas", "resources", "watcher", "affinity")
+NAMESPACE, IMAGE, REPLICAS, RESOURCES, WATCHER, AFFINITY, LABEL = (
+    f"chart-{name}" for name in ("namespace", "image", "replicas", "resources", "watcher", "affinity", "label")
 )
 """Stand for values in the documents of which templates are made."""
 EXPRESSIONS = {
@@ -37,6 +37,7 @@ CONDITIONS = {
     "namespace.yaml": "namespace.create",
     "crd.yaml": "crds.install",
     "node-watch/node-watch.yaml": "nodeWatch.enabled",
+    "monitoring/monitoring.yaml": "monitoring.enabled",
 }
 """The value on which a file depends."""
 VALUES = """\
@@ -60,6 +61,11 @@ nodeWatch:
   # Also a watcher on each node of AWS, for spot machines and maintenance, in the namespace outlast-node-watch.
   enabled: false
   resources: {watcher}
+monitoring:
+  # Also a PodMonitor and alerts, where the Prometheus Operator is installed, and a dashboard for Grafana's sidecar.
+  enabled: false
+  # Labels by which Prometheus selects PodMonitors and rules, such as release: kube-prometheus-stack.
+  labels: {{}}
 """
 
 
@@ -90,6 +96,8 @@ def chart() -> dict[str, str]:
     given |= {"watcher": json.dumps(_replace_resources(watcher, WATCHER))}
     operator["spec"]["replicas"] = REPLICAS
     affinity, pod["affinity"] = json.dumps(pod["affinity"]), AFFINITY
+    for document in files["monitoring/monitoring.yaml"]:
+        document["metadata"]["labels"] = {**document["metadata"]["labels"], LABEL: ""}
     for definition in files["crd.yaml"]:
         definition["metadata"]["annotations"] = {"helm.sh/resource-policy": "keep"}
     values = VALUES.format_map(given)
@@ -116,19 +124,20 @@ def _replace_resources(workload: dict[str, Any], by: str) -> dict[str, Any]:
 
 def _template(text: str, affinity: str, condition: str | None) -> str:
     """Make a template of rendered documents."""
-    if "{{" in text:
-        raise ValueError("a document holds {{, which a template would have to escape")
+    text = text.replace("{{", '{{ "{{" }}')  # Prometheus' and Grafana's own templates
     for name, expression in EXPRESSIONS.items():
         text = re.sub(rf"\b{name}$", lambda _, put=expression: put, text, flags=re.MULTILINE)
     spot = rf"{{{{- if .Values.onDemand }}}}\n\1{affinity}\n{{{{- end }}}}\n"
     text = re.sub(rf"^( *affinity: ){AFFINITY}\n", spot, text, flags=re.MULTILINE)
+    labels = "{{- range $name, $value := .Values.monitoring.labels }}\n\\1{{ $name }}: {{ $value | quote }}\n{{- end }}\n"
+    text = re.sub(rf"^( *){LABEL}: ''\n", labels, text, flags=re.MULTILINE)
     return f"{{{{- if .Values.{condition} }}}}\n{text}{{{{- end }}}}\n" if condition else text
 
 
 def _schema(value: Any, *, free: bool = False) -> dict[str, Any]:
-    """A JSON Schema of the values: an unknown name or another type is an error. Resources are those of a container."""
+    """A JSON Schema of the values: an unknown name or another type is an error. Resources and labels are free."""
     if isinstance(value, dict):
-        fields = {name: _schema(each, free=name == "resources") for name, each in value.items()}
+        fields = {name: _schema(each, free=name in ("resources", "labels")) for name, each in value.items()}
         return {"type": "object"} if free else {"type": "object", "additionalProperties": False, "properties": fields}
     return {"type": {bool: "boolean", int: "integer", str: "string"}[type(value)]}
 

@@ -37,20 +37,9 @@ def silent(address: str, count: int) -> Iterator[list[socket.socket]]:
         yield found
 
 
-def test_a_number_has_all_its_digits_and_a_label_no_quotes() -> None:
-    health = Health(metrics={"step": 12_345_678.0, "progress_age_seconds": 0.1 + 0.2})
-    _, _, step, _, _, age = probes.exposition(health, {"job": 'a "job"\\\n'}).splitlines()
-    assert step == r'outlast_step{job="a \"job\"\\\n"} 12345678'
-    assert age.endswith(" 0.30000000000000004")
-
-
-def test_only_counters_are_called_total() -> None:
-    assert not [name for name in probes.HELP if name.endswith("_total")]
-
-
 def test_whoever_says_nothing_costs_nobody_an_answer_and_few_threads() -> None:
     before = threading.active_count()
-    address = probes.serve(Health, {})
+    address = probes.serve(Health)
     with silent(address, 5 * probes.MOST):
         assert get(address, "/healthz") == (200, "starting\n")
         assert threading.active_count() - before <= probes.MOST + 2, "the server and one that is just ending"
@@ -58,13 +47,13 @@ def test_whoever_says_nothing_costs_nobody_an_answer_and_few_threads() -> None:
 
 def test_a_connection_that_is_silent_for_too_long_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "IDLE_S", 0.1)
-    address = probes.serve(Health, {})
+    address = probes.serve(Health)
     with silent(address, 1) as (connection,):
         assert connection.recv(1) == b""
 
 
 def test_a_port_that_is_taken_is_said() -> None:
-    address = probes.serve(Health, {})
+    address = probes.serve(Health)
     port = int(address.rpartition(":")[2])
     with pytest.raises(OutlastError, match=rf"cannot serve probes on 127.0.0.1:{port}: Address already in use; free it"):
-        probes.serve(Health, {}, port=port)
+        probes.serve(Health, port=port)

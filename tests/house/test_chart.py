@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from outlast.kubernetes.jobs import installation
+from outlast.kubernetes.manifests.installed import operator_deployment
 
 helm = pytest.importorskip("helm_python", reason="has Helm's library for amd64 only")
 CHART = Path(__file__).parents[2] / "deploy" / "chart"
@@ -42,6 +43,17 @@ def test_the_chart_is_what_is_installed(values: Document, options: Document) -> 
         if kind == "CustomResourceDefinition":
             assert document["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}, "all jobs would go with it"
     assert found == named(installation.documents(**options))
+
+
+def test_monitoring_is_made_where_it_is_wanted() -> None:
+    """Helm leaves the templates of alerts and dashboard as they are."""
+    found = rendered({"monitoring": {"enabled": True, "labels": {"release": "prometheus"}}})
+    documents = operator_deployment.files()["monitoring/monitoring.yaml"]
+    for document in documents:
+        document["metadata"]["labels"] = {**document["metadata"]["labels"], "release": "prometheus"}
+    assert found.items() >= named(documents).items()
+    plain = rendered({"monitoring": {"enabled": True}})
+    assert plain.items() >= named(operator_deployment.files()["monitoring/monitoring.yaml"]).items()
 
 
 def test_values_reach_the_documents_and_others_are_refused() -> None:

@@ -504,7 +504,7 @@ INSTALLED = [
     document
     for documents in operator_deployment.files().values()
     for document in documents
-    if not document["apiVersion"].startswith("kustomize")
+    if not document["apiVersion"].startswith(("kustomize", "monitoring.coreos.com"))
 ]
 
 

@@ -176,11 +176,22 @@ def test_what_prometheus_is_told_is_what_has_happened() -> None:
                 counted.count_changes(before, plan.status, plan.events, cluster.now)
                 counted.set_job("elasticjobs", "team", "train", plan.status)
 
-    run(30)
+    def lost(cause: str) -> float:
+        name = f'outlast_lost_seconds_total{{cause="{cause}",job="train",namespace="team"}}'
+        return next(float(line.split()[1]) for line in counted.text(leads=True).splitlines() if line.startswith(name))
+
+    run(90)
+    assert (lost("error"), lost("oom")) == (0, 0)
     cluster.fail(1)  # heard, called together and formed anew in one look
-    run(60)
+    run(70)
+    assert (lost("error") > 0, lost("oom")) == (True, 0)
     cluster.end(pod(cluster, 0), 137, reason="OOMKilled")
-    run(60)
+    run(70)
+    once = lost("oom")
+    assert once > 0
+    cluster.end(pod(cluster, 0), 137, reason="OOMKilled")
+    run(70)
+    assert lost("oom") > once
     cluster.end(pod(cluster, 1), 137, disrupted="EvictionByEvictionAPI")
     run(60)
     cluster.change(replicas=3)  # a planned change is no recovery
@@ -189,11 +200,12 @@ def test_what_prometheus_is_told_is_what_has_happened() -> None:
     told = [line for line in counted.text(leads=True).splitlines() if line.startswith("outlast_") and "_bucket" not in line]
     assert told[:1] == ['outlast_jobs{state="Running"} 1.0']
     assert 'outlast_restarts_total{cause="error"} 1.0' in told
-    assert 'outlast_restarts_total{cause="oom"} 1.0' in told
+    assert 'outlast_restarts_total{cause="oom"} 2.0' in told
     assert 'outlast_interruptions_total{cause="told"} 1.0' in told
-    assert "outlast_recovery_seconds_count 3.0" in told
-    recovery = next(float(line.split()[1]) for line in told if line.startswith("outlast_recovery_seconds_sum"))
-    assert 1 + 2 + 1 <= recovery <= 1 + 3 + 2, "of the failing process, of the container since it ended, since the loss was seen"
+    counts = [f'outlast_recovery_seconds_count{{cause="{cause}"}} {n}.0' for cause, n in (("error", 1), ("oom", 2), ("lost", 1))]
+    assert [each for each in counts if each not in told] == []
+    recovery = sum(float(line.split()[1]) for line in told if line.startswith("outlast_recovery_seconds_sum"))
+    assert 1 + 2 * 2 + 1 <= recovery <= 1 + 2 * 3 + 2, "of the failing process, of two containers, since the loss was seen"
     goodput = next(float(line.split()[1]) for line in told if line.startswith("outlast_goodput_ratio"))
     assert goodput == cluster.status["goodput"] > 0.7
 

@@ -26,12 +26,14 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import apiserver
+import prometheus_text
 from operators import World, pods_of
 from outlast.base import loglines
 from outlast.base.clock import Clock
 from outlast.base.errors import ClusterError, OutlastError, Unanswered
-from outlast.job import contract
+from outlast.job import contract, prometheus_metrics
 from outlast.job.contract import Annotation, Label
+from outlast.job.report.incidents import CAUSES
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE, NODE, POD
@@ -563,9 +565,10 @@ def test_metrics_are_what_prometheus_scrapes() -> None:
     counted.count_write("Pod", "create")
     counted.time_reconcile(0.003)
     progress = {"step": 40, "restarts": 2, "progressTime": "2026-01-01T00:00:00Z", "checkpoint": {"time": NOW - 90}}
+    progress |= {"accounting": {"lost": {"seconds": {"oom": 2.5}, "steps": 7}}}
     counted.set_job("j", "team", 'a"b', {"state": "Running", "goodput": 0.75, **progress})
     counted.set_job("j", "team", "c", {})
-    counted.set_job("j", "team", "d", {**progress, "state": "Succeeded"})
+    counted.set_job("j", "team", "d", {**progress, "state": "Succeeded", "accounting": {}})
     failed = {"restarts": 1, "lastFailure": {"code": 137, "generation": 1, "time": NOW}}
     failing = {"state": "Restarting", "generation": 1, "rendezvous": {"called": {"at": NOW + 1}}, **failed}
     counted.count_changes({"state": "Running", "generation": 1}, failing, [], NOW)
@@ -573,21 +576,7 @@ def test_metrics_are_what_prometheus_scrapes() -> None:
     counted.count_changes(failing, {"state": "Running", "generation": 2, **failed}, told, NOW + 4)
     assert "_age_seconds{" not in counted.text(leads=True)
     families = list(text_string_to_metric_families(counted.text(leads=True, now=NOW + 10)))
-    assert {family.name: family.type for family in families} == {
-        "outlast_jobs": "gauge",
-        "outlast_reconcile_seconds": "histogram",
-        "outlast_restarts": "counter",
-        "outlast_interruptions": "counter",
-        "outlast_recovery_seconds": "histogram",
-        "outlast_goodput_ratio": "gauge",
-        "outlast_job_step": "gauge",
-        "outlast_job_restarts": "gauge",
-        "outlast_progress_age_seconds": "gauge",
-        "outlast_commit_age_seconds": "gauge",
-        "outlast_operator_writes": "counter",
-        "outlast_operator_errors": "counter",
-        "outlast_operator_leader": "gauge",
-    }
+    prometheus_text.check(families, prometheus_metrics.OPERATOR)
     samples = {(each.name, *sorted(each.labels.items())): each.value for family in families for each in family.samples}
     buckets = {key for key in samples if key[0].endswith("_bucket")}
     assert {key: value for key, value in samples.items() if key not in buckets} == {
@@ -599,21 +588,27 @@ def test_metrics_are_what_prometheus_scrapes() -> None:
         ("outlast_restarts_total", ("cause", "killed")): 1,
         ("outlast_interruptions_total", ("cause", "node-lost")): 1,
         ("outlast_interruptions_total", ("cause", "told")): 1,
-        ("outlast_recovery_seconds_sum",): 4,
-        ("outlast_recovery_seconds_count",): 1,
+        ("outlast_recovery_seconds_sum", ("cause", "killed")): 4,
+        ("outlast_recovery_seconds_count", ("cause", "killed")): 1,
         ("outlast_goodput_ratio", ("job", 'a"b'), ("namespace", "team")): 0.75,
         ("outlast_job_step", ("job", 'a"b'), ("namespace", "team")): 40,
         ("outlast_job_step", ("job", "d"), ("namespace", "team")): 40,
         ("outlast_job_restarts", ("job", 'a"b'), ("namespace", "team")): 2,
         ("outlast_job_restarts", ("job", "c"), ("namespace", "team")): 0,
         ("outlast_job_restarts", ("job", "d"), ("namespace", "team")): 2,
+        ("outlast_lost_steps_total", ("job", 'a"b'), ("namespace", "team")): 7,
+        **{
+            ("outlast_lost_seconds_total", ("cause", cause), ("job", 'a"b'), ("namespace", "team")): 2.5 if cause == "oom" else 0
+            for cause in CAUSES
+        },
         ("outlast_progress_age_seconds", ("job", 'a"b'), ("namespace", "team")): 10,
         ("outlast_commit_age_seconds", ("job", 'a"b'), ("namespace", "team")): 100,
         ("outlast_operator_writes_total", ("kind", "Pod"), ("verb", "create")): 1,
         ("outlast_operator_errors_total",): 0,
         ("outlast_operator_leader",): 1,
     }
-    assert [samples["outlast_recovery_seconds_bucket", ("le", bound)] for bound in ("2.0", "5.0", "+Inf")] == [0, 1, 1]
+    recovered = (samples["outlast_recovery_seconds_bucket", ("cause", "killed"), ("le", le)] for le in ("2.0", "5.0", "+Inf"))
+    assert [*recovered] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,16 @@ import pytest
 import apiserver
 import machines
 import processes
+import prometheus_text
 from outlast.job import contract
 from outlast.job.contract import Annotation, Env, Label, Pod
+from servers import Place
 
 Document = dict[str, Any]
 ARGS = ("--steps=150", "--pause=0.04", "--gate")
 WITHIN_S = 120.0
+OPERATOR = "operator-0"
+"""The operator's pod, whose image it reads."""
 
 
 class Kubelet:
@@ -42,7 +46,9 @@ class Kubelet:
     def _run(self) -> None:
         while not self.over.wait(0.05):
             with self.api.lock:
-                pods = [json.loads(json.dumps(d)) for key, d in self.api.documents.items() if key[0] == "pods"]
+                pods = [
+                    json.loads(json.dumps(d)) for key, d in self.api.documents.items() if key[0] == "pods" and key[2] != OPERATOR
+                ]
             there = {pod["metadata"]["uid"]: pod for pod in pods}
             for uid in set(self.running) - set(there):  # deleted without grace
                 processes.kill(self.running.pop(uid)[1])
@@ -83,7 +89,10 @@ class Kubelet:
 
     def _start(self, uid: str, pod: Document) -> subprocess.Popen[bytes]:
         name, place = pod["metadata"]["name"], self.directory / uid
+        (container,) = pod["spec"]["containers"]
         places = {Pod.CONFIG: place / "etc", Pod.STATE: place / "state", Pod.CACHE: place / "cache", Pod.HOME: place / "home"}
+        stored = any(each["name"] == Env.STORE for each in container["env"])
+        places[Pod.OUTPUT] = (place if stored else self.directory) / "out"  # without a store, pods share a volume
         fields = {
             "metadata.namespace": "default",
             "status.podIP": "127.0.0.1",
@@ -91,17 +100,16 @@ class Kubelet:
             "spec.nodeName": "node",
             "metadata.labels['topology.kubernetes.io/zone']": "z",
         }
-        (container,) = pod["spec"]["containers"]
         env = {}
         for each in container["env"]:
             if each.get("valueFrom", {}).get("secretKeyRef", {}).get("optional"):
                 continue  # that Secret is not there
             source = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
             value = fields[source] if source else each["value"]
-            for there, here in {**places, Pod.OUTPUT: self.directory / "out"}.items():
+            for there, here in places.items():
                 value = re.sub(rf"^{there}(?=/|$)", str(here), value)
             env[each["name"]] = value
-        for here in (*places.values(), self.directory / "out"):
+        for here in places.values():
             here.mkdir(parents=True, exist_ok=True)
         (place / "etc" / "job.yaml").write_text(pod["metadata"]["annotations"][Annotation.JOB_FILE])
         here = {
@@ -123,17 +131,19 @@ class World:
         self.kubeconfig = apiserver.kubeconfig(directory / "kubeconfig", url)
         self.kubelet = Kubelet(api, directory, self.kubeconfig)
         self.operator: subprocess.Popen[bytes] | None = None
+        containers = [{"name": "operator", "image": "outlast"}]
+        api.put({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": OPERATOR}, "spec": {"containers": containers}})
 
     def operate(self) -> None:
         """Start the operator."""
-        env = {Env.NAMESPACE: "default", Env.PROBE_PORT: "0", Env.POD: "operator-0", "KUBECONFIG": str(self.kubeconfig)}
+        env = {Env.NAMESPACE: "default", Env.PROBE_PORT: "0", Env.POD: OPERATOR, "KUBECONFIG": str(self.kubeconfig)}
         program = [sys.executable, "-m", "outlast", "operator", "--log=text"]
         with (self.directory / "operator.log").open("ab") as log:
             self.operator = subprocess.Popen(program, env={**os.environ, **env}, stdout=log, stderr=log)
 
     def submit(self, **fields: Any) -> None:
         job = {
-            "image": "i", "script": "exact.py", "args": list(ARGS), "checkpoint": {"every": "10 steps"},
+            "image": "outlast", "script": "exact.py", "args": list(ARGS), "checkpoint": {"every": "10 steps"},
             "rendezvous": {"backend": "etcd", "endpoint": "127.0.0.1:9"}, **fields,
         }  # fmt: skip
         head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND}
@@ -250,3 +260,27 @@ def test_what_fails_again_and_again_is_given_up_by_who_decides(world: World) -> 
     assert "restarts.limit (1 within 1h without a new checkpoint) is used up" in world.status["reason"]
     assert world.status["restarts"] == 1
     world.until(lambda: not world.kubelet.running, "the end of the pods")
+
+
+@pytest.mark.slow
+def test_what_a_kill_has_cost_is_counted_where_prometheus_reads_it(world: World, moto: Place) -> None:
+    """The ledger of rank 0, the account beside it, the Lease, the status, the operator's `/metrics`."""
+
+    def counted(name: str) -> dict[str, float]:
+        (address,) = re.findall(r"metrics are served on (:\d+)", (world.directory / "operator.log").read_text())[-1:]
+        families = prometheus_text.scrape(address)
+        return {each.labels.get("cause", ""): each.value for family in families for each in family.samples if each.name == name}
+
+    world.submit(workers={"replicas": 2, "min": 2}, output=moto.url, args=["--steps=100000", "--pause=0.04"])
+    world.until(lambda: world.status.get("state") == "Running", "training")
+    world.until(lambda: counted("outlast_lost_seconds_total"), "an account")
+    assert set(counted("outlast_lost_seconds_total").values()) == {0.0}
+    world.lose(1)
+    world.until(lambda: any(counted("outlast_lost_seconds_total").values()), "the cost of a kill")
+    assert {cause for cause, seconds in counted("outlast_lost_seconds_total").items() if seconds} == {"killed"}
+    assert counted("outlast_recovery_seconds_count") == {"killed": 1}
+    worker = json.loads((world.directory / world.uid(0) / "state" / contract.WORKER).read_text())
+    (steps,) = (each for each in prometheus_text.scrape(worker["probes"]) if each.name == "outlast_step_seconds")
+    seconds, count = (each.value for each in steps.samples)
+    assert count > 10
+    assert 0.04 <= seconds / count < 1

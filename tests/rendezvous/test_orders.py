@@ -103,7 +103,7 @@ def test_orders_come_over_the_agents_port() -> None:
         answer = taken.judge(headers, body, NOW)  # type: ignore[arg-type] # is a mapping
         return answer.status, answer.text
 
-    address = probes.serve(probes.Health, {}, orders={orders.PATH: order})
+    address = probes.serve(probes.Health, orders={orders.PATH: order})
     assert post(address, orders.PATH, *an_order()) == (202, "the worker saves and leaves\n")
     assert post(address, orders.PATH, *an_order())[0] == 409
     assert post(address, orders.PATH, {}, BODY)[0] == 401
@@ -111,4 +111,4 @@ def test_orders_come_over_the_agents_port() -> None:
     assert post(address, orders.PATH, {}, None) == (411, "Content-Length is missing\n")
     assert post(address, orders.PATH, {"Content-Length": "9" * 5000}, None)[0] == 413
     assert post(address, orders.PATH, {"Content-Length": str(probes.LONGEST_BODY + 1)}, None)[0] == 413
-    assert post(probes.serve(probes.Health, {}), orders.PATH, *an_order())[0] == 404, "the operator takes none"
+    assert post(probes.serve(probes.Health), orders.PATH, *an_order())[0] == 404, "the operator takes none"

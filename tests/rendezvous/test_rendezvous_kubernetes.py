@@ -560,15 +560,16 @@ def test_the_worker_of_rank_0_renews_soon_and_copies_what_the_operator_notes_int
 
 def test_the_goodput_of_a_run_is_told_while_it_trains_and_whole_after_its_end(operator: Operator, member, tmp_path: Path) -> None:
     progress_file.Writer(tmp_path, 0).write(progress_file.Progress(1, 0, "train", step=5, committed=4, bytes=700))
-    (tmp_path / contract.WORKER).write_text(json.dumps({"pushed": {"goodput": 0.5}}))
+    (tmp_path / contract.WORKER).write_text(json.dumps({"pushed": {"goodput": 0.5, "lost": {"oom": 1.5}, "lost_steps": 3}}))
     member().report("training", generation=1)
     until(operator.lease)
 
     def told() -> Document:
         return dict(json.loads(operator.lease()["metadata"]["annotations"][contract.Annotation.PROGRESS]))
 
-    assert (told()["goodput"], told()["bytes"]) == (0.5, 700)
-    board.report_goodput("train", 0, {contract.Env.MEMBER: "uid-of-another", contract.Env.NAMESPACE: "default"}, 0.7)
+    assert (told()["goodput"], told()["lost"], told()["lostSteps"], told()["bytes"]) == (0.5, {"oom": 1.5}, 3, 700)
+    environ, whole = {contract.Env.NAMESPACE: "default"}, {"goodput": 0.7, "lost": {"oom": 2.5}, "lost_steps": 3}
+    board.report_account("train", 0, environ | {contract.Env.MEMBER: "uid-of-another"}, whole)
     assert told()["goodput"] == 0.5
-    board.report_goodput("train", 0, {contract.Env.MEMBER: "uid-of-the-pod", contract.Env.NAMESPACE: "default"}, 0.7)
-    assert (told()["step"], told()["goodput"], told()["whole"]) == (5, 0.7, True)
+    board.report_account("train", 0, environ | {contract.Env.MEMBER: "uid-of-the-pod"}, whole)
+    assert (told()["step"], told()["goodput"], told()["lost"], told()["whole"]) == (5, 0.7, {"oom": 2.5}, True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from outlast.base.clock import Clock
 from outlast.job.contract import LEASE_S, MESH_LEASE_S, MESH_RENEW_S, RENEW_S, Annotation, Label
-from outlast.job.report import goodput
+from outlast.job.report import goodput, incidents
 from outlast.kubernetes.api import document_parsing, kinds, pod_status
 from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.board import PROGRESS_S
@@ -103,8 +103,8 @@ class Cluster:
         """Generation and step of every completed step."""
         self.accounts = False
         """True if the worker of rank 0 reports the goodput."""
-        self.counted: tuple[float, float | None] = (BEGAN, None)
-        """Time of the last computation of the goodput, and its value."""
+        self.counted: tuple[float, Document] = (BEGAN, {})
+        """Time of the last computation of goodput and losses, and their values."""
         self.lost: dict[str, float] = {}
         """Lost nodes, with the time of the loss."""
         self.reached = True
@@ -486,7 +486,7 @@ class Cluster:
                 self.report(agent)
             if self.accounts and closed["code"] != 75 and (lease := self.documents.get(("Lease", f"train-worker-{agent.index}"))):
                 notes = lease["metadata"]["annotations"]
-                whole = {"goodput": self.goodput(), "whole": True}
+                whole = {**self.account(), "whole": True}
                 notes[Annotation.PROGRESS] = json.dumps({**json.loads(notes[Annotation.PROGRESS]), **whole})
             self.end(pod, closed["code"])
             return
@@ -535,11 +535,14 @@ class Cluster:
             self.write("committed", SAVE_S, step=self.step)
             self.write("interrupted", SAVE_S, step=self.step, reason=f"saved step {self.step}")
 
-    def goodput(self) -> float | None:
-        """Compute the goodput as rank 0's worker does, after copying the operator's events."""
+    def account(self) -> Document:
+        """Compute goodput and losses as rank 0's worker does, after copying the operator's events."""
         self.noted += [entry for entry in self.status.get("ledger") or () if entry not in self.noted]
         account = goodput.buckets(self.ledger + self.noted, self.now)
-        return round(account.goodput, 6) if account.steps_kept else None
+        if not account.steps_kept:
+            return {}
+        lost = incidents.seconds_by_cause(account.incidents)
+        return {"goodput": round(account.goodput, 6), "lost": lost, "lostSteps": account.steps_replayed}
 
     def stops(self, agent: Agent, pod: Document) -> None:
         if agent.standing == "leaving":
@@ -634,8 +637,8 @@ class Cluster:
         }  # fmt: skip
         if self.accounts and first:
             if self.now - self.counted[0] > COUNTED_S:
-                self.counted = self.now, self.goodput()
-            progress["goodput"] = self.counted[1]
+                self.counted = self.now, self.account()
+            progress |= self.counted[1]
         self.put(
             {
                 "apiVersion": "coordination.k8s.io/v1",

@@ -208,6 +208,7 @@ def test_the_best_stay_in_a_store_once_and_are_found_by_whoever_comes_later(plac
     for step, value in enumerate([0.5, 0.1, 0.4, 0.3, 0.6], start=1):
         written(here / contract.CHECKPOINTS, step, value)
         uploader.upload_checkpoints(threading.Event())
+    assert (uploader.report.uploads, uploader.report.uploads_s > 0) == (5, True)
     there = in_store.Checkpoints(place, RUN)
     assert [(c.step, c.metric) for c in there.list_()] == [(2, loss(0.1)), (4, loss(0.3)), (5, loss(0.6))]
     named = [entry.key.split("/")[1] for entry in place.entries(contract.CHECKPOINTS) if entry.key.endswith("/a")]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from outlast.base.errors import StoreError, Unreachable
 from outlast.job import contract, ledger
-from outlast.job.report import goodput
+from outlast.job.report import goodput, incidents
 from outlast.storage import store
 from outlast.storage.checkpoints import Retention
 from outlast.storage.runs import output as stored
@@ -379,3 +379,4 @@ def test_the_goodput_that_the_operator_is_told_counts_the_ledgers_of_all_workers
     uploader.count(200.0, GO)
     account = goodput.buckets([*events, *steps], None)
     assert [said.goodput for said in told] == [round(account.goodput, 6)] == [0.8]
+    assert (told[0].lost, told[0].lost_steps) == (dict.fromkeys(incidents.CAUSES, 0.0), 0)

@@ -296,6 +296,8 @@ def test_progress_tells_phase_steps_and_the_committed_step(calm: Calm):
         assert record is not None
         assert (record.generation, record.rank, record.phase, record.step, record.steps) == (1, rank, "done", LAST, LAST)
         assert (record.committed, record.warning) == (LAST, "")
+        assert (record.stepped, record.stalls, record.saves) == (LAST - 1, 4, 4 if rank == 0 else 0)
+        assert 0 < record.stalled_s < record.stepped_s + record.stalled_s < 60
 
 
 def test_metrics_hold_every_step_once_however_often_it_ran(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -17,15 +18,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import prometheus_text
 from clocks import DISTURBANCES, Machine
 from outlast.base.clock import STEP_S
-from outlast.job import contract, spec
+from outlast.job import contract, prometheus_metrics, spec
 from outlast.job.workerfiles import notice_file, progress_file
 from outlast.job.workerfiles.progress_file import Progress
 from outlast.rendezvous import transport
 from outlast.worker.agent import lifecycle
 from outlast.worker.agent.agent import Agent
 from outlast.worker.agent.lifecycle import Phase
+from outlast.worker.agent.nvml import Gpus
 from outlast.worker.agent.ranks import Ranks
 from outlast.worker.agent.upload_handle import UploadProcess
 from outlast.worker.hangs import hang_limit
@@ -225,9 +228,65 @@ def test_probes_call_no_training_stuck_for_a_pause_and_no_age_is_negative(bench:
     bench.disturbed(how)
     bench.looks()
     assert bench.agent.reporter.health.healthy
-    ages = {name: value for name, value in bench.agent.reporter.health.metrics.items() if name.endswith("_seconds")}
-    assert sorted(ages) == ["progress_age_seconds", "sync_age_seconds", "sync_failing_seconds"]
+    ages = {name: value for name, value in bench.agent.reporter.metrics.items() if name.endswith("_seconds")}
+    assert sorted(ages) == ["sync_age_seconds", "sync_failing_seconds", "worker_progress_age_seconds"]
     assert all(0 <= value < 10 for value in ages.values())
+
+
+NVML = """
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 3; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = (void *)(1ul + index); return index == 2 ? 15 : 0; }
+int nvmlDeviceGetUtilizationRates(void *device, unsigned *rates) { rates[0] = 25; return device == (void *)1 ? 0 : 3; }
+int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *memory)
+{ memory[0] = 85899345920ull; memory[1] = 1; memory[2] = 7 * (unsigned long long)device; return 0; }
+"""
+
+
+def test_prometheus_reads_what_the_table_names_from_an_agent(bench: Bench, tmp_path: Path) -> None:
+    """Beside an NVML of three GPUs, of which one is a part of a GPU, and one is lost."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("there is no C compiler for an NVML")
+    (tmp_path / "nvml.c").write_text(NVML)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "nvml.so", tmp_path / "nvml.c"], check=True)
+    agent = bench.agent
+    agent.reporter._gpus = Gpus(str(tmp_path / "nvml.so"))
+    agent._upload.received(
+        {"pushed": 1.0, "since": None, "backlog": 5, "step": 3, "seconds": 2.0, "uploads": 2, "uploads_s": 4.5}
+    )
+    saves = {"stalls": 2, "stalled_s": 0.5, "saves": 1, "saved_s": 3.0, "snapshot": 12_345_670, "every": 4}
+    for step in (12_345_677, 12_345_678):
+        bench.writer.write(Progress(1, 0, "train", step, 20_000_000, 12_345_600, waited_s=0.1 + 0.2, **saves))
+    bench.looks()
+    families = prometheus_text.scrape(agent.reporter.probes)
+    prometheus_text.check(families, prometheus_metrics.WORKER, missing=("outlast_step_logged", "outlast_done", "outlast_failed"))
+    samples = {
+        (each.name, *((name, value) for name, value in each.labels.items() if name not in ("job", "worker"))): each.value
+        for family in families
+        for each in family.samples
+    }
+    told = {
+        ("outlast_step",): 12_345_678,
+        ("outlast_snapshot_age_steps",): 8,
+        ("outlast_data_stall_seconds_total", ("rank", "0")): 0.1 + 0.2,
+        ("outlast_checkpoint_stall_seconds_sum", ("rank", "0")): 0.5,
+        ("outlast_checkpoint_stall_seconds_count", ("rank", "0")): 2,
+        ("outlast_checkpoint_save_seconds_sum", ("rank", "0")): 3,
+        ("outlast_checkpoint_upload_seconds_sum",): 4.5,
+        ("outlast_gpu_use_ratio", ("gpu", "0")): 0.25,
+        ("outlast_gpu_memory_used_bytes", ("gpu", "0")): 7,
+        ("outlast_gpu_memory_used_bytes", ("gpu", "1")): 14,
+        ("outlast_gpu_memory_bytes", ("gpu", "1")): 80 << 30,
+    }
+    assert {name: samples.get(name) for name in told} == told
+    assert len([name for name in samples if name[0].startswith("outlast_gpu")]) == 5, "a part has no use, and none is made up"
+    agent.reporter.stays("it is over", "", done=True)
+    assert {each.name for each in prometheus_text.scrape(agent.reporter.probes)} > {"outlast_done", "outlast_failed"}
+
+
+def test_a_number_has_all_its_digits_and_a_label_no_quotes() -> None:
+    text = prometheus_metrics.exposition([("step", {}, 12_345_678.0)], {"job": 'a "job"\\\n'})
+    assert text.splitlines()[-1] == r'outlast_step{job="a \"job\"\\\n"} 12345678'
 
 
 def test_an_agent_says_where_its_processes_stand_still(bench: Bench) -> None:

@@ -28,7 +28,7 @@ def taken(place: store.Store, word: str, *, fresh: bool = False) -> str | Ended:
 
 def test_a_worker_without_a_record_is_told_of_the_end_by_those_who_stay_up() -> None:
     health = probes.Health(end=Ended("a", "it is over", 0).dumps())
-    done, training = probes.serve(lambda: health, {}), probes.serve(probes.Health, {})
+    done, training = probes.serve(lambda: health), probes.serve(probes.Health)
     assert join_run.query_end(["127.0.0.1:1", training, done], "a") == Ended("a", "it is over", 0)
     assert join_run.query_end([training, done], "b") is None
 

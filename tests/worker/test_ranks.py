@@ -69,6 +69,24 @@ def test_a_process_writes_down_who_it_is(tmp_path: Path) -> None:
     assert process.progress.started == progress.kernel(process.progress.pid)[1] > 0
 
 
+def test_the_time_of_steps_excludes_the_first_of_a_process_and_stalls_for_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = progress.Writer(tmp_path, 0)
+    moments: list[tuple[float, str, int, float]] = [
+        (0, "open", 0, 0), (50, "first step", 7, 0), (90, "train", 8, 0), (91, "train", 9, 0), (91.5, "train", 9, 0),
+        (92, "train", 10, 0), (97, "train", 10, 4), (98, "train", 11, 4), (100, "train", 15, 4), (200, "first step", 12, 4),
+        (300, "train", 13, 4), (301, "train", 14, 4),
+    ]  # fmt: skip
+    for now, phase, step, stalled_s in moments:
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+        writer.write(Progress(1, 0, phase, step, stalled_s=stalled_s))
+    record = progress.read(tmp_path, 0)
+    assert record is not None
+    assert (record.stepped, record.stepped_s) == (8, 1 + 1 + 2 + 2 + 1)
+    writer.close()
+
+
 @pytest.mark.parametrize("disturbance", DISTURBANCES)
 def test_no_clock_that_is_set_and_no_pause_makes_a_process_hang(tmp_path: Path, bystander, disturbance: str) -> None:
     machine = Machine()

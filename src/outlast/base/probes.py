@@ -1,5 +1,5 @@
-"""The HTTP endpoints of a worker: `/healthz`, `/readyz` and `/metrics` for kubelets, Prometheus and people; `/end` for other
-workers; `/leave` for holders of the run's key.
+"""The HTTP endpoints of a process: `/healthz`, `/readyz` and `/metrics` for kubelets, Prometheus and people; of workers also
+`/end` for other workers, and `/leave` for holders of the run's key.
 
 A worker is healthy while it makes progress (a step, or a phase of the start), and ready while it is in a world. The port is open
 to everyone in the cluster, so connections are limited in number and time: silent connections are closed, the oldest first, and a
@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -27,10 +27,6 @@ class Health:
     healthy: bool = True
     ready: bool = False
     reason: str = "starting"
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metric values by name, without the prefix of the name."""
-    text: str = ""
-    """Metrics in Prometheus' text format, which replace `metrics`."""
     end: str = ""
     """How the run ended, reported while the worker stays up; see `ownership.Ended`."""
 
@@ -44,46 +40,6 @@ LONGEST_BODY = 4096
 _DIGITS = 6
 """Maximum number of digits of a Content-Length that is parsed."""
 BACKLOG = 128
-HELP = {
-    "step": "Optimizer steps done",
-    "step_logged": "1 when the step was read from the log of a script that reports none",
-    "target_step": "Optimizer step at which the run ends, when known",
-    "committed_step": "Step of the newest committed checkpoint",
-    "snapshot_step": "Step of the newest complete snapshot in the memory of the workers",
-    "snapshot_every": "Steps between two snapshots",
-    "generation": "Generation of the world this worker is in",
-    "progress_age_seconds": "Seconds since the training last reported progress",
-    "done": "1 when the training of this worker has ended with success and it stays up",
-    "failed": "1 when the training of this worker has ended without success and it stays up",
-    "leaving": "1 while this worker is asked to leave",
-    "sync_age_seconds": "Seconds since all output was in the store",
-    "sync_failing_seconds": "Seconds since pushing to the store began to fail, 0 while it works",
-    "sync_backlog_bytes": "Bytes of committed checkpoints that are not in the store yet",
-    "sync_step": "Step of the newest checkpoint in the store",
-}
-
-
-def exposition(health: Health, labels: Mapping[str, str]) -> str:
-    """Return the metrics in Prometheus' text format."""
-    where = ",".join(f'{name}="{value.translate(_ESCAPED)}"' for name, value in labels.items())
-    lines = []
-    for name, value in health.metrics.items():
-        lines += [
-            f"# HELP outlast_{name} {HELP[name]}.",
-            f"# TYPE outlast_{name} gauge",
-            f"outlast_{name}{{{where}}} {_exact(value)}",
-        ]
-    return "\n".join(lines) + "\n"
-
-
-_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-"""Escape sequences in label values."""
-
-
-def _exact(value: float) -> str:
-    """Format a number with all its digits: step counts of long runs have more than six."""
-    return str(int(value)) if float(value).is_integer() else repr(float(value))
-
 
 Order = Callable[[Mapping[str, str], bytes], tuple[int, str]]
 """A handler of POST requests, called from several threads. It takes the headers (`Content-Type`) and the body, and returns the
@@ -92,27 +48,26 @@ status and a sentence."""
 
 def serve(
     look: Callable[[], Health],
-    labels: Mapping[str, str],
+    metrics: Callable[[], str] = lambda: "",
     *,
     host: str = "127.0.0.1",
     port: int = 0,
     orders: Mapping[str, Order] | None = None,
 ) -> str:
-    """Answer probes in a background thread, and return the address `host:port`. Port 0 picks a free port; host "" listens on all
-    addresses of the machine. `orders` are the handlers of POST requests, by path.
-
-    Raises OutlastError if the port is taken.
-    """
+    """Answer probes in background threads, and return the address `host:port`. Port 0 picks a free port; host "" listens on all
+    addresses of the machine. `metrics` returns the text of `/metrics`. `orders` are the handlers of POST requests, by path.
+    Raises OutlastError if the port is taken."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = IDLE_S
 
         def do_GET(self) -> None:
+            if self.path == "/metrics":
+                return self._answer(200, metrics())
             health = look()
             answers = {
                 "/healthz": (200 if health.healthy else 503, health.reason + "\n"),
                 "/readyz": (200 if health.ready else 503, health.reason + "\n"),
-                "/metrics": (200, health.text or exposition(health, labels)),
                 "/end": (200 if health.end else 404, health.end),
             }
             self._answer(*answers.get(self.path, (404, "try /healthz, /readyz or /metrics\n")))

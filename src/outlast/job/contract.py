@@ -268,7 +268,7 @@ class Annotation:
     """On an ElasticJob that was submitted with --fresh: `true`."""
     PROGRESS = f"{GROUP}/progress"
     """On a member's Lease: `{generation, step, steps, committed, snapshot, every, time}` as JSON; `steps` may be null,
-    `snapshot` and `every` are absent while there is no snapshot."""
+    `snapshot` and `every` are absent while there is no snapshot. The member of rank 0 adds `{goodput, lost, lostSteps}`."""
     JOB_FILE = f"{GROUP}/job-file"
     """On a pod that the operator creates: the job file as pods read it."""
     LEAVING_AT = f"{GROUP}/leaving-at"

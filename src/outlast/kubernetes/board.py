@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from outlast.base import files
 from outlast.base.backoff import ConnectionLog, pause
@@ -381,25 +381,27 @@ class Client:
             "steps": furthest.steps,
             "committed": newest.committed,
             **({"bytes": newest.bytes} if newest.bytes else {}),
-            **({"goodput": account} if (account := _goodput(self._state)) is not None else {}),
+            **_account(files.mapping(self._state / contract.WORKER).get("pushed") or {}),
             **({"snapshot": furthest.snapshot, "every": furthest.every} if furthest.snapshot else {}),
             "time": max(record.time for record in records),
         }
 
 
-def _goodput(state: Path) -> float | None:
-    """Return the goodput of the run, or None if this worker's upload process does not compute it (`agent.upload.Report`)."""
-    return cast("float | None", (files.mapping(state / contract.WORKER).get("pushed") or {}).get("goodput"))
+def _account(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return goodput and losses of the run from an `agent.upload.Report`; empty if that process does not compute them."""
+    if report.get("goodput") is None:
+        return {}
+    return {"goodput": report["goodput"], "lost": report.get("lost"), "lostSteps": report.get("lost_steps")}
 
 
-def report_goodput(job: str, worker: int, environ: Mapping[str, str], goodput: float) -> None:
-    """Report the goodput of a finished run to the operator. Raises ClusterError."""
+def report_account(job: str, worker: int, environ: Mapping[str, str], report: Mapping[str, Any]) -> None:
+    """Report goodput and losses of a finished run to the operator. Raises ClusterError."""
     with contextlib.closing(Connection(environ.get(Env.NAMESPACE, ""))) as connection:
         cluster, name = connection.cluster(), contract.worker_name(job, worker)
         lease = cluster.patch(LEASE, name, {})
         if lease["spec"].get("holderIdentity") == environ[Env.MEMBER]:
             progress_record = json.loads((lease["metadata"].get("annotations") or {}).get(contract.Annotation.PROGRESS) or "{}")
-            final_record = json.dumps({**progress_record, "goodput": goodput, "whole": True})
+            final_record = json.dumps({**progress_record, **_account(report), "whole": True})
             cluster.patch(LEASE, name, {"metadata": {"annotations": {contract.Annotation.PROGRESS: final_record}}})
 
 

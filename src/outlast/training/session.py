@@ -434,7 +434,7 @@ class Session:
                 except OSError as error:  # a full disk is no reason to stop
                     problem = {"warning": f"{contract.METRICS} cannot be written: {error.strerror}"}
                 self._screen.show(step, numbers, self._steps)
-        self._report(phase="train", step=step, **problem)
+        self._report(phase="train", step=step, waited_s=round(self._record.waited_s + waited_s, 6), **problem)
         return numbers
 
     @public('run.parameters({"lr": lr})')

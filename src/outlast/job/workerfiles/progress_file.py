@@ -15,7 +15,7 @@ from pathlib import Path
 
 from outlast.job import contract
 
-_SIZE = 512
+_SIZE = 1024
 _PULSE_SIZE = 4096
 
 
@@ -40,6 +40,17 @@ class Progress:
     """Number of steps between snapshots; 0: unknown."""
     batch: int = 0
     """Samples of one step over all ranks, which share them equally; 0: unknown, or any number of ranks will do."""
+    stepped: int = 0
+    """Number of steps after the first of this process, and the seconds that they took, without stalls for saves."""
+    stepped_s: float = 0.0
+    waited_s: float = 0.0
+    """Seconds that steps have waited for data."""
+    stalls: int = 0
+    """Number of saves that this process has begun, and the seconds that training stood still for them."""
+    stalled_s: float = 0.0
+    saves: int = 0
+    """On rank 0, number of committed saves, and the seconds from the begin of each to its commit."""
+    saved_s: float = 0.0
     warning: str = ""
     """A problem that training survives, e.g. a failed save."""
     pid: int = 0
@@ -58,10 +69,16 @@ class Writer:
         self._fd = _opened(directory / contract.PROGRESS.format(local_rank=local_rank))
         attempt = int(os.environ.get(contract.Env.ATTEMPT, "0"))
         self._process = {"pid": os.getpid(), "started": kernel(os.getpid())[1], "attempt": attempt}
+        self._step, self._stepped, self._stepped_s = 0, 0, 0.0
+        self._end: float | None = None
+        """End of the last step, without the stalls so far; None before the first step, which also prepares, has ended."""
 
     def write(self, record: Progress) -> None:
-        """Replace the record, adding the process and the time."""
-        fields = {**dataclasses.asdict(record), **self._process, "time": time.time()}
+        """Replace the record, adding the process, the time, and the duration of its steps."""
+        if record.step != self._step:
+            self._measure(record)
+        measured = {"stepped": self._stepped, "stepped_s": round(self._stepped_s, 6)}
+        fields = {**vars(record), **self._process, **measured, "time": time.time()}
         while len(line := json.dumps(fields).encode()) > _SIZE:
             fields["warning"] = fields["warning"][:-8]
         with contextlib.suppress(OSError):
@@ -69,6 +86,12 @@ class Writer:
                 os.pwrite(self._fd, line.ljust(_SIZE), 0)
             except OSError:  # a full disk: readers would trust the record of an earlier process
                 os.ftruncate(self._fd, 0)
+
+    def _measure(self, record: Progress) -> None:
+        end, steps = time.monotonic() - record.stalled_s, record.step - self._step
+        if self._end is not None and steps > 0:
+            self._stepped, self._stepped_s = self._stepped + steps, self._stepped_s + end - self._end
+        self._step, self._end = record.step, None if record.phase == "first step" else end
 
     def close(self) -> None:
         """Close the file; the last record stays."""

@@ -81,6 +81,20 @@ class Leaving:
 
 
 @dataclass(frozen=True)
+class Losses:
+    """Training seconds lost, by their cause (`report.incidents.CAUSES`), and the number of steps whose result was lost."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    steps: int = 0
+
+    def grown(self, newer: Losses) -> Losses:
+        """Return the larger of each number: a counter must not fall, although a later computation may know better."""
+        causes = sorted({*self.seconds, *newer.seconds})
+        seconds = {cause: max(self.seconds.get(cause, 0.0), newer.seconds.get(cause, 0.0)) for cause in causes}
+        return Losses(seconds, max(self.steps, newer.steps))
+
+
+@dataclass(frozen=True)
 class Progress:
     """The training progress as last written."""
 
@@ -102,6 +116,8 @@ class Progress:
     goodput: float | None = None
     """Goodput that the worker of rank 0 computes from the run's ledger; after the end, from the whole ledger. None: not
     reported."""
+    losses: Losses | None = None
+    """Losses computed with it; kept while nobody trains. None: never reported."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +291,13 @@ def _read_progress(status: Mapping[str, Any], account: Mapping[str, Any]) -> Pro
         (memory.step, memory.every) if memory else (0, 0),
         commit.get("bytes", 0),
         status.get("goodput"),
+        losses(status),
     )
+
+
+def losses(status: Mapping[str, Any]) -> Losses | None:
+    """Return the losses in a status; None if they were never reported."""
+    return _valid(Losses, (status.get("accounting") or {}).get("lost"))
 
 
 def _valid(type_: type[T], fields: object) -> T | None:
@@ -324,7 +346,7 @@ def write(status: Status, derived: DerivedFields) -> Document:
         "rendezvous": _rendezvous_document(status, derived.grace_s),
         "judged": _counted_document(status),
         "failures": [_failure_document(counted) for counted in status.counted_failures],
-        "accounting": {"reported": {"step": progress.mark[0], "time": _ms(progress.mark[1])}} if progress.mark else None,
+        "accounting": _accounting_document(progress),
         "ledger": list(status.ledger) or None,
         "queue": status.queue or None,
         "gang": status.gang or None,
@@ -366,6 +388,12 @@ def condition_reason(conditions: Sequence[Mapping[str, Any]], type_: str) -> str
 def timestamp(when: float) -> str:
     """Return a time in Kubernetes' format, in whole seconds."""
     return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _accounting_document(progress: Progress) -> Document | None:
+    mark = {"step": progress.mark[0], "time": _ms(progress.mark[1])} if progress.mark else None
+    lost = dataclasses.asdict(progress.losses) if progress.losses else None
+    return {"reported": mark, "lost": lost} if mark or lost else None
 
 
 def _checkpoint_document(progress: Progress, path: str) -> Document:

@@ -14,13 +14,14 @@ from outlast.base.errors import InvalidJob
 from outlast.job import contract, spec
 from outlast.job.contract import LEASE_S, Annotation, Label
 from outlast.job.failure import Failure
+from outlast.job.report.incidents import CAUSES
 from outlast.kubernetes.api import document_parsing, owner_references, pod_status
 from outlast.kubernetes.api.owner_references import Identified
 from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE
 from outlast.kubernetes.manifests.scheduling import gang, kueue
 from outlast.kubernetes.operator import elasticjob_status, kueue_workloads, leaving_nodes
 from outlast.kubernetes.operator.cluster_cache import CachedJob
-from outlast.kubernetes.operator.elasticjob_status import Status
+from outlast.kubernetes.operator.elasticjob_status import Losses, Status
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leaving_nodes import Departure
 from outlast.rendezvous import root_cause
@@ -174,8 +175,10 @@ class MemberReport:
     """Size of the newest committed checkpoint in bytes; 0: unknown."""
     goodput: float | None = None
     """Goodput of the run, as computed by the worker of rank 0."""
+    losses: Losses = field(default_factory=Losses)
+    """Losses of the run, computed with it."""
     covers_run: bool = False
-    """Whether `goodput` covers the whole run, to its end."""
+    """Whether `goodput` and `losses` cover the whole run, to its end."""
 
 
 @dataclass(frozen=True)
@@ -379,8 +382,17 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         report.mesh,
         _count(progress.get("bytes")) or 0,
         min(1.0, max(0.0, float(progress["goodput"]))) if is_number(progress.get("goodput")) else None,
+        _losses(progress),
         progress.get("whole") is True,
     )
+
+
+def _losses(progress: Mapping[str, Any]) -> Losses:
+    """Return the reported losses, by known causes only, since each is a time series."""
+    lost = progress.get("lost")
+    reported = lost if isinstance(lost, Mapping) else {}
+    seconds = {cause: float(reported[cause]) for cause in CAUSES if is_number(reported.get(cause)) and reported[cause] > 0}
+    return Losses(seconds, _count(progress.get("lostSteps")) or 0)
 
 
 def _count(value: object) -> int | None:

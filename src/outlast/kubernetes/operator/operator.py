@@ -119,7 +119,7 @@ class Operator:
 
     def run(self, stop: threading.Event) -> int:
         """Run until `stop` is set, the Lease is lost or a thread has ended. Returns 0 if `stop` was set, else 1."""
-        self.address = probes.serve(self.health, {}, host=self.settings.host, port=self.settings.port)
+        self.address = probes.serve(self.health, self._exposition, host=self.settings.host, port=self.settings.port)
         log.info("probes and metrics are served on %s", self.address)
         release_lease = threading.Event()
         election = threading.Thread(target=self.leadership.run, args=(release_lease,), name="lease", daemon=True)
@@ -296,8 +296,10 @@ class Operator:
             reason = f"waiting for the first list of {', '.join(kind.resource for kind in missing)}"
         else:
             reason = "acting" if self.leadership.is_leader() else "standing by"
-        text = self.metrics.text(leads=self.leadership.is_leader(), now=self._clock())
-        return probes.Health(not dead and not stuck, not missing and not dead, reason, text=text)
+        return probes.Health(not dead and not stuck, not missing and not dead, reason)
+
+    def _exposition(self) -> str:
+        return self.metrics.text(leads=self.leadership.is_leader(), now=self._clock())
 
 
 def _log_fields(key: Key) -> dict[str, str]:

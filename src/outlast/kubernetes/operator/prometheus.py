@@ -1,4 +1,4 @@
-"""The operator's metrics for Prometheus. All times are passed in as arguments."""
+"""The operator's metrics for Prometheus, as `prometheus_metrics.TABLE` names them. All times are passed in as arguments."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from outlast.job import contract
-from outlast.job.contract import FailureCause
+from outlast.job.failure import category
+from outlast.job.prometheus_metrics import METRICS
+from outlast.job.report.incidents import CAUSES
 from outlast.kubernetes.api import pod_status
+from outlast.kubernetes.operator import elasticjob_status
 from outlast.kubernetes.operator.plan import Event
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every counter, which no one reads
@@ -41,6 +43,7 @@ class _Job:
     progressed_at: float | None = None
     """Time at which progress was last written; the next field is the time at which the newest checkpoint was committed."""
     committed_at: float | None = None
+    losses: elasticjob_status.Losses | None = None
 
 
 class Metrics:
@@ -50,28 +53,13 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._jobs = _Jobs()
         self._registry.register(self._jobs)
-        self._reconciles = Histogram(
-            "outlast_reconcile_seconds",
-            "Time of one reconcile pass over a job, including its writes.",
-            buckets=_RECONCILE_BUCKETS,
-            registry=self._registry,
-        )
-        self._restarts = self._counter("outlast_restarts_total", "Restarts after failures, by cause.", "cause")
-        self._interruptions = self._counter(
-            "outlast_interruptions_total", "Workers that left without a fault, by cause.", "cause"
-        )
-        self._recoveries = Histogram(
-            "outlast_recovery_seconds",
-            "Time from the failure or the loss of a world until the next one trains.",
-            buckets=_RECOVERY_BUCKETS,
-            registry=self._registry,
-        )
-        self._writes = self._counter("outlast_operator_writes_total", "Requests that change something.", "kind", "verb")
-        self._errors = self._counter("outlast_operator_errors_total", "Reconcile passes and watches that ended in an error.")
-        self._leader = Gauge("outlast_operator_leader", "1 for the leader, 0 for a standby.", registry=self._registry)
-
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(name, help, labels, registry=self._registry)
+        self._reconciles = Histogram(*_of("outlast_reconcile_seconds"), buckets=_RECONCILE_BUCKETS, registry=self._registry)
+        self._restarts = Counter(*_of("outlast_restarts_total"), registry=self._registry)
+        self._interruptions = Counter(*_of("outlast_interruptions_total"), registry=self._registry)
+        self._recoveries = Histogram(*_of("outlast_recovery_seconds"), buckets=_RECOVERY_BUCKETS, registry=self._registry)
+        self._writes = Counter(*_of("outlast_operator_writes_total"), registry=self._registry)
+        self._errors = Counter(*_of("outlast_operator_errors_total"), registry=self._registry)
+        self._leader = Gauge(*_of("outlast_operator_leader"), registry=self._registry)
 
     def count_write(self, kind: str, verb: str) -> None:
         self._writes.labels(kind, verb).inc()
@@ -91,6 +79,7 @@ class Metrics:
             int(status.get("restarts") or 0),
             pod_status.timestamp(at) if at else None,
             (status.get("checkpoint") or {}).get("time"),
+            elasticjob_status.losses(status),
         )
         self._jobs.set((kind, namespace, name), job)
 
@@ -105,7 +94,8 @@ class Metrics:
             if event.reason in _INTERRUPTIONS:
                 self._interruptions.labels(_INTERRUPTIONS[event.reason]).inc()
         if (since := _recovery_started_at(old, new)) is not None:
-            self._recoveries.observe(max(0.0, now - since))
+            failed = (new.get("lastFailure") or {}).get("generation") == old.get("generation")
+            self._recoveries.labels(failure_cause(new) if failed else "lost").observe(max(0.0, now - since))
 
     def writes(self) -> dict[str, int]:
         """Return the number of write requests so far, by verb and kind: `create Pod`."""
@@ -144,23 +134,35 @@ class _Jobs:
         with self._lock:
             jobs = dict(self._jobs)
         states = [job.state for job in jobs.values()]
-        by_state = GaugeMetricFamily("outlast_jobs", "Jobs by state.", labels=("state",))
+        by_state = _family("outlast_jobs")
         for state in sorted(set(states)):
             by_state.add_metric((state,), states.count(state))
         yield by_state
-        goodput = GaugeMetricFamily(
-            "outlast_goodput_ratio", "Share of the wall time spent on steps that were kept.", labels=("namespace", "job")
-        )
-        for (_, namespace, name), job in sorted(jobs.items()):
-            if job.goodput is not None:
-                goodput.add_metric((namespace, name), job.goodput)
-        yield goodput
-        for metric, help, read in _PER_JOB:
-            family = GaugeMetricFamily(metric, help, labels=("namespace", "job"))
+        for metric, read in _PER_JOB.items():
+            family = _family(metric)
             for (_, namespace, name), job in sorted(jobs.items()):
                 if (value := read(job, self.now)) is not None:
                     family.add_metric((namespace, name), value)
             yield family
+        lost = _family("outlast_lost_seconds_total")
+        for (_, namespace, name), job in sorted(jobs.items()):
+            if job.losses is not None:
+                for cause in CAUSES:  # all of them: Prometheus sees no increase to the first value of a series
+                    lost.add_metric((namespace, name, cause), job.losses.seconds.get(cause, 0.0))
+        yield lost
+
+
+def _of(name: str) -> tuple[str, str, tuple[str, ...]]:
+    """Return name, help and labels of a metric, as `prometheus_client` takes them."""
+    metric = METRICS[name]
+    return metric.name, metric.help, metric.labels
+
+
+def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
+    """Return a metric without samples yet."""
+    name, help, labels = _of(name)
+    family = CounterMetricFamily if METRICS[name].type == "counter" else GaugeMetricFamily
+    return family(name, help, labels=labels)
 
 
 def _age(job: _Job, since: float | None, now: float | None) -> float | None:
@@ -168,29 +170,20 @@ def _age(job: _Job, since: float | None, now: float | None) -> float | None:
     return max(0.0, now - since) if job.state in _TRAINING and since and now is not None else None
 
 
-_PER_JOB: tuple[tuple[str, str, Callable[[_Job, float | None], float | None]], ...] = (
-    ("outlast_job_step", "Steps done, of a job that reports them.", lambda job, _: job.step),
-    ("outlast_job_restarts", "Restarts after failures so far.", lambda job, _: job.restarts),
-    (
-        "outlast_progress_age_seconds",
-        "Time since a training job's last progress.",
-        lambda job, now: _age(job, job.progressed_at, now),
-    ),
-    (
-        "outlast_commit_age_seconds",
-        "Time since a training job's newest checkpoint was committed.",
-        lambda job, now: _age(job, job.committed_at, now),
-    ),
-)
+_PER_JOB: Mapping[str, Callable[[_Job, float | None], float | None]] = {
+    "outlast_job_step": lambda job, _: job.step,
+    "outlast_job_restarts": lambda job, _: job.restarts,
+    "outlast_goodput_ratio": lambda job, _: job.goodput,
+    "outlast_lost_steps_total": lambda job, _: job.losses.steps if job.losses else None,
+    "outlast_progress_age_seconds": lambda job, now: _age(job, job.progressed_at, now),
+    "outlast_commit_age_seconds": lambda job, now: _age(job, job.committed_at, now),
+}
+"""Metrics with the labels of a job."""
 
 
 def failure_cause(status: Mapping[str, Any]) -> str:
-    """Category of the last failure: `oom`, `disk`, `hang`, `killed` or `error`. There are few because each is a time series."""
-    failure = status.get("lastFailure") or status.get("failure") or {}
-    if reported := FailureCause(failure.get("cause") or ""):
-        return str(reported)
-    code = failure.get("code")
-    return "killed" if isinstance(code, int) and contract.killed(contract.exit_code(code)) else "error"
+    """Category of the last failure (`failure.CATEGORIES`)."""
+    return category(status.get("lastFailure") or status.get("failure") or {})
 
 
 def _increase(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> int:

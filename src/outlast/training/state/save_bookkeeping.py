@@ -55,6 +55,9 @@ class Saves:
         self._saved_position = self._begun = self._last = self._loops = 0
         self._thread = threading.get_ident()
         self._last_save = time.monotonic()
+        self._stalls = self._committed_saves = 0
+        self._stalled_s = self._saved_s = 0.0
+        """Seconds that training stood still for all saves, and from the begin of each committed save to its commit."""
 
     def begin(self, state: Mapping[str, Any]) -> None:
         """Save `state` from now on."""
@@ -131,8 +134,11 @@ class Saves:
         if wait:
             self._report(phase="save")
             self.finish(f"the save of step {step}")
+        stall_s = round(time.monotonic() - begun, 6)
+        self._stalls, self._stalled_s = self._stalls + 1, round(self._stalled_s + stall_s, 6)
+        self._report(stalls=self._stalls, stalled_s=self._stalled_s)
         if first:
-            self._ledger.write("staged", step=step, stall_s=round(time.monotonic() - begun, 6))
+            self._ledger.write("staged", step=step, stall_s=stall_s)
 
     def _metric(self, step: int, value: float | None) -> checkpoints.Metric | None:
         """Return the metric of the checkpoint of `step`, on rank 0: the script's `value`, or else the last logged value."""
@@ -226,7 +232,9 @@ class Saves:
         if self._disks.rank == 0:
             self._ledger.write(kind, **fields)
         if kind == "committed":
-            self._report(committed=fields["step"], bytes=fields["bytes"])
+            self._committed_saves, self._saved_s = self._committed_saves + 1, round(self._saved_s + fields["seconds"], 6)
+            saves = {"saves": self._committed_saves, "saved_s": self._saved_s}
+            self._report(committed=fields["step"], bytes=fields["bytes"], **saves)
         elif kind == "not_copied":
             log.warning("outlast: step %d is saved, but not on every disk: %s", fields["step"], fields["reason"])
         elif self._disks.rank == 0:

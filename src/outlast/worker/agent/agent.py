@@ -108,7 +108,8 @@ class Agent:
         host = "" if contract.Env.ADDRESS in environ else "127.0.0.1"
         self._orders = orders.Orders(sealed_lines.key(environ), worker=self.index, since=time.time())
         handlers = {orders.PATH: self._ordered}
-        self.reporter.probes = probes.serve(lambda: self.reporter.health, labels, host=host, port=port, orders=handlers)
+        metrics = functools.partial(self.reporter.exposition, labels)
+        self.reporter.probes = probes.serve(lambda: self.reporter.health, metrics, host=host, port=port, orders=handlers)
 
     @property
     def launched_here(self) -> bool:
@@ -152,10 +153,8 @@ class Agent:
     def _stay(self, end: lifecycle.Exit) -> lifecycle.Exit:
         """Answer probes until the pod is deleted."""
         print(f"outlast | worker {self.index} {contract.STAYS}", flush=True)
-        done = end.code == contract.Exit.DONE
-        metrics = {"done": float(done), "failed": float(not done)}
         answer = self.coordination.end_for_others(end.code)
-        self.reporter.health = probes.Health(True, False, end.reason, metrics, end=answer)
+        self.reporter.stays(end.reason, answer, done=end.code == contract.Exit.DONE)
         self._signalled.wait()
         return lifecycle.Exit(contract.Exit.DONE, end.reason)
 
@@ -231,7 +230,7 @@ class Agent:
         if code == upload_handle.SUPERSEDED:
             self._superseded(problem)
             return
-        self.coordination.tell_goodput(self._upload.report.get("goodput"))
+        self.coordination.tell_account(self._upload.report)
         incomplete = (
             f"the output is not all in {self._store}: {problem}; it is kept in {self.output}, and the next start pushes it"
         )
@@ -439,7 +438,7 @@ class Agent:
                 self._superseded(self._upload.report.get("error", ""))
         self.reporter.report(self.worker, processes, self._upload)
         if processes:
-            reached = self.reporter.health.metrics
+            reached = self.reporter.metrics
             self._status_server.look(reached["step"], reached.get("target_step"), rank=processes[0].progress.rank)
         if not self.state.is_dir():  # the running job was removed
             self._kill_training()

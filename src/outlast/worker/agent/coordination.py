@@ -9,7 +9,7 @@ import functools
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -165,15 +165,16 @@ class Coordination:
             return
         self.record_end("Failed" if end["code"] else "Succeeded", end["reason"], end["code"])
 
-    def tell_goodput(self, goodput: float | None) -> None:
-        """Report the goodput of the whole run to the operator, if the run has ended and this worker has computed its goodput."""
-        if goodput is None or not (Path(self._environ[Env.STATE]) / contract.END).exists():
+    def tell_account(self, report: Mapping[str, Any]) -> None:
+        """Report goodput and losses of the whole run to the operator, if the run has ended and this worker's upload process has
+        computed them (`upload.Report`)."""
+        if report.get("goodput") is None or not (Path(self._environ[Env.STATE]) / contract.END).exists():
             return
         from outlast.base.errors import ClusterError
 
         try:
-            cast(Any, transport.of(contract.KUBERNETES)).report_goodput(
-                self._job.metadata.name, self.index, self._environ, goodput
+            cast(Any, transport.of(contract.KUBERNETES)).report_account(
+                self._job.metadata.name, self.index, self._environ, report
             )
         except ClusterError as problem:
             _say(f"the goodput of the run could not be reported: {problem}")

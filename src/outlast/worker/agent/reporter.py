@@ -6,16 +6,18 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from outlast.base import files, probes
-from outlast.job import contract
+from outlast.job import contract, prometheus_metrics
+from outlast.job.prometheus_metrics import Sample
 from outlast.job.workerfiles import plain_scripts
 from outlast.job.workerfiles.log_pipe import Output
 from outlast.job.workerfiles.progress_file import Progress
 from outlast.worker.agent.lifecycle import Phase, Worker
+from outlast.worker.agent.nvml import Gpus
 from outlast.worker.agent.upload_handle import UploadProcess
 from outlast.worker.hangs import hang_limit
 
@@ -33,6 +35,8 @@ class Reporter:
 
     def __init__(self, state: Path, log: Output, limit_s: float, *, pod: bool = False) -> None:
         self.health = probes.Health()
+        self.metrics: Mapping[str, float] = {}
+        """Metrics of the worker by name, without the prefix."""
         self.probes = ""
         """The address of the probes."""
         self.displaced = False
@@ -41,6 +45,9 @@ class Reporter:
         self._logged = LoggedStep(pod=pod)
         self._written: dict[str, Any] = {}
         self._touched = 0.0
+        self._gpus = Gpus()
+        self._samples: list[Sample] = []
+        """Metrics with more labels, and summaries."""
 
     def report(self, worker: Worker, processes: Sequence[hang_limit.Process], upload: UploadProcess) -> None:
         """Report the current state of the worker and its training `processes`."""
@@ -57,15 +64,30 @@ class Reporter:
         healthy, reason = True, state
         if processes:
             silent_s = min(process.silent_s for process in processes)
-            metrics |= self._progress(processes[0].progress) | {"progress_age_seconds": silent_s}
+            metrics |= self._progress(processes[0].progress) | {"worker_progress_age_seconds": silent_s}
             if hang_limit.unhealthy(processes[0], silent_s, self._limit_s):
                 healthy, reason = False, f"no progress for {silent_s:.0f} s"
-        self.health = probes.Health(healthy, in_world, reason, metrics)
+        self.health, self.metrics = probes.Health(healthy, in_world, reason), metrics
+        samples = [sample for process in processes for sample in _of_rank(process.progress)]
+        if uploads := upload.report.get("uploads"):
+            samples.append(("checkpoint_upload_seconds", {}, (upload.report["uploads_s"], uploads)))
+        self._samples = samples  # at once, since another thread reads it
+
+    def stays(self, reason: str, end: str, *, done: bool) -> None:
+        """Report from now on how the training of this worker has ended. `end` is the answer to other workers."""
+        self.health, self._samples = probes.Health(True, False, reason, end), []
+        self.metrics = {"done": float(done), "failed": float(not done)}
+
+    def exposition(self, labels: Mapping[str, str]) -> str:
+        """Return all metrics in Prometheus' text format, with the worker's `labels`. Called by threads of the probe server."""
+        samples: list[Sample] = [(name, {}, value) for name, value in self.metrics.items()]
+        return prometheus_metrics.exposition([*samples, *self._samples, *self._gpus.samples()], labels)
 
     def _progress(self, first: Progress) -> dict[str, float]:
         metrics: dict[str, float] = {"step": first.step, "committed_step": first.committed, "generation": first.generation}
         if first.snapshot:
-            metrics |= {"snapshot_step": first.snapshot, "snapshot_every": first.every}
+            age = max(0, first.step - first.snapshot)
+            metrics |= {"snapshot_step": first.snapshot, "snapshot_every": first.every, "snapshot_age_steps": age}
         if first.steps is not None:
             metrics["target_step"] = first.steps
         if first.rank == 0 and not first.step and self._logged.last:
@@ -106,6 +128,18 @@ class Reporter:
             return
         self._written = record
         write_state(self._state, record)
+
+
+def _of_rank(progress: Progress) -> Iterator[Sample]:
+    """Yield the metrics of one training process."""
+    rank = {"rank": progress.rank}
+    if progress.stepped:
+        yield "step_seconds", rank, (progress.stepped_s, progress.stepped)
+    if progress.phase != "started":  # a plain script reports steps alone
+        yield "data_stall_seconds_total", rank, progress.waited_s
+        yield "checkpoint_stall_seconds", rank, (progress.stalled_s, progress.stalls)
+        if progress.rank == 0:
+            yield "checkpoint_save_seconds", rank, (progress.saved_s, progress.saves)
 
 
 class LoggedStep:

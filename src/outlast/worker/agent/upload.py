@@ -30,7 +30,7 @@ from pathlib import Path
 from outlast.base import backoff, file_locks, files
 from outlast.base.errors import OutlastError, Superseded
 from outlast.job import contract, ledger
-from outlast.job.report import goodput
+from outlast.job.report import goodput, incidents
 from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import in_store
 from outlast.storage.runs.output import OWN, skipped
@@ -71,8 +71,14 @@ class Report:
     doing: str = ""
     seconds: float | None = None
     """Duration of the last upload of a checkpoint in seconds; None before the first."""
+    uploads: int = 0
+    """Number of checkpoints that this process has uploaded, and the seconds that this took."""
+    uploads_s: float = 0.0
     goodput: float | None = None
     """Goodput of the run so far, computed by the process beside rank 0; None in other processes and before the first step."""
+    lost: Mapping[str, float] | None = None
+    """Computed with it: training seconds lost by cause (`incidents.CAUSES`), and the number of steps whose result was lost."""
+    lost_steps: int = 0
 
 
 class SomeFailed(store.StoreError):
@@ -241,7 +247,8 @@ class Uploader:
             account = goodput.buckets(ledger.read(own, all_), None if self.ended else time.time())
             self._count_at = now + max(COUNT_S, (time.monotonic() - now) / COUNT_SHARE)
             if account.steps_kept:
-                self.update(goodput=round(account.goodput, 6))
+                lost = {cause: round(seconds, 3) for cause, seconds in incidents.seconds_by_cause(account.incidents).items()}
+                self.update(goodput=round(account.goodput, 6), lost=lost, lost_steps=account.steps_replayed)
 
     def _upload_compiled(self, stop: threading.Event) -> None:
         """Upload compiled code, after the output. Failures are only logged, since another machine can compile again."""
@@ -288,7 +295,13 @@ class Uploader:
             if outcome.kind == "damaged":  # a restore would skip it, too
                 print(f"outlast | not pushed: {outcome.reason}", file=sys.stderr, flush=True)
                 continue
-            self.update(step=max(self.report.step, checkpoint.step), seconds=round(time.monotonic() - begun, 3))
+            seconds, past = round(time.monotonic() - begun, 3), self.report
+            self.update(
+                step=max(past.step, checkpoint.step),
+                seconds=seconds,
+                uploads=past.uploads + 1,
+                uploads_s=past.uploads_s + seconds,
+            )
             try:
                 self._checkpoints.prune(self._retention)
             except store.StoreError as problem:  # only wastes space

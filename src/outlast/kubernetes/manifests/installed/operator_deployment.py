@@ -1,4 +1,4 @@
-"""The objects of an installation: namespace, CRDs, the operator and its rights, and optionally the node watcher.
+"""The objects of an installation: namespace, CRDs, the operator and its rights; optionally the node watcher, and monitoring.
 
     files()   {"operator.yaml": [documents], ...}    as in `deploy/`, and as `outlast install` applies them
 
@@ -12,7 +12,7 @@ from outlast.job import contract
 from outlast.job.contract import OPERATOR, OPERATOR_NAMESPACE, Pod
 from outlast.kubernetes.api import dropins
 from outlast.kubernetes.manifests import volumes, worker_pod
-from outlast.kubernetes.manifests.installed import crd, nodewatch_daemonset, rbac
+from outlast.kubernetes.manifests.installed import crd, monitoring, nodewatch_daemonset, rbac
 from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE, Document
 from outlast.kubernetes.manifests.scheduling import placement
 
@@ -35,6 +35,7 @@ def files(
     }
     optional = {
         "node-watch/node-watch.yaml": nodewatch_daemonset.documents(LABELS, image),
+        "monitoring/monitoring.yaml": monitoring.documents(LABELS, operator_namespace),
     }
     if on_demand:
         (operator_document,) = base["operator.yaml"]
@@ -43,6 +44,7 @@ def files(
     kustomized = {
         "kustomization.yaml": [_kustomization(list(base), namespace=operator_namespace)],
         "node-watch/kustomization.yaml": [_kustomization(["node-watch.yaml"], namespace=nodewatch_daemonset.NAME)],
+        "monitoring/kustomization.yaml": [_kustomization(["monitoring.yaml"], namespace=operator_namespace)],
     }
     return {**base, **optional, **kustomized}
 

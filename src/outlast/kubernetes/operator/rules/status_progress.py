@@ -29,9 +29,9 @@ def update_progress(rec: ReconcilePass) -> None:
         rec.requeue_at(due or rec.now + interval_s)
     step, committed = rec.step, rec.committed
     steps = next((report.steps for report in rec.snapshot.reports.values() if report.steps is not None), last.steps)
-    snapshot, goodput = _snapshot(rec), _goodput(rec, trains=mark is not None)
-    reported = step, steps, committed, snapshot, goodput
-    if reported == (last.step, last.steps, last.committed, last.snapshot, last.goodput):
+    snapshot, (goodput, losses) = _snapshot(rec), _account(rec, trains=mark is not None)
+    reported = step, steps, committed, snapshot, goodput, losses
+    if reported == (last.step, last.steps, last.committed, last.snapshot, last.goodput, last.losses):
         return
     first = mark is not None and last.mark is None
     if first and mark and rec.status.world and mark[0] < rec.status.world.held:
@@ -45,16 +45,21 @@ def update_progress(rec: ReconcilePass) -> None:
     rate, mark = _rate(last, mark)
     now = float(int(rec.now))
     rec.update(
-        progress=elasticjob_status.Progress(step, steps, committed, committed_at, rate, now, mark, snapshot, size, goodput)
+        progress=elasticjob_status.Progress(
+            step, steps, committed, committed_at, rate, now, mark, snapshot, size, goodput, losses
+        )
     )
 
 
-def _goodput(rec: ReconcilePass, *, trains: bool) -> float | None:
-    """Goodput as reported by the worker of rank 0 during training, and after the end by a worker whose value covers the whole
-    run."""
+def _account(rec: ReconcilePass, *, trains: bool) -> tuple[float | None, elasticjob_status.Losses | None]:
+    """Goodput and losses as reported by the worker of rank 0 during training, and after the end by a worker whose values cover
+    the whole run."""
     first, over = rec.status.world.members[:1] if trains and rec.status.world else (), rec.status.finished is not None
-    reported = [each.goodput for id, each in rec.snapshot.reports.items() if (each.covers_run if over else id in first)]
-    return next((round(goodput, 6) for goodput in reported if goodput is not None), rec.status.progress.goodput)
+    last = rec.status.progress
+    for id, each in rec.snapshot.reports.items():
+        if each.goodput is not None and (each.covers_run if over else id in first):
+            return round(each.goodput, 6), (last.losses or elasticjob_status.Losses()).grown(each.losses)
+    return last.goodput, last.losses
 
 
 def _snapshot(rec: ReconcilePass) -> tuple[int, int]:

@@ -1,0 +1,65 @@
+"""Memory and use of this machine's GPUs, from NVML, which NVIDIA's driver brings. Called by ctypes, since the agent has only the
+standard library in other images. https://docs.nvidia.com/deploy/nvml-api/
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+
+from outlast.job.prometheus_metrics import Sample
+
+LIBRARY = "libnvidia-ml.so.1"
+
+
+class _Memory(ctypes.Structure):
+    """`nvmlMemory_t`, in bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _Utilization(ctypes.Structure):
+    """`nvmlUtilization_t`: per cent of the time in which a kernel ran, and in which memory was read or written."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class Gpus:
+    """The GPUs that NVML shows to this process."""
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        self._library = library
+        self._nvml: ctypes.CDLL | None = None
+        self._lock = threading.Lock()
+
+    def samples(self) -> list[Sample]:
+        """Return use and memory of each GPU, as far as NVML knows them: it knows no use of a part of a GPU (MIG). Empty without
+        NVML, and while an earlier call has not returned, as a broken GPU may block NVML."""
+        if not self._lock.acquire(blocking=False):
+            return []
+        try:
+            return list(self._read())
+        finally:
+            self._lock.release()
+
+    def _read(self) -> Iterator[Sample]:
+        if self._nvml is None:
+            try:
+                nvml = ctypes.CDLL(self._library)
+            except OSError:
+                return
+            if nvml.nvmlInit_v2():
+                return
+            self._nvml = nvml
+        nvml, count = self._nvml, ctypes.c_uint()
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        for index in range(count.value):
+            device, memory, utilization = ctypes.c_void_p(), _Memory(), _Utilization()
+            if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)):
+                continue
+            if not nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(utilization)):
+                yield "gpu_use_ratio", {"gpu": index}, utilization.gpu / 100
+            if not nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+                yield "gpu_memory_used_bytes", {"gpu": index}, memory.used
+                yield "gpu_memory_bytes", {"gpu": index}, memory.total
