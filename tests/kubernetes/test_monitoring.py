@@ -73,4 +73,4 @@ def test_the_monitor_selects_operator_and_workers_and_the_sidecar_finds_the_dash
 
 def test_deploy_holds_what_the_table_makes() -> None:
     written = Path(__file__).parents[2] / "deploy" / "monitoring" / "monitoring.yaml"
-    assert list(yaml.safe_load_all(written.read_text())) == operator_deployment.files()["monitoring/monitoring.yaml"]
+    assert list(yaml.safe_load_all(written.read_text())) == monitoring.documents(operator_deployment.LABELS)
