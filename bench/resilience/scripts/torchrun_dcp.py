@@ -5,6 +5,7 @@ import itertools
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -23,7 +24,7 @@ beside = dist.new_group(backend="gloo")  # the saves of a thread must not mix wi
 
 
 def state() -> dict[str, object]:
-    weights, moments = dcp.state_dict.get_state_dict(net, optimizer)
+    weights, moments = get_state_dict(net, optimizer)
     return {"net": weights, "optimizer": moments, "step": step, "seen": seen}
 
 
@@ -32,7 +33,7 @@ if whole:
     loaded = state()
     dcp.load(loaded, checkpoint_id=max(whole, key=lambda path: int(path.name)))
     step, seen = loaded["step"], loaded["seen"]
-    dcp.state_dict.set_state_dict(net, optimizer, model_state_dict=loaded["net"], optim_state_dict=loaded["optimizer"])
+    set_state_dict(net, optimizer, model_state_dict=loaded["net"], optim_state_dict=loaded["optimizer"])
 while True:
     epoch, done = divmod(seen, len(data))
     sampler.set_epoch(epoch)
