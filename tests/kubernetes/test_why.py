@@ -822,6 +822,17 @@ def test_a_job_here_that_succeeded_is_not_well_while_there_are_warnings() -> Non
     assert found == [("after its restart it began again", True), ("it is finished: workers 0 and 1 are done", False)]
 
 
+def test_slow_ranks_are_findings_and_no_further_warnings() -> None:
+    slow, other = WorkerStatus(index=0, node="b", slow="rank 0 is slow"), WorkerStatus(index=1)
+    status = a_status(State.RUNNING, world=[0, 1], step=3, workers=[slow, other], warnings=["rank 0 is slow"])
+    found = local_job.causes(status, [], NOW)
+    assert [(cause.name, cause.what, cause.outcome) for cause in found] == [
+        ("training", "2 of 2 workers train, at step 3", "pass"),
+        ("slow-rank", "all ranks wait for one: rank 0 is slow", "warn"),
+    ]
+    assert "what else runs on b" in found[1].remedy
+
+
 def test_a_job_here_that_failed_shows_the_traceback_of_the_first_rank() -> None:
     failure = Failure(worker=1, rank=1, code=1, reason="rank 1 on worker 1 failed", traceback="Traceback:\nKeyError: 'x'", step=8)
     status = a_status(State.FAILED, reason="restart 3 of 2", failure=failure, exit_code=1)

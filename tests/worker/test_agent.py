@@ -254,7 +254,16 @@ def test_prometheus_reads_what_the_table_names_from_an_agent(bench: Bench, tmp_p
     agent._upload.received(
         {"pushed": 1.0, "since": None, "backlog": 5, "step": 3, "seconds": 2.0, "uploads": 2, "uploads_s": 4.5}
     )
-    saves = {"stalls": 2, "stalled_s": 0.5, "saves": 1, "saved_s": 3.0, "snapshot": 12_345_670, "every": 4}
+    saves = {
+        "own_s": 0.25,
+        "slow": 0.2,
+        "stalls": 2,
+        "stalled_s": 0.5,
+        "saves": 1,
+        "saved_s": 3.0,
+        "snapshot": 12_345_670,
+        "every": 4,
+    }
     for step in (12_345_677, 12_345_678):
         bench.writer.write(Progress(1, 0, "train", step, 20_000_000, 12_345_600, waited_s=0.1 + 0.2, **saves))
     bench.looks()
@@ -269,6 +278,8 @@ def test_prometheus_reads_what_the_table_names_from_an_agent(bench: Bench, tmp_p
         ("outlast_step",): 12_345_678,
         ("outlast_snapshot_age_steps",): 8,
         ("outlast_data_stall_seconds_total", ("rank", "0")): 0.1 + 0.2,
+        ("outlast_own_step_seconds", ("rank", "0")): 0.25,
+        ("outlast_slow_ratio", ("rank", "0")): 0.2,
         ("outlast_checkpoint_stall_seconds_sum", ("rank", "0")): 0.5,
         ("outlast_checkpoint_stall_seconds_count", ("rank", "0")): 2,
         ("outlast_checkpoint_save_seconds_sum", ("rank", "0")): 3,

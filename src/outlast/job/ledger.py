@@ -28,6 +28,7 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     step         generation, step, steps?, waited_s?, copied_s?    training, rank 0: this step has ended, or it is the last of
                                                          `steps` steps that have; waited_s, copied_s: the seconds of their time
                                                          spent waiting for data, and copying the state into memory
+    slow         generation, step, rank, worker, node, own_s, reason    training, rank 0: a rank is slow, or is so no longer
     snapshots    generation, every, step, copied_s, bytes, replicas, reason    training, rank 0: from now on, a snapshot is made
                                                          every `every` steps
     saving       step                                    training, rank 0: a save begins, training stalls

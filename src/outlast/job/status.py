@@ -82,6 +82,8 @@ class WorkerStatus(_Model):
     """Number of completed steps, if the steps of single processes are unknown."""
     reason: str = ""
     """Why the worker waits, where the worker hangs, or how the worker ended."""
+    slow: str = ""
+    """A sentence about the worker's slowest rank if its own time per step is above the others'; also among `warnings`."""
 
 
 class BestStatus(_Model):

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import sys
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -63,10 +64,12 @@ def place() -> str:
 class Calls:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._message = torch.zeros(2 + _ROOM, dtype=torch.float64)
         self._numbers = self._message.numpy()
-        self._store = deadlocks.store() if self._ranks > 1 else None
+        self._store = deadlocks.store() if self.ranks > 1 else None
+        self.waited_s = 0.0
+        """Seconds that this rank has spent in the first messages of calls, most of it waiting for other ranks."""
 
     def meet(self, call: str, position: int, numbers: Sequence[float] = ()) -> list[float]:
         """Return the sums of `numbers` over all ranks.
@@ -74,7 +77,7 @@ class Calls:
         Raises OutlastError on all ranks if the ranks are in different calls or at different positions of their streams. A
         collective.
         """
-        if self._ranks == 1:
+        if self.ranks == 1:
             return list(numbers)
         watch = deadlocks.watch()
         watch.calls += 1
@@ -83,15 +86,17 @@ class Calls:
         first, rest = numbers[:_ROOM], numbers[_ROOM:]
         self._numbers[:] = 0
         self._numbers[: 2 + len(first)] = key, key * key, *first
+        begun = time.monotonic()
         try:
             dist.all_reduce(self._message, group=self._group)
         except RuntimeError as error:
             if sentence := self._who_left(watch.call):
                 raise OutlastError(sentence) from error
             raise
+        self.waited_s += time.monotonic() - begun
         keys, squares, *sums = self._numbers.tolist()
-        if int(keys) ** 2 != self._ranks * int(squares):  # Cauchy and Schwarz: equal only if all keys are
-            calls: list[Any] = [None] * self._ranks
+        if int(keys) ** 2 != self.ranks * int(squares):  # Cauchy and Schwarz: equal only if all keys are
+            calls: list[Any] = [None] * self.ranks
             dist.all_gather_object(calls, (watch.call, position), group=self._group)
             raise OutlastError(differing(calls))
         if rest:
@@ -103,7 +108,7 @@ class Calls:
     def leave(self) -> None:
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the rank that serves the store has left already
-                self._store.set(f"outlast/left/{self._rank}", place())
+                self._store.set(f"outlast/left/{self.rank}", place())
 
     def close(self) -> None:
         self._group = self._store = None
@@ -113,10 +118,10 @@ class Calls:
         try:
             if self._store is None:
                 return ""
-            for rank in range(self._ranks):
-                if rank != self._rank and self._store.check([f"outlast/left/{rank}"]):
+            for rank in range(self.ranks):
+                if rank != self.rank and self._store.check([f"outlast/left/{rank}"]):
                     where = self._store.get(f"outlast/left/{rank}").decode()
-                    return f"rank {self._rank} is in {call}, rank {rank} has left the session ({where}); {_SAME}"
+                    return f"rank {self.rank} is in {call}, rank {rank} has left the session ({where}); {_SAME}"
         except RuntimeError:
             pass  # the store is gone, so only the lost connection can be reported
         return ""

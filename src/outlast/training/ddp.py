@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+"""The modules given to `settle`, whose waits `own_time` measures."""
 
 
 def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
@@ -20,8 +24,11 @@ def settle(net: torch.nn.Module) -> None:
 
     Gradients and weights stay as they are, and so does a module that is not wrapped in DDP. A collective.
     """
-    if not isinstance(net, DistributedDataParallel) or net.find_unused_parameters:
-        return  # with the latter, DDP does not rebuild its buckets
+    if not isinstance(net, DistributedDataParallel):
+        return
+    wrapped.add(net)
+    if net.find_unused_parameters:  # DDP does not rebuild its buckets
+        return
     model, device = net.module, next(net.parameters()).device
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = vars(model).pop("forward", None)

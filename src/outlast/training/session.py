@@ -44,7 +44,7 @@ from outlast.job.workerfiles.progress_file import Progress, Writer
 from outlast.rendezvous import sentences
 from outlast.storage import checkpoints
 from outlast.storage.snapshots import client
-from outlast.training import data_waits, ddp, device, metrics, mistakes, vote_pace
+from outlast.training import data_waits, ddp, device, metrics, mistakes, own_time, vote_pace
 from outlast.training.collective_calls import Calls, public
 from outlast.training.samples import seeded
 from outlast.training.state import (
@@ -64,7 +64,7 @@ from outlast.worker.hangs import deadlocks
 
 log = logging.getLogger("outlast")
 
-_OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_saves", "_ledger", "_copy")
+_OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_saves", "_ledger", "_copy", "_own")
 _LAST_SAVE_S = 10.0
 """Seconds to wait for the save in progress when a process ends with an exception; arbitrary."""
 
@@ -188,6 +188,7 @@ class Session:
         self._client = client.connect(env)
         at = snapshot_taking.Place.of(env, self._run, self.generation, self.world_size, self.rank)
         self._snapshots = snapshot_taking.open_(self._client, at, self._disks.gather, self._ledger, self._report)
+        self._own = own_time.OwnTimes(self._calls, self._disks.gather, self._ledger, self._report, gpu=self.device.type != "cpu")
         self._saves = save_bookkeeping.Saves(self._saver, self._disks, self._ledger, self._screen, self._meet, self._report)
         deadlocks.watch().last = lambda: self._saver.wait(_LAST_SAVE_S)
         about = {"generation": self.generation, "rank": self.rank, "world_size": self.world_size}
@@ -327,6 +328,7 @@ class Session:
         self._saves.resumed(step, restored.committed, restored.extra.get("unsaved_s", 0.0))
         self._snapshots.begin(self._state, restored.at, self._extra)
         self._waits.since(time.monotonic(), mistakes.streams_of(state))
+        self._own.begin(state)
         if restored.path and self.rank == 0 and not self._run:  # otherwise the launcher or the agent prints it
             total = f" of {steps}" if (steps := self._steps()) else ""
             self._screen.say(f"goes on from step {step}{total} ({restored}); without {self._directory} it begins anew")
@@ -422,7 +424,9 @@ class Session:
             numbers = {name: each / self.world_size for name, each in zip(numbers, total, strict=True)}
         self._saves.logged(step, numbers)
         problem: dict[str, str] = {}
-        waited_s = self._waited()
+        waited_s, sentence = self._waits.since(time.monotonic(), mistakes.streams_of(self._state))
+        if sentence and self.local_rank == 0:
+            log.warning("outlast: %s", sentence)
         if self.rank == 0:
             problem |= self._trackers.news()
             if self._saves.stepped():  # an earlier call only logs measurements
@@ -457,13 +461,6 @@ class Session:
         if changed:
             log.warning("outlast: the run goes on with other parameters than before: %s", changed)
 
-    def _waited(self) -> float:
-        """Return the seconds that the streams have waited for data since the last call. Warns if the share of time is large."""
-        waited_s, sentence = self._waits.since(time.monotonic(), mistakes.streams_of(self._state))
-        if sentence and self.local_rank == 0:
-            log.warning("outlast: %s", sentence)
-        return waited_s
-
     def alive(self) -> contextlib.AbstractContextManager[None]:
         """Signal that this rank is alive although it may seem to hang. Cheap, and not a collective.
 
@@ -482,11 +479,14 @@ class Session:
         notified = self._notice is not None and self._notice.exists()
         late = self.rank == 0 and self._saves.late(self._every)
         interval = self._pace.interval(self._snapshots.step_s()) if self.rank == 0 else 0
+        own = notified, late, self._saver.busy, interval
         with self._pace.voting():
-            votes = self._meet("run.interrupted()", notified, late, self._saver.busy, interval, *self._snapshots.votes())
+            votes = self._meet("run.interrupted()", *own, *self._snapshots.votes(), self._own.due(), 1)
         notified, late, busy = (vote > 0 for vote in votes[:3])
         self._pace.agreed = int(votes[3])
-        self._snapshots.count(votes[4:])
+        alike = votes[-1] == self.world_size  # otherwise ranks of an earlier version would not take part in the comparison
+        self._snapshots.count(votes[4:-2])
+        self._own.step(self._record, compare=alike and votes[-2] > 0)
         self._leaving = self._leaving or notified
         if self._leaving:
             self.seconds_left = min(self._disks.gather(notice_file.left_s(self._notice)))
@@ -529,6 +529,7 @@ class Session:
             self._saves.advanced(f"run.boundary({step})", step)
             self._report(phase="train", step=step)
             self._snapshots.boundary(step)
+            self._own.step(self._record, compare=False)
             return
         leaving = self.interrupted()
         due = self.due(step)

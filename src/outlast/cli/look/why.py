@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import typer
 
+from outlast.base.errors import OutlastError
 from outlast.cli import find_job, tables_and_pages
 from outlast.cli.find_job import ContextOption, NameArgument, NamespaceOption
 from outlast.cli.tables_and_pages import Output, OutputOption
@@ -40,6 +42,9 @@ def why(
     else:
         seen = gather_evidence.job(there.cluster, job)
         causes, forbidden = diagnosis.causes(seen, time.time()), dict(seen.forbidden)
+        if not any(each.failed for each in causes):
+            with contextlib.suppress(OutlastError):  # agents may not be asked; the other causes are known
+                causes += local_job.slow_ranks(place.status(job))
     if output is Output.TABLE:
         print(diagnosis.text(causes, forbidden=forbidden))
         return

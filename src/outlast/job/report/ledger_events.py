@@ -20,6 +20,7 @@ _NEEDED = {
     "save_failed": ("step", "reason"),
     "not_copied": ("step", "reason"),
     "damaged": ("path", "reason"),
+    "slow": ("rank", "reason"),
     "hang": ("worker", "rank", "silent_s", "reason"),
     "unheard": ("workers", "reason"),
     "attempt": ("attempt", "reason"),

@@ -527,6 +527,9 @@ class Timeline:
         name = event["path"].rsplit("/", 1)[-1]
         self._checkpoint_incident(t, "damaged", f"{name} is damaged and was skipped", event)
 
+    def _on_slow(self, t: int, event: Event) -> None:
+        self._incident(t, event["kind"], event["reason"], event, stops=False)
+
     def _checkpoint_incident(self, t: int, kind: str, text: str, event: Event) -> None:
         self._incident(t, kind, f"{text}: {event['reason']}", event, stops=False)
 

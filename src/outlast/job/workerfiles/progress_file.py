@@ -51,6 +51,10 @@ class Progress:
     saves: int = 0
     """On rank 0, number of committed saves, and the seconds from the begin of each to its commit."""
     saved_s: float = 0.0
+    own_s: float = 0.0
+    """Median of the rank's own time per step in the last window, in seconds (`job.slow_ranks`); 0: unknown."""
+    slow: float = 0.0
+    """Share by which the rank's own time is above the other ranks', if the rank is slow; else 0."""
     warning: str = ""
     """A problem that training survives, e.g. a failed save."""
     pid: int = 0

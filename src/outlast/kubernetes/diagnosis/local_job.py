@@ -11,7 +11,7 @@ from outlast.job.contract import End, FailureCause
 from outlast.job.failure import Failure
 from outlast.job.ledger import Event
 from outlast.job.status import JobStatus, State
-from outlast.kubernetes.diagnosis.finding import Finding, passed, repeated_failures
+from outlast.kubernetes.diagnosis.finding import Finding, passed, repeated_failures, warned
 
 _MAX_INCIDENTS = 3
 """Maximum number of incidents in the evidence; the newest are used."""
@@ -136,7 +136,18 @@ def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Findin
         yield Finding("store", what, "fix what the store reports; training continues, and the upload is retried", (store.error,))
 
 
+def slow_ranks(status: JobStatus) -> Iterator[Finding]:
+    """Find ranks whose own time per step is above the others', of a job anywhere."""
+    for worker in status.workers:
+        machine = worker.node or "this machine"
+        if worker.slow:
+            remedy = f"see what else runs on {machine} and whether it is throttled, or replace it"
+            yield warned("slow-rank", f"all ranks wait for one: {worker.slow}", remedy)
+
+
 def _warnings(status: JobStatus, _: Sequence[Event], __: float) -> Iterator[Finding]:
+    yield from slow_ranks(status)
+    told = [worker.slow for worker in status.workers]
     for warning in status.warnings:
-        if warning not in status.unsaved:
+        if warning not in status.unsaved and warning not in told:
             yield Finding("warning", warning)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outlast.job import slow_ranks
 from outlast.job.contract import Env, Label
 from outlast.job.failure import Failure
 from outlast.job.ledger import Event
@@ -47,9 +48,10 @@ class Snapshot:
 
 
 def metrics(exposition: str) -> dict[str, float]:
-    """Return the metrics of one agent, parsed from Prometheus' text format, without the prefix `outlast_` and without labels."""
-    samples = re.findall(r"^outlast_(\w+)(?:\{[^}]*\})? (\S+)", exposition, re.MULTILINE)
-    return {name: float(value) for name, value in samples}
+    """Return the metrics of one agent, parsed from Prometheus' text format, without the prefix `outlast_`, as `name`, or as
+    `name/rank` for those of a rank."""
+    samples = re.findall(r'^outlast_(\w+)(?:\{(?:[^}]*\brank="(\d+)")?[^}]*\})? (\S+)', exposition, re.MULTILINE)
+    return {f"{name}/{rank}" if rank else name: float(value) for name, rank, value in samples}
 
 
 def status(snapshot: Snapshot) -> JobStatus:
@@ -83,7 +85,7 @@ def status(snapshot: Snapshot) -> JobStatus:
         snapshot=_snapshot(reported),
         failure=_failure(snapshot.pods),
         workers=workers,
-        warnings=list(_warnings(snapshot)),
+        warnings=[*_warnings(snapshot), *(worker.slow for worker in workers if worker.slow)],
         output=_output(snapshot),
         store=_store(snapshot),
         submitted=pods.timestamp(meta.get("creationTimestamp")),
@@ -290,15 +292,24 @@ def _worker(pod: Document, reported: Metrics | None, documents: Sequence[Documen
         state = "failed" if reported.get("failed") else "done"
     else:
         state = "training" if pods.ready(pod) else "starting"
+    told, node = reported or {}, pod["spec"].get("nodeName", "")
+    (slow, rank), where = _largest(told, "slow_ratio"), slow_ranks.place(index, node)
     return WorkerStatus(
         index=index,
         state=state,
         restarts=restarts + int(pods.container_status(pod).get("restartCount", 0)),
         pod=pod["metadata"]["name"],
-        node=pod["spec"].get("nodeName", ""),
+        node=node,
         step=round(reported["step"]) if reported and "step" in reported else None,
         reason=reason,
+        slow=slow_ranks.sentence(rank, slow, where) if slow else "",
     )
+
+
+def _largest(told: Metrics, name: str) -> tuple[float, int]:
+    """Return the largest value of a metric of ranks, and its rank; (0, 0) if no rank has it."""
+    values = ((value, key.rpartition("/")) for key, value in told.items())
+    return max(((value, int(rank)) for value, (of, _, rank) in values if of == name), default=(0.0, 0))
 
 
 def _warnings(snapshot: Snapshot) -> Iterator[str]:

@@ -135,6 +135,10 @@ def _of_rank(progress: Progress) -> Iterator[Sample]:
     rank = {"rank": progress.rank}
     if progress.stepped:
         yield "step_seconds", rank, (progress.stepped_s, progress.stepped)
+    if progress.own_s:
+        yield "own_step_seconds", rank, progress.own_s
+    if progress.slow:
+        yield "slow_ratio", rank, progress.slow
     if progress.phase != "started":  # a plain script reports steps alone
         yield "data_stall_seconds_total", rank, progress.waited_s
         yield "checkpoint_stall_seconds", rank, (progress.stalled_s, progress.stalls)

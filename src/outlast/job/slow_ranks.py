@@ -1,0 +1,78 @@
+"""Which ranks are slow: their own time per step (`training.own_time`) is above the others'. Pure.
+
+Under DDP the fast ranks wait for the slow ones, so steps are equally long on all of them, and only own times differ.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from outlast.base import units
+
+Window = Sequence[tuple[float, float]]
+"""By rank, the median of its own time per step in one window, and the standard error of the median; in seconds. 0: unknown."""
+
+WINDOWS = 3
+"""Number of consecutive windows in which a slow rank is above the limit: a burst of other load ends before."""
+LIMIT = 0.15
+"""Least share by which a slow rank is above the others. A rank slowed by a fifth is at times measured below a fifth."""
+LEAST_S = 1e-3
+"""Least difference in seconds. Rank 0 writes the ledger and the metrics, which matters in steps of a few milliseconds only."""
+_UNEVEN, _CERTAIN = 0.05, 4.0
+"""The mean share must be above the first by so many standard errors: sound machines differ, and busy ones vary."""
+
+
+def measured(samples: Sequence[float]) -> tuple[float, float]:
+    """Return the median of a rank's own times in a window, and its standard error for a normal distribution."""
+    middle = statistics.median(samples)
+    return middle, 1.25 * 1.48 * statistics.median(abs(each - middle) for each in samples) / math.sqrt(len(samples))
+
+
+def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int, float]) -> dict[int, float]:
+    """Return the slow ranks, each with the share by which its own time is above the median of the others': 0.25 for a quarter.
+
+    `windows` are the last ones. `named` is the previous result: a rank keeps its share, and stays named while it is above the
+    limit in one of the windows. `work` is each rank's amount of work per step in any unit; a rank with more work than the others
+    may take longer in proportion.
+    """
+    slow = {}
+    for rank in range(len(work)):
+        found = [_excess(window, work, rank) for window in windows]
+        over = [excess >= LIMIT for excess, _ in found]
+        if rank in named:
+            if any(over):
+                slow[rank] = named[rank]
+        elif len(over) >= WINDOWS and all(over):
+            mean = statistics.fmean(excess for excess, _ in found)
+            error = math.hypot(*(error for _, error in found)) / len(found)
+            if mean - _UNEVEN >= _CERTAIN * error:
+                slow[rank] = round(statistics.median(excess for excess, _ in found), 3)
+    return slow
+
+
+def _excess(window: Window, work: Sequence[float], rank: int) -> tuple[float, float]:
+    """Return the share by which a rank is above the others, and its standard error."""
+    own_s, error_s = window[rank]
+    others = [each for number, each in enumerate(window) if number != rank and each[0] > 0]
+    if not own_s or not others:
+        return 0.0, 0.0
+    more = max(1.0, work[rank] / statistics.median(each for number, each in enumerate(work) if number != rank))
+    typical_s = more * statistics.median(each for each, _ in others)
+    typical_error_s = more * statistics.median(error for _, error in others)
+    if own_s - typical_s < LEAST_S:
+        return 0.0, 0.0
+    return own_s / typical_s - 1, math.hypot(error_s, typical_error_s) / typical_s
+
+
+def place(worker: int, node: str) -> str:
+    """Return the place of a rank as text: `worker 1, node a`."""
+    return f"worker {worker}, node {node}" if node else f"worker {worker}"
+
+
+def sentence(rank: int, share: float, where: str) -> str:
+    """Return a sentence about a rank that is above the others by this share, or that no longer is if the share is 0."""
+    if not share:
+        return f"rank {rank} ({where}) is as fast as the others again"
+    return f"rank {rank} ({where}) is slow: its own time per step is {units.percent(share)} above the others'"
