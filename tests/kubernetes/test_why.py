@@ -822,15 +822,16 @@ def test_a_job_here_that_succeeded_is_not_well_while_there_are_warnings() -> Non
     assert found == [("after its restart it began again", True), ("it is finished: workers 0 and 1 are done", False)]
 
 
-def test_slow_ranks_are_findings_and_no_further_warnings() -> None:
-    slow, other = WorkerStatus(index=0, node="b", slow="rank 0 is slow"), WorkerStatus(index=1)
-    status = a_status(State.RUNNING, world=[0, 1], step=3, workers=[slow, other], warnings=["rank 0 is slow"])
+def test_slow_and_differing_ranks_are_findings_and_no_further_warnings() -> None:
+    slow, differs = WorkerStatus(index=0, slow="rank 0 is slow"), WorkerStatus(index=1, node="b", differs="rank 1 differs")
+    status = a_status(State.RUNNING, world=[0, 1], step=3, workers=[slow, differs], warnings=["rank 0 is slow", "rank 1 differs"])
     found = local_job.causes(status, [], NOW)
     assert [(cause.name, cause.what, cause.outcome) for cause in found] == [
+        ("differing-rank", "rank 1 differs", "fail"),
         ("training", "2 of 2 workers train, at step 3", "pass"),
         ("slow-rank", "all ranks wait for one: rank 0 is slow", "warn"),
     ]
-    assert "what else runs on b" in found[1].remedy
+    assert "test the memory and the accelerators of b" in found[0].remedy
 
 
 def test_a_job_here_that_failed_shows_the_traceback_of_the_first_rank() -> None:

@@ -106,9 +106,7 @@ class Workers:
         for rank in range(self.ranks):
             worker, local = divmod(rank, self.local)
             of = Part("r", 1, step, self.ranks, rank, worker, local, self.local, "shared", session="s")
-            shared = {
-                key: bytes(tensors[key].numpy().data) for key in sorted(checkpoint.assigned_keys(tensors, local, self.local))
-            }
+            shared = {key: bytes(tensors[key].numpy().data) for key in sorted(checkpoint.dealt(tensors, self.local)[local])}
             self._keep(agents[worker], of, shared, {key: tensors[key] for key in shared})
             firsts = {key: value for key, value in saved.rank0.items() if isinstance(value, bytes)} if rank == 0 else {}
             unique = dataclasses.replace(of, kind="unique")

@@ -257,6 +257,7 @@ def test_prometheus_reads_what_the_table_names_from_an_agent(bench: Bench, tmp_p
     saves = {
         "own_s": 0.25,
         "slow": 0.2,
+        "differs": 7,
         "stalls": 2,
         "stalled_s": 0.5,
         "saves": 1,
@@ -280,6 +281,7 @@ def test_prometheus_reads_what_the_table_names_from_an_agent(bench: Bench, tmp_p
         ("outlast_data_stall_seconds_total", ("rank", "0")): 0.1 + 0.2,
         ("outlast_own_step_seconds", ("rank", "0")): 0.25,
         ("outlast_slow_ratio", ("rank", "0")): 0.2,
+        ("outlast_differing_step", ("rank", "0")): 7,
         ("outlast_checkpoint_stall_seconds_sum", ("rank", "0")): 0.5,
         ("outlast_checkpoint_stall_seconds_count", ("rank", "0")): 2,
         ("outlast_checkpoint_save_seconds_sum", ("rank", "0")): 3,

@@ -29,6 +29,9 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
                                                          `steps` steps that have; waited_s, copied_s: the seconds of their time
                                                          spent waiting for data, and copying the state into memory
     slow         generation, step, rank, worker, node, own_s, reason    training, rank 0: a rank is slow, or is so no longer
+    differs      generation, step, rank | ranks, worker?, node?, tensors, copies, agreed, reason    training, rank 0: bits of what
+                                                         every rank has differ from the other ranks' in a snapshot; agreed:
+                                                         the step of the last one in which all were equal, 0: unknown
     snapshots    generation, every, step, copied_s, bytes, replicas, reason    training, rank 0: from now on, a snapshot is made
                                                          every `every` steps
     saving       step                                    training, rank 0: a save begins, training stalls

@@ -58,6 +58,7 @@ TABLE = _of(
     ("outlast_step_seconds", "summary", _RANK, "Time between the ends of two steps, without stalls for checkpoints."),
     ("outlast_own_step_seconds", "gauge", _RANK, "Median time of a step less the time in collectives, under DDP."),
     ("outlast_slow_ratio", "gauge", _RANK, "Share by which a slow rank's own time is above the others'; if it is slow."),
+    ("outlast_differing_step", "gauge", _RANK, "Step at which a rank's bits were found to differ from others'; if they were."),
     ("outlast_data_stall_seconds_total", "counter", _RANK, "Time that steps have waited for data."),
     ("outlast_checkpoint_stall_seconds", "summary", _RANK, "Time that training stood still for a save."),
     ("outlast_checkpoint_save_seconds", "summary", _RANK, "Time from the begin of a save to its commit; on rank 0."),

@@ -84,6 +84,13 @@ class WorkerStatus(_Model):
     """Why the worker waits, where the worker hangs, or how the worker ended."""
     slow: str = ""
     """A sentence about the worker's slowest rank if its own time per step is above the others'; also among `warnings`."""
+    differs: str = ""
+    """A sentence about a rank of the worker whose bits of what every rank has differ from the others'; also among `warnings`."""
+
+    @property
+    def suspicions(self) -> list[str]:
+        """The sentences about ranks that are slow or differ."""
+        return [sentence for sentence in (self.slow, self.differs) if sentence]
 
 
 class BestStatus(_Model):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from outlast.job import contract, ledger, slow_ranks
+from outlast.job import contract, differing_ranks, ledger, slow_ranks
 from outlast.job.report import goodput, incidents
 from outlast.job.report.goodput import Goodput
 from outlast.job.status import (
@@ -134,7 +134,7 @@ class LiveStatus:
     def update_workers(self, world: World | None) -> None:
         """Read the agents' reports on their workers and uploads."""
         self.status.workers = [self._worker(worker, world) for _, worker in sorted(self._pool.present.items())]
-        self.status.warnings += [worker.slow for worker in self.status.workers if worker.slow]
+        self.status.warnings += [sentence for worker in self.status.workers for sentence in worker.suspicions]
         if self.status.store is not None:
             self.status.store = self._store(self.status.store)
 
@@ -207,12 +207,12 @@ class LiveStatus:
     def _worker(self, worker: Worker, world: World | None) -> WorkerStatus:
         report = self._pool.report(worker)
         ranks = [RankStatus(**rank) for rank in report.get("ranks", [])]
-        slow, where = (0.0, 0), slow_ranks.place(worker.index, "")
+        slow, differs, where = (0.0, 0), (0, 0), slow_ranks.place(worker.index, "")
         for rank in ranks:
             record = progress_file.read(self._state_dir.worker(worker.index), rank.local_rank)
             rank.step = record.step or None if record and record.pid == rank.pid else None
             if record and record.pid == rank.pid:
-                slow = max(slow, (record.slow, rank.rank))
+                slow, differs = max(slow, (record.slow, rank.rank)), max(differs, (record.differs, rank.rank))
             if rank.rank == 0 and rank.step is None and self.status.told == "log" and world:
                 rank.step = self.status.step
         return WorkerStatus(
@@ -224,4 +224,5 @@ class LiveStatus:
             probes=report.get("probes"),
             reason=f"stands still: {report['still']}" if report.get("still") else "",
             slow=slow_ranks.sentence(slow[1], slow[0], where) if slow[0] else "",
+            differs=differing_ranks.notice(differs[1], differs[0], where) if differs[0] else "",
         )

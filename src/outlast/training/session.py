@@ -484,8 +484,8 @@ class Session:
             votes = self._meet("run.interrupted()", *own, *self._snapshots.votes(), self._own.due(), 1)
         notified, late, busy = (vote > 0 for vote in votes[:3])
         self._pace.agreed = int(votes[3])
-        alike = votes[-1] == self.world_size  # otherwise ranks of an earlier version would not take part in the comparison
-        self._snapshots.count(votes[4:-2])
+        alike = votes[-1] == self.world_size  # otherwise ranks of an earlier version would not take part in comparisons
+        self._snapshots.count(votes[4:-2], compare=alike)
         self._own.step(self._record, compare=alike and votes[-2] > 0)
         self._leaving = self._leaving or notified
         if self._leaving:

@@ -21,6 +21,7 @@ _NEEDED = {
     "not_copied": ("step", "reason"),
     "damaged": ("path", "reason"),
     "slow": ("rank", "reason"),
+    "differs": ("step", "reason"),
     "hang": ("worker", "rank", "silent_s", "reason"),
     "unheard": ("workers", "reason"),
     "attempt": ("attempt", "reason"),

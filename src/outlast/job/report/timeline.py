@@ -530,6 +530,8 @@ class Timeline:
     def _on_slow(self, t: int, event: Event) -> None:
         self._incident(t, event["kind"], event["reason"], event, stops=False)
 
+    _on_differs = _on_slow
+
     def _checkpoint_incident(self, t: int, kind: str, text: str, event: Event) -> None:
         self._incident(t, kind, f"{text}: {event['reason']}", event, stops=False)
 

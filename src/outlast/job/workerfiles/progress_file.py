@@ -55,6 +55,8 @@ class Progress:
     """Median of the rank's own time per step in the last window, in seconds (`job.slow_ranks`); 0: unknown."""
     slow: float = 0.0
     """Share by which the rank's own time is above the other ranks', if the rank is slow; else 0."""
+    differs: int = 0
+    """Step of the first snapshot in which this rank was found to have other bits than others (`job.differing_ranks`); 0: none."""
     warning: str = ""
     """A problem that training survives, e.g. a failed save."""
     pid: int = 0

@@ -136,18 +136,21 @@ def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Findin
         yield Finding("store", what, "fix what the store reports; training continues, and the upload is retried", (store.error,))
 
 
-def slow_ranks(status: JobStatus) -> Iterator[Finding]:
-    """Find ranks whose own time per step is above the others', of a job anywhere."""
+def suspicious_ranks(status: JobStatus) -> Iterator[Finding]:
+    """Find ranks whose own time per step is above the others', or whose weights differ from theirs, of a job anywhere."""
     for worker in status.workers:
         machine = worker.node or "this machine"
         if worker.slow:
             remedy = f"see what else runs on {machine} and whether it is throttled, or replace it"
             yield warned("slow-rank", f"all ranks wait for one: {worker.slow}", remedy)
+        if worker.differs:
+            remedy = f"test the memory and the accelerators of {machine}; a restart takes the bits that most ranks have"
+            yield Finding("differing-rank", worker.differs, remedy)
 
 
 def _warnings(status: JobStatus, _: Sequence[Event], __: float) -> Iterator[Finding]:
-    yield from slow_ranks(status)
-    told = [worker.slow for worker in status.workers]
+    yield from suspicious_ranks(status)
+    told = [sentence for worker in status.workers for sentence in worker.suspicions]
     for warning in status.warnings:
         if warning not in status.unsaved and warning not in told:
             yield Finding("warning", warning)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast.job import slow_ranks
+from outlast.job import differing_ranks, slow_ranks
 from outlast.job.contract import Env, Label
 from outlast.job.failure import Failure
 from outlast.job.ledger import Event
@@ -85,7 +85,7 @@ def status(snapshot: Snapshot) -> JobStatus:
         snapshot=_snapshot(reported),
         failure=_failure(snapshot.pods),
         workers=workers,
-        warnings=[*_warnings(snapshot), *(worker.slow for worker in workers if worker.slow)],
+        warnings=[*_warnings(snapshot), *(sentence for worker in workers for sentence in worker.suspicions)],
         output=_output(snapshot),
         store=_store(snapshot),
         submitted=pods.timestamp(meta.get("creationTimestamp")),
@@ -293,7 +293,8 @@ def _worker(pod: Document, reported: Metrics | None, documents: Sequence[Documen
     else:
         state = "training" if pods.ready(pod) else "starting"
     told, node = reported or {}, pod["spec"].get("nodeName", "")
-    (slow, rank), where = _largest(told, "slow_ratio"), slow_ranks.place(index, node)
+    (slow, slowest), (step, odd) = _largest(told, "slow_ratio"), _largest(told, "differing_step")
+    where = slow_ranks.place(index, node)
     return WorkerStatus(
         index=index,
         state=state,
@@ -302,7 +303,8 @@ def _worker(pod: Document, reported: Metrics | None, documents: Sequence[Documen
         node=node,
         step=round(reported["step"]) if reported and "step" in reported else None,
         reason=reason,
-        slow=slow_ranks.sentence(rank, slow, where) if slow else "",
+        slow=slow_ranks.sentence(slowest, slow, where) if slow else "",
+        differs=differing_ranks.notice(odd, round(step), where) if step else "",
     )
 
 

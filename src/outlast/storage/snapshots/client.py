@@ -97,8 +97,10 @@ class Client:
         self._states: dict[tuple[str, int], str] = {}
         self._lent: dict[int, _Lent] = {}
         """The lent memory by room id, mapped once and reused."""
-        self._indices: dict[str, Sequence[Item]] = {}
-        """The last index sent to the agent, by kind of part."""
+        self._digests: dict[str, tuple[int, str]] = {}
+        """Step and digest of the last part that the agent holds, by kind."""
+        self._indices: dict[tuple[str, int], Sequence[Item]] = {}
+        """The last index sent to the agent, by kind and local rank of the part."""
         hello = connection.receive()["hello"]
         self.address: str = hello["address"]
         """host:port of our agent's data port; empty without a port."""
@@ -178,7 +180,8 @@ class Client:
         self._states[part.kind, part.step] = ""
         for old in list(self._states)[:-_STATES]:
             del self._states[old]
-        previous, self._indices[part.kind] = self._indices.get(part.kind), index
+        key = part.kind, part.local_rank
+        previous, self._indices[key] = self._indices.get(key), index
         rows = None if previous == index else part_format.rows(index)
         message = {"publish": room.id, "part": part.json(), "index": rows, "to": list(to), "complete": complete}
         if room.id in self._lent:
@@ -206,6 +209,11 @@ class Client:
             finally:
                 self._using.release()
         return dict(self._states)
+
+    def digest(self, kind: str, step: int) -> str:
+        """Return the digest of a published part that the agent holds; empty if unknown."""
+        held, digest = self._digests.get(kind, (0, ""))
+        return digest if held == step else ""
 
     def catalog(self) -> list[Part]:
         """Return the parts in the memory of this worker, including replicas. Raises Damaged, OutOfReach."""
@@ -276,6 +284,7 @@ class Client:
         kind, step, state = message["event"]
         if (kind, step) in self._states:
             self._states[kind, step] = state
+            self._digests[kind] = step, str(message.get("digest", ""))
 
 
 @contextlib.contextmanager

@@ -38,8 +38,8 @@ class Candidate:
     unique: tuple[Holders, ...]
     """Holders of the unique parts, by rank in the world that made the snapshot."""
     shared: tuple[tuple[Holders, ...], ...]
-    """Complete sets of shared parts, each by local rank. One set is enough, and workers that shard the state alike have equal
-    sets."""
+    """Complete sets of shared parts, each by local rank, and the set that most workers have first. One set is enough, and workers
+    that shard the state alike have equal sets, unless the bits of one differ."""
 
     @property
     def parts(self) -> list[Part]:
@@ -107,7 +107,8 @@ def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
             merged = whole.setdefault(tuple(holders[0].part.digest for holders in complete), [[] for _ in complete])
             for holders, more in zip(merged, complete, strict=True):
                 holders += more
-    shared = tuple(tuple(tuple(holders) for holders in merged) for merged in whole.values())
+    common = sorted(whole.values(), key=lambda merged: -len(merged[0]))
+    shared = tuple(tuple(tuple(holders) for holders in merged) for merged in common)
     return Candidate(at, tuple(unique), shared) if shared else f"{name} lacks a whole set of what all ranks had"
 
 

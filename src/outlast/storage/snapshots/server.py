@@ -7,8 +7,9 @@ that dies before the publication leaves no part, and a rank that dies later leav
     agent -> rank   {"hello": {address, node, zone, budget, key, store}}
     rank -> agent   {"room": bytes, "at", "complete", "session"}    -> {"room": id, "size"} with a descriptor; it may be used
                                                                        again until it is given back
-                    {"publish": id, "part", "index", "to", "complete"}   no response, but {"event": [kind, step, state]}; a null
-                                                                         index is that of the last part of the kind
+                    {"publish": id, "part", "index", "to", "complete"}   no response, but {"event": [kind, step, state],
+                                                                         "digest"}; a null index is that of the last part
+                                                                         of this kind and local rank
                     {"give": [id, ...], "complete": at}                  no response
                     {"catalog": true}                               -> {"parts": [...]}
                     {"open": part}                                  -> {"open": id} with a descriptor;   {"close": id}
@@ -167,8 +168,8 @@ class _Rank:
         self._open: list[Room] = []
         self._query: queue.SimpleQueue[dict[str, object]] | None = None
         """The query begun by `look`, until `newest` returns its result."""
-        self._indices: dict[str, tuple[list[Item], bytes]] = {}
-        """The last index and its encoded form, by kind of part."""
+        self._indices: dict[tuple[str, int], tuple[list[Item], bytes]] = {}
+        """The last index and its encoded form, by kind and local rank of the part."""
         self._replicas: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:
@@ -232,13 +233,13 @@ class _Rank:
     def _publish(self, id: int, part: Part, index: object, to: list[str], complete: rooms.At) -> None:
         try:
             if isinstance(index, list):  # kept even if this part is refused, since the rank does not send the index again
-                self._indices[part.kind] = [], b""
-                self._indices[part.kind] = [Item.of(each) for each in index], part_format.encoded(index)
+                self._indices[part.kind, part.local_rank] = [], b""
+                self._indices[part.kind, part.local_rank] = [Item.of(each) for each in index], part_format.encoded(index)
             self._rooms.admit(part.run, part.at, complete, part.session)
             room = self._lent.get(id)
             if room is None or part.bytes > room.size:
                 raise Refused(f"{part} has no room: {id} is none that this rank was given for it")
-            items, rows = self._indices.get(part.kind, ([], b""))
+            items, rows = self._indices.get((part.kind, part.local_rank), ([], b""))
             if not rows:
                 raise Refused(f"{part} has no index")
             part_format.checked(items, part)
@@ -250,7 +251,7 @@ class _Rank:
 
     def report(self, part: Part, state: str) -> None:
         with contextlib.suppress(OSError):  # the rank has ended
-            self._connection.send({"event": [part.kind, part.step, state]})
+            self._connection.send({"event": [part.kind, part.step, state], "digest": part.digest})
 
     def sending(self, send: Callable[[], None]) -> None:
         """Queue a replica for the sending thread."""

@@ -96,7 +96,7 @@ def capture(state: State, rank: int, ranks: int) -> Flat:
     """Return this rank's part of `state` and of the random number generators. Tensors are not copied yet."""
     everybody, own, rank0 = collected(state, rank)
     whole = {key: tensor for key, tensor in everybody.items() if not isinstance(tensor, DTensor)}
-    for key in whole.keys() - assigned_keys(whole, rank, ranks):
+    for key in whole.keys() - dealt(whole, ranks)[rank]:
         del everybody[key]
     return {**own, **everybody, **(rank0 if rank == 0 else {})}
 
@@ -171,16 +171,15 @@ def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             optimizer.state.pop(first, None)
 
 
-def assigned_keys(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> set[str]:
-    """Return the keys of the replicated tensors that `rank` writes, balanced by size."""
+def dealt(tensors: Mapping[str, torch.Tensor], ranks: int) -> list[set[str]]:
+    """Return the keys of the replicated tensors that each rank writes, balanced by size."""
     load = [0] * ranks
-    part = set()
+    parts = [set[str]() for _ in load]
     for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
         to = load.index(min(load))
         load[to] += tensor.nbytes
-        if to == rank:
-            part.add(key)
-    return part
+        parts[to].add(key)
+    return parts
 
 
 def _safe() -> list[Any]:

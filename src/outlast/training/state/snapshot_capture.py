@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from outlast.job import differing_ranks
 from outlast.storage.snapshots import part_format
 from outlast.storage.snapshots.client import Room
 from outlast.storage.snapshots.part_format import Item, Kind
@@ -48,6 +49,10 @@ class Content:
     """One item per chunk."""
     end: int = 0
     """Total bytes of the chunks."""
+    share: int = 0
+    """Number of this rank's share of what every rank has (`job.differing_ranks`)."""
+    largest: int = 0
+    """Total bytes of the largest share: rooms fit every share."""
 
     def lay_out(self) -> None:
         places, self.end = part_format.laid_out(tensor.nbytes for _, tensor, _, _ in self.chunks)
@@ -68,14 +73,15 @@ class Content:
 class Layout:
     """The parts of a state on one rank."""
 
-    def __init__(self, state: State, collected: Collected, rank: int, local: tuple[int, int]) -> None:
-        """`local` is the local rank and the number of ranks of this worker."""
+    def __init__(self, state: State, collected: Collected, rank: int, share: int, shares: int) -> None:
+        """`share` is the number of this rank's share of what every rank has, of as many `shares` as the worker has ranks."""
         whole = {key: value for key, value in collected.everybody.items() if not isinstance(value, DTensor)}
-        assigned = checkpoint.assigned_keys(whole, *local)
+        dealt = [sorted(keys) for keys in checkpoint.dealt(whole, shares)]
         shards = {key: value for key, value in collected.everybody.items() if key not in whole}
         firsts = {key: value for key, value in collected.rank0.items() if isinstance(value, torch.Tensor)} if rank == 0 else {}
-        shared = Content("shared", chunks({key: whole[key] for key in sorted(assigned)}))
-        unique = Content("unique", chunks({**shards, **firsts}))
+        ends = [part_format.laid_out(whole[key].nbytes for key in keys)[1] for keys in dealt]
+        shared = Content("shared", chunks({key: whole[key] for key in dealt[share]}), share=share, largest=max(ends))
+        unique = Content("unique", chunks({**shards, **firsts}), share=share)
         self.contents = shared, unique
         for content in self.contents:
             content.lay_out()
@@ -165,9 +171,10 @@ class Capture:
         """`accelerator` defaults to this machine's."""
         self._state, self._rank, self._local = state, rank, local
         self._accelerator = accelerator or device.find()
-        self._layout: Layout | None = None
-        self._views: dict[tuple[Kind, int], list[torch.Tensor]] = {}
-        """The tensors in a room, one per chunk, by kind and room."""
+        self._layouts: dict[int, Layout] = {}
+        """Layouts of the same state, by share."""
+        self._views: dict[tuple[Kind, int, int], list[torch.Tensor]] = {}
+        """The tensors in a room, one per chunk, by kind, room and share."""
         self._rooms: dict[int, tuple[torch.Tensor, bool]] = {}
         """The memory of each room, and whether it is pinned; the least recently used room first."""
         self._stream = self._accelerator.copy_stream()
@@ -180,13 +187,21 @@ class Capture:
         """True if copies continue after `copy` has returned."""
         return self._stream is not None
 
-    def prepare(self, extra: bytes) -> list[tuple[Content, dict[str, bytes]]]:
-        """Return the parts of the present state, each with its pickled objects. Nothing is copied yet."""
-        layout, objects = self._layout, None
+    def prepare(self, extra: bytes, turn: int = 0) -> list[tuple[Content, dict[str, bytes]]]:
+        """Return the parts of the present state, each with its pickled objects. Nothing is copied yet.
+
+        `turn` is the number of snapshots so far, the same on all ranks, by which shares are dealt.
+        """
+        local_rank, local_ranks = self._local
+        share = differing_ranks.share(local_rank, turn, local_ranks)
+        layout, objects = self._layouts.get(share), None
         if layout is None or not layout.reusable or layout.signature != _signature(self._state):
             collected = checkpoint.collected(self._state, self._rank)
-            layout = self._layout = Layout(self._state, collected, self._rank, self._local)
-            self._views.clear()
+            layout = Layout(self._state, collected, self._rank, share, local_ranks)
+            if not all(each.reusable and each.signature == layout.signature for each in self._layouts.values()):
+                self._layouts.clear()
+                self._views.clear()
+            self._layouts[share] = layout
             objects = {key: value for key, value in collected.own.items() if isinstance(value, bytes)}
             if self._rank == 0:
                 objects |= {key: value for key, value in collected.rank0.items() if isinstance(value, bytes)}
@@ -271,14 +286,14 @@ class Capture:
 
     def _into(self, content: Content, room: Room) -> list[torch.Tensor]:
         """Return the tensors in the room, one per chunk."""
-        views = self._views.pop((content.kind, room.id), None)
+        views = self._views.pop((content.kind, room.id, content.share), None)
         if views is None:
             memory = self._rooms[room.id][0][part_format.PAGE :]
             views = [
                 memory[item.place : item.place + item.nbytes].view(tensor.dtype).view(tensor.shape)
                 for item, (_, tensor, _, _) in zip(content.index, content.chunks, strict=True)
             ]
-        self._views[content.kind, room.id] = views
+        self._views[content.kind, room.id, content.share] = views
         return views
 
 
@@ -298,7 +313,7 @@ def size(content: Content, objects: Mapping[str, bytes]) -> int:
     """Return the size in bytes of the room for a part, with a reserve."""
     _, more = part_format.laid_out(map(len, objects.values()))
     unit = max(_ROOM, 1 << more.bit_length() >> 4)  # a finer unit would need many new rooms for objects that grow steadily
-    return -(-(content.end + more + 1) // unit) * unit
+    return -(-(max(content.end, content.largest) + more + 1) // unit) * unit
 
 
 def write_objects(content: Content, objects: Mapping[str, bytes], room: Room) -> tuple[list[Item], int]:

@@ -180,9 +180,9 @@ class Reader(StorageReader):
         self._describe()
 
     def _set(self, tails: Mapping[Key, bytes]) -> list[_Part]:
-        """Return a complete set of shared parts, preferably our own worker's. Raises Damaged, OutOfReach."""
-        own = self.client.address
-        sets = sorted(self._candidate.shared, key=lambda each: own not in {holder.address for holder in each[0]})
+        """Return a complete set of shared parts, that of most workers: all ranks then have the same bits again. Raises Damaged,
+        OutOfReach."""
+        sets = self._candidate.shared
         for each in sets:
             try:
                 return [_Part(self, holders, self._rank, tail=tails.get(_key(holders[0].part))) for holders in each]

@@ -23,15 +23,18 @@ import secrets
 import statistics
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from outlast.base.errors import OutlastError
+from outlast.job import differing_ranks
 from outlast.job.contract import Env
 from outlast.job.ledger import Ledger
-from outlast.storage.snapshots import replicas
+from outlast.storage.snapshots import part_format, replicas
 from outlast.storage.snapshots.client import Client
 from outlast.storage.snapshots.part_format import Part
+from outlast.training import ddp
 from outlast.training.state import snapshot_capture
 from outlast.training.state.snapshot_capture import Capture, Content
 
@@ -92,6 +95,8 @@ class Place:
     """A nonce shared by all ranks, new for each start of their processes."""
     to: tuple[str, ...] = ()
     """Addresses of the agents that hold replicas."""
+    weight: int = 0
+    """Factor of this rank's digest in the sum over all ranks; 0 if there is no other copy to compare with."""
 
     @classmethod
     def of(cls, env: Mapping[str, str], run: str, generation: int, world: int, rank: int) -> Place:
@@ -107,15 +112,24 @@ def open_(
     every = gather((own, place.worker, secrets.token_hex(8)))
     workers = {worker: where for where, worker, _ in every}
     to = replicas.holders(list(workers.values()), int(os.environ.get(Env.REPLICAS, "1")))
-    place = dataclasses.replace(place, session=every[0][2], to=to[list(workers).index(place.worker)])
-    return Snapshots(client, place, ledger, report)
+    number, sizes = list(workers).index(place.worker), collections.Counter(worker for _, worker, _ in every)
+    weight = differing_ranks.weight(number, len(workers)) if len(set(sizes.values())) == 1 else 0  # shares differ with the sizes
+    place = dataclasses.replace(place, session=every[0][2], to=to[number], weight=weight)
+    return Snapshots(client, place, ledger, report, gather)
 
 
 class Snapshots:
     """The snapshots of one rank. No rank takes snapshots if one rank has no `client`."""
 
-    def __init__(self, client: Client | None, place: Place, ledger: Ledger, report: Callable[..., None]) -> None:
-        self._client, self._place, self._ledger, self._report = client, place, ledger, report
+    def __init__(
+        self,
+        client: Client | None,
+        place: Place,
+        ledger: Ledger,
+        report: Callable[..., None],
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
+    ) -> None:
+        self._client, self._place, self._ledger, self._report, self._gather = client, place, ledger, report, gather
         self._clock = time.monotonic
         self._enabled = self._able = client is not None
         self._pause_s, self._retry_at = _PAUSE_S, 0.0
@@ -129,8 +143,16 @@ class Snapshots:
         """Two flags: the last snapshot is not known to be complete, and our part of it had no memory."""
         self._capture: Capture | None = None
         self._extra: Callable[[], dict[str, Any]] = dict
-        self._step = self._taken = 0
-        """The steps of the last boundary and of the last snapshot; 0 before the first."""
+        self._step = self._taken = self._turn = 0
+        """The steps of the last boundary and of the last snapshot, and the number of snapshots; 0 before the first."""
+        self._share = 0
+        """Our share in the last snapshot."""
+        self._passed, self._pass = 0, 1
+        """The number of snapshots that differ since the last comparison, and the number at which the next one comes."""
+        self._equal: collections.deque[int] = collections.deque(maxlen=place.local_ranks)
+        """Steps of the last snapshots without a difference, as many as compare all that every rank has."""
+        self._named: dict[tuple[int, ...], int] = {}
+        """Ranks that differ, and the step of the first snapshot in which they were found to."""
         self._complete = 0, 0
         self._last: float | None = None
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
@@ -166,7 +188,7 @@ class Snapshots:
             self._capture.close()
             self._place = dataclasses.replace(self._place, session=f"{self._place.session}+")
         self._capture = Capture(state, self._place.rank, local) if self._client else None
-        self._complete, self._extra, self._last = complete, extra, None
+        self._complete, self._extra, self._last, self._turn = complete, extra, None, 0
         self._enabled = self._able = self._client is not None and bool(state)
         self._give_back()
 
@@ -174,16 +196,23 @@ class Snapshots:
         """Return this rank's votes at a boundary; `count` gets their sums over all ranks."""
         first = self._place.rank == 0
         if not self._enabled:
-            return float(first and self._able and self._clock() >= self._retry_at), 0.0, float(not self._able), 0.0, 0.0, 0.0
+            return float(first and self._able and self._clock() >= self._retry_at), 0.0, float(not self._able), *(0.0,) * 4
         due = first and self._capture is not None and (not self._taken or self._steps_since + 1 >= self._every)
         if self._working:
             self._working = not self._replicated()
         unready = not self._ready()
-        return tuple(map(float, (due, self._working, bool(self._problem), unready, self._missed, self._cost_s)))
+        return tuple(map(float, (due, self._working, bool(self._problem), unready, self._missed, self._cost_s, self._digest())))
 
-    def count(self, sums: Sequence[float]) -> None:
-        """Act on the sums of all ranks' votes."""
-        due, working, problems, unready, missed, cost = sums
+    def _digest(self) -> float:
+        """Return the weighted digest of this rank's share in the last snapshot, once the agent holds it; NaN if it is unknown."""
+        if self._client is None or not self._pending or self._working or self._missed or not ddp.wrapped:
+            return 0.0
+        digest = self._client.digest("shared", self._taken)
+        return float(self._place.weight * int(digest, 16)) if digest else math.nan
+
+    def count(self, sums: Sequence[float], *, compare: bool = True) -> None:
+        """Act on the sums of all ranks' votes. Without `compare`, no ranks are named that differ."""
+        due, working, problems, unready, missed, cost, digests = sums
         self._agreed = self._enabled and due > 0 and not any((working, problems, unready, missed))
         if problems and self._enabled:
             self._stop()
@@ -196,7 +225,47 @@ class Snapshots:
                 return
             self._complete, self._pause_s = (self._place.generation, self._taken), _PAUSE_S
             self._choose(cost / self._place.world)
+            if compare and digests == 0:
+                self._equal.append(self._taken)
+            elif compare and not math.isnan(digests):
+                self._compare()
             self._report(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
+
+    def _compare(self) -> None:
+        """Name the ranks whose copies of what every rank has differ in the last snapshot. A collective.
+
+        A difference stays, so comparisons become rare, and the same ranks are named once.
+        """
+        self._passed += 1
+        if self._passed < self._pass:
+            return
+        self._passed, self._pass = 0, 2 * self._pass
+        place, node = self._place, os.environ.get(Env.NODE, "")
+        copies = self._gather((place.rank, place.worker, node, self._share, self._checksums()))
+        for each in differing_ranks.differing([differing_ranks.Copy(*copy) for copy in copies]):
+            ranks = tuple(copy.rank for copy in each.ranks)
+            if self._named.setdefault(ranks, self._taken) < self._taken:
+                continue
+            if place.rank in ranks:
+                self._report(differs=self._taken)
+            if place.rank == 0:
+                event = each.event(self._taken, self._equal[0] if len(self._equal) == place.local_ranks else 0)
+                self._ledger.write("differs", generation=place.generation, step=self._taken, **event)
+                log.warning("outlast: %s", event["reason"])
+
+    def _checksums(self) -> dict[str, int]:
+        """Return a checksum of each tensor of our share in the last snapshot; nothing if the agent cannot say."""
+        assert self._client is not None
+        found: dict[str, int] = {}
+        try:
+            for part in self._client.catalog():
+                if (part.kind, part.step, part.rank, part.replica) == ("shared", self._taken, self._place.rank, False):
+                    with self._client.open(part) as source:
+                        index, blocks = part_format.read_tail(part, source.tail)
+                    found = {item.key: zlib.crc32(repr(crcs).encode()) for item, crcs in zip(index, blocks, strict=True)}
+        except OutlastError as problem:  # the agent has ended, or its memory is damaged
+            log.warning("outlast: the checksums of this rank's memory cannot be read: %s", problem)
+        return found
 
     def _stop(self) -> None:
         if self._problem:
@@ -251,6 +320,7 @@ class Snapshots:
         self._steps_since += 1
         self._step = step
         if self._enabled and self._capture is not None and (self._agreed or not self._sizes) and step > self._taken:
+            self._turn += self._agreed
             try:
                 self._take(step, self._capture)
             except OutlastError as problem:
@@ -293,12 +363,13 @@ class Snapshots:
         place, at = self._place, (self._place.generation, step)
         begun = time.monotonic()
         extra = json.dumps(self._extra()).encode() if place.rank == 0 else b""
-        contents = capturing.prepare(extra)
+        contents = capturing.prepare(extra, self._turn)
         first, self._sizes = not self._sizes, [snapshot_capture.size(content, objects) for content, objects in contents]
         if first:
             self._ready()
             return
         self._taken, self._steps_since, self._delay_s, self._ended, self._pending = step, 0, 0.0, False, True
+        self._share = contents[0][0].share
         if not self._client.spare(self._sizes, self._complete):  # the state has grown
             self._missed = True
             return
@@ -329,7 +400,8 @@ class Snapshots:
 
     def _part(self, content: Content, step: int, size: int) -> Part:
         place = self._place
-        who = place.world, place.rank, place.worker, place.local_rank, place.local_ranks
+        local_rank = content.share if content.kind == "shared" else place.local_rank
+        who = place.world, place.rank, place.worker, local_rank, place.local_ranks
         return Part(place.run, place.generation, step, *who, content.kind, bytes=size, session=place.session)
 
     def _replicated(self) -> bool:

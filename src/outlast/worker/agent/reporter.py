@@ -139,6 +139,8 @@ def _of_rank(progress: Progress) -> Iterator[Sample]:
         yield "own_step_seconds", rank, progress.own_s
     if progress.slow:
         yield "slow_ratio", rank, progress.slow
+    if progress.differs:
+        yield "differing_step", rank, progress.differs
     if progress.phase != "started":  # a plain script reports steps alone
         yield "data_stall_seconds_total", rank, progress.waited_s
         yield "checkpoint_stall_seconds", rank, (progress.stalled_s, progress.stalls)

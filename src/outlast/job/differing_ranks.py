@@ -1,0 +1,101 @@
+"""Ranks whose bits of what every rank has differ from the others', by checksums of their snapshots. Pure.
+
+Under DDP all ranks have the same parameters and the same state of the optimizer, bit by bit. The ranks of a worker share the
+copying and checksumming of them, so there is one copy for each worker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from outlast.job import slow_ranks
+
+_KEYS = 20
+"""Maximum number of names of tensors that are recorded."""
+
+
+def share(local_rank: int, turn: int, local_ranks: int) -> int:
+    """Return the number of the share that a rank of a worker takes in the `turn`-th snapshot.
+
+    After as many snapshots as the worker has ranks, each rank has taken each share once.
+    """
+    return (local_rank + turn) % local_ranks
+
+
+def weight(worker: int, workers: int) -> int:
+    """Return the factor of a worker's checksum in the sum over all workers, which is 0 if all checksums are equal.
+
+    If one differs, the sum is not 0; if several do, it is 0 by chance once in 2**32. `worker` is the place among the workers.
+    """
+    return 1 if worker < workers - 1 else 1 - workers
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """One share of what every rank has, in the memory of one rank."""
+
+    rank: int
+    worker: int
+    node: str
+    share: int
+    checksums: Mapping[str, int]
+    """Checksums by the names of tensors; empty if they could not be read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Ranks that differ from the others."""
+
+    ranks: tuple[Copy, ...]
+    """One copy if most others agree; otherwise all of them, since any may be the right one."""
+    tensors: tuple[str, ...]
+    copies: int
+
+    def event(self, step: int, agreed: int) -> dict[str, object]:
+        """Return the fields for the ledger. `agreed` is the step of the last snapshot in which all were equal; 0: unknown."""
+        who = {"rank": self.ranks[0].rank, "worker": self.ranks[0].worker, "node": self.ranks[0].node}
+        everybody = who if len(self.ranks) == 1 else {"ranks": [each.rank for each in self.ranks]}
+        about = {"tensors": self.tensors[:_KEYS], "copies": self.copies, "agreed": agreed}
+        return {**everybody, **about, "reason": self.sentence(step, agreed)}
+
+    def sentence(self, step: int, agreed: int) -> str:
+        more = f" and {len(self.tensors) - 1} more" if len(self.tensors) > 1 else ""
+        what = f"in {self.tensors[0]}{more} at step {step}" + (f" (all were equal at step {agreed})" if agreed else "")
+        places = [f"rank {each.rank} ({slow_ranks.place(each.worker, each.node)})" for each in self.ranks]
+        if len(places) == 1:
+            return (
+                f"{places[0]} has other bits than the {self.copies - 1} others {what}; its memory or its processor may be faulty"
+            )
+        return f"{' and '.join(places)} have different bits {what}; with {self.copies} copies it cannot be told which is right"
+
+
+def differing(copies: Sequence[Copy]) -> list[Difference]:
+    """Return the differences between the copies of each share, with the tensors of modules before those of optimizers."""
+    found: dict[tuple[int | None, int], list[str]] = {}
+    """Names of tensors, by the rank that differs (None: unknown) and the share."""
+    groups: dict[int, list[Copy]] = {}
+    for each in copies:
+        if each.checksums:
+            groups.setdefault(each.share, []).append(each)
+    for number, group in groups.items():
+        for name in sorted(group[0].checksums, key=lambda name: ("/state/" in name, name)):
+            counts = Counter(each.checksums.get(name) for each in group)
+            usual, times = counts.most_common(1)[0]
+            if 2 * times <= len(group):
+                found.setdefault((None, number), []).append(name)
+            for each in group if len(counts) > 1 and 2 * times > len(group) else ():
+                if each.checksums.get(name) != usual:
+                    found.setdefault((each.rank, number), []).append(name)
+    return [
+        Difference(tuple(each for each in groups[number] if rank in (None, each.rank)), tuple(names), len(groups[number]))
+        for (rank, number), names in found.items()
+    ]
+
+
+def notice(rank: int, step: int, where: str) -> str:
+    """Return a sentence for the status of a job. `where` is the place of the rank: `worker 1, node a`."""
+    return (
+        f"rank {rank} ({where}) has other bits than other ranks since step {step}; `outlast report` and its log name the tensors"
+    )

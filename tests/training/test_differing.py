@@ -1,0 +1,72 @@
+"""A flipped bit in one rank's weights is named, and a restart takes the bits of most ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import worlds
+from outlast.job.contract import Env
+from outlast.job.workerfiles import progress_file
+from outlast.training import Stream, session
+from outlast.training.state import snapshot_taking
+from ranks import SELDOM, Agents
+
+FLIP_AT, KILL_AT = 12, 24
+
+
+def train(flipped: int) -> None:
+    """Train with a snapshot at each step. Rank `flipped` flips a bit, and all ranks are killed later, in the first generation."""
+    snapshot_taking.SHARE = float("inf")
+    with session.open(seed=1, quiet=True) as run:
+        net = run.ddp(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        stream = Stream((torch.randn(300, 16), torch.randint(0, 4, (300,))), 12, steps=30)
+        step = run.resume({"model": net, "optimizer": optimizer, "stream": stream})
+        for batch in stream:
+            optimizer.zero_grad()
+            for (x, y), share in batch.split(net):
+                (nn.functional.cross_entropy(net(x), y) * share).backward()
+            optimizer.step()
+            step += 1
+            if (step, run.rank, run.generation) == (FLIP_AT, flipped, 1):
+                net.module[0].weight.data.view(torch.int32)[1, 5] ^= 1 << 12
+            while run._snapshots._working and not run._snapshots._replicated():
+                time.sleep(0.001)
+            run.boundary(step)
+            if step == KILL_AT and run.generation == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        (run.output / f"hash-{run.rank}.json").write_text(json.dumps(worlds.hashed(net.module, optimizer)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", [1, 2], ids=["one rank a worker", "two ranks a worker"])
+def test_a_flipped_bit_is_named_with_tensor_step_and_rank_and_is_gone_after_a_restart(agents: Agents, local: int) -> None:
+    ranks, flipped = 3 * local, 2 * local - 1
+    for worker in range(3):
+        agents.start(worker)
+    train_ = functools.partial(train, flipped)
+    end = worlds.ended(worlds.started(train_, agents.output, ranks, local=local, **{**SELDOM, Env.NODE: "n"}), agents.output)
+    assert end.codes == [-signal.SIGKILL] * ranks, end.errors
+    [first] = end.kinds("differs")
+    assert (first["rank"], first["worker"], first["node"], first["copies"]) == (flipped, 1, "n", 3)
+    assert first["tensors"] == ["model/0.weight"]
+    assert FLIP_AT <= first["step"] <= FLIP_AT + local, "as many snapshots as a worker has ranks compare all"
+    assert FLIP_AT - 2 * local <= first["agreed"] < FLIP_AT
+    assert first["reason"] in end.errors[0]
+    told = [progress_file.read(agents.output / "workers" / str(rank // local), rank % local) for rank in range(ranks)]
+    assert [rank for rank, each in enumerate(told) if each and each.differs] == [flipped]
+
+    agents.settle()
+    again = worlds.ended(worlds.started(train_, agents.output, ranks, generation=2, local=local, **SELDOM), agents.output)
+    assert again.codes == [0] * ranks, again.errors
+    assert [event["step"] for event in again.kinds("restored")][-1] >= FLIP_AT, "from memory, with the flipped bit in it"
+    assert len({(agents.output / f"hash-{rank}.json").read_text() for rank in range(ranks)}) == 1
+    assert not [event for event in again.kinds("differs") if event["generation"] == 2]
