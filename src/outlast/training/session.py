@@ -478,15 +478,15 @@ class Session:
         """
         notified = self._notice is not None and self._notice.exists()
         late = self.rank == 0 and self._saves.late(self._every)
-        interval = self._pace.interval(self._snapshots.step_s()) if self.rank == 0 else 0
-        own = notified, late, self._saver.busy, interval
+        proposed = self._pace.interval(self._snapshots.step_s()) if self.rank == 0 else 0
+        own = notified, late, self._saver.busy, *self._snapshots.votes()
         with self._pace.voting():
-            votes = self._meet("run.interrupted()", *own, *self._snapshots.votes(), self._own.due(), 1)
+            *votes, measured, interval, new = self._meet("run.interrupted()", *own, self._own.due(), proposed, 1)
         notified, late, busy = (vote > 0 for vote in votes[:3])
-        self._pace.agreed = int(votes[3])
-        alike = votes[-1] == self.world_size  # otherwise ranks of an earlier version would not take part in comparisons
-        self._snapshots.count(votes[4:-2], compare=alike)
-        self._own.step(self._record, compare=alike and votes[-2] > 0)
+        alike = new == self.world_size  # ranks of an earlier version vote in each step, and take part in no comparison
+        self._pace.agreed = int(interval) if alike else 1
+        self._snapshots.count(votes[3:], compare=alike)
+        self._own.step(self._record, compare=alike and measured > 0)
         self._leaving = self._leaving or notified
         if self._leaving:
             self.seconds_left = min(self._disks.gather(notice_file.left_s(self._notice)))
