@@ -7,12 +7,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 VARIANTS = ("cpu", "cuda", "neuron", "spark", "notebook", "operator")
-"""The stages that docs/guide/kubernetes.md lists."""
+"""The stages that docs/guide/images.md lists."""
 
 
 def test_the_guide_lists_every_variant_once() -> None:
     table = re.findall(
-        r"^\| `(\w+)` \|", (ROOT / "docs" / "guide" / "kubernetes.md").read_text().split("| variant |")[1], flags=re.M
+        r"^\| `(\w+)` \|", (ROOT / "docs" / "guide" / "images.md").read_text().split("| variant |")[1], flags=re.M
     )
     assert sorted(table[: len(VARIANTS)]) == sorted(VARIANTS)
 

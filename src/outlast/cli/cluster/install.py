@@ -91,7 +91,7 @@ def _wait(cluster: api.Cluster, workload: dict[str, Any], began: float, timeout:
         print(f"\n{problem}:\n\n{diagnosis.text(causes)}", file=sys.stderr)
         if any(cause.name == "image" for cause in causes):
             print(
-                "\nName another image with: outlast install --image IMAGE (make one: docs/guide/kubernetes.md#images)",
+                "\nName another image with: outlast install --image IMAGE (make one: docs/guide/images.md)",
                 file=sys.stderr,
             )
         raise typer.Exit(1)

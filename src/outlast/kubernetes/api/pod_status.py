@@ -231,7 +231,7 @@ def started_at(pod: Document) -> float | None:
     return timestamp((state.get("running") or state.get("terminated") or {}).get("startedAt")) or None
 
 
-WITHOUT_OUTLAST = "say inject: true in the job file, which brings it, or install it there (docs/guide/kubernetes.md, Images)"
+WITHOUT_OUTLAST = "say inject: true in the job file, which brings it, or install it there (docs/guide/images.md)"
 """The remedy for an image without Outlast."""
 _MISSING = re.compile(
     r"exec: \"(?P<runc>[^\"]+)\": (?:executable file not found|.*no such file or directory)"
