@@ -11,9 +11,7 @@ VARIANTS = ("cpu", "cuda", "neuron", "spark", "notebook", "operator")
 
 
 def test_the_guide_lists_every_variant_once() -> None:
-    table = re.findall(
-        r"^\| `(\w+)` \|", (ROOT / "docs" / "guide" / "images.md").read_text().split("| variant |")[1], flags=re.M
-    )
+    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "guide" / "images.md").read_text().split("| variant |")[1], flags=re.M)
     assert sorted(table[: len(VARIANTS)]) == sorted(VARIANTS)
 
 
