@@ -44,7 +44,8 @@ def why(
         causes, forbidden = diagnosis.causes(seen, time.time()), dict(seen.forbidden)
         if not any(each.failed for each in causes):
             with contextlib.suppress(OutlastError):  # agents may not be asked; the other causes are known
-                causes += local_job.suspicious_ranks(place.status(job))
+                suspicious = list(local_job.suspicious_ranks(place.status(job)))
+                causes = suspicious + [each for each in causes if not suspicious or each.name != "training"]
     if output is Output.TABLE:
         print(diagnosis.text(causes, forbidden=forbidden))
         return
