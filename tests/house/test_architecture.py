@@ -171,6 +171,20 @@ def test_one_module_knows_how_torch_names_devices() -> None:
     assert found == {"training/device.py"}
 
 
+def test_nothing_of_ours_draws_from_the_generator_that_scripts_seed() -> None:
+    """They draw from it, and so do recipes, which are such scripts; the others only keep its state for them."""
+    drawn = {
+        (path.relative_to(SOURCE).parts[0], node.attr)
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random"
+    }
+    kept = {("training", name) for name in ("seed", "getstate", "setstate")}
+    kept.add(("worker", "getstate"))  # to see whether an import draws from it
+    ours = {(where, name) for where, name in drawn if where != "recipes" and name not in ("Random", "SystemRandom")}
+    assert ours == kept
+
+
 def test_no_module_is_too_long() -> None:
     lengths = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py")}
     over = {f"{name} ({lines} lines)" for name, lines in lengths.items() if lines > LINES}

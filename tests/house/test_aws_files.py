@@ -357,32 +357,35 @@ def left(client: Callable[[str], Any]) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:Tried to parse:UserWarning")  # of types in UNKNOWN
-@pytest.mark.parametrize("name", [name for name in STACKS if name != "fsx"])
-def test_a_stack_is_made_whole_and_deleted_whole(name: str) -> None:
+@pytest.fixture(scope="module")
+def client() -> Iterator[Callable[[str], Any]]:
+    """Clients of an account of moto's, which has a cluster."""
     import boto3
     from moto import mock_aws
 
-    with mock_aws():
+    with pytest.MonkeyPatch.context() as patched, mock_aws():
+        patched.setenv("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")  # hundreds in each region
+        client = functools.cache(lambda service: boto3.client(service, REGION, aws_access_key_id="x", aws_secret_access_key="x"))
+        client("cloudformation").create_stack(StackName="eksctl-c-cluster", TemplateBody=eksctls_stack())
+        yield client
 
-        def client(service: str) -> Any:
-            return boto3.client(service, REGION, aws_access_key_id="x", aws_secret_access_key="x")
 
-        stacks = client("cloudformation")
-        template = yaml_of(f"stacks/{name}.yaml")
-        cluster = [{"ParameterKey": "Cluster", "ParameterValue": "c"}] if "Cluster" in template.get("Parameters", ()) else []
-        stacks.create_stack(StackName="eksctl-c-cluster", TemplateBody=eksctls_stack())
-        before = left(client)
-        body = (AWS / "stacks" / f"{name}.yaml").read_text()
-        stacks.create_stack(StackName=name, TemplateBody=body, Parameters=cluster, Capabilities=["CAPABILITY_NAMED_IAM"])
-        assert stacks.describe_stacks(StackName=name)["Stacks"][0]["StackStatus"] == "CREATE_COMPLETE"
-        made = {each["LogicalResourceId"] for each in stacks.list_stack_resources(StackName=name)["StackResourceSummaries"]}
-        resources = template["Resources"]
-        assert made - {""} == {each for each in resources if resources[each]["Type"] not in UNKNOWN}
-        assert {each["Type"] for each in resources.values()} <= UNKNOWN | KNOWN
-        seen(name, client)
-        stacks.delete_stack(StackName=name)
-        assert left(client) == before
+@pytest.mark.filterwarnings("ignore:Tried to parse:UserWarning")  # of types in UNKNOWN
+@pytest.mark.parametrize("name", [name for name in STACKS if name != "fsx"])
+def test_a_stack_is_made_whole_and_deleted_whole(name: str, client: Callable[[str], Any]) -> None:
+    stacks, before = client("cloudformation"), left(client)
+    template = yaml_of(f"stacks/{name}.yaml")
+    cluster = [{"ParameterKey": "Cluster", "ParameterValue": "c"}] if "Cluster" in template.get("Parameters", ()) else []
+    body = (AWS / "stacks" / f"{name}.yaml").read_text()
+    stacks.create_stack(StackName=name, TemplateBody=body, Parameters=cluster, Capabilities=["CAPABILITY_NAMED_IAM"])
+    assert stacks.describe_stacks(StackName=name)["Stacks"][0]["StackStatus"] == "CREATE_COMPLETE"
+    made = {each["LogicalResourceId"] for each in stacks.list_stack_resources(StackName=name)["StackResourceSummaries"]}
+    resources = template["Resources"]
+    assert made - {""} == {each for each in resources if resources[each]["Type"] not in UNKNOWN}
+    assert {each["Type"] for each in resources.values()} <= UNKNOWN | KNOWN
+    seen(name, client)
+    stacks.delete_stack(StackName=name)
+    assert left(client) == before
 
 
 KNOWN = {

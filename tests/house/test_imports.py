@@ -15,10 +15,15 @@ PEOPLE = {"typer", "rich", "outlast.cli"}
 STORES = {"obstore", "botocore"}
 
 
+def listed(program: str) -> str:
+    """What `program` prints to its errors, and then the names of all modules that are loaded."""
+    code = f"import sys\n{program}\nprint(*sys.modules, file=sys.stderr)"
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr
+
+
 def loaded(program: str) -> set[str]:
     """The names of all modules that are loaded after `program`."""
-    code = f"import sys\n{program}\nprint(*sys.modules, file=sys.stderr)"
-    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr.split())
+    return set(listed(program).split())
 
 
 def test_help_loads_next_to_nothing() -> None:
@@ -51,14 +56,25 @@ def test_who_needs_no_cluster_loads_no_client_of_one() -> None:
     )
 
 
-def test_training_needs_nothing_that_is_compiled_for_one_version_of_python() -> None:
-    """Otherwise it cannot run in the Python of an image to which Outlast is brought, see `worker.launch.relocatable`."""
+def test_what_a_worker_imports_comes_in_its_order_and_nothing_of_it_is_compiled_for_one_python() -> None:
+    """Training must run in the Python of an image to which Outlast is brought, see `worker.launch.relocatable`. What an elastic
+    agent needs is there before what only training needs, and training knows nothing of who runs it."""
     blocked = ("pydantic", "pydantic_core", "msgspec", "lightkube", "isal", "setproctitle", "_yaml")
-    program = f"import os, sys; sys.modules.update(dict.fromkeys({blocked}))\n"
-    program += "os.environ['OUTLAST_RENDEZVOUS'] = 'kubernetes://x'\n"
-    program += "from outlast.worker.launch import warm_process; warm_process.preload()\n"
-    program += "import outlast.kubernetes.board, outlast.hf, outlast.storage.store.client, outlast.recipes.smoke"
-    assert "outlast.training.session" in loaded(program)
+    stages = (
+        "from outlast.training import progress",
+        "from outlast.worker.launch import warm_process as warm; warm.preload(warm.MEETING)",
+        "from outlast.training import *",
+        "os.environ['OUTLAST_RENDEZVOUS'] = 'kubernetes://x'; warm.preload()\n"
+        "import outlast.kubernetes.board, outlast.hf, outlast.storage.store.client, outlast.recipes.smoke",
+    )
+    program = f"import os; sys.modules.update(dict.fromkeys({blocked}))\n"
+    program += "\nprint('|', *sys.modules, file=sys.stderr)\n".join(stages) + "\nprint('|', end=' ', file=sys.stderr)"
+    reporting, meeting, training, all_of_it = (set(each.split()) for each in listed(program).split("|")[1:])
+    assert not reporting & (TORCH - {"outlast.training"})
+    assert not meeting & {"torch._dynamo", "torch.distributed.checkpoint", "sympy", "outlast.training.session"}
+    assert "torch" in training
+    assert not training & (PEOPLE | {"psutil", "outlast.job.backend", "outlast.job.spec", "outlast.worker.agent.agent"})
+    assert "outlast.training.session" in all_of_it
 
 
 @pytest.mark.parametrize("process", ["local.launcher", "worker.agent.agent"])
@@ -104,20 +120,6 @@ def test_an_agent_starts_the_warm_process_before_it_reads_its_job() -> None:
         "outlast.storage.store",
         "outlast.kubernetes.api",
     }
-
-
-def test_what_an_elastic_agent_needs_is_there_before_what_only_training_needs() -> None:
-    meeting = loaded("from outlast.worker.launch import warm_process as warm; warm.preload(warm.MEETING)")
-    assert not meeting & {"pydantic", "torch._dynamo", "torch.distributed.checkpoint", "sympy", "outlast.training.session"}
-
-
-def test_training_knows_nothing_of_who_runs_it() -> None:
-    assert not loaded("from outlast.training import progress") & (TORCH - {"outlast.training"})
-    modules = loaded("from outlast.training import *")
-    assert "torch" in modules
-    assert not modules & (
-        PEOPLE | {"pydantic", "psutil", "outlast.job.backend", "outlast.job.spec", "outlast.worker.agent.agent"}
-    )
 
 
 def test_an_operator_without_its_packages_says_what_to_install() -> None:

@@ -49,7 +49,7 @@ def named(source: str) -> Iterator[str]:
     nodes = list(ast.walk(ast.parse(source)))
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
-        if isinstance(node, ast.List | ast.Tuple):
+        if isinstance(node, ast.List | ast.Tuple) and any(isinstance(e, ast.Constant) and e.value == "-m" for e in node.elts):
             yield from NAMED.findall(ast.unparse(node))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             yield from NAMED.findall(node.value)
