@@ -164,7 +164,7 @@ def test_one_that_does_not_answer_is_left_for_another(own_etcd: Server, shared_e
 
 def test_one_that_is_of_no_use_is_left_for_another(shared_etcd: Server) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         first = f"127.0.0.1:{server.server_address[1]}"
         both = gateway.address(f"etcd://{first},127.0.0.1:{shared_etcd.port}", environ={})
         with contextlib.closing(gateway.Etcd(both)) as client:
@@ -219,7 +219,7 @@ class Stub(http.server.BaseHTTPRequestHandler):
 def test_what_answers_wrongly_is_said(status: int, body: bytes, kind: type[Exception], sentence: str) -> None:
     handler = type("Handler", (Stub,), {"status": status, "body": body})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         with pytest.raises(kind) as caught, contextlib.closing(_at(server.server_address[1])) as client:
             client.range("x")
@@ -264,7 +264,7 @@ def test_who_is_answered_after_the_others_hung_up_hangs_up_too() -> None:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Late) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         client = _at(server.server_address[1])
         asker = threading.Thread(target=client.ask, args=("kv/range", {}))
         asker.start()
@@ -382,14 +382,14 @@ class Slow(Stub):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         login = self.path.endswith("/authenticate")
-        time.sleep(1.5 if login else 0)
+        time.sleep(1.1 if login else 0)
         self.body = b'{"token": "t"}' if login else b'{"header": {"revision": "1"}}'
         super().do_POST()
 
 
 def test_a_login_may_take_longer_than_anything_else_for_many_may_come_at_once() -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     where = gateway.address(f"etcd://127.0.0.1:{server.server_address[1]}", {"user": "u", "password": "p"}, {})
     try:
         with contextlib.closing(gateway.Etcd(where, answer_s=1)) as client:

@@ -239,7 +239,7 @@ class Way(socketserver.BaseRequestHandler):
 def test_watches_that_have_died_without_a_word_hide_no_loss(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "LIST_S", 1.0)
     with Relay(nodes.server.port) as relay:
-        threading.Thread(target=relay.serve_forever, daemon=True).start()
+        threading.Thread(target=relay.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setattr(nodes, "endpoint", relay.endpoint)
         for _ in range(3):
             nodes.start((1, 3), ttl=2)
@@ -255,7 +255,7 @@ def test_watches_that_have_died_without_a_word_hide_no_loss(nodes: Nodes, monkey
 @pytest.mark.slow
 def test_an_endpoint_that_hangs_costs_no_lease_when_there_is_another(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     with Relay(nodes.server.port) as relay:
-        threading.Thread(target=relay.serve_forever, daemon=True).start()
+        threading.Thread(target=relay.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setattr(nodes, "endpoint", f"{relay.endpoint},127.0.0.1:{nodes.server.port}")
         for _ in range(3):
             nodes.start((1, 3), ttl=2)

@@ -461,7 +461,7 @@ class Metadata(BaseHTTPRequestHandler):
 def metadata() -> Iterator[str]:
     """The address of an instance's metadata."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()

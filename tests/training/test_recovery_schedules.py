@@ -75,7 +75,7 @@ class Relay(socketserver.ThreadingTCPServer):
         self.to = int(to.rpartition(":")[2])
         super().__init__(("127.0.0.1", 0), Way)
         self.address = f"127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
 class Way(socketserver.BaseRequestHandler):

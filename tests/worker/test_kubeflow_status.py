@@ -50,7 +50,7 @@ class Server:
         context.load_cert_chain(self.certificate, key)
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.socket = context.wrap_socket(self.http.socket, server_side=True)
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
 
 @pytest.fixture
