@@ -21,8 +21,11 @@ import pytest
 from outlast.base.errors import OutlastError
 from outlast.data.prepare import spark, work_units
 
-FEW = {"spark.executorEnv.PYTHONPATH": str(Path(__file__).parent)}
-"""Configuration with which executors find the units below."""
+FEW = {
+    "spark.executorEnv.PYTHONPATH": str(Path(__file__).parent),
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+}
+"""Configuration with which executors find the units below, and Java compiles little: it lives for seconds."""
 
 
 of_pyspark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
