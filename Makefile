@@ -27,7 +27,7 @@ demo: $(TRAINS)  ## Train on real images, kill a worker on the way, evaluate, re
 
 test: $(READY)  ## Run the tests, but not those that take minutes
 	$(BIN)/pytest -m "not jobs and not slow and not cluster and not gpu" --numprocesses 2 --dist worksteal
-	$(BIN)/pytest -m "jobs and not slow and not cluster and not gpu"
+	$(BIN)/pytest -m "jobs and not slow and not cluster and not gpu" --numprocesses 2 --dist loadfile
 
 test-core: $(READY)  ## Run the tests of base, job, rendezvous, storage and training (under two minutes): after a first change
 	$(BIN)/pytest -m "not jobs and not slow and not cluster and not gpu" --numprocesses 2 --dist worksteal $(CORE:%=tests/%)
@@ -38,7 +38,7 @@ test-one: $(READY)  ## Run some tests: make test-one T=tests/rendezvous/test_wor
 watch: $(READY)  ## Run tests again at every change: those of T (a file), or the files of tests that git shows as changed
 	$(BIN)/watchfiles "$(BIN)/pytest -p no:randomly $(or $(T),--picked)" src tests
 
-test-slow: $(READY)  ## Run the tests that take minutes, and property tests with twenty times as many examples, others each time
+test-slow: $(READY)  ## Run the tests that take minutes, and property tests with forty times as many examples, others each time
 	$(BIN)/pytest -m "slow and not jobs and not cluster and not gpu" --numprocesses 2 --dist worksteal
 	$(BIN)/pytest -m "hypothesis and not jobs and not cluster and not gpu" --hypothesis-profile explore --numprocesses 2 --dist worksteal
 	$(BIN)/pytest -m "slow and jobs and not cluster and not gpu"

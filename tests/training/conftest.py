@@ -1,6 +1,5 @@
 """Fixtures of tests of training."""
 
-import os
 import random
 from collections.abc import Iterator
 
@@ -10,10 +9,6 @@ import torch.distributed as dist
 
 from outlast.job.contract import Env
 from ranks import agents, rank  # noqa: F401
-
-_LARGE = ["test_accelerate.py", "test_hf.py", "test_lightning.py", "test_torchtitan.py"]
-collect_ignore = _LARGE if "PYTEST_XDIST_WORKER" in os.environ else []
-"""Modules that import large libraries: in a process that holds them, each fork and each garbage collection takes longer."""
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ accelerate = pytest.importorskip("accelerate")
 import outlast.accelerate  # noqa: E402
 
 pytestmark = [
-    pytest.mark.jobs,
     pytest.mark.usefixtures("a_checkpoint_of_each_step"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(120),

@@ -40,7 +40,6 @@ from transformers import (
 import outlast.hf
 
 pytestmark = [
-    pytest.mark.jobs,
     pytest.mark.usefixtures("a_checkpoint_of_each_step"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(120),

@@ -30,7 +30,6 @@ from torchmetrics import MeanMetric
 import outlast.lightning
 
 pytestmark = [
-    pytest.mark.jobs,
     pytest.mark.usefixtures("a_checkpoint_of_each_step"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(120),

@@ -34,7 +34,6 @@ from outlast.job.contract import Env
 pytest.importorskip("torchtitan")
 
 pytestmark = [
-    pytest.mark.jobs,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(300),
 ]
