@@ -99,10 +99,11 @@ def controller(api: apiserver.ApiServer) -> None:
                     api.remove("pods", name)
 
 
-PLACES = [pytest.param("local", marks=pytest.mark.jobs), "api", pytest.param("cluster", marks=pytest.mark.cluster)]
+CLUSTERS = ["api", pytest.param("cluster", marks=pytest.mark.cluster)]
+JOBS = pytest.param("local", marks=[pytest.mark.jobs, pytest.mark.slow])  # in make test, tests/local/test_run_*.py do this
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=["local", *CLUSTERS])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     image = os.environ.get("OUTLAST_TEST_IMAGE", "docker.io/library/outlast:test")
     file = a_file(tmp_path, image=image)
@@ -143,6 +144,7 @@ def test_a_job_that_nobody_knows_is_not_found(place: Place) -> None:
         list(backend.logs("none"))
 
 
+@pytest.mark.parametrize("place", [JOBS, *CLUSTERS], indirect=True)
 def test_a_job_is_submitted_looked_at_scaled_suspended_resumed_and_cancelled(place: Place) -> None:
     backend = place.backend
     run = place.submit()
@@ -176,9 +178,8 @@ def test_a_job_is_submitted_looked_at_scaled_suspended_resumed_and_cancelled(pla
         backend.steer("job", "suspend")
 
 
+@pytest.mark.parametrize("place", CLUSTERS, indirect=True)  # tests/local/test_local.py reads the logs of processes
 def test_logs_are_all_lines_of_all_workers_or_of_one(place: Place) -> None:
-    if isinstance(place.backend, local.LocalBackend):
-        pytest.skip("tests/local/test_local.py reads the logs of processes")
     place.submit()
     place.wait(lambda s: s.state is State.RUNNING and len(s.world) == 2)
     lines = list(place.backend.logs("job"))
