@@ -139,7 +139,7 @@ def test_what_passes_is_not_even_noticed(moto_proxy: Proxy, file: Path, name: st
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        pytest.param(name, fault, marks=[pytest.mark.slow] if fault is faults.stalled and name not in ("get", "upload") else [])
+        pytest.param(name, fault, marks=[pytest.mark.slow] if fault is faults.stalled and name != "get" else [])
         for name in ("get", "range", "entries", "names", "upload")
         for fault in (faults.truncated, faults.stalled)
     ],
@@ -387,7 +387,7 @@ def test_google_without_credentials_says_where_it_looked(answer: str, retry: boo
 
 
 def test_a_store_that_knows_no_conditions_may_say_so(moto_proxy: Proxy) -> None:
-    place = filled(moto_proxy)
+    place = filled(moto_proxy, timeout_s=4)  # half of which obstore tries again
     moto_proxy.fault = lambda request: faults.refused("NotImplemented", 501) if "if-none-match" in request.headers else None
     assert place.conditional() is False
     assert [entry.key for entry in place.entries()] == ["a", "b/x"]
@@ -631,7 +631,7 @@ def test_a_copy_too_large_for_one_request_is_made_of_parts(proxy: Proxy, file: P
 
 def test_a_copy_the_server_cannot_make_goes_through_here(proxy: Proxy, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multipart, "PART", 3 * MIB)  # it goes in halves of a part
-    place = filled(proxy)
+    place = filled(proxy, timeout_s=4)  # half of which obstore tries again
     place.upload(file, "x")
     proxy.fault = lambda request: faults.refused("NotImplemented", 501) if "x-amz-copy-source" in request.headers else None
     place.copy("x", "y")

@@ -428,7 +428,7 @@ def test_a_worker_that_is_told_to_leave_saves_even_within_an_evaluation(tmp_path
     assert outcome(trained(tmp_path / "left", [])) == undisturbed
 
 
-@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize("strategy", ["steps", pytest.param("epoch", marks=pytest.mark.slow)])
 def test_the_best_checkpoints_are_ranked_by_the_evaluation_of_their_own_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
