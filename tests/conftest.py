@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import signal
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+import worlds
 from etcds import own_etcd, shared_etcd  # noqa: F401 (fixtures)
 from faults import aws_proxy, moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
 from machines import Machine
@@ -138,19 +141,12 @@ def machine_in() -> type[Machine]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., dict[str, object]]]:
-    """The final state of the undisturbed run with these arguments and workers; each is run once a session."""
-    machine = Machine(tmp_path_factory.mktemp("undisturbed"))
-    known: dict[tuple[tuple[str, ...], int], dict[str, object]] = {}
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...], int], dict[str, object]]:
+    """The final state of exact.py with these arguments and this number of ranks, which no agent starts; run once a session."""
 
-    def final(args: tuple[str, ...], workers: int) -> dict[str, object]:
-        key = (args, workers)
-        if key not in known:
-            name = f"undisturbed-{len(known)}"
-            status = machine.end(machine.submit(machine.job(name, args=args, workers={"replicas": workers})), hurry=True)
-            assert status.exit_code == 0, status
-            known[key] = machine.final(name)
-        return known[key]
+    @functools.cache
+    def final(args: tuple[str, ...], ranks: int) -> dict[str, object]:
+        end = worlds.exact(args, tmp_path_factory.mktemp("undisturbed"), ranks)
+        return dict(json.loads((end.output / "final.json").read_text()))
 
-    yield final
-    machine.kill_everything()
+    return final

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import json
+from pathlib import Path
 
 import pytest
 
+import worlds
 from outlast.base.errors import AlreadyRunning, OutlastError
 from outlast.job import spec
 from outlast.job.backend import previous
@@ -27,13 +29,13 @@ def kept(machine, name: str) -> dict[int, dict[int, list[int]]]:
     return {step: generations[max(generations)] for step, generations in records.items()}
 
 
-def losses(machine, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (machine.backend.output(name) / "metrics.jsonl").read_text().splitlines()]
+def losses(output: Path) -> list[float]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
 
 
-def test_scaling_consumes_every_sample_of_every_epoch_once_and_loses_no_step(machine):
+def test_scaling_consumes_every_sample_of_every_epoch_once_and_loses_no_step(machine, tmp_path_factory):
     args = ("--steps=132", "--dropout=0", "--samples=330")  # 12 epochs of 11 steps, the last one short
     workers = {"replicas": 2, "min": 1, "max": 3}
     job = machine.job(args=(*args, "--pause=0.1", "--gate"), workers=workers, checkpoint={"every": "1h"})
@@ -60,9 +62,8 @@ def test_scaling_consumes_every_sample_of_every_epoch_once_and_loses_no_step(mac
         consumed = [i for step in range(epoch * 11 + 1, epoch * 11 + 12) for indices in steps[step].values() for i in indices]
         assert sorted(consumed) == list(range(330))
 
-    alone = machine.job("alone", args=(*args, "--pause=0"), workers={"replicas": 1}, checkpoint={"every": "1h"})
-    assert machine.run(alone).exit_code == 0
-    assert losses(machine, name) == pytest.approx(losses(machine, "alone"), rel=1e-3, abs=1e-4)
+    alone = worlds.exact(args, tmp_path_factory.mktemp("alone"), 1)
+    assert losses(machine.backend.output(name)) == pytest.approx(losses(alone.output), rel=1e-3, abs=1e-4)
 
 
 ARGS = ("--steps=60", "--pause=0.04", "--gate")

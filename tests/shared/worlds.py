@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import resource
+import runpy
 import shutil
 import signal
 import sys
@@ -288,6 +289,19 @@ def ended(processes: list[ForkServerProcess], output: Path, *, disks: Sequence[s
 def world(plan: Training, output: Path, ranks: int, **how: Any) -> Ended:
     """Train with this number of ranks until they end."""
     return ended(started(functools.partial(train, plan), output, ranks, **how), output, disks=how.get("disks", ()))
+
+
+def _exact(args: Sequence[str]) -> None:
+    sys.argv = ["exact.py", *args]
+    runpy.run_path(str(Path(__file__).parent / "programs" / "exact.py"), run_name="__main__")
+
+
+def exact(args: Sequence[str], output: Path, ranks: int) -> Ended:
+    """Run programs/exact.py with this number of ranks, without pauses. No rank may fail."""
+    (output / "hurry").touch()
+    end = ended(started(functools.partial(_exact, args), output, ranks, **{contract.Env.WORKER: "0"}), output)
+    assert end.codes == [0] * ranks, end.errors
+    return end
 
 
 Calm = Callable[[Training, int], Ended]
