@@ -57,6 +57,8 @@ _SEARCHES = {"fsspec.config"}
 """Modules that copy the whole environment, but use only variables of their own. transformers imports fsspec."""
 _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """Variable that torch itself sets on first use, always to the same value."""
+_SAFE_THREAD = "jemalloc_bg_thd"
+"""Name of a thread that pyarrow, a dependency of datasets, starts at its import. jemalloc stops it around a fork."""
 _SINGLE_THREAD = ("OPENBLAS_NUM_THREADS", "1")
 """Variable set in trials, without which OpenBLAS, a dependency of scipy, starts threads (although it stops them around a
 fork)."""
@@ -188,7 +190,9 @@ def _state() -> tuple[object, ...]:
     """Return the parts of the process's state that an import must not change."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     handlers = tuple(signal.getsignal(number) for number in sorted(signal.valid_signals()))
-    state: list[object] = [len(os.listdir("/proc/self/task")), sorted(os.listdir("/proc/self/fd")), handlers, random.getstate()]
+    threads = [Path("/proc/self/task", number, "comm").read_text().strip() for number in os.listdir("/proc/self/task")]
+    counted = sum(name != _SAFE_THREAD for name in threads)
+    state: list[object] = [counted, sorted(os.listdir("/proc/self/fd")), handlers, random.getstate()]
     state.append((os.getcwd(), list(sys.path)))
     if numpy:
         state.append(numpy.random.get_state(legacy=False)["state"]["key"].tobytes())
