@@ -35,6 +35,6 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
             target = DOCS / "index.md"
         if target.is_relative_to(DOCS) and target.suffix in (".md", ".svg"):
             return os.path.relpath(target, directory)
-        return f"{config.repo_url}/blob/main/{target.relative_to(ROOT)}"
+        return f"{config.extra['repository']}/blob/main/{target.relative_to(ROOT)}"
 
     return LINK.sub(link, markdown)
