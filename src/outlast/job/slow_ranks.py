@@ -1,4 +1,4 @@
-"""Which ranks are slow: their own time per step (`training.own_time`) is above the others'. Pure.
+"""Slow ranks: their own time per step (`training.own_time`) is above the others'. Pure.
 
 Under DDP the fast ranks wait for the slow ones, so steps are equally long on all of them, and only own times differ.
 """

@@ -1,4 +1,4 @@
-"""In how many steps the ranks of `Session.boundary` vote once.
+"""The number of steps in which the ranks of `Session.boundary` vote once.
 
 A vote is a small all-reduce. With as many ranks as cores it delays a step by milliseconds, since the threads that carry it need
 the same cores. A hundredth of the steps' time is the most that votes may take; rank 0 measures, and its votes say how many steps

@@ -45,7 +45,7 @@ _LINES, _CHARACTERS = 1000, 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class _Report:
-    """What a job's page shows below the panel, as of some time."""
+    """The part of a job's page below the panel, as of some time."""
 
     built: page.Page | None
     problem: str

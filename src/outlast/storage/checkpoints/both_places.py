@@ -66,8 +66,8 @@ class Saved:
 
     def plain(self, places: Places, ranks: Mapping[int, int]) -> dict[str, Any]:
         """Return the checkpoint as plain data. `ranks` is the result of `Places.ranks`."""
-        store = places.there.store.url if places.there else ""
-        url = f"{store}/{contract.CHECKPOINTS}/{self.there.place.key}" if self.there else None
+        root = places.there.store.url if places.there else ""
+        url = f"{root}/{contract.CHECKPOINTS}/{self.there.place.key}" if self.there else None
         path = str(self.here.path) if self.here else None
         good = {"metric": self.metric.value, "by": self.metric.by} if self.metric else {"metric": None, "by": None}
         facts = {**self.facts(), **good, "best": ranks.get(self.step)}

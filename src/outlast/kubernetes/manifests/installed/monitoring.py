@@ -1,5 +1,5 @@
-"""What Prometheus and Grafana need to show jobs: a PodMonitor, alerts, and a dashboard that Grafana's sidecar finds by its label.
-All of it names metrics of `prometheus_metrics.TABLE` alone. Optional: the kinds are those of the Prometheus Operator.
+"""The objects by which Prometheus and Grafana show jobs: a PodMonitor, alerts, and a dashboard that Grafana's sidecar finds by
+its label. They name metrics of `prometheus_metrics.TABLE` alone. Optional: the kinds are those of the Prometheus Operator.
 https://prometheus-operator.dev/docs/api-reference/api/ and https://grafana.com/docs/grafana/latest/dashboards/json-model/
 """
 
