@@ -41,6 +41,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Read when torch is imported. Its threads wait for each other busily: with more of them than idle cores, small models take
 several times as much of all cores. Jobs set their own."""
 
+os.environ.setdefault("OUTLAST_CACHE_SIZE", "2GiB")
+"""Without it a disk that is nine tenths full leaves the caches of tests no room."""
+
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 """jsonschema imports it where it is installed, which takes seconds; no schema here has a format that it knows."""
 
