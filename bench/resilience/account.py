@@ -48,6 +48,8 @@ class Event:
     """Processes that the fault took, whose later lines do not count."""
     size: int = 0
     """Number of workers that train once everything is well again."""
+    hit: bool = True
+    """Whether the fault met a process that trains. If not, it cost nothing, and is not counted."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,7 +147,8 @@ class Run:
         whole = whole and (fault.kind == "resize" or self.until(trial.limit_s, self.whole))
         if not back or (not whole and fault is not self.leg.faults[-1]):
             self.start_again()
-        self.faults.append({"kind": fault.kind, "step": fault.step, "time": event.time, **dataclasses.asdict(cost)})
+        at = {"kind": fault.kind, "step": fault.step, "time": event.time, "hit": event.hit}
+        self.faults.append({**at, **dataclasses.asdict(cost)})
 
     def inject(self, fault: trace.Fault) -> Event:
         """Inject a fault, and note what the cluster has to do after it."""
@@ -161,10 +162,11 @@ class Run:
             gone, size = frozenset(), fault.size
             system.resize(scene, size)
         elif fault.kind == "silent":
-            host = scene.hosts[fault.worker]
-            gone = frozenset(self.inside(fault.worker))
+            training, others = set(latest.values()), range(1, trial.workers)  # a scheduler may leave a machine idle
+            worker = next((each for each in (fault.worker, *others) if training & {*self.inside(each)}), fault.worker)
+            host, gone = scene.hosts[worker], frozenset(self.inside(worker))
             host.cut()
-            self.chores.append(self.replaced(fault.worker, now + trial.silent_s, lambda: self.inside(fault.worker), host))
+            self.chores.append(self.replaced(worker, now + trial.silent_s, lambda: self.inside(worker), host))
         else:
             agent = system.agent(scene, fault.worker)
             now, members = time.time(), tree(agent)
@@ -172,7 +174,7 @@ class Run:
             end(members if fault.kind == "worker" else [agent], signal.SIGKILL if fault.kind == "worker" else signal.SIGTERM)
             leaves = now + (0 if fault.kind == "worker" else trial.notice_s)
             self.chores.append(self.replaced(fault.worker, leaves, lambda: tree(agent) if agent in living(members) else []))
-        return Event(fault.kind, now, gone, size)
+        return Event(fault.kind, now, gone, size, hit=fault.kind == "resize" or not gone.isdisjoint(latest.values()))
 
     def inside(self, worker: int) -> list[int]:
         """Return the processes of a worker with a network of its own."""

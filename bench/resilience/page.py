@@ -54,7 +54,7 @@ class Row:
         self.name, self.system = name, systems.known(None)[name]
         self.records = [record for record in records if record["repeat"] != ABSENT] or records
         self.legs = [leg for record in records for leg in record["legs"] if leg["name"] != "calm"]
-        self.faults = [fault for leg in self.legs for fault in leg["faults"]]
+        self.faults = [fault for leg in self.legs for fault in leg["faults"] if fault.get("hit", True)]
 
     def of(self, kind: str, part: str) -> list[float]:
         """Return a part of the cost of each fault of a kind, infinity for never."""
