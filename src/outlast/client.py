@@ -16,6 +16,7 @@ A run does not end with this process: `outlast.find(name)` returns it again. Err
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import shlex
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.base import units
-from outlast.base.errors import OutlastError
+from outlast.base.errors import NotFound, OutlastError
 from outlast.job import contract
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from outlast.job.spec import Job as JobFile
     from outlast.job.status import JobStatus
     from outlast.kubernetes.api import Cluster
+    from outlast.kubernetes.diagnosis import Finding
     from outlast.kubernetes.jobs.backend import KubernetesBackend
     from outlast.local.backend import LocalBackend
     from outlast.storage.checkpoints.both_places import Saved
@@ -49,6 +51,8 @@ __all__ = ["Failed", "Job", "Report", "Run", "find", "runs"]
 
 _ENSURE_INTERVAL_S = 5.0
 """Interval at which the launcher of a job on this machine is looked for."""
+_CANCEL_TIMEOUT_S = 180.0
+"""Time that a run which is cancelled has to end, in seconds: longer than a worker's grace period."""
 _BEFORE = (None, "Pending", "Queued", "Running")
 """States that a run which has succeeded has passed, as it has each of its steps."""
 _TAKEN_UP_S = 30.0
@@ -140,14 +144,31 @@ class Job:
 
         return spec.dump(self.file)
 
-    def run(self, *, fresh: bool = False, say: Callable[[str], None] = print) -> Run:
+    def run(
+        self,
+        *,
+        fresh: bool = False,
+        take_over: bool = False,
+        chaos: str | Path | None = None,
+        say: Callable[[str], None] = print,
+    ) -> Run:
         """Start training on this machine, in the background, or continue the run of this name if it has not succeeded.
 
-        With `fresh`, training starts from the beginning. Notes for the user go to `say`. Raises AlreadyRunning.
+        With `fresh`, an unfinished run is cancelled, and training starts from the beginning. With `take_over`, this machine takes
+        the run in the store over from another one that trains it. `chaos` is a file with a schedule of faults to inject. Notes go
+        to `say`. Raises AlreadyRunning.
         """
+        from outlast.job import faults
+
         place, job = _here(), self._with_gpus()
         again = shlex.join(["outlast", "run", str(place.state_dir(self.name).job)])
-        place.submit(job, source=Path.cwd() / "job.yaml", fresh=fresh, command=again, say=say)
+        schedule = None if chaos is None else Path(chaos)
+        if schedule is not None:
+            faults.load(schedule)
+        if fresh:
+            end(place, self.name)
+        source = Path.cwd() / "job.yaml"
+        place.submit(job, source=source, chaos=schedule, fresh=fresh, take_over=take_over, command=again, say=say)
         for notice in place.notices:
             say(notice)
         return Run(self.name, place)
@@ -170,6 +191,7 @@ class Job:
         context: str | None = None,
         topology: str = "elasticjob",
         fresh: bool = False,
+        take_over: bool = False,
         say: Callable[[str], None] = print,
     ) -> Run:
         """Start training in a cluster; arguments are as for `outlast submit`. Submitting the same job again changes nothing.
@@ -182,7 +204,7 @@ class Job:
         place = _closing(rendering.backend(cluster, topology, say))
         if not place.cluster.has_namespace():
             raise place.workloads.no_namespace()
-        place.submit(self.file, source=Path(f"{self.name}.yaml"), fresh=fresh, say=say)
+        place.submit(self.file, source=Path(f"{self.name}.yaml"), fresh=fresh, take_over=take_over, say=say)
         return Run(self.name, place)
 
     def __repr__(self) -> str:
@@ -198,14 +220,15 @@ class Run:
 
     def __init__(self, name: str, place: Backend) -> None:
         self.name = name
-        self._place = place
+        self.place = place
+        """Where it trains: this machine or a cluster."""
         self._begun = time.monotonic()
         """The time of the last request to train."""
 
     @property
     def status(self) -> JobStatus:
         """The present status: `state`, `step`, `workers`, `restarts`, `failure` and more."""
-        return self._place.status(self.name)
+        return self.place.status(self.name)
 
     def wait(
         self,
@@ -235,50 +258,95 @@ class Run:
                 return status
             if status.state.active and now - ensured > _ENSURE_INTERVAL_S:
                 ensured = now
-                self._place.ensure(self.name)
+                self.place.ensure(self.name)
             if status.state.final or not (status.state.active or now - self._begun < _TAKEN_UP_S):
                 raise Failed(status)
             if limit_s is not None and now - began > limit_s:
                 raise Late(f"{self.name} is {status.state} at step {status.step} after {limit_s:g} s; it goes on")
-            time.sleep(self._place.poll_s)
+            time.sleep(self.place.poll_s)
 
     def logs(
-        self, *, worker: int | None = None, follow: bool = False, tail: int | None = None, previous: bool = False
+        self,
+        *,
+        worker: int | None = None,
+        follow: bool = False,
+        tail: int | None = None,
+        previous: bool = False,
+        since: str | float | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
         """Return the log lines of one worker or of all, over all restarts; with `follow`, until the job ends; with `previous`,
-        only those of the attempt before the last one."""
+        only those of the attempt before the last one; in a cluster with `since`, only those no older than `10m` or a number of
+        seconds. `say` gets a sentence about what `follow` waits for."""
         from outlast.job import backend
 
-        if previous:
-            return iter(backend.previous(self._place.logs(self.name, worker=worker), tail=tail))
-        return self._place.logs(self.name, worker=worker, follow=follow, tail=tail)
+        since_s = units.duration(since).total_seconds() if isinstance(since, str) else since
+        read = None if previous else tail
+        lines = self.place.logs(self.name, worker=worker, follow=follow, tail=read, since_s=since_s, say=say)
+        return iter(backend.previous(lines, tail=tail)) if previous else lines
 
     def scale(self, workers: int) -> None:
         """Change the number of workers. Training saves first and loses no step."""
-        self._place.scale(self.name, workers)
+        self.place.scale(self.name, workers)
 
     def suspend(self) -> None:
         """Save, and release the workers until `resume`."""
-        self._place.steer(self.name, "suspend")
+        self.place.steer(self.name, "suspend")
 
-    def resume(self) -> None:
-        """Continue a run that is suspended; on this machine also one that was interrupted, failed or was cancelled."""
-        self._place.steer(self.name, "resume")
+    def resume(self, *, say: Callable[[str], None] = print) -> None:
+        """Continue a run that is suspended; on this machine also one that was interrupted, failed or was cancelled. Notes for the
+        user go to `say`."""
+        self.place.steer(self.name, "resume")
         self._begun = time.monotonic()
+        for notice in self.place.notices:
+            say(notice)
 
     def cancel(self) -> None:
         """End the run for good. Its checkpoints stay."""
-        self._place.steer(self.name, "cancel")
+        self.place.steer(self.name, "cancel")
 
-    def chaos(self, action: str, worker: int | None = None) -> str:
-        """Inject a fault, such as `kill-process` or `kill-worker`, into a worker (default: any). Returns a sentence about it."""
-        return self._place.chaos(self.name, action, worker=worker, rng=random.Random())
+    def forget(self, *, output: bool = False) -> None:
+        """Remove a run that has ended, and with `output` its output on this machine. Output in a store or a claim stays."""
+        self.place.forget(self.name, output=output)
+
+    def chaos(self, action: str, worker: int | None = None, *, seed: int | None = None) -> str:
+        """Inject a fault, such as `kill-process` or `kill-worker`, and return a sentence about it. Without `worker`, the seed
+        picks one."""
+        return self.place.chaos(self.name, action, worker=worker, rng=random.Random(seed))
+
+    def evaluate(self, *args: str, best: bool = False, step: int | None = None, show: Callable[[LogLine], None] = print) -> int:
+        """Run the script or module with `--evaluate` and `args` in one process, in a cluster in a pod, and return its exit code.
+
+        With `best` or `step` it gets `--checkpoint=` as well. `show` gets the lines of a pod's log.
+        """
+        if best and step is not None:
+            raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
+        chosen = "best" if best else step
+        checkpoint = [] if chosen is None else [f"{contract.EVALUATED}{chosen}"]
+        return self.place.evaluate(self.name, [*checkpoint, *args], show=show)
+
+    def why(self) -> Why:
+        """Return the causes that keep the run from training, with remedies, as `outlast why` prints them."""
+        from outlast.kubernetes import diagnosis
+        from outlast.kubernetes.diagnosis import gather_evidence, local_job
+        from outlast.kubernetes.jobs.backend import KubernetesBackend
+
+        now = time.time()
+        if not isinstance(self.place, KubernetesBackend):
+            return Why(local_job.causes(self.status, self.place.events(self.name), now), {})
+        seen = gather_evidence.job(self.place.cluster, self.name)
+        causes = diagnosis.causes(seen, now)
+        if not any(each.failed for each in causes):
+            with contextlib.suppress(OutlastError):  # agents may not be asked; the other causes are known
+                suspicious = list(local_job.suspicious_ranks(self.status))
+                causes = suspicious + [each for each in causes if not suspicious or each.name != "training"]
+        return Why(causes, dict(seen.forbidden))
 
     def report(self) -> Report:
         """Return where the time of the run went. In a cluster, this needs an output in a store."""
         from outlast.job.report import page
 
-        shown = page.of(self._place, self.status)
+        shown = page.of(self.place, self.status)
         return Report(self.name, shown.account(shown.events), shown)
 
     @property
@@ -294,7 +362,7 @@ class Run:
     @property
     def output(self) -> Path | str:
         """The place of checkpoints, logs and the ledger: a directory on this machine, or another place, such as a URL."""
-        return self._place.output(self.name)
+        return self.place.output(self.name)
 
     @property
     def checkpoints(self) -> Sequence[Saved]:
@@ -304,7 +372,7 @@ class Run:
         """
         from outlast.storage.checkpoints import both_places
 
-        return both_places.of(self._place, self.name).list_(_warn)
+        return both_places.of(self.place, self.name).list_(_warn)
 
     def weights(self, step: int | None = None, *, best: bool = False, key: str = "") -> dict[str, Any]:
         """Return the weights in the newest checkpoint, the best, or that of `step`: tensors on the CPU, by their names.
@@ -315,7 +383,7 @@ class Run:
         from outlast.storage.checkpoints import both_places
         from outlast.training.state import weights
 
-        places = both_places.of(self._place, self.name)
+        places = both_places.of(self.place, self.name)
         saved = both_places.newest_readable(both_places.chosen(places.list_(_warn), step, best=best))
         with tempfile.TemporaryDirectory() as directory:
             return weights.saved(places.fetched(saved, Path(directory)).path, key)
@@ -331,7 +399,7 @@ class Run:
     def _repr_html_(self) -> str:
         from outlast.local import notebooks
 
-        return notebooks.Panel(self._place, self.name, "loss")._repr_html_()
+        return notebooks.Panel(self.place, self.name, "loss")._repr_html_()
 
     def __enter__(self) -> Run:
         return self
@@ -339,6 +407,21 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: types.TracebackType | None) -> None:
         if kind is not None and self.status.state.active:
             self.cancel()
+
+
+@dataclasses.dataclass(frozen=True)
+class Why:
+    """Why a run does not train. Its text is that of `outlast why`."""
+
+    causes: Sequence[Finding]
+    """The most important first; a single one that confirms it if the run trains."""
+    unseen: Mapping[str, str]
+    """Kinds of objects of the cluster that could not be read, with the reasons."""
+
+    def __str__(self) -> str:
+        from outlast.kubernetes import diagnosis
+
+        return diagnosis.text(self.causes, forbidden=self.unseen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -407,6 +490,23 @@ def runs(
     statuses = place.list()
     places = {each: _place(each, context) for each in {status.namespace for status in statuses}} if all_namespaces else {}
     return [Run(status.name, places.get(status.namespace, place)) for status in statuses]
+
+
+def end(place: Backend, name: str) -> None:
+    """Cancel a run, if there is one that has not ended, and wait for its end. Raises OutlastError after three minutes."""
+    try:
+        if place.status(name).state.final:
+            return
+    except NotFound:
+        return
+    place.steer(name, "cancel")
+    deadline = time.monotonic() + _CANCEL_TIMEOUT_S
+    while not place.status(name).state.final:
+        if time.monotonic() > deadline:
+            raise OutlastError(
+                f"{name} has not ended {_CANCEL_TIMEOUT_S:.0f} s after being cancelled; see `outlast status {name}`"
+            )
+        time.sleep(0.1)
 
 
 def _warn(sentence: str) -> None:

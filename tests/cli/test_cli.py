@@ -649,7 +649,7 @@ def test_the_module_evaluates_and_its_exit_code_is_ours(backend: fake.FakeBacken
     assert outlast(backend, "evaluate", "one", "--best", "--", "--batch=5")[0] == 3
     assert outlast(backend, "evaluate", "--step", "1200")[0] == 3
     assert backend.evaluated == [("one", ["--checkpoint=best", "--batch=5"]), ("one", ["--checkpoint=1200"])]
-    assert "--best and --step 3 name two checkpoints" in outlast(backend, "evaluate", "--best", "--step", "3")[2]
+    assert "the best checkpoint and that of step 3 are two" in outlast(backend, "evaluate", "--best", "--step", "3")[2]
 
 
 def a_checkpoint(directory: Path, step: int) -> Path:

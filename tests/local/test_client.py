@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -159,6 +159,20 @@ def test_a_block_that_raises_cancels_its_run(started: Callable[..., outlast.Run]
         raise KeyError
     with pytest.raises(outlast.Failed, match="Cancelled"):
         run.wait()
+
+
+def test_a_run_is_evaluated_explained_and_forgotten(started: Callable[..., outlast.Run]) -> None:
+    run = started(steps=3)
+    run.wait()
+    run.evaluate("--batch=8", best=True)
+    with pytest.raises(OutlastError, match="the best checkpoint and that of step 0 are two"):
+        run.evaluate(best=True, step=0)
+    assert cast("fake.FakeBackend", run.place).evaluated == [("train", ["--checkpoint=best", "--batch=8"])]
+    [cause] = run.why().causes
+    assert (cause.failed, str(run.why())) == (False, f"{cause.what[:1].upper()}{cause.what[1:]}.".rstrip("."))
+    run.forget()
+    with pytest.raises(NotFound):
+        run.status  # noqa: B018
 
 
 @pytest.mark.jobs

@@ -113,6 +113,9 @@ class FakeBackend:
         self._launch(run)
         return True
 
+    def forget(self, name: str, *, output: bool = False) -> None:
+        self.runs.pop(name)
+
     def list(self) -> Sequence[JobStatus]:
         return [run.status for run in self.runs.values()]
 

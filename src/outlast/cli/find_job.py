@@ -21,6 +21,7 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import completion, tables_and_pages, terminal
 
 if TYPE_CHECKING:
+    from outlast.client import Run
     from outlast.job.backend import Backend
     from outlast.job.status import JobStatus
     from outlast.kubernetes.jobs.backend import KubernetesBackend
@@ -176,10 +177,12 @@ def no_job(place: Backend) -> str:
     return f"there is no job{labelled} in {where} of {there.cluster.context}; outlast submit FILE creates one"
 
 
-def resolve(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[Backend, str]:
-    """Return the backend and the name of the job that a command refers to."""
+def run(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Run:
+    """Return the run of the job that a command refers to."""
+    from outlast import client
+
     where = place(ctx, name, namespace, context)
-    return where, job(where, name)
+    return client.Run(job(where, name), where)
 
 
 def pick(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
@@ -239,17 +242,10 @@ def takes(words: str) -> type[TyperCommand]:
     return Command
 
 
-def optional_name(words: Sequence[str]) -> str | None:
-    """Return the name in `[NAME] WORD`, if given."""
-    return words[0] if len(words) > 1 else None
-
-
-def job_and_last(place: Backend, words: Sequence[str], what: str) -> tuple[str, str]:
-    """Return the job and the last word of `[NAME] WORD`."""
-    match words:
-        case [word]:
-            return job(place, None), word
-        case [name, word]:
-            return job(place, name), word
-        case _:
-            raise typer.BadParameter(f"expected [NAME] {what}, got {len(words)} words")
+def run_and_last(
+    ctx: typer.Context, words: Sequence[str], what: str, namespace: str | None, context: str | None
+) -> tuple[Run, str]:
+    """Return the run and the last word of `[NAME] WORD`."""
+    if not 1 <= len(words) <= 2:
+        raise typer.BadParameter(f"expected [NAME] {what}, got {len(words)} words")
+    return run(ctx, words[0] if len(words) > 1 else None, namespace, context), words[-1]

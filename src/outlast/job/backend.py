@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from outlast.base.errors import NotFound
+from outlast.base.errors import NotFound, OutlastError
 from outlast.job import contract
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ def previous(lines: Iterable[LogLine], *, tail: int | None = None) -> list[LogLi
         raise NotFound("no worker has had more than one attempt; leave out -p" if last else "there is no log yet")
     kept = (each if tail is None else each[max(0, len(each) - tail) :] for each in before.values())
     return [line for _, line in sorted(itertools.chain(*kept), key=lambda numbered: numbered[0])]
+
+
+def not_ended(status: JobStatus, options: str = "") -> OutlastError:
+    """Return the error that an unfinished job cannot be removed. `options` are those of the command that ends it."""
+    return OutlastError(f"job {status.name} has not ended ({status.state}); outlast cancel {status.name}{options} ends it")
 
 
 class Backend(Protocol):
@@ -98,6 +103,10 @@ class Backend(Protocol):
         ends the run; its checkpoints stay, and `submit` continues from them. `interrupt` saves and stops the run; `kill` ends all
         its processes at once.
         """
+
+    def forget(self, name: str, *, output: bool = False) -> None:
+        """Remove a job that has ended, so that it cannot go on; with `output` also its output on this machine. Output in a store
+        or a claim stays. Raises OutlastError if the job has not ended."""
 
     def logs(
         self,

@@ -21,7 +21,7 @@ from pathlib import Path
 from outlast.base import files
 from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.job import contract, faults, ledger, spec
-from outlast.job.backend import LogLine
+from outlast.job.backend import LogLine, not_ended
 from outlast.job.spec import substitution
 from outlast.job.status import JobStatus, State
 from outlast.local import fault_injection, log_reader, output_dir, store_takeover, submission
@@ -281,7 +281,7 @@ class LocalBackend:
         state_dir = self._existing(name)
         status = self.status(name)
         if not status.state.final:
-            raise OutlastError(f"job {name} has not ended ({status.state}); outlast cancel {name} ends it")
+            raise not_ended(status)
         self._wait_until_stopped(state_dir)
         directory = Path(Run.read(state_dir).output)
         if output:

@@ -42,7 +42,8 @@ def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str |
     if elsewhere or (url and not (namespace or context) and not find_job.backend(ctx).list()):
         there, record = find_job.stored_run(elsewhere or url or "")
         return both_places.Places(record.run, None, in_store.Checkpoints(there, record.run))
-    return both_places.of(*find_job.resolve(ctx, name, namespace, context), url)
+    run = find_job.run(ctx, name, namespace, context)
+    return both_places.of(run.place, run.name, url)
 
 
 def _saved(job: Places) -> list[Saved]:

@@ -35,10 +35,10 @@ def fetch(
     from outlast.storage.sync import growing_files, push_and_pull
 
     if (url := find_job.in_store(name)) is None:
-        place, name = find_job.resolve(ctx, name, namespace, context)
-        url = str(place.output(name))
+        run = find_job.run(ctx, name, namespace, context)
+        url = str(run.output)
         if "://" not in url:
-            raise OutlastError(f"{name} has no output in a store; what it wrote is in {url}")
+            raise OutlastError(f"{run.name} has no output in a store; what it wrote is in {url}")
     stored, record = find_job.stored_run(url)
     directory = to or Path(record.job)
     left = skipped if not patterns else lambda path: not any(fnmatch.fnmatch(path, each) for each in patterns)

@@ -142,5 +142,5 @@ def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: s
             lambda worker: output.logs(place.url, worker=worker, tail=page.TAIL),
             ended,
         )
-    backend, name = find_job.resolve(ctx, name, namespace, context)
-    return page.of(backend, backend.status(name))
+    run = find_job.run(ctx, name, namespace, context)
+    return page.of(run.place, run.status)

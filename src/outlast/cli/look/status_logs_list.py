@@ -18,6 +18,7 @@ from outlast.cli.tables_and_pages import ListOutput, ListOutputOption, Output, O
 from outlast.job import backend
 
 if TYPE_CHECKING:
+    from outlast.client import Run
     from outlast.job.backend import Backend, LogLine
     from outlast.job.status import JobStatus
 
@@ -102,24 +103,24 @@ def status(
       outlast status cifar10 -n team-a
       outlast status cifar10 -o json
     """
-    place, name = find_job.resolve(ctx, name, namespace, context)
+    run = find_job.run(ctx, name, namespace, context)
     if watch:
-        _watch(place, name, output)
+        _watch(run, output)
     elif output is Output.TABLE:
-        print(tables_and_pages.page(place.status(name), time.time()))
+        print(tables_and_pages.page(run.status, time.time()))
     else:
-        tables_and_pages.data(place.status(name).model_dump(mode="json"), output)
+        tables_and_pages.data(run.status.model_dump(mode="json"), output)
 
 
-def _watch(place: Backend, name: str, output: Output) -> None:
+def _watch(run: Run, output: Output) -> None:
     """Show a live page on a terminal; elsewhere, print a line or a document for every change."""
     if output is Output.TABLE and terminal.interactive(sys.stdout):
         from outlast.cli import live_panel
 
-        live_panel.page(lambda: place.status(name), every_s=place.poll_s)
+        live_panel.page(lambda: run.status, every_s=run.place.poll_s)
         return
     old: JobStatus | None = None
-    new = place.status(name)
+    new = run.status
     while True:
         if output is Output.TABLE:
             for sentence in tables_and_pages.changes(old, new):
@@ -129,8 +130,8 @@ def _watch(place: Backend, name: str, output: Output) -> None:
         if not new.state.active:
             return
         old = new
-        time.sleep(place.poll_s)
-        new = backoff.until_answered(lambda: place.status(name), terminal.say, every_s=place.poll_s)
+        time.sleep(run.place.poll_s)
+        new = backoff.until_answered(lambda: run.status, terminal.say, every_s=run.place.poll_s)
 
 
 def logs(
@@ -170,7 +171,6 @@ def logs(
     """
     if previous and follow:
         raise OutlastError("the log of an attempt that has ended cannot be followed; leave out -f or -p")
-    read = None if previous else tail
     try:
         pattern = re.compile(grep) if grep is not None else None
     except re.error as error:
@@ -180,13 +180,13 @@ def logs(
 
         if follow or since:
             raise OutlastError("logs in a store have no times and cannot be followed; give the name of the job, where it runs")
-        lines: Iterable[LogLine] = output.logs(url, worker=worker, tail=read)
+        lines: Iterable[LogLine] = output.logs(url, worker=worker, tail=None if previous else tail)
+        if previous:
+            lines = backend.previous(lines, tail=tail)
     else:
         since_s = None if since is None else find_job.duration("--since", since).total_seconds()
-        place = find_job.place(ctx, name, namespace, context)
-        lines = place.logs(find_job.job(place, name), worker=worker, follow=follow, tail=read, since_s=since_s, say=terminal.say)
-    if previous:
-        lines = backend.previous(lines, tail=tail)
+        run = find_job.run(ctx, name, namespace, context)
+        lines = run.logs(worker=worker, follow=follow, tail=tail, previous=previous, since=since_s, say=terminal.say)
     for line in terminal.Folded().take(lines) if follow and worker is None else lines:
         if pattern is None or pattern.search(line.text):
             terminal.log([line], prefixed=worker is None)

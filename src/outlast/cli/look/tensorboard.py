@@ -217,9 +217,10 @@ def _sources(
 
 
 def _of_job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[str, Source]:
-    backend, job = find_job.resolve(ctx, name, namespace, context)
-    if (there := find_job.in_cluster(backend)) is None:
-        return job, Source(Path(backend.output(job)))
+    run = find_job.run(ctx, name, namespace, context)
+    job = run.name
+    if (there := find_job.in_cluster(run.place)) is None:
+        return job, Source(Path(run.output))
     if url := there.workloads.store_url(job):
         place, _ = find_job.stored_run(url)
         return job, InStore(place)

@@ -18,7 +18,7 @@ from outlast.cli.tables_and_pages import Output, OutputOption
 from outlast.job import accelerators, contract
 
 if TYPE_CHECKING:
-    from outlast.job.backend import Backend
+    from outlast.job.status import JobStatus
     from outlast.kubernetes.jobs.backend import KubernetesBackend
 
 _SAMPLE_S = 0.5
@@ -42,10 +42,9 @@ def top(
       outlast top
       outlast top cifar10 -n team-a
     """
-    place = find_job.place(ctx, name, namespace, context)
-    name = find_job.job(place, name)
-    there = find_job.in_cluster(place)
-    found = _on_this_machine(place, name) if there is None else _in_pods(there, name)
+    run = find_job.run(ctx, name, namespace, context)
+    there = find_job.in_cluster(run.place)
+    found = _on_this_machine(run.status) if there is None else _in_pods(there, run.name)
     if output is not Output.TABLE:
         tables_and_pages.data(found, output)
         return
@@ -54,17 +53,17 @@ def top(
             print(tables_and_pages.table([key.upper() for key in rows[0]], [[*map(_cell, row.values())] for row in rows]))
             print()
     if not found["workers"]:
-        print(f"{name} has no workers now", file=sys.stderr)
+        print(f"{run.name} has no workers now", file=sys.stderr)
     for note in found["notes"]:
         terminal.say(note)
 
 
-def _on_this_machine(place: Backend, name: str) -> dict[str, Any]:
+def _on_this_machine(status: JobStatus) -> dict[str, Any]:
     """Measure the usage of a job's processes on this machine."""
     import psutil
 
     trees: dict[int, list[psutil.Process]] = {}
-    for worker in place.status(name).workers:
+    for worker in status.workers:
         if worker.pid is not None and psutil.pid_exists(worker.pid):
             agent = psutil.Process(worker.pid)
             trees[worker.index] = [agent, *agent.children(recursive=True)]

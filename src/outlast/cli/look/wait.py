@@ -32,7 +32,6 @@ def wait(
       outlast wait cifar10 --for step=1000 --timeout 1h
       outlast wait cifar10 -n team-a --for Running
     """
-    from outlast import client
     from outlast.job.status import State
 
     options: dict[str, Any] = {"until": what}
@@ -44,6 +43,6 @@ def wait(
         raise OutlastError(f"--for {what}: expected step=N or one of {', '.join(State)}")
     if timeout is not None:
         options["timeout"] = find_job.duration("--timeout", timeout).total_seconds()
-    place, name = find_job.resolve(ctx, name, namespace, context)
-    status = client.Run(name, place).wait(**options)
-    print(f"{name}: {tables_and_pages.state(status)}, step {status.step}")
+    run = find_job.run(ctx, name, namespace, context)
+    status = run.wait(**options)
+    print(f"{run.name}: {tables_and_pages.state(status)}, step {status.step}")

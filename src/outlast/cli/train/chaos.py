@@ -65,18 +65,19 @@ def chaos(
         faults.check(action)
     elif worker is not None or random_ or every is not None:
         raise typer.BadParameter(f"{action} names the workers and the times; leave out --worker, --random and --every")
-    place = find_job.place(ctx, find_job.optional_name(words), namespace, context)
-    name, _ = find_job.job_and_last(place, words, "ACTION")
+    run, _ = find_job.run_and_last(ctx, words, "ACTION", namespace, context)
+    place, name = run.place, run.name
     if (there := find_job.in_cluster(place)) is not None and not yes:
         where = f"{there.cluster.namespace} of {there.cluster.context or there.cluster.server}"
         terminal.confirm(f"{action} injects faults into {name} in namespace {where}")
-    rng = random.Random(seed := RANDOM.randrange(10_000) if seed is None else seed)
+    seed = RANDOM.randrange(10_000) if seed is None else seed
     if schedule is not None:
         sentences = faults.play(place, name, schedule, faults.seed(schedule), say=terminal.say)
     elif every is None:
-        print(place.chaos(name, action, worker=worker, rng=rng))
+        print(run.chaos(action, worker, seed=seed))
         return
     else:
+        rng = random.Random(seed)
         if worker is None:
             print(f"the seed is {seed}", file=sys.stderr)
         fault = faults.Fault(action, worker)

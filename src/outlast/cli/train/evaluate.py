@@ -6,10 +6,8 @@ from typing import Annotated
 
 import typer
 
-from outlast.base.errors import OutlastError
 from outlast.cli import find_job, terminal
 from outlast.cli.find_job import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption
-from outlast.job import contract
 
 
 def evaluate(
@@ -38,12 +36,8 @@ def evaluate(
     if name is not None and name.startswith("-"):
         further.insert(0, name)
         name = None
-    if best and step is not None:
-        raise OutlastError(f"--best and --step {step} name two checkpoints; leave one of them out")
-    if best or step is not None:
-        further.insert(0, f"{contract.EVALUATED}{'best' if best else step}")
-    place, name = find_job.resolve(ctx, name, namespace, context)
-    code = place.evaluate(name, further, show=lambda line: terminal.log([line], prefixed=False))
+    run = find_job.run(ctx, name, namespace, context)
+    code = run.evaluate(*further, best=best, step=step, show=lambda line: terminal.log([line], prefixed=False))
     if code == 2:  # argparse's
-        terminal.say(f"{name} was started with --evaluate and refuses its arguments; a script of your own must take --evaluate")
+        terminal.say(f"{run.name} was started with --evaluate and refuses its arguments; a script must take --evaluate")
     raise typer.Exit(code)

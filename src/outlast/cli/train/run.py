@@ -11,21 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast.base.errors import NotFound, OutlastError
+from outlast import client
 from outlast.cli import find_job, terminal
 from outlast.cli.find_job import FileOrScript, SetOption, TitleOption
 from outlast.cli.train import overrides, script
 from outlast.cli.train.script import ModuleOption, WorkersOption
 
 if TYPE_CHECKING:
-    from outlast.job.backend import Backend
     from outlast.job.spec import Job
-    from outlast.job.status import JobStatus
 
 _NOTICE_DELAY_S = 3.0
 """Seconds after which a slow start is explained."""
-_CANCEL_TIMEOUT_S = 180.0
-"""Seconds that `--fresh` waits for the end of the old run: longer than a worker's grace period."""
 
 
 def run(
@@ -73,12 +69,8 @@ def run(
         faults.load(chaos)
     place = find_job.backend(ctx)
     name = job.metadata.name
-    before: JobStatus | None = None
-    with contextlib.suppress(NotFound):
-        before = place.status(name)
-    if fresh and before is not None and not before.state.final:
-        _end(place, name)
-        before = None
+    if fresh:
+        client.end(place, name)
     from outlast.job.spec import unused_fields
 
     misplaced = list(script.misplaced(ctx, file))
@@ -119,14 +111,3 @@ def _explained(job: Job) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _end(place: Backend, name: str) -> None:
-    place.steer(name, "cancel")
-    deadline = time.monotonic() + _CANCEL_TIMEOUT_S
-    while not place.status(name).state.final:
-        if time.monotonic() > deadline:
-            raise OutlastError(
-                f"{name} has not ended {_CANCEL_TIMEOUT_S:.0f} s after being cancelled; see `outlast status {name}`"
-            )
-        time.sleep(0.1)

@@ -14,6 +14,7 @@ from outlast.base import units
 from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import completion, find_job, tables_and_pages, terminal
 from outlast.cli.find_job import ContextOption, NameArgument, NamespaceOption, YesOption
+from outlast.job.backend import not_ended
 
 if TYPE_CHECKING:
     from outlast.job.status import JobStatus
@@ -36,12 +37,11 @@ def scale(
       outlast scale 3
       outlast scale cifar10 1
     """
-    place = find_job.place(ctx, find_job.optional_name(words), namespace, context)
-    name, number = find_job.job_and_last(place, words, "N")
+    run, number = find_job.run_and_last(ctx, words, "N", namespace, context)
     if not number.isdecimal():
         raise typer.BadParameter(f"{number!r} is not a number of workers")
-    place.scale(name, int(number))
-    print(f"{name} is scaled to {tables_and_pages.count(int(number), 'worker')}")
+    run.scale(int(number))
+    print(f"{run.name} is scaled to {tables_and_pages.count(int(number), 'worker')}")
 
 
 def suspend(
@@ -55,10 +55,10 @@ def suspend(
     Examples:
       outlast suspend cifar10
     """
-    place, name = find_job.resolve(ctx, name, namespace, context)
-    place.steer(name, "suspend")
-    more = f"outlast resume {name}{find_job.suffix(namespace, context)}"
-    print(f"{name} is being suspended: its workers save and exit; continue with: {more}")
+    run = find_job.run(ctx, name, namespace, context)
+    run.suspend()
+    more = f"outlast resume {run.name}{find_job.suffix(namespace, context)}"
+    print(f"{run.name} is being suspended: its workers save and exit; continue with: {more}")
 
 
 def resume(
@@ -73,11 +73,9 @@ def resume(
     Examples:
       outlast resume cifar10
     """
-    place, name = find_job.resolve(ctx, name, namespace, context)
-    place.steer(name, "resume")
-    for notice in place.notices:
-        terminal.say(notice)
-    print(f"{name} goes on; look at it with: outlast status {name}{find_job.suffix(namespace, context)}")
+    run = find_job.run(ctx, name, namespace, context)
+    run.resume(say=terminal.say)
+    print(f"{run.name} goes on; look at it with: outlast status {run.name}{find_job.suffix(namespace, context)}")
 
 
 def cancel(
@@ -89,18 +87,19 @@ def cancel(
     Examples:
       outlast cancel cifar10
     """
-    place, name = find_job.resolve(ctx, name, namespace, context)
+    run = find_job.run(ctx, name, namespace, context)
+    name = run.name
     try:
-        output = place.output(name)
+        output = run.output
     except NotFound:  # other objects of the job may still exist
-        place.steer(name, "cancel")
+        run.cancel()
         print(f"{name} was gone already; its remaining objects are deleted")
         return
-    done = find_job.in_cluster(place) and place.status(name).state == "Succeeded"
-    place.steer(name, "cancel")
+    done = find_job.in_cluster(run.place) and run.status.state == "Succeeded"
+    run.cancel()
     where = f"; its output {'stays in' if _stays(output) else 'was'} {output}" if output else ""
     if isinstance(output, Path):
-        more = f"; {place.status(name).again} goes on from what is saved"
+        more = f"; {run.status.again} goes on from what is saved"
     else:
         more = "; outlast submit FILE goes on from what is saved" if _stays(output) else ""
     print(f"{name}, which had succeeded, is removed{where}" if done else f"{name} is cancelled{where}{more}")
@@ -155,8 +154,7 @@ def forget(
         chosen = [find_job.job(place, name) for name in dict.fromkeys(names)]
         for name in chosen:
             if not (status := place.status(name)).state.final:
-                more = f"outlast cancel {name}{find_job.suffix(namespace, context)} ends it"
-                raise OutlastError(f"job {name} has not ended ({status.state}); {more}")
+                raise not_ended(status, find_job.suffix(namespace, context))
     else:
         chosen = ended(place.list(), time.time(), age or timedelta())
     if not chosen:
@@ -172,10 +170,7 @@ def forget(
         where = f" in namespace {cluster.cluster.namespace} of {cluster.cluster.context}" if cluster else ""
         terminal.confirm(f"this removes {tables_and_pages.count(len(chosen), 'job')}{where}")
     for name, line in lines.items():
-        if here:
-            here.forget(name, output=output)
-        else:
-            place.steer(name, "cancel")
+        place.forget(name, output=output)
         print(f"removed {line}")
 
 

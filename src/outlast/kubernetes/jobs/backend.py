@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from outlast.base import backoff
 from outlast.base.errors import NotFound, OutlastError
 from outlast.job import faults
-from outlast.job.backend import LogLine
+from outlast.job.backend import LogLine, not_ended
 from outlast.job.contract import Label
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api
@@ -272,6 +272,14 @@ class KubernetesBackend:
     def kill(self, name: str) -> None:
         """End the job at once, without saving."""
         self.workloads.remove(name, grace_s=0)
+
+    def forget(self, name: str, *, output: bool = False) -> None:
+        """Remove a job that has ended, and the objects created for it."""
+        if output:
+            raise OutlastError("--output is for jobs of this machine; outlast forget URL removes one in a store")
+        if not (status := self.status(name)).state.final:
+            raise not_ended(status)
+        self.cancel(name)
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
         """Inject a fault into a worker's pod, see `fault_injection`."""
