@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -57,12 +58,17 @@ def microseconds(t: float) -> int:
 def usable(event: Mapping[str, Any]) -> bool:
     """Return whether an event has a time, a known kind, and the required fields with the right types."""
     kind = event.get("kind")
-    if not isinstance(event.get("t"), (int, float)) or not isinstance(kind, str) or kind not in KINDS:
+    return isinstance(kind, str) and _has_fields(kind, tuple(event), tuple(map(type, event.values())))
+
+
+@functools.lru_cache(1000)  # a month has a million events of few shapes
+def _has_fields(kind: str, fields: tuple[str, ...], types: tuple[type, ...]) -> bool:
+    given = {field: each for field, each in zip(fields, types, strict=True) if each is not type(None)}
+    if kind not in KINDS or not issubclass(given.get("t", str), (int, float)):
         return False
-    for field, value in event.items():  # a loop, since a month has many events
-        if value is not None and field in _TYPES and not isinstance(value, _TYPES[field]):
-            return False
-    return kind not in _NEEDED or all(event.get(field) is not None for field in _NEEDED[kind])
+    if not all(issubclass(each, _TYPES[field]) for field, each in given.items() if field in _TYPES):
+        return False
+    return all(field in given for field in _NEEDED.get(kind, ()))
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:

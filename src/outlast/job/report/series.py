@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
+
+from pydantic_core import from_json
 
 BUCKETS = 400
 """Minimum number of buckets of a long series; at most twice as many are kept. About one per pixel of a plot."""
@@ -55,7 +56,7 @@ def metrics(lines: Iterable[str | bytes]) -> tuple[dict[str, Series], int]:
     found, broken = {"loss": Series()}, 0
     for line in lines:
         try:
-            values = json.loads(line)
+            values = from_json(line)
             step = float(values["step"])
             numbers = [(name, float(value)) for name, value in values.items() if type(value) in (int, float)]
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
