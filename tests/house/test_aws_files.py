@@ -469,7 +469,7 @@ def test_what_pages_and_examples_name_exists_and_claims_and_accounts_have_the_na
 
 def test_pages_delete_what_they_make_and_what_is_in_a_clusters_network_before_the_cluster() -> None:
     guide = ROOT / "docs" / "guide"
-    pages = {name: (guide / f"{name}.md").read_text() for name in ("aws", "eks-workshop", "coming-from")}
+    pages = {name: (guide / f"{name}.md").read_text() for name in ("aws", "eks-workshop", "coming-from-torchelastic")}
     made = dict(
         re.findall(
             r"cloudformation deploy --stack-name (\S+) --template-file examples/aws/stacks/(\S+)\.yaml", "".join(pages.values())
