@@ -39,8 +39,7 @@ STORIES: dict[str, list[tuple[str, Sequence[str]]]] = {
     "a script": [
         ("run train.py", ["--fresh", *SHORT]),
         ("run --workers 2 train.py --steps 2000", ["--fresh", *SHORT]),
-        ("run --workers 2 train.py --steps 60", ["--fresh", *SHORT]),
-        ("init --workers 2 train.py --steps 60", []),
+        ("init --workers 2 train.py --steps 2000", []),
         ("init --workers 4 train.py --steps 2000", ["--force", "--name=long", *SHORT]),
         ("validate job.yaml", []),
         ("render job.yaml", ["--set", "image=i:1"]),
