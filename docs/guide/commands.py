@@ -23,15 +23,15 @@ HEAD = """\
 <!-- Written by `python docs/guide/commands.py > docs/guide/commands.md` from each command's --help. -->
 
 A command finds jobs of the working directory, whose state is in `.outlast/` (or in `OUTLAST_STATE_DIR`), or
-[of a cluster](kubernetes.md#commands). Without a name it takes the only unfinished job, or, when all have finished, the newest, and
-says which. In a cluster, which others use, too, it takes a job without a name only if there is no other.
+[of a cluster](kubernetes.md#commands). Without a name it takes the only unfinished job, or, when all have finished, the newest,
+and says which. In a cluster, which others use, too, it takes a job without a name only if there is no other.
 
 | exit code | meaning |
 |---|---|
 | 0 | success; for `outlast run`, success of the job |
 | 1 | failure, or a cluster's refusal; for `outlast run`, failure of the job, if it has no exit code of its own |
 | 2 | a mistake in the job file, an option or a name |
-| 3, 4, 143 | for `outlast submit --wait`: the job has failed, was cancelled, or the step got SIGTERM ([pipelines](pipelines.md)) |
+| 3, 4, 143 | for `outlast submit --wait`: the job failed, was cancelled, or the step got SIGTERM ([pipelines](pipelines.md)) |
 | 75 | for `outlast run`: interrupted or suspended, and saved; the same command goes on |
 | 130 | killed by Ctrl-C |
 """
