@@ -22,17 +22,17 @@ HEAD = """\
 
 <!-- Written by `python docs/guide/commands.py > docs/guide/commands.md` from each command's --help. -->
 
-Jobs are those of the working directory: their state is in `.outlast/`, or where the environment variable `OUTLAST_STATE_DIR`
-says; or those of a cluster, see [training in a cluster](kubernetes.md). Without a name a command means the only unfinished job,
-or the newest when all have finished, and says which; in a cluster, which others use too, only the only one.
+A command finds jobs of the working directory, whose state is in `.outlast/` (or in `OUTLAST_STATE_DIR`), or
+[of a cluster](kubernetes.md#commands). Without a name it takes the only unfinished job, or, when all have finished, the newest,
+and says which. In a cluster, which others use, too, it takes a job without a name only if there is no other.
 
 | exit code | meaning |
 |---|---|
-| 0 | done; of `outlast run`: the job has succeeded |
-| 1 | what was asked for failed, or a cluster refuses it; of `outlast run`: the job has failed, or the code that it failed with |
-| 2 | what was asked is wrong: the job file, an option, a name |
-| 3, 4, 143 | of `outlast submit --wait`: the job failed, was cancelled, the step got SIGTERM; see [pipelines](pipelines.md) |
-| 75 | of `outlast run`: interrupted or suspended, and saved; the same command goes on |
+| 0 | success; for `outlast run`, success of the job |
+| 1 | failure, or a cluster's refusal; for `outlast run`, failure of the job, if it has no exit code of its own |
+| 2 | a mistake in the job file, an option or a name |
+| 3, 4, 143 | for `outlast submit --wait`: the job failed, was cancelled, or the step got SIGTERM ([pipelines](pipelines.md)) |
+| 75 | for `outlast run`: interrupted or suspended, and saved; the same command goes on |
 | 130 | killed by Ctrl-C |
 """
 

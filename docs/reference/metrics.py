@@ -22,8 +22,8 @@ helm upgrade outlast deploy/chart --reuse-values --set monitoring.enabled=true \
   --set monitoring.labels.release=kube-prometheus-stack
 ```
 
-The label is the one by which your Prometheus selects PodMonitors and rules. For a Grafana without the sidecar, import what this
-prints:
+`monitoring.labels` are those by which your Prometheus selects PodMonitors and rules. For a Grafana without the sidecar, import
+what this prints:
 
 ```
 kubectl -n outlast-system get configmap outlast-dashboard -o 'jsonpath={.data.outlast\\.json}'

@@ -1,4 +1,4 @@
-"""The map (docs/architecture.md, docs/where.md) is true, and the house keeps its limits."""
+"""The map (docs/architecture.md, where.md, words.md) is true, and the house keeps its limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outlast.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "outlast"
-PAGE = (ROOT / "docs" / "architecture.md").read_text() + (ROOT / "docs" / "where.md").read_text()
+PAGE = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("architecture", "where", "words"))
 
 LINES, FUNCTION, PARAMETERS, WINGS, FILES = 600, 60, 7, 12, 20
 """The longest module, the longest function, the most parameters (`self` excluded); the most wings, and files in one room."""

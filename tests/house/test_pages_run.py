@@ -39,11 +39,9 @@ STORIES: dict[str, list[tuple[str, Sequence[str]]]] = {
     "a script": [
         ("run train.py", ["--fresh", *SHORT]),
         ("run --workers 2 train.py --steps 2000", ["--fresh", *SHORT]),
-        ("run --workers 2 train.py --steps 60", ["--fresh", *SHORT]),
-        ("init --workers 2 train.py --steps 60", []),
+        ("init --workers 2 train.py --steps 2000", []),
         ("init --workers 4 train.py --steps 2000", ["--force", "--name=long", *SHORT]),
         ("validate job.yaml", []),
-        ("render job.yaml", ["--set", "image=i:1"]),
         ("render job.yaml --as job", ["--set", "image=i:1", "--set", "workers.replicas=1"]),
         ("render job.yaml --as indexed-job", ["--set", "image=i:1"]),
         ("render job.yaml --as statefulset", ["--set", "image=i:1"]),
@@ -112,7 +110,6 @@ STORIES: dict[str, list[tuple[str, Sequence[str]]]] = {
         ("run examples/llm.yaml", []),
     ],
     "examples": [
-        ("--version", []),
         ("validate --schema", []),
         ("run examples/smoke.yaml", []),
         ("run examples/own-script.yaml", []),

@@ -19,16 +19,18 @@ from outlast.recipes.shared import settings
 from pages import GUIDE, OUTLAST, PAGES, ROOT, blocks, commands, mistake, shell, spans
 
 PAGES.remove(GUIDE / "commands.md")  # printed by the command line itself
+COMING_FROM = sorted({*GUIDE.glob("coming-from*.md")} - {GUIDE / "coming-from-elasticjob.md"})
+"""Pages of set-ups that Outlast's own job file replaces."""
 WHOLE = [
     ROOT / "README.md",
     *(
         GUIDE / f"{name}.md"
         for name in ("getting-started", "first-cluster-job", "kubernetes", "hugging-face", "tracking", "notebooks", "gpt", "llm")
     ),
-    *(GUIDE / f"{name}.md" for name in ("cifar10", "perceiver", "coming-from")),
+    *(GUIDE / f"{name}.md" for name in ("cifar10", "perceiver")),
+    *COMING_FROM,
 ]
 """Pages that show whole job files and scripts; others show parts of them."""
-COMING_FROM = GUIDE / "coming-from.md"
 
 
 MAKE = sorted({words[1] for words in commands() if words[0] == "make"})
@@ -52,11 +54,11 @@ def test_every_command_exists_and_takes_its_options_and_arguments() -> None:
 
 
 def rendered() -> list[tuple[str, list[str]]]:
-    """Job file and command of all that a section of the guide does with its job file; `submit` as what it applies."""
+    """Job file and command of all that a page does with its job file; `submit` as what it applies."""
     found = []
-    for section in COMING_FROM.read_text().split("\n## ")[1:]:
-        job = "".join(re.findall(r"^```yaml\n(.*?)^```$", section, flags=re.M | re.S))
-        for words in (shell(span) for span in re.findall(r"`outlast ((?:render|submit|validate) [^`\\]*)", section)):
+    for page in COMING_FROM:
+        job = "".join(blocks(page, "yaml"))
+        for words in (shell(span) for span in re.findall(r"`outlast ((?:render|submit|validate) [^`\\]*)", page.read_text())):
             found.append((job, ["render" if words[0] == "submit" else words[0], *words[1:]]))
     return found
 
@@ -85,7 +87,11 @@ def test_a_recipe_takes_the_flags_that_a_page_gives_it(module: str, flags: str, 
     assert settings.parse(recipe.Settings, words, "", getattr(recipe, "ALIASES", {}))
 
 
-RECIPES = re.findall(r"^### .*`outlast\.recipes\.(\w+)`\n(.*?)(?=^##|\Z)", COMING_FROM.read_text(), flags=re.M | re.S)
+RECIPES = [
+    found
+    for page in COMING_FROM
+    for found in re.findall(r"^## .*`outlast\.recipes\.(\w+)`\n(.*?)(?=^##|\Z)", page.read_text(), flags=re.M | re.S)
+]
 
 
 @pytest.mark.parametrize(("recipe", "table"), RECIPES, ids=[recipe for recipe, _ in RECIPES])
@@ -104,7 +110,7 @@ FIELDS = [field.alias or name for name, field in spec.Spec.model_fields.items()]
 
 
 def test_the_fields_of_the_job_file_are_valid() -> None:
-    texts = [span for name in FIELDS for span in spans(COMING_FROM, f"{name}: ")]
+    texts = [span for page in COMING_FROM for name in FIELDS for span in spans(page, f"{name}: ")]
     assert len(texts) > 40
     for text in texts:
         given = yaml.safe_load(text)

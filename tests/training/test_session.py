@@ -677,11 +677,12 @@ def test_the_diff_in_the_readme_makes_a_script_that_leaves_a_checkpoint_and_a_mo
     assert torch.load(plain / "out" / "model.pt", weights_only=True)["weight"].equal(model.weight)
 
 
-def test_the_script_in_the_guide_trains_and_resumes(plain: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_script_in_the_guides_trains_and_resumes(plain: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(contract.Env.CHECKPOINT_EVERY, "10 steps")
-    guide = Path(__file__).parents[2] / "docs" / "guide" / "exact-resume.md"
-    train, best, read = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
-    compile(best, str(guide), "exec")
+    guide = Path(__file__).parents[2] / "docs" / "guide"
+    pages = (guide / "exact-resume.md").read_text() + (guide / "checkpoints.md").read_text()
+    train, best, read = re.findall(r"```python\n(.*?)```", pages, re.DOTALL)
+    compile(best, "checkpoints.md", "exec")
     for generation in (1, 2):
         names: dict[str, Any] = {}
         exec(train + read, names)
