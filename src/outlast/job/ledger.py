@@ -144,10 +144,6 @@ class Ledger:
             os.write(self._fd, b"\n" + line if torn else line)
 
 
-try:
-    from pydantic_core import from_json as _from_json  # three times as fast
-except ImportError:
-    _from_json = json.loads
 Source = Callable[[], Iterable[bytes]]
 """Function that reads the events of one process from the beginning, piece by piece."""
 
@@ -173,9 +169,12 @@ class Events:
         return (event for *_, event in heapq.merge(*streams))
 
     def _events(self, source: Source) -> Iterator[Event]:
+        loads: Callable[[bytes], Any] = json.loads
+        with contextlib.suppress(ImportError):  # training processes may lack it; it is three times as fast
+            from pydantic_core import from_json as loads
         for line in lines(source()):
             try:
-                event = _from_json(line)
+                event = loads(line)
             except (ValueError, RecursionError):
                 event = None
             if isinstance(event, dict) and isinstance(t := event.get("t"), (int, float)) and t == t and "kind" in event:
