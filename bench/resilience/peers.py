@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 PEERS = {
@@ -32,7 +33,9 @@ def prepare(peers: Path) -> dict[str, str]:
         (there,) = place.glob("lib/python*/site-packages")
         (there / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
         command = [place / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "-q"]
-        done = subprocess.run([*command, f"torch=={torch.__version__}", *packages], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, f"torch=={metadata.version('torch')}", *packages], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             reasons[name] = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
             failed.write_text(reasons[name])
