@@ -25,7 +25,7 @@ def prepare(peers: Path) -> dict[str, str]:
 
     reasons = {}
     for name, packages in PEERS.items():
-        place, failed = peers / name, peers / f"{name}.failed"
+        place = peers / name
         if (place / "ready").exists():
             continue
         print(f"{name}: {' '.join(packages)}", flush=True)
@@ -38,7 +38,6 @@ def prepare(peers: Path) -> dict[str, str]:
         )
         if done.returncode:
             reasons[name] = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-            failed.write_text(reasons[name])
         else:
             (place / "ready").touch()
     return reasons
