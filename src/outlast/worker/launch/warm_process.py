@@ -7,7 +7,7 @@ agent (`launch.elastic_agent`).
 
     python -m outlast warm SOCKET PARENT
 
-Protocol, per connection: the caller sends a request (`shim.request`), then lines with a signal number for the child. The
+Protocol, per connection: the caller sends a request (`warm_request.request`), then lines with a signal number for the child. The
 response, one JSON line, comes when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with
 `why` if the fork failed. A disconnecting caller kills its child.
 
@@ -40,8 +40,10 @@ from outlast import __main__ as roles
 from outlast.base import unix_sockets
 from outlast.job import contract
 from outlast.rendezvous import transport
-from outlast.worker.launch import os_calls, preloaded_imports, relocatable, shim, sibling
+from outlast.worker.launch import os_calls, preloaded_imports, relocatable, sibling, warm_request
 
+AGAIN_S = 1.0
+"""Pause in seconds at the limit on descriptors."""
 END_S = 60
 """Longest wait in seconds for the end of ranks that were killed with their elastic agent. Arbitrary: freeing a large memory takes
 seconds."""
@@ -152,7 +154,7 @@ class Server:
         try:
             connection, _address = self._listener.accept()
         except OSError:  # the limit on descriptors: the caller waits
-            time.sleep(shim.AGAIN_S)
+            time.sleep(AGAIN_S)
             return None
         try:
             request = _receive(connection)
@@ -328,7 +330,6 @@ def leave(code: int) -> NoReturn:
 
 
 MEETING = (
-    "torch.distributed.elastic.agent.server.local_elastic_agent",
     "outlast.rendezvous.handler",
     "outlast.worker.launch.elastic_agent",
 )
@@ -383,7 +384,7 @@ def main(argv: list[str]) -> None:
             begin(sibling.Forked(pid))
         os_calls.die_with(agent)
         os_calls.entitle("warm process")
-        listener = unix_sockets.listening(Path(request.env[contract.Env.STATE]) / shim.SOCKET)
+        listener = unix_sockets.listening(Path(request.env[contract.Env.STATE]) / warm_request.SOCKET)
         request = Server(listener, request.env).run(())
     gc.enable()
     try:
