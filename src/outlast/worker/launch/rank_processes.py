@@ -95,8 +95,9 @@ class _Rank(threading.Thread):
     def run(self) -> None:
         reply = b""
         if self._sock:
+            sock = self._sock.fileno()
             while self._lines:
-                if self._sock in select.select([self._sock, self._lines.read], [], [])[0] or not self._lines.copy():
+                if sock in select.select([sock, self._lines.read], [], [])[0] or not self._lines.copy():
                     break
             with contextlib.suppress(OSError), self._sock.makefile("rb") as answer:
                 reply = answer.readline()
