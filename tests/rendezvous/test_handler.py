@@ -62,7 +62,7 @@ def test_a_process_that_was_stopped_on_its_way_out_is_a_cause_and_no_echo(tmp_pa
     handler: Any = SimpleNamespace(generation=1)
 
     def failed(local_rank: int) -> tuple[int, bool]:
-        failure = elastic_agent._failure(tmp_path, handler, Ended(local_rank, local_rank, -signal.SIGTERM, 0.0))
+        failure = elastic_agent._failure(tmp_path, handler, Ended(local_rank, local_rank, -signal.SIGTERM, 0.0, asked=True))
         return failure["code"], failure["echo"]
 
     assert (failed(0), failed(1)) == ((143, True), (1, False))

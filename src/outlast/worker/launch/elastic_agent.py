@@ -153,7 +153,8 @@ def _train(
         try:
             while not ranks.over() and not handler.num_nodes_waiting():
                 ranks.wait(MONITOR_INTERVAL_S)
-            over = ranks.over()
+            if (over := ranks.over()) and not any(_explains(state, failure) for failure in ranks.failures()):
+                ranks.wait(rank_processes.CAUSE_S, all_=True)
         finally:
             promised = os.path.exists(os.environ.get(contract.Env.NOTICE, ""))
             ranks.stop(grace_s if promised else rank_processes.KILL_DELAY_S)
@@ -167,6 +168,12 @@ def _train(
         failures.setdefault(local_rank, end)
     left = ranks.left()
     return [_failure(state, handler, end, oom=oom) for end in failures.values()], left.rank if left else None
+
+
+def _explains(state: Path, failure: rank_processes.Ended) -> bool:
+    """Return whether a failure is neither secondary nor an interruption."""
+    record = files.mapping(state / contract.ERROR.format(local_rank=failure.local_rank))
+    return failure.code != contract.Exit.INTERRUPTED and not is_secondary(record)
 
 
 def _log_start(handler: Handler) -> None:
@@ -231,7 +238,8 @@ def _failure(state: Path, handler: Handler, ended: rank_processes.Ended, *, oom:
     echo = is_secondary(record)
     young = verdict.get("early") or (echo and record.get("age_s", math.inf) < EARLY_S)
     plain = reached is None and bool(reported or young)
-    stopped_by_us = ended.code == -signal.SIGTERM and not record  # a record means that it was exiting already
+    # A record means that it was exiting already.
+    stopped_by_us = ended.asked and ended.code in (-signal.SIGTERM, -signal.SIGKILL) and not record
     return {
         "rank": rank,
         "code": code,

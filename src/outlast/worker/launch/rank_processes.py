@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import select
 import signal
@@ -27,7 +28,9 @@ AGAIN_S = 1.0
 """Pause in seconds after a fork that failed at the limit on processes or descriptors."""
 KILL_DELAY_S = 5.0
 """Time in seconds from SIGTERM to SIGKILL for training without a grace period."""
-END_S = 30.0
+CAUSE_S = 0.5
+"""Time in seconds in which a process that failed first may follow those that it made fail."""
+END_S = 60.0
 """Longest wait in seconds for the end of a killed process, which a driver or a disk may hold."""
 
 
@@ -42,7 +45,9 @@ class Ended:
     time: float
     """Seconds since the epoch."""
     why: str = ""
-    """Why it could not be started."""
+    """Why it could not be started, or is lost."""
+    asked: bool = False
+    """Whether we had asked it to end."""
 
 
 class Lines:
@@ -76,54 +81,68 @@ class _Rank(threading.Thread):
     def __init__(self, path: str, command: Sequence[str], environ: Mapping[str, str], changed: threading.Condition) -> None:
         self._rank, self._local_rank = int(environ["RANK"]), int(environ["LOCAL_RANK"])
         super().__init__(name=f"rank-{self._rank}", daemon=True)
-        self._changed = changed
+        self._changed, self._sock = changed, socket.socket(socket.AF_UNIX)
         self.ended: Ended | None = None
-        self.asked = False
-        """Whether we have asked it to end."""
-        self._sock: socket.socket | None = None
-        self._lines = Lines(self._rank) if environ["LOCAL_WORLD_SIZE"] != "1" else None
-        streams = (0, self._lines.write, self._lines.write) if self._lines else (0, 1, 2)
+        self._asked_at = math.inf
+        """Time at which we first asked it to end, in seconds since the epoch."""
+        self._lines: Lines | None = None
         try:
+            self._lines = Lines(self._rank) if environ["LOCAL_WORLD_SIZE"] != "1" else None
+            streams = (0, self._lines.write, self._lines.write) if self._lines else (0, 1, 2)
             self._sock = warm_request.connect(path)
             warm_request.request(self._sock, "rank", command, environ, os.getcwd(), streams)
-        except OSError as problem:  # the warm process has ended, and so will we
-            print(f"outlast | rank {self._rank} cannot be started by the warm process: {problem}", flush=True)
+            self.start()
+        except (OSError, RuntimeError) as problem:  # the limit on descriptors or threads; or no warm process, which ends us, too
+            self._sock.close()
+            self._end(-signal.SIGKILL, time.time(), f"could not be started: {problem}")
         if self._lines:
             os.close(self._lines.write)
-        self.start()
 
     def run(self) -> None:
-        reply = b""
-        if self._sock:
-            sock = self._sock.fileno()
-            while self._lines:
-                if sock in select.select([sock, self._lines.read], [], [])[0] or not self._lines.copy():
-                    break
-            with contextlib.suppress(OSError), self._sock.makefile("rb") as answer:
-                reply = answer.readline()
-        if self._lines:
-            self._lines.copy(last=True)
-            os.close(self._lines.read)
-        end = json.loads(reply) if reply.endswith(b"\n") else {"status": -signal.SIGKILL, "time": time.time()}
-        if why := str(end.get("why", "")):
+        status, when, why = -signal.SIGKILL, time.time(), "was lost with its warm process"
+        try:
+            with self._sock, self._sock.makefile("rb") as answer:
+                if self._lines:
+                    self._copy(self._lines)
+                if (reply := answer.readline()).endswith(b"\n"):
+                    end = json.loads(reply)
+                    status, when, why = int(end["status"]), end["time"], str(end.get("why", ""))
+            if self._lines:
+                self._lines.copy(last=True)
+                os.close(self._lines.read)
+        except OSError as problem:  # of our own output; the closed connection ends the process
+            why = f"was killed, since its output could not be copied: {problem}"
+        self._end(status, when, why)
+
+    def _copy(self, lines: Lines) -> None:
+        """Copy lines until the process ends or closes its output."""
+        ready, sock = select.poll(), self._sock.fileno()
+        for fd in (sock, lines.read):
+            ready.register(fd, select.POLLIN)
+        while sock not in dict(ready.poll()) and lines.copy():
+            pass
+
+    def _end(self, status: int, when: float, why: str) -> None:
+        if why:
             time.sleep(AGAIN_S)  # another attempt follows at once
         with self._changed:
-            self.ended = Ended(self._rank, self._local_rank, int(end["status"]), end["time"], why)
+            self.ended = Ended(self._rank, self._local_rank, status, when, why, asked=self._asked_at <= when)
             self._changed.notify_all()
 
     def signal(self, number: int) -> None:
-        self.asked = True
+        self._asked_at = min(self._asked_at, time.time())
         with contextlib.suppress(OSError):
-            if self._sock:
-                self._sock.sendall(b"%d\n" % number)
+            self._sock.sendall(b"%d\n" % number)
 
-    def close(self) -> None:
-        """Give the process up. The warm process kills it, if it has not ended."""
-        if self._sock:
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
-            self.join()
-            self._sock.close()
+    def give_up(self) -> None:
+        """Leave a process alone that the kernel cannot end."""
+        print(
+            f"outlast | rank {self._rank} was killed {END_S:.0f} s ago and has not ended: a disk or a driver blocks it",
+            flush=True,
+        )
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self.join(2 * AGAIN_S)
 
 
 class RankProcesses:
@@ -139,10 +158,13 @@ class RankProcesses:
         ends = [rank.ended for rank in self._ranks]
         return all(ends) or any(end and end.code for end in ends)
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until `over`, at most `timeout_s` seconds."""
+    def wait(self, timeout_s: float, *, all_: bool = False) -> None:
+        """Wait until `over`, or until all have ended, at most `timeout_s` seconds."""
         with self._changed:
-            self._changed.wait_for(self.over, timeout_s)
+            self._changed.wait_for(self._ended if all_ else self.over, timeout_s)
+
+    def _ended(self) -> bool:
+        return all(rank.ended for rank in self._ranks)
 
     def stop(self, delay_s: float) -> None:
         """End all processes: SIGTERM, and after `delay_s` seconds SIGKILL."""
@@ -150,10 +172,10 @@ class RankProcesses:
             for rank in self._ranks:
                 if not rank.ended:
                     rank.signal(number)
-            with self._changed:
-                self._changed.wait_for(lambda: all(rank.ended for rank in self._ranks), patience_s)
+            self.wait(patience_s, all_=True)
         for rank in self._ranks:
-            rank.close()
+            if not rank.ended:
+                rank.give_up()
 
     def failures(self) -> list[Ended]:
         """Return the ends of those processes that did not exit with 0."""
@@ -161,7 +183,7 @@ class RankProcesses:
 
     def left(self) -> Ended | None:
         """Return the end of the first process that exited with 0 although we had not asked it to end."""
-        return next((rank.ended for rank in self._ranks if rank.ended and not rank.ended.code and not rank.asked), None)
+        return next((rank.ended for rank in self._ranks if rank.ended and not rank.ended.code and not rank.ended.asked), None)
 
 
 def environs(world: World, run_id: str, processes: int, group_rank: int) -> list[dict[str, str]]:

@@ -141,8 +141,8 @@ class Server:
                     os.read(self._wake_r, 4096)
                 self._reap()
             elif (child := self._children.get(key.fd)) is not None:
-                if child.end is None:
-                    _signal(child)
+                if child.end is None and not _signal(child):
+                    self._selector.unregister(key.fd)
                 self._reap()
             else:
                 with contextlib.suppress(OSError):  # the limit on descriptors
@@ -238,7 +238,8 @@ class Server:
             if child.end and (child.kind == "rank" or len(self._children) == 1):
                 with contextlib.suppress(OSError):
                     child.connection.sendall(json.dumps(child.end).encode() + b"\n")
-                self._selector.unregister(fd)
+                with contextlib.suppress(KeyError):  # the caller has disconnected
+                    self._selector.unregister(fd)
                 self._children.pop(fd).connection.close()
             elif orphaned and not child.end:
                 os.kill(child.pid, signal.SIGKILL)
@@ -260,8 +261,8 @@ def _close(*fds: int | None) -> None:
             os.close(fd)
 
 
-def _signal(child: _Child) -> None:
-    """Forward a caller's signals to its child. If the caller has disconnected, kill the child."""
+def _signal(child: _Child) -> bool:
+    """Forward a caller's signals to its child. If the caller has disconnected, kill the child, and return False."""
     try:
         lines = child.connection.recv(4096)
     except OSError:
@@ -270,6 +271,7 @@ def _signal(child: _Child) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, number)
             os.kill(child.pid, signal.SIGCONT)  # a stopped process would sleep through the signal
+    return bool(lines)
 
 
 def enter(request: Request) -> None:
