@@ -262,7 +262,6 @@ def kind(title: str) -> str:
         (r"upload", "uploader"),
         (r"elastic agent", "elastic agent"),
         (r"outlast: rank", "rank"),
-        (r"shim", "shim"),
         (r"agent", "agent"),
         (r"launcher", "launcher"),
         (r"outlast (run|--)|bin/outlast", "command"),

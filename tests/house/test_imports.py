@@ -109,7 +109,7 @@ except SystemExit:
         "outlast.rendezvous",
         "outlast.job.spec",
     }
-    assert {"outlast.worker.agent", "outlast.worker.launch.shim"} <= (found := loaded(program))
+    assert {"outlast.worker.agent", "outlast.worker.launch.warm_request"} <= (found := loaded(program))
     assert not found & later
 
 

@@ -211,7 +211,7 @@ class Struck:
         match kind:
             case "process" | "stop":
                 return set(), self.rng.sample(ranks, min(1, len(ranks)))
-            case "any":  # agent, warm process, elastic agent, stand-in, training process, uploader
+            case "any":  # agent, warm process, elastic agent, training process, uploader
                 agent = self.rng.choice(list(agents.values()))
                 with contextlib.suppress(psutil.NoSuchProcess):
                     pid = self.rng.choice([agent, *(each.pid for each in psutil.Process(agent).children(recursive=True))])

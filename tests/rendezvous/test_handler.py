@@ -16,6 +16,7 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.rendezvous import entry_point, world
 from outlast.worker.launch import elastic_agent
+from outlast.worker.launch.rank_processes import Ended
 
 
 def test_an_endpoint_of_another_kind_is_refused_with_a_sentence():
@@ -61,8 +62,7 @@ def test_a_process_that_was_stopped_on_its_way_out_is_a_cause_and_no_echo(tmp_pa
     handler: Any = SimpleNamespace(generation=1)
 
     def failed(local_rank: int) -> tuple[int, bool]:
-        stopped = SimpleNamespace(local_rank=local_rank, exitcode=-signal.SIGTERM)
-        failure = elastic_agent._failure(tmp_path, handler, local_rank, stopped)
+        failure = elastic_agent._failure(tmp_path, handler, Ended(local_rank, local_rank, -signal.SIGTERM, 0.0, asked=True))
         return failure["code"], failure["echo"]
 
     assert (failed(0), failed(1)) == ((143, True), (1, False))

@@ -27,7 +27,8 @@ from outlast.rendezvous.world import World
 from outlast.worker.agent import reporter
 from outlast.worker.agent.ranks import Ranks
 from outlast.worker.hangs import hang_limit, stacks
-from outlast.worker.launch import elastic_agent, shim, training_process
+from outlast.worker.launch import elastic_agent, training_process
+from outlast.worker.launch.rank_processes import Ended
 
 LIMIT_S = 600.0
 
@@ -129,7 +130,7 @@ def test_records_that_are_not_of_this_start_tell_the_coordinator_nothing(tmp_pat
         (tmp_path / contract.PROGRESS.format(local_rank=0)).write_text(json.dumps(said))
         assert progress.read(tmp_path, 0) is not None
         assert (member._records(), member._owes(), member._held) == ([], False, 0)
-        assert elastic_agent._failure(tmp_path, member, 1, SimpleNamespace(local_rank=0, exitcode=-9))["step"] is None
+        assert elastic_agent._failure(tmp_path, member, Ended(1, 0, -9, 0.0))["step"] is None
         assert Ranks(tmp_path, 1, time.monotonic).look() == [], "their process is not there"
 
 
@@ -218,7 +219,7 @@ def test_a_plain_script_that_hangs_stands_at_the_step_it_has_told_or_at_0_soon_a
         written(tmp_path, dataclasses.replace(a_record(1, started=1), phase="started", step=step))
         verdict = {"pid": 1, "reason": "hung: no progress for 750 s", "stuck": True, "early": early, "time": 0.0}
         (tmp_path / contract.VERDICT.format(local_rank=0)).write_text(json.dumps(verdict))
-        said = elastic_agent._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=-9))
+        said = elastic_agent._failure(tmp_path, handler, Ended(0, 0, -9, 0.0))
         assert (said["hung"], said["step"]) == found
 
 
@@ -265,7 +266,7 @@ def test_a_hang_says_something_of_a_step_only_where_there_is_one(
     verdict = {"pid": 1, "reason": "hung: no progress for 750 s", "stuck": True, "time": 0.0}
     (tmp_path / contract.VERDICT.format(local_rank=0)).write_text(json.dumps(verdict))
     handler: Any = SimpleNamespace(generation=1, attempt=0)
-    said = elastic_agent._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=-9))
+    said = elastic_agent._failure(tmp_path, handler, Ended(0, 0, -9, 0.0))
     assert (said["hung"], said["code"], said["reason"]) == (hung, 137, "rank 0 on worker 0 hung: no progress for 750 s")
 
 
@@ -302,20 +303,18 @@ def test_of_what_died_while_the_kernel_killed_for_want_of_memory_it_is_the_cause
     record = {"type": message.split()[1].rstrip(":"), "message": message, "traceback": "...", "time": 0.0}
     (tmp_path / contract.ERROR.format(local_rank=0)).write_text(json.dumps(record if exitcode < 0 else {**record, "code": 1}))
     handler: Any = SimpleNamespace(generation=1, attempt=0)
-    process = SimpleNamespace(local_rank=0, exitcode=exitcode)
-    said = elastic_agent._failure(tmp_path, handler, 0, process, oom=True)
+    ended = Ended(0, 0, exitcode, 0.0)
+    said = elastic_agent._failure(tmp_path, handler, ended, oom=True)
     assert (said["cause"], said["reason"]) == (cause, f"rank 0 on worker 0 {what}")
-    assert elastic_agent._failure(tmp_path, handler, 0, process)["cause"] == ""
+    assert elastic_agent._failure(tmp_path, handler, ended)["cause"] == ""
 
 
 def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(contract.Env.WORKER, "0")
     monkeypatch.setenv(contract.Env.STATE, str(tmp_path))
     handler: Any = SimpleNamespace(generation=1, attempt=0)
-    process = SimpleNamespace(local_rank=0, exitcode=-40)
-    assert elastic_agent._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0 was killed by signal 40"
-    shim.record_death(40, 0.0)
-    assert elastic_agent._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0 was killed by signal 40"
+    failure = elastic_agent._failure(tmp_path, handler, Ended(0, 0, -40, 7.0))
+    assert (failure["reason"], failure["time"]) == ("rank 0 on worker 0 was killed by signal 40", 7.0)
 
 
 def test_the_stacks_of_many_ranks_take_no_longer_than_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -397,13 +396,11 @@ def test_a_rank_that_exited_with_0_before_a_collective_broke_is_known_on_its_wor
     handler: Any = SimpleNamespace(generation=1, attempt=0)
     broke = {"rank": 0, "type": "RuntimeError", "message": "raised RuntimeError: Connection closed by peer", "traceback": "x"}
     (tmp_path / contract.ERROR.format(local_rank=0)).write_text(json.dumps({**broke, "time": 2.0, "age_s": 3.0, "code": 1}))
-    echo = elastic_agent._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=1))
+    echo = elastic_agent._failure(tmp_path, handler, Ended(0, 0, 1, 0.0))
     assert (echo["echo"], echo["step"]) == (True, 0), "soon after its start"
-    assert elastic_agent._first([echo], tmp_path, 2) == echo
-    shim.record({"rank": 1, "left": True})
-    said = elastic_agent._first([echo], tmp_path, 2)
+    assert elastic_agent._first([echo], None) == echo
+    said = elastic_agent._first([echo], 1)
     assert (said["rank"], said["echo"], said["reason"]) == (1, False, root_cause.left_early("rank 1 on worker 0", 0, 0))
-    assert elastic_agent._causes(tmp_path, 2) == {}, "to be done is no failure"
 
 
 @pytest.mark.parametrize("pod", [True, False])  # elsewhere the launcher says it

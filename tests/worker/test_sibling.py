@@ -19,7 +19,7 @@ import pytest
 from outlast.job import contract
 from outlast.local.state_dir import StateDir
 from outlast.worker.agent import start
-from outlast.worker.launch import os_calls, shim, sibling
+from outlast.worker.launch import os_calls, sibling, warm_request
 from waits import until
 
 OURS = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "OUTLAST_WORKER": "0", "OUTLAST_STATE": "/s/0", "CUDA_VISIBLE_DEVICES": "0"}
@@ -68,8 +68,8 @@ def test_what_an_agent_adds_for_its_warm_process_does_not_keep_that_from_forking
     monkeypatch.setattr(sibling, "start_warm", taken)
     with pytest.raises(Stopped):
         start.main([])
-    monkeypatch.setattr(shim, "connect", mock.MagicMock())
-    monkeypatch.setattr(shim, "request", taken)
+    monkeypatch.setattr(warm_request, "connect", mock.MagicMock())
+    monkeypatch.setattr(warm_request, "request", taken)
     with pytest.raises(Stopped):
         sibling.ask("warm.sock", {**started, contract.Env.WORKER: "1"}, "/", 1)
     ours, theirs = seen
@@ -110,7 +110,7 @@ def parent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def listens(path: str) -> bool:
     with contextlib.suppress(OSError):
-        shim.connect(path).close()
+        warm_request.connect(path).close()
         return True
     return False
 
@@ -143,8 +143,8 @@ def test_a_forked_worker_shows_whose_it_is_before_it_says_that_it_is_there(
 ) -> None:
     """The launcher looks at once, and starts another if it finds a process of another worker."""
     theirs = environ(StateDir(tmp_path), 1)
-    with shim.connect(str(tmp_path / "warm.sock")) as sock, open(os.devnull, "r+b") as null:
-        shim.request(sock, sibling.KIND, [], theirs | os_calls.streaming(theirs), str(tmp_path), (null.fileno(),) * 3)
+    with warm_request.connect(str(tmp_path / "warm.sock")) as sock, open(os.devnull, "r+b") as null:
+        warm_request.request(sock, sibling.KIND, [], theirs | os_calls.streaming(theirs), str(tmp_path), (null.fileno(),) * 3)
         pid = int(sock.recv(64))
         assert StateDir(tmp_path).owns(1, pid)
         assert not StateDir(tmp_path).owns(0, pid)

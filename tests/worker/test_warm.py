@@ -16,8 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outlast.job import contract
-from outlast.worker.launch import shim
+from outlast.worker.launch import rank_processes, warm_request
 from outlast.worker.launch import warm_process as warm
 
 LEAVES = """
@@ -134,7 +133,7 @@ os._exit(3)
 @pytest.fixture
 def forking(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     """Where a warm process without torch listens, whose second fork fails: a rank writes its arguments and exits with 3."""
-    path = str(tmp_path / shim.SOCKET)
+    path = str(tmp_path / warm_request.SOCKET)
     with subprocess.Popen([sys.executable, "-c", FORKING, path, *getattr(request, "param", ())]) as process:
         while not listens(path):
             assert process.poll() is None
@@ -144,7 +143,7 @@ def forking(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 
 def listens(path: str) -> bool:
     with contextlib.suppress(OSError):
-        shim.connect(path).close()
+        warm_request.connect(path).close()
         return True
     return False
 
@@ -156,11 +155,23 @@ def forks(path: str) -> list[psutil.Process]:
     return list(warm_process.children())
 
 
+RANK = """
+import os, sys
+from outlast.worker.launch.rank_processes import RankProcesses
+
+environ = {**os.environ, "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": sys.argv[2]}
+rank = RankProcesses(sys.argv[1], sys.argv[3:], [environ])
+while not rank.over():
+    rank.wait(1)
+[ended] = rank.failures()
+print(ended.why, end="", flush=True)
+os._exit(ended.code & 0xFF)
+"""
+
+
 def a_rank(path: str, *words: str, of: int = 1) -> list[str]:
-    """The command of a stand-in, as torch's agent starts it."""
-    ours = {"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": str(of), contract.Env.STATE: str(Path(path).parent)}
-    variables = [f"{name}={value}" for name, value in ours.items()]
-    return ["env", *variables, sys.executable, "-I", "-S", shim.__file__, path, "1", *words]
+    """The command of an elastic agent that starts one rank `of` several, and ends as it did."""
+    return [sys.executable, "-c", RANK, path, str(of), *words]
 
 
 class Elastic:
@@ -168,9 +179,9 @@ class Elastic:
 
     def __init__(self, path: str) -> None:
         (read, write), (out, to) = os.pipe(), os.pipe()
-        self.connection = shim.connect(path)
+        self.connection = warm_request.connect(path)
         self.connection.settimeout(60)
-        shim.request(self.connection, "elastic", [], dict(os.environ), "/", (read, to, 2))
+        warm_request.request(self.connection, "elastic", [], dict(os.environ), "/", (read, to, 2))
         os.close(read)
         os.close(to)
         self.commands, self.output = os.fdopen(write, "w"), os.fdopen(out, "rb")
@@ -200,9 +211,8 @@ class Elastic:
 
 def test_a_fork_that_fails_is_the_end_of_that_rank_alone(forking: str) -> None:
     with Elastic(forking) as elastic:
-        assert elastic.run(a_rank(forking, "never said")) == (b"", 128 + signal.SIGKILL)
-        record = json.loads(Path(forking).with_name("error-1.json").read_text())
-        assert record["message"] == "could not be started: Resource temporarily unavailable"
+        why = b"could not be started: Resource temporarily unavailable"
+        assert elastic.run(a_rank(forking, "never said")) == (why, 256 - signal.SIGKILL)
         assert elastic.run(a_rank(forking, "one\ntwo")) == (b"one\ntwo", 3)
         said = b"[rank 5] one\n[rank 5] two\n[rank 5] 10%\r[rank 5] 20%\r[rank 5] the end"
         assert elastic.run(a_rank(forking, "one\ntw", "o\n", "10%\r", "20%\rthe end", of=2)) == (said, 3)
@@ -217,7 +227,7 @@ def test_ranks_end_with_their_elastic_agent_and_before_others_hear_of_that(forki
         elastic.connection.sendall(b"%d\n" % signal.SIGKILL)
         assert json.loads(elastic.connection.recv(4096))["status"] == -signal.SIGKILL
         assert not forks(forking)
-        assert elastic.output.read() == b"", "and so have their stand-ins"
+        assert elastic.output.read() == b"", "and so has its child"
 
 
 @pytest.mark.parametrize("forking", [["stuck"]], indirect=True)
@@ -237,29 +247,28 @@ def test_a_rank_whose_elastic_agent_has_ended_is_not_started(forking: str, anoth
         if elastic:
             elastic.run(a_rank(forking, "fails"))
         done = subprocess.run(a_rank(forking, "never said"), capture_output=True, check=False)
-        assert (done.stdout, done.returncode) == (b"", -signal.SIGKILL)
+        assert (done.stdout, done.returncode) == (b"was lost with its warm process", 256 - signal.SIGKILL)
 
 
 def test_without_a_warm_process_there_is_no_rank_since_its_elastic_agent_has_ended_too(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('never said')")
-    command = a_rank(str(tmp_path / shim.SOCKET), str(tmp_path / "train.py"))
+    command = a_rank(str(tmp_path / warm_request.SOCKET), str(tmp_path / "train.py"))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("outlast | rank 5 cannot be started by the warm process: ")
+    assert done.returncode == 256 - signal.SIGKILL
+    assert done.stdout == "could not be started: [Errno 2] No such file or directory"
 
 
 def test_a_line_without_end_is_divided_and_a_writer_without_rest_delays_nothing(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("RANK", "5")
-    lines = shim.Lines()
-    fcntl.fcntl(lines.write, fcntl.F_SETPIPE_SZ, 4 * shim.PIECE)
-    os.write(lines.write, b"x" * (3 * shim.PIECE + 1))
+    lines = rank_processes.Lines(5)
+    fcntl.fcntl(lines.write, fcntl.F_SETPIPE_SZ, 4 * rank_processes.PIECE)
+    os.write(lines.write, b"x" * (3 * rank_processes.PIECE + 1))
     assert lines.copy()
-    assert capfd.readouterr().out == f"[rank 5] {'x' * shim.PIECE}\n"
+    assert capfd.readouterr().out == f"[rank 5] {'x' * rank_processes.PIECE}\n"
     os.close(lines.write)
     while lines.copy():
         pass
     lines.copy(last=True)
-    assert capfd.readouterr().out == 2 * f"[rank 5] {'x' * shim.PIECE}\n" + "[rank 5] x"
+    assert capfd.readouterr().out == 2 * f"[rank 5] {'x' * rank_processes.PIECE}\n" + "[rank 5] x"
     os.close(lines.read)

@@ -26,7 +26,7 @@ from outlast.job import accelerators, contract, spec
 from outlast.job.spec import substitution
 from outlast.local.state_dir import Run, StateDir
 from outlast.rendezvous.transports import sockets
-from outlast.worker.launch import package_copy, shim, sibling
+from outlast.worker.launch import package_copy, sibling, warm_request
 
 AGENT_SILENCE_S = 20.0
 """Timeout of an agent in seconds. An agent touches its file every second, but pauses while dumping the stacks of a hang."""
@@ -162,7 +162,8 @@ class WorkerPool:
             return None
         parents = [each.index for each in self.staying() if self.trained(each.index) or each.index in reported]
         pids = (
-            sibling.ask(str(self._state_dir.worker(index) / shim.SOCKET), environ, str(self._code), log) for index in parents[:2]
+            sibling.ask(str(self._state_dir.worker(index) / warm_request.SOCKET), environ, str(self._code), log)
+            for index in parents[:2]
         )
         return next((pid for pid in pids if pid is not None), None)
 

@@ -1,6 +1,6 @@
 """The handler that connects torchrun to our rendezvous: `torchrun --rdzv-backend=outlast --rdzv-endpoint=...`.
 
-torch's elastic agent requests the next world (`next_rendezvous`), polls for changes 20 times a second (`num_nodes_waiting`), and
+The elastic agent, torch's or ours, requests the next world (`next_rendezvous`), polls for changes (`num_nodes_waiting`), and
 stops on `RendezvousClosedError`. The coordinator provides the answers, through a transport. The agent of rank 0 hosts the
 TCPStore of the process group, on a socket that is already listening when its address is reported. Every generation has a fresh
 store.

@@ -38,7 +38,7 @@ from outlast.worker.agent import coordination, kubeflow_status, lifecycle, ranks
 from outlast.worker.agent.launcher_watch import LauncherWatch
 from outlast.worker.agent.lifecycle import Phase
 from outlast.worker.hangs import hang_limit, stacks
-from outlast.worker.launch import bytecode, package_copy, shim, sibling
+from outlast.worker.launch import bytecode, package_copy, sibling, warm_request
 
 if TYPE_CHECKING:
     from outlast.job import spec
@@ -316,7 +316,7 @@ class Agent:
         imported."""
         try:
             self._warm = self._warm or sibling.start_warm(self._preparation.python, self.environ)
-            sock = shim.connect(str(self.state / shim.SOCKET))
+            sock = warm_request.connect(str(self.state / warm_request.SOCKET))
         except OSError as problem:
             why = None if self._warm else f"could not be started: {problem.strerror}"
             if (status := self._warm.poll() if self._warm else -signal.SIGKILL) is not None:
@@ -330,7 +330,7 @@ class Agent:
         environ = self.environ | ({contract.Env.LOST: json.dumps(self._lost)} if self._lost else {})
         environ |= {contract.Env.NEEDED: "1"} if self.job.spec.workers.replicas <= self.job.spec.workers.min else {}
         with contextlib.suppress(OSError):  # it died at this moment; the closed connection reports that
-            shim.request(sock, "elastic", argv, environ, self.environ[contract.Env.CODE], (0, 1, 2))
+            warm_request.request(sock, "elastic", argv, environ, self.environ[contract.Env.CODE], (0, 1, 2))
         self._elastic, self._launch_at = sock, float("inf")
 
     # Events

@@ -1,8 +1,8 @@
-"""The worker's elastic agent: torchrun's agent class in a loop over worlds.
+"""The worker's elastic agent: it joins worlds, and runs the training processes of each.
 
-torchrun ends when its processes fail permanently, and its next start imports torch again. Here the same agent class runs in a
-loop: it reports the end of each world (the first failed process and its error), and waits for the next world.
-`launch.warm_process` forks it at the request of the worker's agent. It exits with a code of `contract.Exit`, or with the code
+It does what torchrun's agent does, in a loop that a failure does not end: it reports the end of each world (the first failed
+process and its error), and waits for the next world. `launch.warm_process` forks it at the request of the worker's agent, and
+forks the training processes at its own request (`rank_processes`). It exits with a code of `contract.Exit`, or with the code
 that the coordinator has published.
 
     elastic PROCESSES GRACE_S RESTARTS COMMAND [ARG ...]        COMMAND as for `launch.training_process`
@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import math
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from outlast.base import backoff, files, machine_memory
@@ -34,10 +32,10 @@ from outlast.rendezvous.handler import Handler, member
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.root_cause import left_early
 from outlast.rendezvous.world import World
-from outlast.worker.launch import rank0_files, shim
+from outlast.worker.launch import rank0_files, rank_processes, warm_request
 from outlast.worker.launch.training_process import is_secondary
 
-MONITOR_INTERVAL_S = 0.05
+MONITOR_INTERVAL_S = 0.02
 EXIT_TIMEOUT_S = 5.0
 """Longest time in seconds from the error record of a process to its end."""
 MAX_BACKOFF_S = 30.0
@@ -64,8 +62,7 @@ def main(argv: list[str], *, ready_fd: int | None = None) -> None:
     import torch.distributed.elastic.rendezvous as rendezvous
 
     processes, grace_s, limit, command = int(argv[0]), argv[1], int(argv[2]), argv[3:]
-    os.environ |= {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", contract.Env.PARENT: str(os.getpid())}  # no round through the store
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we log failures ourselves, in one line
+    os.environ[contract.Env.PARENT] = str(os.getpid())
     state = Path(os.environ[contract.Env.STATE])
     lost = json.loads(os.environ.pop(contract.Env.LOST, "{}"))
     run_id, id = os.environ[contract.Env.RUN], int(os.environ[contract.Env.WORKER])
@@ -92,7 +89,7 @@ def main(argv: list[str], *, ready_fd: int | None = None) -> None:
         while True:
             begun, logged = time.monotonic(), log_pipe.size(log)
             try:
-                failures = _train(handler, state, host, processes, float(grace_s), [str(state / shim.SOCKET), grace_s, *command])
+                failures, left = _train(handler, state, processes, float(grace_s), command)
             except rendezvous.RendezvousClosedError:
                 closed = handler.closed
                 if closed and closed.code in (contract.Exit.GIVEN_UP, contract.Exit.INTERRUPTED):
@@ -108,10 +105,10 @@ def main(argv: list[str], *, ready_fd: int | None = None) -> None:
                     early = early + 1 if time.monotonic() - begun < MAX_BACKOFF_S else 0
                     handler.pause_s = backoff.exponential(early - 1, 0.5, MAX_BACKOFF_S) if early else 0.0
             else:
-                first = _first(failures, state, processes)
+                first = _first(failures, left)
                 line = f"{contract.ECHO if first['echo'] else 'outlast | '}{first['reason']}"
                 print(line, file=sys.stderr, flush=True)
-                prefix = shim.PREFIX.format(first["rank"]) if processes > 1 else ""
+                prefix = rank_processes.PREFIX.format(first["rank"]) if processes > 1 else ""
                 if {failure["early"] for failure in failures if _is_cause(failure)} != {first["early"]}:
                     first["early"] = ""
                 outside = contract.killed(first["code"]) or first["cause"] is FailureCause.DISK_FULL
@@ -138,65 +135,45 @@ def _replace(handler: Handler, client: transport.Client, generation: int, attemp
 
 
 def _train(
-    handler: Handler, state: Path, host: str, processes: int, grace_s: float, shim_args: list[str]
-) -> list[dict[str, Any]]:
-    """Join a world and run the training processes until they end. Returns their failures; the list is empty on success."""
-    from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-
-    class Agent(LocalElasticAgent):
-        def _rendezvous(self, worker_group: WorkerGroup) -> None:
-            super()._rendezvous(worker_group)
-            _log_start(handler)
-            if (worker_group.group_world_size or 0) > 1:
-                first = worker_group.group_rank == 0
-                rank0_files.share(
-                    worker_group.store, first=first, called=lambda: handler.num_nodes_waiting() > 0, environ=os.environ
-                )
-
-        def _exit_barrier(self) -> None:
-            """Do nothing: workers that are done wait at the rendezvous, which detects the death of another worker."""
-
-        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-            """Give training that saves on SIGTERM the job's grace period, instead of torch's 30 s. `launch.shim` kills other
-            processes."""
-            if self._pcontext:
-                self._pcontext.close(death_sig, math.ceil(grace_s) + 5)
-            super()._shutdown(death_sig)
-
-    class NoFiles(LogsSpecs):
-        """Log settings without files, so a full disk cannot prevent a start: ranks inherit our output, and
-        `launch.training_process` records errors."""
-
-        root_log_dir = ""
-
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            console = dict.fromkeys(envs, "")
-            return LogsDest(console, console, error_files=console)
-
-    spec = WorkerSpec(
-        role="outlast",
-        local_world_size=processes,
-        rdzv_handler=handler,
-        entrypoint=sys.executable,
-        args=("-I", "-S", shim.__file__, *shim_args),
-        max_restarts=0,
-        monitor_interval=MONITOR_INTERVAL_S,
-        local_addr=host,
-    )
+    handler: Handler, state: Path, processes: int, grace_s: float, command: list[str]
+) -> tuple[list[dict[str, Any]], int | None]:
+    """Join worlds and run the training processes until they end by themselves. Returns their failures, none on success, and the
+    rank of a process that exited with 0 although others failed."""
     kills = machine_memory.Machine().oom_kills()
-    result = Agent(spec, NoFiles()).run()
+    while True:
+        joined = handler.next_rendezvous()
+        assert handler.world is not None
+        _log_start(handler)
+        if joined.world_size > 1:
+            called = lambda: handler.num_nodes_waiting() > 0  # noqa: E731
+            rank0_files.share(joined.store, first=joined.rank == 0, called=called, environ=os.environ)
+        environs = rank_processes.environs(handler.world, handler.get_run_id(), processes, joined.rank)
+        environs = [{**os.environ, **environ} for environ in environs]
+        ranks = rank_processes.RankProcesses(str(state / warm_request.SOCKET), command, environs)
+        try:
+            while not ranks.over() and not handler.num_nodes_waiting():
+                ranks.wait(MONITOR_INTERVAL_S)
+            if (over := ranks.over()) and not any(_explains(state, failure) for failure in ranks.failures()):
+                ranks.wait(rank_processes.CAUSE_S, all_=True)
+        finally:
+            promised = os.path.exists(os.environ.get(contract.Env.NOTICE, ""))
+            ranks.stop(grace_s if promised else rank_processes.KILL_DELAY_S)
+        if over:
+            break
     oom = machine_memory.Machine().oom_kills() > kills
-    # The first failed process may end last: it made others fail, and then torch's agent stopped all of them.
-    ended = {process.local_rank for process in result.failures.values()}
-    causes = _causes(state, processes) if ended else {}
-    stopped = {
-        record["rank"]: SimpleNamespace(local_rank=local_rank, exitcode=record["code"])
-        for local_rank, record in causes.items()
-        if local_rank not in ended
-    }
-    return [_failure(state, handler, rank, process, oom=oom) for rank, process in {**result.failures, **stopped}.items()]
+    failures = {failure.local_rank: failure for failure in ranks.failures()}
+    # The first failed process may end last: it made others fail, and then all of them were stopped.
+    for local_rank, record in _causes(state, processes).items() if failures else ():
+        end = rank_processes.Ended(record["rank"], local_rank, record["code"], record["time"])
+        failures.setdefault(local_rank, end)
+    left = ranks.left()
+    return [_failure(state, handler, end, oom=oom) for end in failures.values()], left.rank if left else None
+
+
+def _explains(state: Path, failure: rank_processes.Ended) -> bool:
+    """Return whether a failure is neither secondary nor an interruption."""
+    record = files.mapping(state / contract.ERROR.format(local_rank=failure.local_rank))
+    return failure.code != contract.Exit.INTERRUPTED and not is_secondary(record)
 
 
 def _log_start(handler: Handler) -> None:
@@ -229,31 +206,30 @@ def _causes(state: Path, processes: int) -> dict[int, dict[str, Any]]:
     return {each: record for each, record in records.items() if "code" in record and not is_secondary(record)}
 
 
-def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[str, Any]:
-    """Return the root failure. If all failures are secondary, a rank of this worker that exited with code 0 may be the cause."""
+def _first(failures: list[dict[str, Any]], rank: int | None) -> dict[str, Any]:
+    """Return the root failure. If all failures are secondary, a `rank` of this worker that exited with code 0 is the cause."""
     first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
-    records = (files.mapping(state / contract.ERROR.format(local_rank=each)) for each in range(processes))
-    rank = next((record["rank"] for record in records if record.get("left")), None)
     if rank is None or not first["echo"]:
         return first
     reason = left_early(f"rank {rank} on worker {os.environ[contract.Env.WORKER]}", first["rank"], first["step"])
     return {**first, "rank": rank, "reason": reason, "echo": False, "left": True, "traceback": ""}
 
 
-def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: bool = False) -> dict[str, Any]:
+def _failure(state: Path, handler: Handler, ended: rank_processes.Ended, *, oom: bool = False) -> dict[str, Any]:
     """Return the failure of one training process for the rendezvous. `oom`: the kernel's OOM killer has killed a process of this
     worker meanwhile."""
-    record = files.mapping(state / contract.ERROR.format(local_rank=process.local_rank))
-    verdict = files.mapping(state / contract.VERDICT.format(local_rank=process.local_rank))
+    rank, local_rank = ended.rank, ended.local_rank
+    record = files.mapping(state / contract.ERROR.format(local_rank=local_rank))
+    verdict = files.mapping(state / contract.VERDICT.format(local_rank=local_rank))
     # The error record wins: threads of torch may end the process with SIGABRT while it exits.
-    code = record.get("code") or contract.exit_code(process.exitcode)
+    code = record.get("code") or contract.exit_code(ended.code)
     worker = os.environ[contract.Env.WORKER]
-    what = verdict.get("reason") or record.get("message") or _how(process.exitcode)
+    what = verdict.get("reason") or record.get("message") or ended.why or _how(ended.code)
     if oom := oom and (what == _how(-signal.SIGKILL) or _LOADER in what):
         what = "was killed: out of memory; raise resources.memory, or lower the batch"
-    # Messages of OutlastError are whole sentences; records of `shim.record_death` have no code.
-    sentence = "code" in record and not record.get("traceback") and not verdict and record["type"] != "SystemExit"
-    reached = progress_file.read(state, process.local_rank)
+    # Messages of OutlastError are whole sentences.
+    sentence = bool(record) and not record.get("traceback") and not verdict and record["type"] != "SystemExit"
+    reached = progress_file.read(state, local_rank)
     if reached and (reached.generation, reached.attempt) != (handler.generation, handler.attempt):
         reached = None
     reported = 0
@@ -262,16 +238,15 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: boo
     echo = is_secondary(record)
     young = verdict.get("early") or (echo and record.get("age_s", math.inf) < EARLY_S)
     plain = reached is None and bool(reported or young)
-    stopped_by_us = (
-        process.exitcode == -signal.SIGTERM and "code" not in record
-    )  # a record with a code means that it was exiting already
+    # A record means that it was exiting already.
+    stopped_by_us = ended.asked and ended.code in (-signal.SIGTERM, -signal.SIGKILL) and not record
     return {
         "rank": rank,
         "code": code,
         "reason": f"rank {rank} on worker {worker}{':' if sentence else ''} {what}",
         "cause": FailureCause.HANG if verdict else FailureCause.OUT_OF_MEMORY if oom else _cause(record),
         "traceback": record.get("traceback", ""),
-        "time": record.get("time", time.time()),
+        "time": record.get("time", ended.time),
         "echo": not verdict and (stopped_by_us or echo),
         "hung": bool(verdict.get("stuck")) and (plain if reached is None else reached.phase in _STEPS),
         "early": record["type"] if _early(record, reached) else "",

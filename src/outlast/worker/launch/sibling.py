@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from outlast.job import accelerators, contract
-from outlast.worker.launch import os_calls, shim
+from outlast.worker.launch import os_calls, warm_request
 
 KIND = "agent"
 """Kind of the request, and role (`outlast.__main__`) of the forked process."""
@@ -68,7 +68,7 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] 
     """Start the warm process in the Python interpreter for training, unless it was forked together with this agent."""
     if warm and warm.poll() is None:
         return warm
-    command = [python, "-m", "outlast", "warm", os.path.join(environ[contract.Env.STATE], shim.SOCKET), str(os.getpid())]
+    command = [python, "-m", "outlast", "warm", os.path.join(environ[contract.Env.STATE], warm_request.SOCKET), str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ)
 
 
@@ -78,9 +78,9 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
     if sys.platform != "linux":
         return None
     environ = {**environ, **os_calls.streaming(environ)}  # as an agent does for its warm process
-    with contextlib.suppress(OSError), shim.connect(path) as sock, open(os.devnull, "rb") as null:
+    with contextlib.suppress(OSError), warm_request.connect(path) as sock, open(os.devnull, "rb") as null:
         sock.settimeout(ANSWER_S)
-        shim.request(sock, KIND, [], environ, cwd, (null.fileno(), log, log))
+        warm_request.request(sock, KIND, [], environ, cwd, (null.fileno(), log, log))
         answer = sock.recv(64).strip()
         if answer.isdigit():  # a warm process of an earlier version answers with JSON
             sock.sendall(_GO)

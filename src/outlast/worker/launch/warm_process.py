@@ -7,7 +7,7 @@ agent (`launch.elastic_agent`).
 
     python -m outlast warm SOCKET PARENT
 
-Protocol, per connection: the caller sends a request (`shim.request`), then lines with a signal number for the child. The
+Protocol, per connection: the caller sends a request (`warm_request.request`), then lines with a signal number for the child. The
 response, one JSON line, comes when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with
 `why` if the fork failed. A disconnecting caller kills its child.
 
@@ -40,8 +40,10 @@ from outlast import __main__ as roles
 from outlast.base import unix_sockets
 from outlast.job import contract
 from outlast.rendezvous import transport
-from outlast.worker.launch import os_calls, preloaded_imports, relocatable, shim, sibling
+from outlast.worker.launch import os_calls, preloaded_imports, relocatable, sibling, warm_request
 
+AGAIN_S = 1.0
+"""Pause in seconds at the limit on descriptors."""
 END_S = 60
 """Longest wait in seconds for the end of ranks that were killed with their elastic agent. Arbitrary: freeing a large memory takes
 seconds."""
@@ -139,8 +141,8 @@ class Server:
                     os.read(self._wake_r, 4096)
                 self._reap()
             elif (child := self._children.get(key.fd)) is not None:
-                if child.end is None:
-                    _signal(child)
+                if child.end is None and not _signal(child):
+                    self._selector.unregister(key.fd)
                 self._reap()
             else:
                 with contextlib.suppress(OSError):  # the limit on descriptors
@@ -152,7 +154,7 @@ class Server:
         try:
             connection, _address = self._listener.accept()
         except OSError:  # the limit on descriptors: the caller waits
-            time.sleep(shim.AGAIN_S)
+            time.sleep(AGAIN_S)
             return None
         try:
             request = _receive(connection)
@@ -236,7 +238,8 @@ class Server:
             if child.end and (child.kind == "rank" or len(self._children) == 1):
                 with contextlib.suppress(OSError):
                     child.connection.sendall(json.dumps(child.end).encode() + b"\n")
-                self._selector.unregister(fd)
+                with contextlib.suppress(KeyError):  # the caller has disconnected
+                    self._selector.unregister(fd)
                 self._children.pop(fd).connection.close()
             elif orphaned and not child.end:
                 os.kill(child.pid, signal.SIGKILL)
@@ -258,8 +261,8 @@ def _close(*fds: int | None) -> None:
             os.close(fd)
 
 
-def _signal(child: _Child) -> None:
-    """Forward a caller's signals to its child. If the caller has disconnected, kill the child."""
+def _signal(child: _Child) -> bool:
+    """Forward a caller's signals to its child. If the caller has disconnected, kill the child, and return False."""
     try:
         lines = child.connection.recv(4096)
     except OSError:
@@ -268,6 +271,7 @@ def _signal(child: _Child) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, number)
             os.kill(child.pid, signal.SIGCONT)  # a stopped process would sleep through the signal
+    return bool(lines)
 
 
 def enter(request: Request) -> None:
@@ -328,7 +332,6 @@ def leave(code: int) -> NoReturn:
 
 
 MEETING = (
-    "torch.distributed.elastic.agent.server.local_elastic_agent",
     "outlast.rendezvous.handler",
     "outlast.worker.launch.elastic_agent",
 )
@@ -383,7 +386,7 @@ def main(argv: list[str]) -> None:
             begin(sibling.Forked(pid))
         os_calls.die_with(agent)
         os_calls.entitle("warm process")
-        listener = unix_sockets.listening(Path(request.env[contract.Env.STATE]) / shim.SOCKET)
+        listener = unix_sockets.listening(Path(request.env[contract.Env.STATE]) / warm_request.SOCKET)
         request = Server(listener, request.env).run(())
     gc.enable()
     try:

@@ -1,0 +1,208 @@
+"""The training processes of this worker in one world: forks of the warm process, each with a connection that announces its end.
+
+With several processes on a worker, each writes to a pipe, whose lines are copied to our stdout with the rank as a prefix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from outlast.rendezvous.world import World
+from outlast.worker.launch import warm_request
+
+PIECE = 65536
+"""Maximum number of bytes in one read (the capacity of a pipe) and in a line; longer lines are split."""
+PREFIX = "[rank {}] "
+"""Prefix of each line of several processes."""
+AGAIN_S = 1.0
+"""Pause in seconds after a fork that failed at the limit on processes or descriptors."""
+KILL_DELAY_S = 5.0
+"""Time in seconds from SIGTERM to SIGKILL for training without a grace period."""
+CAUSE_S = 0.5
+"""Time in seconds in which a process that failed first may follow those that it made fail."""
+END_S = 60.0
+"""Longest wait in seconds for the end of a killed process, which a driver or a disk may hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """The end of a training process."""
+
+    rank: int
+    local_rank: int
+    code: int
+    """Exit code, or the number of the signal that ended it, negative."""
+    time: float
+    """Seconds since the epoch."""
+    why: str = ""
+    """Why it could not be started, or is lost."""
+    asked: bool = False
+    """Whether we had asked it to end."""
+
+
+class Lines:
+    """A copy of a process's output, from the pipe `write` to our stdout, with the rank as a prefix of each line."""
+
+    def __init__(self, rank: int) -> None:
+        self.read, self.write = os.pipe()
+        os.set_blocking(self.read, False)
+        self._prefix = PREFIX.format(rank).encode()
+        self._rest = b""
+
+    def copy(self, *, last: bool = False) -> bool:
+        """Copy the lines of the next piece; in the `last` piece also an unfinished line. Returns whether more may follow."""
+        more, data = True, b""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self.read, PIECE)
+            more = bool(data)
+        lines = (self._rest + data).splitlines(keepends=True)  # splits at \r, too, for progress bars
+        self._rest = b"" if last or not lines or lines[-1].endswith((b"\r", b"\n")) else lines.pop()
+        if len(self._rest) >= PIECE:
+            lines.append(self._rest[:PIECE] + b"\n")
+            self._rest = self._rest[PIECE:]
+        for line in lines:
+            os.write(1, self._prefix + line)
+        return more
+
+
+class _Rank(threading.Thread):
+    """One training process. The thread copies its output, and ends with the process."""
+
+    def __init__(self, path: str, command: Sequence[str], environ: Mapping[str, str], changed: threading.Condition) -> None:
+        self._rank, self._local_rank = int(environ["RANK"]), int(environ["LOCAL_RANK"])
+        super().__init__(name=f"rank-{self._rank}", daemon=True)
+        self._changed, self._sock = changed, socket.socket(socket.AF_UNIX)
+        self.ended: Ended | None = None
+        self._asked_at = math.inf
+        """Time at which we first asked it to end, in seconds since the epoch."""
+        self._lines: Lines | None = None
+        try:
+            self._lines = Lines(self._rank) if environ["LOCAL_WORLD_SIZE"] != "1" else None
+            streams = (0, self._lines.write, self._lines.write) if self._lines else (0, 1, 2)
+            self._sock = warm_request.connect(path)
+            warm_request.request(self._sock, "rank", command, environ, os.getcwd(), streams)
+            self.start()
+        except (OSError, RuntimeError) as problem:  # the limit on descriptors or threads; or no warm process, which ends us, too
+            self._sock.close()
+            self._end(-signal.SIGKILL, time.time(), f"could not be started: {problem}")
+        if self._lines:
+            os.close(self._lines.write)
+
+    def run(self) -> None:
+        status, when, why = -signal.SIGKILL, time.time(), "was lost with its warm process"
+        try:
+            with self._sock, self._sock.makefile("rb") as answer:
+                if self._lines:
+                    self._copy(self._lines)
+                if (reply := answer.readline()).endswith(b"\n"):
+                    end = json.loads(reply)
+                    status, when, why = int(end["status"]), end["time"], str(end.get("why", ""))
+            if self._lines:
+                self._lines.copy(last=True)
+                os.close(self._lines.read)
+        except OSError as problem:  # of our own output; the closed connection ends the process
+            why = f"was killed, since its output could not be copied: {problem}"
+        self._end(status, when, why)
+
+    def _copy(self, lines: Lines) -> None:
+        """Copy lines until the process ends or closes its output."""
+        ready, sock = select.poll(), self._sock.fileno()
+        for fd in (sock, lines.read):
+            ready.register(fd, select.POLLIN)
+        while sock not in dict(ready.poll()) and lines.copy():
+            pass
+
+    def _end(self, status: int, when: float, why: str) -> None:
+        if why:
+            time.sleep(AGAIN_S)  # another attempt follows at once
+        with self._changed:
+            self.ended = Ended(self._rank, self._local_rank, status, when, why, asked=self._asked_at <= when)
+            self._changed.notify_all()
+
+    def signal(self, number: int) -> None:
+        self._asked_at = min(self._asked_at, time.time())
+        with contextlib.suppress(OSError):
+            self._sock.sendall(b"%d\n" % number)
+
+    def give_up(self) -> None:
+        """Leave a process alone that the kernel cannot end."""
+        print(
+            f"outlast | rank {self._rank} was killed {END_S:.0f} s ago and has not ended: a disk or a driver blocks it",
+            flush=True,
+        )
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self.join(2 * AGAIN_S)
+
+
+class RankProcesses:
+    """The training processes of this worker in one world."""
+
+    def __init__(self, path: str, command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> None:
+        """Start a process for each of `environs` by the warm process at `path`."""
+        self._changed = threading.Condition()
+        self._ranks = [_Rank(path, command, environ, self._changed) for environ in environs]
+
+    def over(self) -> bool:
+        """Return whether all processes have ended, or one has failed."""
+        ends = [rank.ended for rank in self._ranks]
+        return all(ends) or any(end and end.code for end in ends)
+
+    def wait(self, timeout_s: float, *, all_: bool = False) -> None:
+        """Wait until `over`, or until all have ended, at most `timeout_s` seconds."""
+        with self._changed:
+            self._changed.wait_for(self._ended if all_ else self.over, timeout_s)
+
+    def _ended(self) -> bool:
+        return all(rank.ended for rank in self._ranks)
+
+    def stop(self, delay_s: float) -> None:
+        """End all processes: SIGTERM, and after `delay_s` seconds SIGKILL."""
+        for number, patience_s in ((signal.SIGTERM, delay_s), (signal.SIGKILL, END_S)):
+            for rank in self._ranks:
+                if not rank.ended:
+                    rank.signal(number)
+            self.wait(patience_s, all_=True)
+        for rank in self._ranks:
+            if not rank.ended:
+                rank.give_up()
+
+    def failures(self) -> list[Ended]:
+        """Return the ends of those processes that did not exit with 0."""
+        return [rank.ended for rank in self._ranks if rank.ended and rank.ended.code]
+
+    def left(self) -> Ended | None:
+        """Return the end of the first process that exited with 0 although we had not asked it to end."""
+        return next((rank.ended for rank in self._ranks if rank.ended and not rank.ended.code and not rank.ended.asked), None)
+
+
+def environs(world: World, run_id: str, processes: int, group_rank: int) -> list[dict[str, str]]:
+    """Return what torchrun adds to the environment of the training processes of a worker."""
+    host, port = world.address.rsplit(":", 1)
+    workers = len(world.members)
+    size = {"WORLD_SIZE": workers * processes, "ROLE_WORLD_SIZE": workers * processes, "LOCAL_WORLD_SIZE": processes}
+    shared = {
+        **{name: str(value) for name, value in size.items()},
+        "GROUP_RANK": str(group_rank),
+        "GROUP_WORLD_SIZE": str(workers),
+        "ROLE_NAME": "outlast",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    ranks = [(local_rank, str(group_rank * processes + local_rank)) for local_rank in range(processes)]
+    return [{**shared, "LOCAL_RANK": str(local_rank), "RANK": rank, "ROLE_RANK": rank} for local_rank, rank in ranks]
