@@ -70,6 +70,16 @@ def test_copies_are_compared_within_their_share_and_several_ranks_are_named() ->
     assert [[each.rank for each in found.ranks] for found in differing([unread, copy(2), copy(4, model_weight=9)])] == [[2, 4]]
 
 
+def test_a_run_goes_back_only_if_it_can_be_told_who_is_wrong_and_not_for_ever() -> None:
+    found = differing([copy(0), copy(1, model_weight=9), copy(2)])
+    assert differing_ranks.blamed(found) == (1,)
+    nobody = differing([copy(3, 1, model_weight=9), copy(4, 1)])
+    assert differing_ranks.blamed([*found, *nobody]) == differing_ranks.blamed([]) == ()
+    assert not differing_ranks.stuck(40, [(1, 40)])
+    assert not differing_ranks.stuck(41, [(1, 40), (2, 40)])
+    assert differing_ranks.stuck(40, [(1, 20), (2, 40), (3, 41)])
+
+
 def test_the_notice_names_rank_and_place() -> None:
     assert differing_ranks.notice(1, 120, "worker 1, node b") == (
         "rank 1 (worker 1, node b) has other bits than other ranks since step 120; `outlast report` and its log name the tensors"

@@ -379,6 +379,15 @@ def test_processes_need_a_gpu_each() -> None:
     )
 
 
+def test_a_way_back_needs_three_workers_and_snapshots() -> None:
+    assert problem("checkpoint: {goBack: true}\nworkers: {replicas: 2}") == (
+        "checkpoint.goBack needs 3 workers to tell whose bits are wrong, and workers.max is 2; raise it, or remove goBack"
+    )
+    assert problem('checkpoint: {goBack: true, memory: "off"}\nworkers: {replicas: 3}') == (
+        "checkpoint.goBack compares snapshots, and checkpoint.memory is off; remove one of them"
+    )
+
+
 def test_processes_of_neuron_share_its_devices_which_have_several_cores() -> None:
     assert spec.parse(a_job("processesPerWorker: 32\nresources: {gpu: 16, accelerator: neuron}")).spec.resources.gpu == 16
 
@@ -437,7 +446,10 @@ def test_another_kind_of_document_is_refused() -> None:
         ("replicas: 2", "replicas is unknown; did you mean spec.workers.replicas or spec.checkpoint.replicas?"),
         ("every: 5m", "every is unknown; did you mean spec.checkpoint.every or spec.sync.every?"),
         ("xyzzy: 2", "xyzzy is unknown; remove it"),
-        ("checkpoint: {xyzzy: 2}", "checkpoint.xyzzy is unknown; known here are every, keep, best, by, mode, memory, replicas"),
+        (
+            "checkpoint: {xyzzy: 2}",
+            "checkpoint.xyzzy is unknown; known here are every, keep, best, by, mode, memory, replicas, goBack",
+        ),
     ],
 )
 def test_an_unknown_field_is_refused_with_what_was_meant(field: str, sentence: str) -> None:

@@ -786,6 +786,31 @@ def test_pods_of_an_ended_job_go_as_the_policy_says(policy: str, left: int) -> N
     assert len(cluster.pods) == left
 
 
+def avoids(pod: dict[str, Any], node: str) -> bool:
+    affinity = pod["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    avoided = {"key": "metadata.name", "operator": "NotIn", "values": [node]}  # one node a field, says the API server
+    return {"weight": 100, "preference": {"matchFields": [avoided]}} in affinity
+
+
+def wrong_bits(cluster: Cluster) -> None:
+    """End worker 1, whose rank has wrong bits."""
+    cluster.fail(1)
+    agent = cluster.agent_of(1)
+    assert agent is not None
+    agent.standing, agent.failure = "training", {**(agent.failure or {}), "cause": "bits", "reason": "rank 1 has other bits"}
+    cluster.report(agent)
+    cluster.end(pod(cluster, 1), 1)
+
+
+def test_a_node_with_wrong_bits_gets_no_more_at_once() -> None:
+    cluster = training(3)
+    node = pod(cluster, 1)["spec"]["nodeName"]
+    again(cluster, 3, by=lambda: wrong_bits(cluster))
+    assert avoids(pod(cluster, 1), node)
+    assert (cluster.status["restarts"], cluster.status["lastFailure"]["reason"]) == (1, "rank 1 has other bits")
+    assert [(each["node"], each.get("cause")) for each in cluster.status["failures"]] == [(node, "bits")]
+
+
 def test_a_node_on_which_workers_keep_failing_gets_no_more() -> None:
     cluster = training()
     node = pod(cluster, 1)["spec"]["nodeName"]
@@ -795,9 +820,7 @@ def test_a_node_on_which_workers_keep_failing_gets_no_more() -> None:
         cluster.documents["Pod", "train-worker-1"]["spec"]["nodeName"] = node
     cluster.committed = 0
     again(cluster, by=lambda: cluster.end(pod(cluster, 1), 139))
-    affinity = pod(cluster, 1)["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-    avoided = {"key": "metadata.name", "operator": "NotIn", "values": [node]}  # one node a field, says the API server
-    assert {"weight": 100, "preference": {"matchFields": [avoided]}} in affinity
+    assert avoids(pod(cluster, 1), node)
     spreads = [pod(cluster, worker)["spec"]["topologySpreadConstraints"] for worker in (0, 1)]
     assert [each["maxSkew"] for (each,) in spreads] == [1, 1000]  # that the node has no worker now speaks for no other one
 
@@ -1033,7 +1056,10 @@ def test_a_failure_that_cannot_be_read_counts_and_the_job_goes_on() -> None:
     assert (cluster.status["restarts"], cluster.status["lastFailure"]["reason"]) == (1, said)
 
 
-def test_that_steps_were_lost_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bits", [False, True])
+def test_that_steps_were_lost_is_said_once_and_not_of_steps_that_were_withdrawn(
+    monkeypatch: pytest.MonkeyPatch, bits: bool
+) -> None:
     cluster, said = training(steps=10_000), []
     cluster.until(lambda c: c.committed >= 200, 300)
 
@@ -1044,7 +1070,10 @@ def test_that_steps_were_lost_is_said_once(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(cluster, "look", look)
     cluster.committed = 0  # with the disk on which it was
-    again(cluster, by=lambda: cluster.fail(1))
+    again(cluster, by=lambda: wrong_bits(cluster) if bits else cluster.fail(1))
+    if bits:
+        assert said == []
+        return
     assert len(said) == 1
     assert said[0].startswith("training ")
     again(cluster, 3, by=lambda: cluster.job["spec"]["workers"].update(replicas=3))

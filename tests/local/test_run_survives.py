@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 import outlast
+from outlast.job.report import goodput
 from outlast.job.status import JobStatus, State
 from outlast.job.workerfiles import progress_file
 from outlast.local.state_dir import StateDir
@@ -109,6 +110,31 @@ def trains_again(machine, name: str, before: JobStatus) -> JobStatus:
         )
 
     return machine.wait(name, trains)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("back", [True, False], ids=["goes back", "goes on"])
+def test_a_flipped_bit_changes_nothing_in_the_result_if_the_run_goes_back(machine, undisturbed: Final, back: bool):
+    args = ("--steps=60", "--pause=0.04")
+    path = machine.job(
+        args=(*args, "--flip-at=30"), workers={"replicas": 3}, checkpoint={"every": "10 steps", "keep": 9, "goBack": back}
+    )
+    status = machine.run(path)
+    assert status.state is State.SUCCEEDED
+    events = machine.backend.events("job")
+    [differs] = [event for event in events if event["kind"] == "differs"]
+    assert (differs["rank"], differs["worker"]) == (1, 1)
+    assert (machine.final("job") == undisturbed(args, 3)) == back
+    if not back:
+        assert (status.restarts, status.failure) == (0, None)
+        return
+    assert (status.restarts, status.generation, status.failure.worker, status.failure.cause) == (1, 2, 1, "bits")
+    assert f"goes back to step {differs['agreed']}, and another worker takes the place of this one" in status.failure.reason
+    restored = [event for event in events if event["kind"] == "restored"][-1]
+    assert (restored["step"], restored["source"]) == (differs["agreed"], "peer")
+    [incident] = [each for each in goodput.buckets(events, None).incidents if each.kind == "failure"]
+    assert (incident.cause, incident.worker) == ("bits", 1)
+    assert incident.replayed >= differs["step"] - differs["agreed"]
 
 
 @pytest.mark.slow

@@ -64,6 +64,29 @@ def test_what_was_committed_is_listed_and_valid(tmp_path: Path):
     }  # fmt: skip
 
 
+def test_checkpoints_with_wrong_bits_are_renamed_and_kept_and_their_steps_are_saved_again(tmp_path: Path):
+    checkpoints.acquire(tmp_path, "r", 1)
+    for step in (10, 20, 30):
+        written(tmp_path, step)
+    checkpoints.withdraw(tmp_path, "r", [(1, 15)])
+    aside = ["step-00000020.withdrawn-0", "step-00000030.withdrawn-0"]
+    written(tmp_path, 20, content=b"by the same generation, late")
+    checkpoints.acquire(tmp_path, "r", 2)
+    assert checkpoints.ways_back(tmp_path, "r") == [(1, 15)], "the fence keeps it"
+    assert checkpoints.ways_back(tmp_path, "other") == []
+    checkpoints.withdraw(tmp_path, "r", [(1, 15)])
+    assert [each.step for each in checkpoints.list_(tmp_path)] == [10]
+    for step in (20, 30, 40):
+        new = written(tmp_path, step, generation=2)
+    checkpoints.withdraw(tmp_path, "r", [(1, 15)])
+    assert [each.step for each in checkpoints.sweep(tmp_path, new, checkpoints.Retention(2))] == [10, 20]
+    assert [each.step for each in checkpoints.list_(tmp_path)] == [30, 40]
+    assert sorted(path.name for path in tmp_path.glob("*.withdrawn-*")) == [aside[0], "step-00000020.withdrawn-1", aside[1]]
+    assert all(checkpoints.verify(tmp_path / name) is None for name in aside)
+    with pytest.raises(OSError, match="run r owns it"):
+        checkpoints.withdraw(tmp_path, "other", [(9, 0)])
+
+
 def test_nothing_else_in_the_directory_is_a_checkpoint(tmp_path: Path):
     checkpoints.acquire(tmp_path, "r", 1)
     for name in ("best", "step-00000007", "step-00000008.saving-g1", "step-9", "notes-step-00000001"):

@@ -22,6 +22,7 @@ from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import in_store, register, register_rules, retention
 from outlast.storage.checkpoints.register_rules import Latest, Names, Place
 from outlast.storage.store import Store, multipart
+from outlast.worker.agent import upload
 from servers import Place as Bucket
 from watched import WRITES, Killed, Watched
 
@@ -584,6 +585,32 @@ def test_as_many_are_kept_as_are_wanted_and_never_fewer_than_two(place: Store, t
     outcome = ours.push(old, journals=tmp_path)
     assert (outcome.kind, outcome.done) == ("expired", True)
     assert outcome.reason == "step 10 is older than what the store keeps (steps 20, 30, 40)"
+
+
+def test_checkpoints_with_wrong_bits_count_no_more_and_their_files_stay(place: Store, tmp_path: Path):
+    runs.claim(place, runs.Run(RUN, "job", 1.0))
+    directory, ours = tmp_path / contract.CHECKPOINTS, in_store.Checkpoints(place, RUN)
+
+    def uploaded(uploader: upload.Uploader, *steps: int, generation: int = 1) -> list[tuple[int, int]]:
+        for step in steps:
+            written(directory, step, generation=generation)
+            uploader.upload_checkpoints(threading.Event())
+        return [(each.step, each.generation) for each in ours.list_()]
+
+    first, second = (
+        upload.Uploader(tmp_path, place, RUN, "owner", checkpoints.Retention(keep), lambda _: None) for keep in (3, 2)
+    )
+    assert uploaded(first, 10, 20, 30) == [(10, 1), (20, 1), (30, 1)]
+    checkpoints.withdraw(directory, RUN, [(1, 15)])
+    restored = ours.restore(directory, say=lambda _: None)
+    assert restored is not None
+    assert restored.step == 10, "a machine that knows of it fetches no other"
+    first.upload_checkpoints(threading.Event())
+    assert uploaded(first) == [(10, 1)]
+    assert uploaded(second, 20, 30, 40, generation=2) == [(30, 2), (40, 2)]
+    kept = [key for key in keys(place, "checkpoints") if f"/{RUN}-g1-" in key]
+    assert sum(key.endswith("/WITHDRAWN") for key in kept) == 2
+    assert len(kept) == 2 * (len(FILES) + 1)
 
 
 def test_one_that_is_being_read_stays_until_its_reader_has_ended(place: Store, tmp_path: Path):

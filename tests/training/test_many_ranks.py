@@ -292,7 +292,7 @@ def test_what_eight_thousand_ranks_say_is_heard_and_decided_in_seconds() -> None
         said += [resuming.packed(f"10.0.{worker >> 8}.{worker & 255}:40000", there), *[resuming.packed("", [])] * (local - 1)]
     assert max(map(len, said)) < 1000, "each rank gets as many bytes of all as the longest has"
     begun = time.process_time()
-    held, stored, problem = resuming.merged(said)
+    held, stored, problem, _ = resuming.merged(said)
     [candidate] = newest_snapshot.newest(held, "r", 4).candidates
     assert time.process_time() - begun < 10
     assert (stored, problem) == (None, "")
@@ -305,4 +305,4 @@ def test_what_a_newer_version_says_is_understood_as_far_as_it_can_be() -> None:
     said = json.loads(zlib.decompress(resuming.packed("w0:1", [part], (1, 4))))
     said["parts"] = [{**said["parts"][0], "colour": "blue"}, {**said["parts"][0], "kind": "quantum"}]
     newer = zlib.compress(json.dumps({**said, "weather": "fine"}).encode())
-    assert resuming.merged([newer]) == ([newest_snapshot.Held(part, "w0:1")], (1, 4), "")
+    assert resuming.merged([newer]) == ([newest_snapshot.Held(part, "w0:1")], (1, 4), "", [])

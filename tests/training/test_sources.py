@@ -37,10 +37,13 @@ class Beside(Disks):
     """Of a rank that hears, when parts are listed, what the other worker lists."""
 
     other: Callable[[], list[tuple[str, Part]]] | None = None
+    ways: tuple[tuple[int, int], ...] = ()
+    """The ways back on the disk of the other."""
 
     def gather(self, value: Any) -> list[Any]:
         other, self.other = self.other, None
-        return [value, *(((), resuming.packed(address, [part])) for address, part in other())] if other else [value]
+        listed = other() if other else []
+        return [value, *(((), resuming.packed(address, [part], ways_back=self.ways)) for address, part in listed)]
 
 
 class World:
@@ -55,6 +58,7 @@ class World:
         """What the store says is its newest checkpoint."""
         self.coming: Path | None = None
         """What it has."""
+        self.ways: tuple[tuple[int, int], ...] = ()
         for worker in range(2):
             environ = {Env.RUN: "r", Env.STATE: str(directory / str(worker)), Env.RENDEZVOUS_KEY: "secret"}
             Path(environ[Env.STATE]).mkdir()
@@ -151,7 +155,7 @@ class World:
     def restored(self) -> tuple[Restored, int]:
         """What worker 0 goes on from in the next generation, alone: what it says that was, and what is in its weights."""
         state, disks = self.state(), Beside([0], 0, None)
-        disks.other = self.other
+        disks.other, disks.ways = self.other, self.ways
         with contextlib.ExitStack() as held, contextlib.closing(self.connected(0)) as rank:
             search = newest_on_disks.Search(self.directory, "r", disks, (0, 1), held, lambda *_, **__: None)
             found = resuming.restore(state, search, rank, 2)
@@ -379,6 +383,29 @@ def test_the_latest_of_memory_disk_and_store_counts(
         world.stored = lambda: (1, stored)
     found, value = world.restored()
     assert (found.step, value, found.source, world.store_reads) == (step, step, source, reads)
+
+
+@pytest.mark.parametrize(
+    ("agreed", "source", "reads", "here"), [(2, "memory", 0, True), (1, "memory", 0, False), (0, "", 1, False)]
+)
+def test_states_after_a_way_back_do_not_count_wherever_they_are(
+    made: Made, agreed: int, source: str, reads: int, here: bool
+) -> None:
+    """The way back is recorded on the disk here, or only on the other worker's."""
+    world = made(MEMORY)
+    world.take(1)
+    world.take(2)
+    late = world.saved(3)
+    world.coming, world.stored = world.saved(5, "store"), lambda: (1, 5)
+    if here:
+        checkpoints.withdraw(world.directory, "r", [(1, agreed)])
+    else:
+        world.ways = ((1, agreed),)
+    found, value = world.restored()
+    assert (found.step, value, found.source, world.store_reads) == (agreed, agreed, source, reads)
+    assert (found.most, found.committed) == (agreed, 0)
+    assert checkpoints.ways_back(world.directory, "r") == [(1, agreed)]
+    assert checkpoints.verify(late.with_name(f"{late.name}.withdrawn-0")) is None
 
 
 @pytest.mark.parametrize("silent", [True, False])

@@ -54,6 +54,10 @@ class NotSaved(OutlastError):
     """The last step could not be saved. This counts as a failure: the next start continues from memory and tries again."""
 
 
+class WrongBits(OutlastError):
+    """This rank has other bits than most others. This counts as a failure: another worker takes the place of the rank's."""
+
+
 class Superseded(OutlastError):
     """This process belongs to a generation that has been replaced: it is a zombie and must stop."""
 

@@ -65,6 +65,8 @@ class FailureCause(enum.StrEnum):
     """The script ran out of disk space: an immediate retry would fail, too, but a later one may find space."""
     HANG = "hang"
     """The process was killed because it hung."""
+    BITS = "bits"
+    """The rank had other bits than most others; the run goes back without its worker (decision 69)."""
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCause:
@@ -148,6 +150,8 @@ class Env:
     """Memory of a worker for snapshots: `auto`, `off`, or bytes; absent if an earlier version started the worker."""
     REPLICAS = "OUTLAST_CHECKPOINT_REPLICAS"
     """Number of other workers that hold a replica of state that only one rank has."""
+    GO_BACK = "OUTLAST_CHECKPOINT_GO_BACK"
+    """`1`: the run goes back if a rank has other bits than most others."""
     TENSORBOARD = "OUTLAST_TENSORBOARD"
     """`1`: also write metrics to TensorBoard event files in the output."""
     MLFLOW = "OUTLAST_MLFLOW"

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from outlast.job import slow_ranks
 
+FEWEST = 3
+"""Number of workers from which on it can be told which one is wrong."""
+WAYS_BACK = 3
+"""Number of ways back to about the same step that end a run."""
 _KEYS = 20
 """Maximum number of names of tensors that are recorded."""
 
@@ -92,6 +96,17 @@ def differing(copies: Sequence[Copy]) -> list[Difference]:
         Difference(tuple(each for each in groups[number] if rank in (None, each.rank)), tuple(names), len(groups[number]))
         for (rank, number), names in found.items()
     ]
+
+
+def blamed(found: Sequence[Difference]) -> tuple[int, ...]:
+    """Return the ranks that differ from a majority; none if it cannot be told for each difference."""
+    return () if any(len(each.ranks) > 1 for each in found) else tuple(sorted({each.ranks[0].rank for each in found}))
+
+
+def stuck(agreed: int, earlier: Iterable[tuple[int, int]]) -> bool:
+    """Return whether a way back to step `agreed` leads no further than so many `earlier` ones, (generation, step), that another
+    would not help."""
+    return sum(step >= agreed for _, step in earlier) >= WAYS_BACK - 1
 
 
 def notice(rank: int, step: int, where: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from outlast.job import contract
 from outlast.job.contract import FailureCause
 
-CATEGORIES = ("oom", "disk", "hang", "killed", "error")
+CATEGORIES = ("oom", "disk", "hang", "bits", "killed", "error")
 _INTERNAL = {"exclude": True}
 """Metadata for pydantic, for fields that only decisions use and no status contains."""
 

@@ -130,6 +130,10 @@ class Handler(RendezvousHandler):
         """Record that the training processes of the current world have failed."""
         self._next = {"failed": True, "failure": failure}
 
+    def replaced(self, failure: dict[str, Any]) -> None:
+        """Report that the training processes have failed, before this worker ends and another one takes its place."""
+        self._client.amend(failed=True, failure=failure, **(self.repairs.report(failed=True) if self.repairs else {}))
+
     def left(self, *, reached: bool) -> None:
         """Report that the training processes have ended and this worker leaves. If `reached` is False, other workers wait for its
         save."""

@@ -187,7 +187,7 @@ class Session:
         self._saver.fenced = self._disks.certain and not self._unwritten
         self._client = client.connect(env)
         at = snapshot_taking.Place.of(env, self._run, self.generation, self.world_size, self.rank)
-        self._snapshots = snapshot_taking.open_(self._client, at, self._disks.gather, self._ledger, self._report)
+        self._snapshots = snapshot_taking.open_(self._client, at, self._directory, self._disks, self._ledger, self._report)
         self._own = own_time.OwnTimes(self._calls, self._disks.gather, self._ledger, self._report, gpu=self.device.type != "cpu")
         self._saves = save_bookkeeping.Saves(self._saver, self._disks, self._ledger, self._screen, self._meet, self._report)
         deadlocks.watch().last = lambda: self._saver.wait(_LAST_SAVE_S)
@@ -313,7 +313,7 @@ class Session:
         if (change := mistakes.changed(state, made)) and self.rank == 0:
             log.warning("outlast: %s", change)
         lost: dict[str, Any] = {}
-        if self.rank == 0 and step < (newest_held := int(os.environ.get(Env.HELD, "0"))):
+        if self.rank == 0 and step < (newest_held := min(int(os.environ.get(Env.HELD, "0")), restored.most)):
             lost = {"warning": sentences.began_again(step, newest_held)}
             log.warning("outlast: %s", lost["warning"])
         if self.rank == 0:
@@ -326,7 +326,7 @@ class Session:
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._trackers.follow()
         self._saves.resumed(step, restored.committed, restored.extra.get("unsaved_s", 0.0))
-        self._snapshots.begin(self._state, restored.at, self._extra)
+        self._snapshots.begin(self._state, restored.at, self._extra, step)
         self._waits.since(time.monotonic(), mistakes.streams_of(state))
         self._own.begin(state)
         if restored.path and self.rank == 0 and not self._run:  # otherwise the launcher or the agent prints it

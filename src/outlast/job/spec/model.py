@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from outlast.base import units
-from outlast.job import accelerators, contract
+from outlast.job import accelerators, contract, differing_ranks
 from outlast.job.spec import field_types, validation
 from outlast.job.spec.locations import local
 from outlast.job.spec.validation import Checked
@@ -178,6 +178,10 @@ class Checkpoint(Checked):
     replicas: Annotated[int, Field(strict=True, ge=0, le=MOST_REPLICAS)] = 1
     """Number of other workers that hold a replica of state that only one rank has, such as shards of FSDP: that many workers may
     be lost at once without reading a checkpoint. 0 to 3. State that every rank has, as with DDP, needs no memory for replicas."""
+    go_back: field_types.Flag = False
+    """If true, and a rank under DDP turns out to have other bits of the weights or the optimizer's state than most others,
+    training goes back to the last state in which all were equal, with a new worker in place of that rank's. Checkpoints saved
+    since are renamed, and not used. Three workers are needed. Default: the rank is named, and training goes on."""
 
     @property
     def reserved(self) -> int:
@@ -193,7 +197,12 @@ class Checkpoint(Checked):
             **({contract.Env.CHECKPOINT_BEST: best} if best != "0 min" else {}),
             contract.Env.MEMORY: str(self.memory),
             contract.Env.REPLICAS: str(self.replicas),
+            **({contract.Env.GO_BACK: "1"} if self.go_back else {}),
         }
+
+    def rules(self) -> Iterator[tuple[Place, str]]:
+        if self.go_back and self.memory == "off":
+            yield ("goBack",), "checkpoint.goBack compares snapshots, and checkpoint.memory is off; remove one of them"
 
 
 class Sync(Checked):
@@ -481,6 +490,12 @@ class Spec(Checked):
                 ("processesPerWorker",),
                 f"processesPerWorker ({self.processes_per_worker}) is above resources.gpu ({self.resources.gpu}); "
                 "each process needs a GPU of its own",
+            )
+        if self.checkpoint.go_back and self.workers.max < differing_ranks.FEWEST:
+            yield (
+                ("checkpoint", "goBack"),
+                f"checkpoint.goBack needs {differing_ranks.FEWEST} workers to tell whose bits are wrong, and workers.max is "
+                f"{self.workers.max}; raise it, or remove goBack",
             )
         if self.active_deadline_seconds and (self.startup_deadline_seconds or 0) > self.active_deadline_seconds:
             yield (

@@ -38,6 +38,8 @@ class CountedFailure:
     record: Record
     node: str
     """Node of the failed worker; empty if unknown."""
+    cause: str = ""
+    """Its `contract.FailureCause`."""
 
 
 @dataclass(frozen=True)
@@ -263,10 +265,11 @@ class _Failure:
     committedStep: int
     failedStep: int | None = None
     node: str = ""
+    cause: str = ""
 
     @property
     def counted(self) -> CountedFailure:
-        return CountedFailure(Record(self.time, self.committedStep, self.failedStep), self.node)
+        return CountedFailure(Record(self.time, self.committedStep, self.failedStep), self.node, self.cause)
 
 
 @dataclass(frozen=True)
@@ -416,7 +419,7 @@ def _counted_document(status: Status) -> Document:
 def _failure_document(counted: CountedFailure) -> Document:
     record = counted.record
     steps = {"committedStep": record.committed_step, "failedStep": record.failed_step}
-    return {"time": _ms(record.time), **steps, "node": counted.node}
+    return {"time": _ms(record.time), **steps, "node": counted.node, **({"cause": counted.cause} if counted.cause else {})}
 
 
 def _rendezvous_document(status: Status, grace_s: float) -> Document:

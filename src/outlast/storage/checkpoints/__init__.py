@@ -23,11 +23,13 @@ from outlast.storage.checkpoints.on_disk import (
     saving,
     sweep,
     verify,
+    ways_back,
+    withdraw,
 )
-from outlast.storage.checkpoints.retention import Metric, Retention, named, ranked
+from outlast.storage.checkpoints.retention import Metric, Retention, named, ranked, withdrawn
 
 __all__ = [
     "Checkpoint", "Commit", "Metric", "Retention", "abandon", "acquire", "checksum", "commit", "expired", "fetching", "first",
     "generation", "latest", "list_", "named", "owner", "place", "ranked", "read", "reading", "remove", "saving", "sweep",
-    "verify",
+    "verify", "ways_back", "withdraw", "withdrawn",
 ]  # fmt: skip

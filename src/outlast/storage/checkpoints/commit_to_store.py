@@ -20,6 +20,8 @@ from outlast.storage.store import Store
 _BLOCK = 8 << 20
 """Bytes read at a time to verify an object."""
 _AT_ONCE = 8
+WITHDRAWN = "WITHDRAWN"
+"""Name of the COMMIT of a withdrawn checkpoint."""
 
 Progress = Callable[[int], None]
 """A callback for the number of bytes transferred since the last call; many threads call it."""
@@ -161,6 +163,12 @@ class Parts:
             if problem := on_disk.wrong_crc(name, received[self.key(name)], commit.files[name]):
                 (into / name).unlink()
                 raise Damaged(problem)
+
+    def withdraw(self) -> None:
+        """Rename COMMIT, so that the checkpoint counts for no reader and no register; the other files stay."""
+        with contextlib.suppress(Missing):
+            self.store.put(self.key(WITHDRAWN), self.store.get(self.key(contract.COMMIT)))
+            self.store.delete([self.key(contract.COMMIT)])
 
     def delete(self, keys: list[str]) -> None:
         self.store.delete([self.key(contract.COMMIT)])

@@ -7,8 +7,9 @@ The job's place in the store contains
     checkpoints/step-00001200/READING-<id>            lease of a reader of that step
 
 Invariants for any order of writers, any killed process and any lost response: every checkpoint in the register is complete and
-comes from one writer. The newest step never goes back. A generation commits nothing after its successor has begun. The last two
-checkpoints and all checkpoints that are being read stay. Docs: docs/decisions/0007-commits-in-a-store.md.
+comes from one writer. The newest step goes back only if checkpoints with wrong bits are withdrawn, which then have WITHDRAWN
+instead of COMMIT. A generation commits nothing after its successor has begun. The last two checkpoints and all checkpoints that
+are being read stay. Docs: docs/decisions/0007-commits-in-a-store.md, 0069-the-way-back.md.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from outlast.base import units
 from outlast.base.errors import Denied, OutlastError, StoreError, Superseded
 from outlast.job import contract
 from outlast.storage.checkpoints import on_disk, register, register_rules
-from outlast.storage.checkpoints.commit_to_store import Damaged, DamagedHere, Parts, Progress
+from outlast.storage.checkpoints.commit_to_store import WITHDRAWN, Damaged, DamagedHere, Parts, Progress
 from outlast.storage.checkpoints.register_rules import Latest, Place
-from outlast.storage.checkpoints.retention import Metric, Retention
+from outlast.storage.checkpoints.retention import Metric, Retention, withdrawn
 from outlast.storage.store import Entry, Store
 
 __all__ = ["Checkpoint", "Checkpoints", "Damaged", "Outcome"]
@@ -273,7 +274,10 @@ class Checkpoints:
         """
         skipped: set[Place] = set()
         # List again each time, since another machine may have committed a checkpoint.
-        while newer := [c for c in self.list_() if c.step > above and c.place not in skipped]:
+        ways = on_disk.ways_back(directory, self.run)
+        while newer := [
+            c for c in self.list_() if c.step > above and c.place not in skipped and not withdrawn(c.generation, c.step, ways)
+        ]:
             newest = newer[-1]
             try:
                 if newest.problem:
@@ -320,6 +324,15 @@ class Checkpoints:
 
     # Removing
 
+    def withdraw(self, ways_back: Sequence[tuple[int, int]]) -> None:
+        """Take the checkpoints out of the register that do not count after these ways back; their files stay."""
+        latest = register.read(self.store, self.run)
+        places = [each for each in latest.places if withdrawn(each.generation, each.step, ways_back)] if latest else []
+        for place in places:
+            self._parts(place).withdraw()
+        if places:
+            self._register.drop(places, withdrawn=True)
+
     def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
         """Remove expired checkpoints that are not being read, and leftovers of dead writers.
 
@@ -351,7 +364,8 @@ class Checkpoints:
                 if place and register_rules.obsolete(latest, place):
                     dead.setdefault(place, []).append(entry.key)
             for place, keys in dead.items():
-                self._parts(place).delete(keys)
+                if self._parts(place).key(WITHDRAWN) not in keys:
+                    self._parts(place).delete(keys)
             self.store.delete([entry.key for entry in entries if _READING in entry.key])
 
     def _below(self, step: int) -> list[Entry]:

@@ -8,8 +8,9 @@ The training library writes them, the command line lists them, and agents copy t
     step-00001300.fetching/     being fetched from a store or another disk, and locked; or left behind
     step-00001300.replaced-0/   damaged or from an earlier generation, and saved again since; removed with the checkpoints before
                                 it, but kept if it is another run's
-    FENCE                       the {run, generation} that may commit, and whether the disk is rank 0's (`first`); read and
-                                written while `.lock` is held
+    step-00001300.withdrawn-0/  with wrong bits (`withdraw`); never removed
+    FENCE                       the {run, generation} that may commit, whether the disk is rank 0's (`first`), and the run's
+                                `ways_back`; read and written while `.lock` is held
 
 Invariants, whenever a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were durable
 before COMMIT was written, and the directory got its name after that. A replaced generation cannot commit, because its successor
@@ -26,13 +27,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from outlast.base import crc32, file_locks, files
 from outlast.base.errors import Superseded
 from outlast.job import contract
-from outlast.storage.checkpoints.retention import Metric, Retention
+from outlast.storage.checkpoints.retention import Metric, Retention, withdrawn
 
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-\d{8,}\.(?:saving-g(\d+)|expired|fetching|(replaced)-\d+)")
@@ -287,6 +288,7 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
     directory.mkdir(parents=True, exist_ok=True)
     with file_locks.attempted(directory / _LOCK, wait=True):
         holder, last, was = _fence(directory)
+        ways = ways_back(directory, run)
         if holder != run:
             last, was = 0, True
         if generation is None:
@@ -296,8 +298,41 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
                 f"generation {generation} of this run has been replaced by generation {last}; this process must stop"
             )
         fence = {"run": run, "generation": generation, "first": was if first is None else first}
-        files.replace(directory / _FENCE, json.dumps(fence), durable=True)
+        files.replace(directory / _FENCE, json.dumps(fence | ({"ways_back": ways} if ways else {})), durable=True)
     return generation
+
+
+def ways_back(directory: Path, run: str) -> list[tuple[int, int]]:
+    """Return generation and step of each way back of `run`, see `retention.withdrawn`; none if another run owns `directory`."""
+    try:
+        fence = json.loads((directory / _FENCE).read_text())
+        return [(int(generation), int(step)) for generation, step in fence.get("ways_back", ())] if fence["run"] == run else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def withdraw(directory: Path, run: str, ways: Collection[tuple[int, int]]) -> None:
+    """Record ways back of `run`, and rename the checkpoints that no longer count. Nothing is deleted. Raises OSError.
+
+    Superseded generations may still commit such checkpoints before `acquire`, so call it again after that.
+    """
+    with file_locks.attempted(directory / _LOCK, wait=True):
+        holder, generation, first = _fence(directory)
+        if holder != run:
+            raise OSError(errno.EPERM, f"run {holder or '(unnamed)'} owns it")
+        known = ways_back(directory, run)
+        if not set(ways) <= set(known):
+            fence = {"run": run, "generation": generation, "first": first, "ways_back": sorted({*known, *ways})}
+            files.replace(directory / _FENCE, json.dumps(fence), durable=True)
+        for each in list_(directory):
+            if each.run == run and not each.problem and withdrawn(each.generation, each.step, ways):
+                each.path.rename(_aside(each.path, "withdrawn"))
+        files.sync(directory)
+
+
+def _aside(path: Path, word: str) -> Path:
+    """Return a free name for a checkpoint that is moved aside: `step-00001300.replaced-0`."""
+    return next(aside for i in range(1 << 30) if not (aside := path.with_name(f"{path.name}.{word}-{i}")).exists())
 
 
 def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
@@ -334,8 +369,7 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
         if existing and not instead and existing.generation >= checkpoint.generation and verify(existing.path) is None:
             shutil.rmtree(written)
             return existing
-        aside = (checkpoint.path.with_name(f"{checkpoint.path.name}.replaced-{i}") for i in range(1 << 30))
-        checkpoint.path.rename(next(path for path in aside if not path.exists()))
+        checkpoint.path.rename(_aside(checkpoint.path, "replaced"))
     written.rename(checkpoint.path)
     files.sync(directory)
     return None

@@ -3,8 +3,8 @@
 `Swapped` is an object, `checkpoints/latest`, replaced by compare-and-swap only. `Named` is for stores without compare-and-swap
 (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written by one generation and never
 rewritten. Both give the same guarantees. A committed checkpoint stays committed until it expires, a generation commits nothing
-after a later one has begun, and the newest step never goes back. A writer that dies or loses a response may simply start over.
-Docs: docs/decisions/0007-commits-in-a-store.md.
+after a later one has begun, and the newest step never goes back. Only checkpoints with wrong bits are withdrawn. A writer that
+dies or loses a response may simply start over. Docs: docs/decisions/0007-commits-in-a-store.md, 0069-the-way-back.md.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ class Register(Protocol):
         committed. Raises Superseded.
         """
 
-    def drop(self, places: Sequence[Place]) -> Latest | None:
-        """Remove those checkpoints that are `register_rules.obsolete`. Returns the new content."""
+    def drop(self, places: Sequence[Place], *, withdrawn: bool = False) -> Latest | None:
+        """Remove those checkpoints that are `register_rules.obsolete`, or all if they are `withdrawn`.
+
+        Returns the new content.
+        """
 
 
 def open_(store: Store, run: str) -> Register:
@@ -124,12 +127,12 @@ class Swapped:
                 return new
         raise self._contended()
 
-    def drop(self, places: Sequence[Place]) -> Latest | None:
+    def drop(self, places: Sequence[Place], *, withdrawn: bool = False) -> Latest | None:
         for _ in range(_ATTEMPTS):
             latest, etag = _object(self.store)
             if latest is None or latest.run != self.run:
                 return None
-            new = latest.without([place for place in places if register_rules.obsolete(latest, place)])
+            new = latest.without([place for place in places if withdrawn or register_rules.obsolete(latest, place)])
             if new == latest or self._swap(new, etag):
                 return new
         raise self._contended()
@@ -222,13 +225,13 @@ class Named:
             return self.acquire(generation)
         return content.latest
 
-    def drop(self, places: Sequence[Place]) -> Latest | None:
+    def drop(self, places: Sequence[Place], *, withdrawn: bool = False) -> Latest | None:
         latest = self.names().latest
         if latest is None:
             return None
-        obsolete = [place for place in places if register_rules.obsolete(latest, place)]
-        self._forget(latest.generation, obsolete)
-        return latest.without(obsolete)
+        dropped = [place for place in places if withdrawn or register_rules.obsolete(latest, place)]
+        self._forget(latest.generation, dropped)
+        return latest.without(dropped)
 
     def _forget(self, generation: int, places: Sequence[Place]) -> None:
         names = [

@@ -64,6 +64,15 @@ class Committed(Protocol):
 C = TypeVar("C", bound=Committed)
 
 
+def withdrawn(generation: int, step: int, ways_back: Iterable[tuple[int, int]]) -> bool:
+    """Return whether a state of the run does not count, given generation and step of each way back.
+
+    States after that step have wrong bits, if they are of that generation or an earlier one. Docs:
+    docs/decisions/0069-the-way-back.md.
+    """
+    return any(generation <= last and step > agreed for last, agreed in ways_back)
+
+
 def counted(checkpoints: Iterable[C]) -> list[C]:
     """Return the checkpoints that no later generation has skipped by resuming from an earlier step, lowest step first."""
     stays, newest = [], -1

@@ -59,6 +59,8 @@ class Search:
     report: Report
     verified: set[_Offer] = field(default_factory=set)
     """Checkpoints whose share of this rank was valid already."""
+    ways_back: list[tuple[int, int]] = field(default_factory=list)
+    """The ways back of the run on any disk, see `retention.withdrawn`."""
 
 
 class Offered:
@@ -68,11 +70,20 @@ class Offered:
         offers = _offers(search.directory, search.run).values() if search.disks.leader else ()
         gathered = search.disks.gather(([astuple(offer) for offer in offers], payload))  # plain: other versions may add fields
         leaders = [[_Offer(*row[:4]) for row in gathered[rank][0]] for rank in search.disks.leading]
-        self.disks: list[_Offers] = [{offer.step: offer for offer in offers if offer.step != _UNREAD} for offers in leaders]
+        self._every: list[_Offers] = [{offer.step: offer for offer in offers if offer.step != _UNREAD} for offers in leaders]
+        self._ways_back = search.ways_back
         self.unread = next((offer.problem for offers in leaders for offer in offers if offer.step == _UNREAD), "")
         """The reason why a disk cannot be read; an unreadable disk counts as empty."""
         self.payloads = [each for _, each in gathered]
         """The payloads of all ranks, in rank order."""
+
+    @property
+    def disks(self) -> list[_Offers]:
+        """The checkpoints of each disk that count, by step."""
+        return [
+            {step: each for step, each in disk.items() if not checkpoints.withdrawn(each.generation, step, self._ways_back)}
+            for disk in self._every
+        ]
 
     def committed(self, step: int) -> int:
         """Return the newest committed step up to `step`, or 0. Nothing is verified."""

@@ -4,7 +4,8 @@ All ranks exchange lists of the snapshots in their workers' memory and of the ch
 checkpoint in the store. All ranks load the latest state. If a rank cannot read it, all ranks together try the next state, before
 any object of the script is changed.
 
-No snapshot is dropped before another state is loaded. A damaged copy is not read again. An unreachable copy is retried for 20
+States that a way back has withdrawn do not count (`way_back`). All ranks exchange its records, too: a disk may lack them. No
+snapshot is dropped before another state is loaded. A damaged copy is not read again. An unreachable copy is retried for 20
 seconds before the next state is used. Without another state, the next start tries again.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,7 @@ from outlast.storage.snapshots import newest_snapshot, part_format
 from outlast.storage.snapshots.client import Client
 from outlast.storage.snapshots.newest_snapshot import At, Candidate, Held
 from outlast.storage.snapshots.part_format import Damaged, OutOfReach, Part
-from outlast.training.state import checkpoint, newest_on_disks, snapshot_reader
+from outlast.training.state import checkpoint, newest_on_disks, snapshot_reader, way_back
 from outlast.training.state.snapshot_reader import Reader
 from outlast.worker.hangs import deadlocks
 
@@ -47,6 +49,8 @@ class Restored:
     path: str | None = None
     bytes: int = 0
     seconds: float = 0.0
+    most: int = sys.maxsize
+    """The latest step that counted: the step of the last way back, if no state is newer."""
     random: bool = False
     """True if the state had this rank's random number generators; differs between ranks."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -82,18 +86,20 @@ def _restored(
     disks = search.disks
     rank = None if peek else disks.rank
     offered = newest_on_disks.Offered(search, _report(client, search))
-    agents = client is not None and all(report is not None for report in offered.payloads)
-    held, stored, problem = merged(offered.payloads) if agents else ([], None, "")
-    elected = newest_snapshot.newest(held, search.run, generation)
+    reports = [report for report in offered.payloads if report is not None]
+    agents = client is not None and len(reports) == len(offered.payloads)
+    held, stored, problem, ways = merged(reports)
+    held, stored = _counted(held, stored, ways, search)
+    elected = newest_snapshot.newest(held if agents else [], search.run, generation)
     warn = log.warning if disks.rank == 0 else log.debug
     for reason in elected.reasons:
         warn("outlast: %s", reason)
-    committed = _Committed(search, client, offered, stored)
-    if not agents and any(report is not None and merged([report])[0] for report in offered.payloads):
+    committed = _Committed(search, client, offered, stored if agents else None)
+    if held and not agents:
         warn("outlast: what is in memory is not used, and kept: the agent of another worker has no part in it")
     if agents and not elected.candidates:
         committed.fetch()
-    elif problem:
+    elif problem and agents:
         warn("outlast: the state is chosen without the store: %s", problem)
     failed: list[OutlastError] = []
     chosen, loaded = None, None
@@ -130,7 +136,21 @@ def _restored(
         warn("outlast: training goes on from step %s instead of step %s", loaded.step, elected.candidates[0].at[1])
     if client is not None and agents and not peek:
         client.forget(loaded.at)
-    return dataclasses.replace(loaded, committed=committed.offered.committed(loaded.step))
+    since = chosen.generation if chosen else loaded.at[0]
+    most = min((step for generation, step in ways if since <= generation), default=loaded.most)
+    return dataclasses.replace(loaded, committed=committed.offered.committed(loaded.step), most=most)
+
+
+def _counted(held: list[Held], stored: At | None, ways: list[At], search: newest_on_disks.Search) -> tuple[list[Held], At | None]:
+    """Return the parts in memory and the newest checkpoint in the store that count after these ways back.
+
+    Withdraws the others from all disks.
+    """
+    search.ways_back[:] = ways
+    if ways and search.disks.leader and (problem := way_back.withdraw(search.directory, search.run, ways)):
+        log.warning("outlast: %s", problem)
+    held = [each for each in held if not checkpoints.withdrawn(*each.part.at, ways)]
+    return held, None if stored and checkpoints.withdrawn(*stored, ways) else stored
 
 
 class _Committed:
@@ -194,27 +214,33 @@ def _report(client: Client | None, search: newest_on_disks.Search) -> bytes | No
         stored = client.newest() if search.disks.rank == 0 else None
     except StoreError as error:
         problem = str(error)
-    return packed(client.address, held, stored, problem)
+    ways = checkpoints.ways_back(search.directory, search.run) if search.disks.leader else []
+    return packed(client.address, held, stored, problem, ways)
 
 
-def packed(address: str, held: Sequence[Part], stored: At | None = None, problem: str = "") -> bytes:
+def packed(
+    address: str, held: Sequence[Part], stored: At | None = None, problem: str = "", ways_back: Sequence[At] = ()
+) -> bytes:
     """Encode a rank's report as compressed JSON.
 
     Other versions have other classes, and the exchange pads all reports to the longest.
     """
-    report = {"address": address, "parts": [part.json() for part in held], "stored": stored, "problem": problem}
+    report: dict[str, Any] = {"address": address, "parts": [part.json() for part in held], "stored": stored, "problem": problem}
+    report |= {"ways_back": list(ways_back)} if ways_back else {}
     return zlib.compress(json.dumps(report).encode(), 1)
 
 
-def merged(reports: Sequence[bytes]) -> tuple[list[Held], At | None, str]:
+def merged(reports: Sequence[bytes]) -> tuple[list[Held], At | None, str, list[At]]:
     """Decode all ranks' reports.
 
-    Returns the parts in memory, the store's newest checkpoint, and why that checkpoint is unknown, or an empty string.
+    Returns the parts in memory, the store's newest checkpoint, why that checkpoint is unknown, or an empty string, and the ways
+    back on any disk.
     """
     each = [json.loads(zlib.decompress(report)) for report in reports]
     held = [Held(part, one["address"]) for one in each for part in part_format.catalog(one["parts"])]
-    stored = each[0]["stored"]
-    return held, tuple(stored) if stored else None, each[0]["problem"]
+    ways = {(int(generation), int(step)) for one in each for generation, step in one.get("ways_back", ())}
+    first: dict[str, Any] = each[0] if each else {"stored": None, "problem": ""}
+    return held, tuple(first["stored"]) if first["stored"] else None, first["problem"], sorted(ways)
 
 
 def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list[T]:

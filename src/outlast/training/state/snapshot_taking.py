@@ -25,6 +25,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from outlast.base.errors import OutlastError
@@ -35,8 +36,10 @@ from outlast.storage.snapshots import part_format, replicas
 from outlast.storage.snapshots.client import Client
 from outlast.storage.snapshots.part_format import Part
 from outlast.training import ddp
-from outlast.training.state import snapshot_capture
+from outlast.training.state import snapshot_capture, way_back
+from outlast.training.state.shared_disks import Disks
 from outlast.training.state.snapshot_capture import Capture, Content
+from outlast.training.state.way_back import WayBack
 
 log = logging.getLogger("outlast")
 
@@ -105,9 +108,13 @@ class Place:
 
 
 def open_(
-    client: Client | None, place: Place, gather: Callable[[Any], list[Any]], ledger: Ledger, report: Callable[..., None]
+    client: Client | None, place: Place, directory: Path, disks: Disks, ledger: Ledger, report: Callable[..., None]
 ) -> Snapshots:
-    """Return the snapshots of this rank. All ranks agree on the holders of replicas. A collective."""
+    """Return the snapshots of this rank. All ranks agree on the holders of replicas. A collective.
+
+    `directory` has the run's checkpoints, which a way back withdraws.
+    """
+    gather = disks.gather
     own = replicas.Place(client.address, *client.where) if client else replicas.Place("")
     every = gather((own, place.worker, secrets.token_hex(8)))
     workers = {worker: where for where, worker, _ in every}
@@ -115,7 +122,8 @@ def open_(
     number, sizes = list(workers).index(place.worker), collections.Counter(worker for _, worker, _ in every)
     weight = differing_ranks.weight(number, len(workers)) if len(set(sizes.values())) == 1 else 0  # shares differ with the sizes
     place = dataclasses.replace(place, session=every[0][2], to=to[number], weight=weight)
-    return Snapshots(client, place, ledger, report, gather)
+    back = way_back.WayBack(directory, place.run, place.generation, disks) if os.environ.get(Env.GO_BACK) == "1" else None
+    return Snapshots(client, place, ledger, report, gather, back)
 
 
 class Snapshots:
@@ -128,7 +136,9 @@ class Snapshots:
         ledger: Ledger,
         report: Callable[..., None],
         gather: Callable[[Any], list[Any]] = lambda value: [value],
+        back: WayBack | None = None,
     ) -> None:
+        self._back = back
         self._client, self._place, self._ledger, self._report, self._gather = client, place, ledger, report, gather
         self._clock = time.monotonic
         self._enabled = self._able = client is not None
@@ -149,8 +159,11 @@ class Snapshots:
         """Our share in the last snapshot."""
         self._passed, self._pass = 0, 1
         """The number of snapshots that differ since the last comparison, and the number at which the next one comes."""
-        self._equal: collections.deque[int] = collections.deque(maxlen=place.local_ranks)
-        """Steps of the last snapshots without a difference, as many as compare all that every rank has."""
+        self._equal: dict[int, int] = {}
+        """Step of the last snapshot without a difference, by the number of our share; all of them compare all that every rank
+        has."""
+        self._resumed = 0
+        """The step that all ranks have resumed from, with the same bits."""
         self._named: dict[tuple[int, ...], int] = {}
         """Ranks that differ, and the step of the first snapshot in which they were found to."""
         self._complete = 0, 0
@@ -178,11 +191,12 @@ class Snapshots:
         """The step of the newest snapshot that was taken or resumed from; 0 before the first."""
         return max(self._taken, self._complete[1])
 
-    def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]]) -> None:
+    def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]], step: int = 0) -> None:
         """Take snapshots of `state` from now on. Rank 0 adds `extra`.
 
-        `complete` is (generation, step) of the snapshot that the run resumed from; (0, 0) without one.
+        `step` is the one that the run resumed from, and `complete` (generation, step) of the snapshot; (0, 0) without one.
         """
+        self._resumed, self._equal = step, {}
         local = self._place.local_rank, self._place.local_ranks
         if self._capture is not None:  # a new session, so that agents refuse parts of the old state
             self._capture.close()
@@ -226,7 +240,7 @@ class Snapshots:
             self._complete, self._pause_s = (self._place.generation, self._taken), _PAUSE_S
             self._choose(cost / self._place.world)
             if compare and digests == 0:
-                self._equal.append(self._taken)
+                self._equal[self._share] = self._taken
             elif compare and not math.isnan(digests):
                 self._compare()
             self._report(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
@@ -242,16 +256,20 @@ class Snapshots:
         self._passed, self._pass = 0, 2 * self._pass
         place, node = self._place, os.environ.get(Env.NODE, "")
         copies = self._gather((place.rank, place.worker, node, self._share, self._checksums()))
-        for each in differing_ranks.differing([differing_ranks.Copy(*copy) for copy in copies]):
+        agreed = min(self._equal.values()) if len(self._equal) == place.local_ranks else self._resumed
+        found = differing_ranks.differing([differing_ranks.Copy(*copy) for copy in copies])
+        for each in found:
             ranks = tuple(copy.rank for copy in each.ranks)
             if self._named.setdefault(ranks, self._taken) < self._taken:
                 continue
             if place.rank in ranks:
                 self._report(differs=self._taken)
             if place.rank == 0:
-                event = each.event(self._taken, self._equal[0] if len(self._equal) == place.local_ranks else 0)
+                event = each.event(self._taken, agreed)
                 self._ledger.write("differs", generation=place.generation, step=self._taken, **event)
                 log.warning("outlast: %s", event["reason"])
+        if self._back:
+            self._back.go(found, self._taken, agreed)
 
     def _checksums(self) -> dict[str, int]:
         """Return a checksum of each tensor of our share in the last snapshot; nothing if the agent cannot say."""

@@ -109,6 +109,8 @@ class Uploader:
         """Newest generation on this disk at rank 0's move to another disk; 0 without a move."""
         self._uploaded: set[tuple[int, int]] = set()
         """Step and generation of each checkpoint that needs no upload: it is in the store, or damaged."""
+        self._ways_back: list[tuple[int, int]] = []
+        """The ways back whose checkpoints are withdrawn from the store."""
         self._journals = output / OWN / "checkpoints"
         self._checked = False
         self._growing = growing_files.Sender(place, output)
@@ -278,11 +280,14 @@ class Uploader:
         generation = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         if generation > self._acquired:
             newest = self._checkpoints.acquire(generation)
-            self._acquired = generation
+            self._acquired, self._ways_back = generation, []
             self._uploaded |= {(c.step, c.generation) for c in self._checkpoints.list_() if not c.problem}
             self.update(step=newest.step)
         if not self._acquired:
             return  # this disk has only fetched checkpoints
+        if (ways := checkpoints.ways_back(self.output / contract.CHECKPOINTS, self._run)) != self._ways_back:
+            self._checkpoints.withdraw(ways)
+            self._ways_back = ways
         while waiting := self.waiting():
             checkpoint = self._checkpoints.next_(waiting, self._retention)
             self.update(doing=f"checkpoint of step {checkpoint.step}", backlog=sum(c.bytes for c in waiting))

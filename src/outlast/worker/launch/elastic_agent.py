@@ -22,6 +22,7 @@ from typing import Any
 
 from outlast.base import backoff, files, machine_memory
 from outlast.base.clock import Seen
+from outlast.base.errors import WrongBits
 from outlast.job import contract, sealed_lines
 from outlast.job.contract import FailureCause
 from outlast.job.ledger import Ledger
@@ -114,7 +115,15 @@ def main(argv: list[str], *, ready_fd: int | None = None) -> None:
                 outside = contract.killed(first["code"]) or first["cause"] is FailureCause.DISK_FULL
                 kills = kills.after(outside, first["step"], time.monotonic() - begun)
                 handler.pause_s = kills.pause_s  # before the next start; this failure is reported at once
-                handler.failed({**first, "log_tail": log_pipe.tail(log, line, since=logged, prefix=prefix)})
+                _report(handler, {**first, "log_tail": log_pipe.tail(log, line, since=logged, prefix=prefix)})
+
+
+def _report(handler: Handler, failure: dict[str, Any]) -> None:
+    """Report a failure of the training processes. A worker with wrong bits ends, so that another one takes its place."""
+    if failure["cause"] is not FailureCause.BITS:
+        return handler.failed(failure)
+    handler.replaced(failure)
+    sys.exit(contract.Exit.FAILED)
 
 
 def _left(handler: Handler) -> int:
@@ -256,9 +265,11 @@ def _failure(state: Path, handler: Handler, ended: rank_processes.Ended, *, oom:
 
 
 def _cause(record: dict[str, Any]) -> FailureCause:
-    """Return the cause of a failure, if the script ran out of memory or disk space. A driver's out-of-memory error is a
-    RuntimeError with CUDA's text."""
+    """Return the cause of a failure, if the rank had wrong bits or the script ran out of memory or disk space. A driver's
+    out-of-memory error is a RuntimeError with CUDA's text."""
     kind, message = record.get("type"), record.get("message", "")
+    if kind == WrongBits.__name__:
+        return FailureCause.BITS
     if kind == "OSError" and any(f"[Errno {number}]" in message for number in (errno.ENOSPC, errno.EDQUOT)):
         return FailureCause.DISK_FULL
     starved = kind in _MEMORY or (kind == "RuntimeError" and "error: out of memory" in message)

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from outlast.base import files
-from outlast.base.errors import NoRoom, NotRestored, NotSaved, OutlastError, Superseded, causes
+from outlast.base.errors import NoRoom, NotRestored, NotSaved, OutlastError, Superseded, WrongBits, causes
 from outlast.job import accelerators, contract
 from outlast.job.workerfiles import progress_file
 from outlast.worker.hangs import deadlocks
@@ -66,7 +66,8 @@ def main(argv: list[str]) -> None:
             _record(state, SystemExit(f"exited with code {_USAGE}"), "", _USAGE)
         raise
     except OutlastError as error:
-        codes = {Superseded: contract.Exit.INTERRUPTED, **dict.fromkeys((NoRoom, NotRestored, NotSaved), contract.Exit.FAILED)}
+        again = NoRoom, NotRestored, NotSaved, WrongBits
+        codes = {Superseded: contract.Exit.INTERRUPTED, **dict.fromkeys(again, contract.Exit.FAILED)}
         code = codes.get(type(error), contract.Exit.MISCONFIGURED)
         _record(state, error, "", code)
         print(error, file=sys.stderr, flush=True)

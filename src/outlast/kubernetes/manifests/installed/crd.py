@@ -279,6 +279,7 @@ def _failures() -> Schema:
         committedStep=typed("integer", "The newest committed step at that time."),
         failedStep=typed("integer", "The step that raised, when known."),
         node=typed("string", "The node where it happened."),
+        cause=typed("string", "Its cause, when known: oom, disk, hang or bits."),
     )
     return typed("array", "Failures that still count against restarts.limit, oldest first.", items=failure)
 

@@ -93,8 +93,12 @@ def repaired_failures(rec: ReconcilePass) -> None:
 
 
 def pod_failure(rec: ReconcilePass, pod: Pod, end: pod_status.End) -> Failure:
-    """Return the failure of a pod. Its own step is unknown by now; its peers were at the same step."""
-    world_now = rec.status.world
+    """Return the failure of a pod. Its own step is unknown by now; its peers were at the same step. A worker that leaves with
+    wrong bits has reported them before."""
+    world_now, report = rec.status.world, rec.snapshot.reports.get(pod.index)
+    told = report.failure if report else None
+    if told and told.cause is FailureCause.BITS and world_now and told.generation == world_now.generation:
+        return told
     inside = [each for each in rec.snapshot.reports.values() if world_now and each.member.generation == world_now.generation]
     steps = [step for each in inside for step in ((each.failure.step if each.failure else None), each.step) if step is not None]
     return Failure(
@@ -136,8 +140,8 @@ def count(
     if isinstance(verdict, restart_budget.Stop):
         code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
         return rec.finish(State.FAILED, verdict.reason, code, verdict.kind)
-    nodes = {counted.record: counted.node for counted in status.counted_failures}
-    counted_failures = tuple(CountedFailure(record, nodes.get(record, node)) for record in verdict.history)
+    known = {counted.record: counted for counted in status.counted_failures}
+    counted_failures = tuple(known.get(each) or CountedFailure(each, node, str(failure.cause)) for each in verdict.history)
     rec.update(counted_failures=counted_failures, restarts=status.restarts + verdict.counted)
     if past:
         state = State.RUNNING if status.called is None else State.RESTARTING

@@ -24,7 +24,8 @@ FAST_LOSS_S = 10.0
 SILENT_RECHECK_S = 10.0
 """Poll interval while most workers are silent: their return triggers no reconcile pass."""
 AVOIDED_FROM = 2
-"""Number of counted failures on a node, within the window, after which pods of this job avoid the node."""
+"""Number of counted failures on a node, within the window, after which pods of this job avoid the node. A rank with wrong bits
+counts as so many."""
 _MAX_BACKOFF_S = 60.0
 
 
@@ -186,12 +187,14 @@ def backoff_until(rec: ReconcilePass) -> float | None:
 
 
 def _nodes_to_avoid(rec: ReconcilePass) -> tuple[str, ...]:
-    """Nodes to avoid: with repeated failures, about to be terminated, or with workers that their peers could not reach."""
+    """Nodes to avoid: with repeated failures or wrong bits, about to be terminated, or with workers that their peers could not
+    reach."""
     window = rec.policy.window.total_seconds()
     counts: dict[str, int] = {}
     for counted in rec.status.counted_failures:
         if counted.node and rec.now - counted.record.time < window:
-            counts[counted.node] = counts.get(counted.node, 0) + 1
+            weight = AVOIDED_FROM if counted.cause == FailureCause.BITS else 1
+            counts[counted.node] = counts.get(counted.node, 0) + weight
     leaving = {pod.node for pod in rec.snapshot.pods if pod.departure}
     cut_off = {each.node for each in rec.status.lost if each.node}
     return tuple(sorted({*leaving, *cut_off, *(node for node, count in counts.items() if count >= AVOIDED_FROM)}))

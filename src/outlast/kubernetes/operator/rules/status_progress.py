@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from outlast.job.contract import FailureCause
 from outlast.kubernetes.operator import elasticjob_status
+from outlast.kubernetes.operator.elasticjob_status import Status
 from outlast.kubernetes.operator.plan import Event
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.rendezvous import sentences
@@ -16,6 +18,12 @@ STATUS_BYTES = (10_000, 15)
 """Size of a status in bytes: the base, mostly the ledger, and the share of each worker."""
 MEASURE_S = 5.0
 """Minimum time over which a rate is measured, in seconds."""
+
+
+def _went_back(status: Status) -> bool:
+    """Return whether the last world has ended because of wrong bits: its last steps are withdrawn, not out of reach."""
+    last, failed = [each.cause for each in status.counted_failures[-1:]], (status.failure or {}).get("generation")
+    return last == [FailureCause.BITS] and status.world is not None and failed == status.world.generation - 1
 
 
 def update_progress(rec: ReconcilePass) -> None:
@@ -34,7 +42,7 @@ def update_progress(rec: ReconcilePass) -> None:
     if reported == (last.step, last.steps, last.committed, last.snapshot, last.goodput, last.losses):
         return
     first = mark is not None and last.mark is None
-    if first and mark and rec.status.world and mark[0] < rec.status.world.held:
+    if first and mark and rec.status.world and mark[0] < rec.status.world.held and not _went_back(rec.status):
         rec.events.append(Event("Warning", "StepsLost", sentences.began_again(mark[0], rec.status.world.held)))
     other_changes = dataclasses.replace(rec.status, progress=rec.snapshot.status.progress) != rec.snapshot.status
     if due is not None and not first and not other_changes and rec.status.finished is None:
