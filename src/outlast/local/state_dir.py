@@ -153,7 +153,7 @@ class Request:
 
 def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:
     try:
-        names = {field.name for field in dataclasses.fields(kind)}  # others are a newer version's
+        names = {field.name for field in dataclasses.fields(kind)}  # a newer version may have written others
         return kind(**{name: value for name, value in json.loads(path.read_bytes()).items() if name in names})
     except (OSError, ValueError, TypeError, AttributeError) as problem:
         raise OutlastError(f"{path} is empty, damaged or may not be read; {remedy}") from problem

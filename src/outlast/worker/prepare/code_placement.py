@@ -120,7 +120,7 @@ class _Note:
     code: str
     """The job file's `code`."""
     version: str
-    """Version of the code, which changes with the code; empty during the first fetch."""
+    """Version of the code; empty during the first fetch."""
     time: float
     """Time of the fetch, seconds since the epoch."""
     current: bool
@@ -179,8 +179,7 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
 
 
 _Fetch = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
-"""Fetcher of code: takes an empty directory, `runs`, `say` and `stop`; returns the path of the code in that directory, and its
-version."""
+"""Fetches code. Takes an empty directory, `runs`, `say` and `stop`; returns the path of the code there, and its version."""
 
 
 def _look(code: str) -> tuple[str, _Fetch]:

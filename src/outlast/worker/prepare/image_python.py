@@ -1,6 +1,6 @@
-"""The Python of an image to which Outlast is brought (`launch.relocatable`): training runs there.
+"""The Python of an image without Outlast (`launch.relocatable`), in which training runs.
 
-`find` looks at an image's `python`, then at its `python3`. Standard library only, as each start of such a worker waits for it.
+`find` tries the image's `python`, then `python3`. Standard library only, since every start of such a worker waits for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Base:
-    """A Python with packages, in which training may run, and on top of which environments are made."""
+    """A Python with packages, in which training runs or on which environments are built."""
 
     executable: str
     version: tuple[int, ...]

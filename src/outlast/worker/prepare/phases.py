@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PINS = "pins"
 """Directory of the pins (`data_cache.Source`), below the directory that the workers of a run share."""
 REACH_S = 10.0
-"""Time in seconds that a submission waits for responses of stores."""
+"""Seconds that a submission waits for the stores' responses."""
 
 
 def check(job: spec.Job, pins: Path) -> None:
@@ -165,8 +165,8 @@ class Preparation:
                 raise OutlastError(f"module: Python finds no {package!r} in {directory}; correct the name or install its package")
 
     def environment(self) -> None:
-        """Make the job's Python environment, if any, and set `python` to the interpreter of training: that of the environment,
-        that of an image without Outlast, or our own."""
+        """Make the job's Python environment, if any, and set `python` to the interpreter for training: the environment's, the
+        Python of an image without Outlast, or our own."""
         fields, base = self._job.spec, None
         if relocatable.home() and not fields.environment.conda:
             base = image_python.find(self._environ, packages=not fields.environment.requirements)

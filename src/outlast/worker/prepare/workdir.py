@@ -42,7 +42,7 @@ _MOST = (64 << 20, 10_000)
 _QUIET_S = 2.0
 """Debounce in seconds for a file written in place, which may be incomplete."""
 _SMALL = 1 << 20
-"""Size in bytes up to which a write of a file takes milliseconds."""
+"""Bytes up to which writing a file takes only milliseconds."""
 
 Listed = Mapping[str, tuple[int, int] | None]
 """Size and mtime (ns) of files of code, by their path in the directory; None stands for a link."""
@@ -136,8 +136,7 @@ class Results:
         return any(other is not None and other > step for other in steps)
 
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
-        """Begin a pass. Returns a function that returns whether to delay a result, which may be incomplete. The `last` pass
-        treats every result as complete.
+        """Begin a pass. Returns a predicate for results to delay as incomplete. The `last` pass treats every result as complete.
 
         A file that was renamed after its last byte (ctime after mtime) is complete. A file written in place must be unchanged for
         a while, but a small file is delayed in one pass only. A checkpoint's directory, also outside of the working directory, is
@@ -202,7 +201,7 @@ def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
     if not here:
         return False
     stored = _in_store(place)
-    if not environ.get(Env.RENDEZVOUS, "unix://").startswith("unix://"):  # a pod, which may share no directory
+    if not environ.get(Env.RENDEZVOUS, "unix://").startswith("unix://"):  # a pod, whose directory may not be shared
         record = progress_file.read(Path(environ[Env.STATE]), 0)
         if record is None or record.generation != here or stored > here:
             return False
