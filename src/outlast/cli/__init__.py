@@ -19,9 +19,9 @@ def kubectl_plugin() -> NoReturn:
 
 
 def kubectl_completion() -> None:
-    """Complete the last of the words of `kubectl outlast ...`: kubectl runs `kubectl_complete-outlast WORDS` for that, and reads
-    a name, a tab and a description per line, as fish does, and then a directive.
+    """Complete the last word of `kubectl outlast ...` for kubectl, which runs `kubectl_complete-outlast WORDS`.
 
+    kubectl reads one name, tab and description per line, as fish does, and then a directive:
     https://github.com/kubernetes/sample-cli-plugin#shell-completion
     """
     from outlast.cli.completion import PLUGIN

@@ -124,13 +124,13 @@ def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, 
                     shown.say(sentence)
                 return killed, KILLED
             shown.say(f"{leaving(status)}; press Ctrl-C again to kill it")
-            with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
+            with contextlib.suppress(OutlastError):  # it has just ended, as the status shows
                 place.steer(name, "interrupt")
 
 
 def _kill(place: Backend, name: str) -> JobStatus:
     """Kill the job, and return its status once the job has ended, or after a timeout."""
-    with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
+    with contextlib.suppress(OutlastError):  # it has just ended, as the status shows
         place.steer(name, "kill")
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while (status := place.status(name)).state.active and time.monotonic() < deadline:

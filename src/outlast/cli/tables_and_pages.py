@@ -262,8 +262,8 @@ def page(status: JobStatus, now: float) -> str:
 
 
 def _has_uploads(store: StoreStatus, status: JobStatus) -> bool:
-    """Return whether the store has more information than its URL. In a cluster, the URL is already shown as the output, and only
-    agents know more."""
+    """Return whether the store has more information than its URL. In a cluster, the output shows the URL, and only agents have
+    more."""
     return store.url != status.output or bool(store.step or store.pushed or store.since)
 
 

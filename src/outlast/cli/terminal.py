@@ -144,7 +144,7 @@ def without_carets(fd: int = 0) -> Iterator[None]:
     top edge would stay on the screen."""
     try:
         before = termios.tcgetattr(fd)
-    except (termios.error, OSError):  # no terminal
+    except (termios.error, OSError):  # not a terminal
         yield
         return
     flags = before.copy()
@@ -171,7 +171,7 @@ def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
 
 class Folded:
     """Filters echoes: lines that survivors of a failure print only because another rank has ended. One echo per worker stays,
-    after the cause. Of the lines with which all workers start again, one stays."""
+    after the cause. Lines that all workers print at a restart are shown once."""
 
     def __init__(self) -> None:
         self._below: dict[int, LogLine] = {}

@@ -143,7 +143,7 @@ def _in_pod(place: KubernetesBackend, request: Download, context: str | None) ->
 
 
 def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
-    """Copy a dataset to a place in a store, through this machine's cache. The marker is also the last file in the store."""
+    """Copy a dataset to a place in a store, through this machine's cache. The marker is uploaded last."""
     from outlast.data import dataset_directory as place
     from outlast.data import obtain
     from outlast.data.dataset_directory import Marker
