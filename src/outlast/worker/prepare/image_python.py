@@ -50,7 +50,7 @@ class Base:
     pip: bool = False
 
     def problem(self, *, packages: bool = True) -> str:
-        """Return why training cannot run here, or with other `packages` cannot; empty if it can."""
+        """Return why training cannot run here, or an empty string. Without `packages`, checks only the version of Python."""
         if self.version < OLDEST_PYTHON:
             return f"Python {_dotted(self.version)}, and Outlast needs {_dotted(OLDEST_PYTHON)} or newer"
         if not packages:
@@ -83,8 +83,7 @@ def own(environ: Mapping[str, str]) -> Base:
 
 
 def find(environ: Mapping[str, str], *, packages: bool = True) -> Base:
-    """Return the Python of this image in which training can run, if the job brings no `packages` of its own. Raises OutlastError
-    with the reason if there is none."""
+    """Return the image's first Python in which training can run, see `Base.problem`. Raises OutlastError with the reason."""
     needed = f"training needs Python {_dotted(OLDEST_PYTHON)} with PyTorch {_dotted(OLDEST_TORCH)}, or newer"
     remedy = "choose another image, or add them to this one"
     reasons = []
