@@ -66,8 +66,7 @@ class Late(OutlastError, TimeoutError):
 
 
 class Failed(OutlastError):
-    """Raised if a run ends without success. The message has the first error of the first failed rank; `status` is the final
-    status."""
+    """Raised if a run ends without success, with the first error of the first failed rank. `status` is the final status."""
 
     exit_code = 1
 
@@ -312,8 +311,7 @@ class Run:
         self.place.forget(self.name, output=output)
 
     def chaos(self, action: str, worker: int | None = None, *, seed: int | None = None) -> str:
-        """Inject a fault, such as `kill-process` or `kill-worker`, and return a sentence about it. Without `worker`, the seed
-        picks one."""
+        """Inject a fault, such as `kill-process`. Returns a sentence about it. Without `worker`, the seed selects one."""
         return self.place.chaos(self.name, action, worker=worker, rng=random.Random(seed))
 
     def evaluate(self, *args: str, best: bool = False, step: int | None = None, show: Callable[[LogLine], None] = print) -> int:

@@ -51,7 +51,7 @@ def encoded(function: Callable[..., object], args: Sequence[object], kwargs: Map
 
 
 def _importable(function: Callable[..., object]) -> bool:
-    """Return whether workers find the function by the name of its module."""
+    """Return whether workers can import the function by the name of its module."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module in (None, "__main__") or "<" in name:
         return False

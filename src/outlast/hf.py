@@ -264,7 +264,7 @@ class _Attachment:
     def measured(self, metrics: Mapping[str, Any]) -> None:
         """Save the checkpoint that waits for this evaluation, with its metric."""
         if self.position.held and self.evaluation is not None and self.run is not None and self.by in metrics:
-            checkpoint.set_generators(self.evaluation)  # those of the evaluation are not used again
+            checkpoint.set_generators(self.evaluation)  # as before the evaluation
             self.run.save(self.trainer.state.global_step, metric=metrics[self.by])
             self.position.held = None
 
@@ -353,8 +353,7 @@ class _Callback(TrainerCallback):
 
 
 class _Position:
-    """The Trainer's own state, with `state_dict` and `load_state_dict`: its step, logs, callbacks, and the step's remaining
-    work."""
+    """The Trainer's step, logs, callbacks, and remaining work of the step, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, attachment: _Attachment) -> None:
         self._attachment = attachment
@@ -376,7 +375,6 @@ class _Position:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return int(self._attachment.trainer.state.max_steps)
 
     def state_dict(self) -> dict[str, Any]:

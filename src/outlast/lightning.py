@@ -213,8 +213,7 @@ class _Attachment:
         return libraries.Loader(theirs, self.order, self.seed)
 
     def count_steps(self) -> None:
-        """Make validation due after equally many optimizer steps in every world. `val_check_batch` counts a rank's
-        micro-batches."""
+        """Validate after equally many optimizer steps in every world: `val_check_batch` counts a rank's micro-batches."""
         trainer, every = self.trainer, self.trainer.val_check_interval
         if self.order is None or not isinstance(every, int | float):
             return
@@ -450,7 +449,6 @@ class _Position:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         steps = self._trainer.estimated_stepping_batches
         if steps == float("inf"):
             raise AttributeError("this run has no last step")
@@ -503,7 +501,7 @@ class _Position:
             trainer.datamodule.load_state_dict(self._saved["datamodule"])
 
     def put_loops(self) -> None:
-        """Load loops and logged values, once the module is on its device. In another world, rank 0's means go on."""
+        """Load loops and logged values, once the module is on its device. In another world, rank 0's means are used."""
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(self._converted(copy.deepcopy(self._saved["loops"]), operator.mul))
         trainer.should_stop = self._saved["should_stop"]
@@ -566,5 +564,4 @@ def _put(metric: Metric, saved: Mapping[str, Any], device: torch.device) -> None
 
 
 def _copied(value: Any, device: torch.device | str = "cpu") -> Any:
-    """Return a copy with its tensors on `device`."""
     return map_tensors(value, lambda tensor: tensor.detach().to(device, copy=True))

@@ -29,8 +29,7 @@ _ROUNDS = 8
 _AT_A_TIME = 4096
 """Positions of a rank that are permuted at a time."""
 VERSION = 1
-"""Version of the permutation, a part of every key. A change of the permutation without a new version would repeat some samples in
-resumed runs and skip others."""
+"""Version of the permutation, in every key. A changed permutation without a new version would repeat and skip samples."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
@@ -180,7 +179,7 @@ class BatchSampler:
         self.step = 0
         """Optimizer steps of this epoch that the next iteration skips."""
         self._computed: tuple[object, Indices] = None, np.empty((0, 0), np.int64)
-        """This rank's samples in some steps, shape (steps, share), after what they were computed for."""
+        """A key, and this rank's samples in the steps computed for it, shape (steps, share)."""
 
     def set_epoch(self, epoch: int) -> None:
         """Begin with the first batch of `epoch`, unless `seek` has chosen a step of it."""
@@ -206,8 +205,7 @@ class BatchSampler:
             yield piece.tolist()
 
     def _share(self, step: int) -> Indices:
-        """Return this rank's samples in one step; shape (share,). Computes a block of steps at once, which costs little more than
-        one."""
+        """Return this rank's samples in one step; shape (share,). Computes a block of steps at once, at little more cost."""
         share = self.batch_size * self.accumulate
         count = max(1, _AT_A_TIME // share)
         block, row = divmod(step, count)
@@ -222,8 +220,7 @@ class BatchSampler:
 
 
 class Loader:
-    """Endless micro-batches of a map-style dataset, with a state that fits any number of ranks and the interface of torchtitan's
-    loaders.
+    """Endless micro-batches of a map-style dataset, with torchtitan's loader interface and a state for any number of ranks.
 
     `sampler` is a `BatchSampler`, and `collate` joins a list of samples. The state is the number of micro-batches handed out,
     counted in optimizer steps of the world: the same on all ranks. Take it between two optimizer steps.

@@ -177,7 +177,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
             run.__exit__(*sys.exc_info())
 
     def __del__(self) -> None:
-        """Release threads, but leave the session open: ending it would wait for the other ranks."""
+        """Release threads without ending the session, which would wait for the other ranks."""
         if getattr(self, "enable", False):
             super()._close()
 
@@ -210,7 +210,6 @@ class _Position:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return int(self._trainer.config.training.steps)
 
     def state_dict(self) -> dict[str, int]:

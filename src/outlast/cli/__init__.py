@@ -37,8 +37,7 @@ def kubectl_completion() -> None:
 
 
 def main(args: Sequence[str] | None = None, *, backend: Any = None, name: str = "outlast") -> NoReturn:
-    """Run the command line with `args` (default: the arguments of this process) on a `Backend` (default: this machine), and
-    exit. `name` is the name of the program."""
+    """Run the command line `name` with `args` (default: sys.argv) on a `Backend` (default: this machine), and exit."""
     if (sys.argv[1:] if args is None else args) == ["agent"]:
         from outlast import __main__ as roles
 

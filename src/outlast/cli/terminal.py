@@ -140,8 +140,7 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextlib.contextmanager
 def without_carets(fd: int = 0) -> Iterator[None]:
-    """Keep a terminal from printing `^C`. Behind a panel as wide as the terminal, `^C` would take another line, and the panel's
-    top edge would stay on the screen."""
+    """Keep a terminal from printing `^C`, which would take another line below a panel, and leave its top edge on the screen."""
     try:
         before = termios.tcgetattr(fd)
     except (termios.error, OSError):  # not a terminal

@@ -101,7 +101,6 @@ class Launcher(Coordinator):
         self.relaunching: dict[int, tuple[Worker, float]] = {}
         """Workers whose silent elastic agent was killed, with the deadline for its replacement, by index."""
         self.output_lock: int | None = None
-        """Descriptor of the output's lock."""
         self.heartbeat: heartbeat.Heartbeats | None = None
         self._written = ""
         self._wake = asyncio.Event()
@@ -438,8 +437,7 @@ class Launcher(Coordinator):
         return code
 
     def _upload_rest(self, state: State, reason: str, code: int) -> tuple[State, str, int]:
-        """Upload the remaining files: the end of the ledger, and the files of killed workers. If this fails, a successful job
-        ends as interrupted, so that the user runs it again."""
+        """Upload the end of the ledger, and the files of killed workers. If this fails, a successful job ends as interrupted."""
         from outlast.local import store_takeover
 
         self.say(self.status.state, f"pushing what is left to {self.store}")

@@ -103,10 +103,8 @@ class Run:
     """The submitted run."""
 
     run: str
-    """Id of the run."""
     submitted: float
     file: str
-    """Path of the job file."""
     output: str
     code: str
     """Working directory of the training processes."""

@@ -44,7 +44,6 @@ class Worker:
     child: subprocess.Popen[bytes] | None = None
     """The worker's process; None if the worker was started by an earlier launcher or forked by another worker."""
     leaving: bool = False
-    """True if the worker has been asked to leave."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +121,7 @@ class WorkerPool:
         return indices if now > self._first_by or any(index in reported for index in self.present) else []
 
     def start(self, index: int, reported: Container[int]) -> Worker:
-        """Start a worker, if possible as a fork of one that has `reported`. Raises OutlastError for too few GPUs, OSError if the
-        start fails."""
+        """Start a worker, preferably as a fork of one that has `reported`. Raises OutlastError for too few GPUs, and OSError."""
         state, failed_starts = self._state_dir.worker(index), self._failed_starts[index]
         self._failed_starts[index] += 1
         if not self._code.is_dir():
@@ -221,8 +219,7 @@ class WorkerPool:
                 print(f"worker {index} {why}; killed it", flush=True)
 
     def kill_elastic(self, index: int, pid: int, why: str) -> None:
-        """Kill only the elastic agent of a worker. The worker's agent, which has the newest snapshot, starts a new elastic
-        agent."""
+        """Kill only the elastic agent of a worker. The worker's agent, with the newest snapshot, starts another one."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):

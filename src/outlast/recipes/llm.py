@@ -331,7 +331,7 @@ class Parts:
 
     @classmethod
     def load(cls, s: Settings, where: torch.device, run: Session | None) -> Parts:
-        """Load model, tokenizer and data. One process per machine tokenizes, and all ranks raise its errors. A collective with
+        """Load model, tokenizer and data. One process per machine tokenizes; all ranks raise its errors. A collective with
         `run`."""
         started = time.monotonic()
         llm_model = _llm_model()

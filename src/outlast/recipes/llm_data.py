@@ -205,8 +205,7 @@ def _learns(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _groups(lengths: Sequence[int], starts: NDArray[np.int64]) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
-    """Group samples by the power of two of their lengths, which limits padding to less than half. Returns `Row.groups` and
-    `Row.order`."""
+    """Group samples by powers of two of their lengths, so less than half is padding. Returns `Row.groups` and `Row.order`."""
     if len(lengths) == 1:
         return (), torch.arange(lengths[0])
     groups, covered = [], []

@@ -170,8 +170,7 @@ class Folder(Dataset[Samples]):
         return len(self.items)
 
     def __getitem__(self, index: int) -> Samples:
-        """Return an image, uint8 (H, W, 3), with its label, index and aspect. Raises OutlastError if the image cannot be
-        decoded."""
+        """Return an image, uint8 (H, W, 3), with label, index and aspect. Raises OutlastError if it cannot be decoded."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         index %= len(self)
@@ -358,8 +357,7 @@ def _products(x: Tensor, start: Tensor, extent: Tensor, size: int, mirrored: Ten
 
 
 def _weights(start: Tensor, extent: Tensor, size: int, count: int) -> Tensor:
-    """Return the weights of `count` input pixels for `size` output pixels, (b, size, count), as in Pillow's bilinear
-    (triangle) filter."""
+    """Return the weights of `count` input pixels for `size` output pixels, (b, size, count): Pillow's bilinear filter."""
     scale = extent / size  # (b,)
     middle = start[:, None] + (torch.arange(size, device=start.device) + 0.5) * scale[:, None]  # (b, size)
     pixel = torch.arange(count, device=start.device) + 0.5

@@ -69,8 +69,6 @@ def _open(url: str, file: Path) -> None:
     """Open a browser through a private file, since every user of this machine can read a browser's arguments."""
     import webbrowser
 
-    if (
-        sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    ):  # otherwise it would be a text browser
+    if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):  # no text browser
         file.write_text(f'<meta http-equiv="refresh" content="0; url={url}">')
         webbrowser.open(file.as_uri())

@@ -149,8 +149,7 @@ def place(named: str) -> Path:
 
 
 def read(path: Path) -> Any:
-    """Read a file from torch.save or safetensors, or the weights in a Hugging Face directory, to the CPU. Runs no code from
-    the file."""
+    """Read a file from torch.save or safetensors, or a Hugging Face directory's weights, to the CPU. Runs no code from it."""
     if path.is_dir():
         names = [name for name in ("model.safetensors", "pytorch_model.bin") if (path / name).exists()]
         if not names:

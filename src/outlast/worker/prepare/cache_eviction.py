@@ -59,8 +59,7 @@ def cache(environ: Mapping[str, str]) -> Path:
 
 
 def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
-    """Return the cache's size limit in bytes: OUTLAST_CACHE_SIZE, or half of the disk, less on a fuller disk. `used` is its size
-    now. Raises OutlastError."""
+    """Return the size limit in bytes: OUTLAST_CACHE_SIZE, or half of the disk, less on a full disk. Raises OutlastError."""
     disk = shutil.disk_usage(cache)
     if text := environ.get(Env.CACHE_SIZE):
         try:
@@ -150,7 +149,7 @@ def shards(cache: Path) -> Iterator[Thing]:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a shard unless a process reads it. Returns whether it was removed."""
+    """Remove a shard unless a process reads it."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         if not file_locks.acquire(file.fileno()):
             return False

@@ -92,8 +92,7 @@ def _partial(old: Path) -> Path:
 
 
 def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path], object]) -> bool:
-    """Replace `old`, a file in the run's directory, by `new` from the code. Returns whether it was replaced. Never writes through
-    a link."""
+    """Replace `old`, a file of the run, by `new` from the code. Returns whether it was replaced. Never writes through a link."""
     mode = new.lstat().st_mode
     if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{old} is a directory, {new} is not")

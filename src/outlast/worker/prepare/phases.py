@@ -166,7 +166,7 @@ class Preparation:
 
     def environment(self) -> None:
         """Make the job's Python environment, if any, and set `python` to the interpreter for training: the environment's, the
-        Python of an image without Outlast, or our own."""
+        image's (if it lacks Outlast), or ours."""
         fields, base = self._job.spec, None
         if relocatable.home() and not fields.environment.conda:
             base = image_python.find(self._environ, packages=not fields.environment.requirements)
@@ -282,8 +282,7 @@ def evaluate(job: spec.Job, environ: dict[str, str], args: Sequence[str], *, say
 
 
 def command(job: spec.Job, environ: Mapping[str, str]) -> list[str]:
-    """Return the training command for `launch.training_process`, with each `$(NAME)` in an argument replaced from the
-    environment, as in Kubernetes."""
+    """Return the command for `launch.training_process`. Replaces `$(NAME)` from the environment, as Kubernetes does."""
     args = [substitution.replaced(arg, environ) for arg in job.spec.args]
     if job.spec.module:
         return ["-m", job.spec.module, *args]

@@ -115,8 +115,8 @@ class Results:
             self._read_at, self._listed = mtime_ns, listed(self._output / contract.WORK)
 
     def expired(self, path: str) -> bool:
-        """Return whether a missing result belongs to a checkpoint that the script has deleted, while a later one is in the store.
-        A checkpoint delayed by this pass is not in the store."""
+        """Return whether a missing result belongs to a checkpoint that the script has deleted, with a later one in the store, and
+        not only delayed by this pass."""
         *above, name = path.split("/")
         numbered = [(place, step) for place, part in enumerate(above) if (step := plain_scripts.step_of(part)) is not None]
         of_file = plain_scripts.step_of_file(name)[1]
@@ -277,8 +277,7 @@ def _inside(path: str) -> bool:
 
 
 def saves_itself(output: Path, place: Store) -> bool:
-    """Return whether the script has saved on this worker, without rank 0, since the store's files were written. Raises
-    StoreError."""
+    """Return whether the script has saved here, without rank 0, since the store's files were written. Raises StoreError."""
     try:
         return plain_scripts.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
     except Missing:
@@ -320,8 +319,7 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
 
 
 def main(argv: list[str]) -> int:
-    """Fetch the job's files if the store's may be, or certainly are (`--newer`), newer. Returns the exit code. Run by
-    `launch.rank0_files`."""
+    """Fetch the job's files if the store has, or certainly has (`--newer`), newer ones. Run by `launch.rank0_files`."""
     output = Path(os.environ[Env.OUTPUT])
 
     def say(text: str) -> None:

@@ -179,8 +179,7 @@ def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
 
 
 def identity(output: Path) -> str:
-    """Return an id for a run under plain python or torchrun. It is stored beside the checkpoints: without those, a run is a new
-    one."""
+    """Return an id for a run under plain python or torchrun, stored beside the checkpoints: without those, a run is new."""
     path = output / contract.CHECKPOINTS / ".tracking"
     try:
         return path.read_text()

@@ -52,8 +52,7 @@ class Follower:
         return self._problem if self._problem != last else None
 
     def finish(self, status: Status | None, *, goes_on: bool = False) -> str:
-        """Make the follower send the remaining metrics, within a time limit. Returns a sentence about missing metrics, or an
-        empty string."""
+        """Make the follower send the remaining metrics, for a limited time. Returns a sentence about missing ones, or ""."""
         within = LEAVE_S if goes_on else FLUSH_S
         at_most = LEAVE_S + 1.0 if goes_on else FLUSH_S + IMPORTS_S
         assert self._process.stdin is not None

@@ -62,8 +62,7 @@ def advanced(position: Mapping[str, int], sent: Iterable[Point]) -> Position:
 
 
 class PositionFile:
-    """A position stored in a file, for a tracker that cannot report it. Written after the values are sent, so a kill may repeat
-    some."""
+    """A stored position, for a tracker that cannot report it. Written after the values are sent, so a kill may repeat some."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
