@@ -175,7 +175,7 @@ class Run:
         """Set accumulation and schedules for this world. Raises OutlastError for a schedule that depends on the world."""
         self._accelerator.gradient_accumulation_steps = self._order.accumulate
         for schedule in self._accelerator._schedulers:
-            schedule.split_batches = True  # one step of the schedule for one optimizer step
+            schedule.split_batches = True  # one schedule step per optimizer step
             lengths = mistakes.lengths({"schedule": schedule.scheduler}).get("schedule", {})
             length = next(iter(lengths.values()), None)
             if ranks > 1 and length == self._position.total_steps * ranks:

@@ -37,7 +37,7 @@ def encoded(function: Callable[..., object], args: Sequence[object], kwargs: Map
     try:
         data = dumps((function, tuple(args), dict(kwargs)))
         pickle.loads(data)
-    except Exception as error:  # whatever an object's own __reduce__ raises
+    except Exception as error:  # an object's __reduce__ may raise anything
         raise OutlastError(
             f"Job: {_culprit(dumps, function, args, kwargs) or name} cannot be sent to workers: {error}"
         ) from error

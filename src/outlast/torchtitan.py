@@ -133,7 +133,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
         if not self.run.resume({**things, **others}):
             return bool(super()._load(step))
         if config.validator.enable and trainer.validator.should_validate(trainer.step):
-            trainer.validator.validate(trainer.model_parts, trainer.step)  # comes after the boundary that was saved
+            trainer.validator.validate(trainer.model_parts, trainer.step)  # validation follows the saved boundary
         return True
 
     def _observe(self, trainer: Any, run: Session) -> None:
@@ -162,7 +162,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
             self.run.log(curr_step, **(metrics if step == curr_step else {}))
             try:
                 self.run.boundary(curr_step)
-            except SystemExit:  # which torchtitan's main does not catch
+            except SystemExit:  # torchtitan's main does not catch it
                 self._end()
                 raise
         return saved

@@ -151,7 +151,7 @@ class LiveStatus:
     def _account(self) -> Goodput | None:
         try:
             return goodput.buckets(ledger.read(self._output / contract.LEDGER), time.time())
-        except OSError:  # somebody removed the ledger
+        except OSError:  # the ledger was removed
             return None
 
     def _show_account(self, account: Goodput | None) -> None:

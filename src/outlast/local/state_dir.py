@@ -91,7 +91,7 @@ class StateDir:
             for _ in range(20):
                 if environ := process.environ():  # raises for a zombie
                     break
-                time.sleep(0.01)  # it is empty during exec
+                time.sleep(0.01)  # the environment is empty during exec
         except psutil.Error:
             return False
         state = environ.get(contract.Env.STATE)

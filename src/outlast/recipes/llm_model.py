@@ -170,7 +170,7 @@ def adapted(model: Any, targets: Sequence[str], **options: Any) -> Any:
     config = peft.LoraConfig(target_modules=list(targets), task_type="CAUSAL_LM", **options)
     try:
         with _quiet():
-            wrapped = peft.get_peft_model(model, config)  # matrices in float32, whatever the frozen ones are
+            wrapped = peft.get_peft_model(model, config)  # LoRA's matrices are float32, even if the frozen weights are not
     except ValueError as error:
         raise OutlastError(
             f"LoRA does not fit {' '.join(targets)} of this model: {' '.join(str(error).split())[:300]}"

@@ -32,7 +32,7 @@ from outlast.job.status import JobStatus
 HERE = "127.0.0.1"
 _HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": "frame-ancestors 'none'; form-action 'none'",  # beside the page's own
+    "Content-Security-Policy": "frame-ancestors 'none'; form-action 'none'",  # in addition to the page's own policy
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",

@@ -154,7 +154,7 @@ class Source:
         tree.mkdir(parents=True, exist_ok=True)
         paths = {(entry.key, entry.size, entry.etag): tree / entry.key for entry in listing.entries}
         whole = directory / _LISTING
-        if whole.is_file():  # another run's; files may have changed or gone since
+        if whole.is_file():  # from another run; files may have changed or been removed
             for path in _changed(tree, whole):
                 path.unlink(missing_ok=True)
             if all(path.exists() for path in paths.values()):

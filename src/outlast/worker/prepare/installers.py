@@ -107,7 +107,7 @@ class Shell:
 def error_message(lines: Sequence[str]) -> str:
     """Extract the error message from an installer's output."""
     stripped = [line.strip() for line in lines]
-    if "The conflict is caused by:" in stripped:  # pip's
+    if "The conflict is caused by:" in stripped:  # printed by pip
         sides = stripped[stripped.index("The conflict is caused by:") + 1 :]
         return "these contradict each other: " + "; ".join(sides[: sides.index("")] if "" in sides else sides)[:600]
     begins = [i for i, line in enumerate(stripped) if re.match(r"(error|critical)\b", line, re.IGNORECASE)]

@@ -115,8 +115,8 @@ class Results:
             self._read_at, self._listed = mtime_ns, listed(self._output / contract.WORK)
 
     def expired(self, path: str) -> bool:
-        """Return whether a missing result belongs to a checkpoint that the script has deleted, with a later one in the store, and
-        not only delayed by this pass."""
+        """Return whether a missing result belongs to a checkpoint that the script has deleted, while a later one is in the store.
+        A checkpoint delayed by this pass is not in the store."""
         *above, name = path.split("/")
         numbered = [(place, step) for place, part in enumerate(above) if (step := plain_scripts.step_of(part)) is not None]
         of_file = plain_scripts.step_of_file(name)[1]
