@@ -1,7 +1,7 @@
 """Outlast: distributed PyTorch training that outlasts its machines.
 
-The names of the Python API (`outlast.client`) are imported when they are used: every process of ours imports this package, and
-few of them need the API. Their types are in `__init__.pyi`.
+The names of the Python API (`outlast.client`) are imported when they are used: every Outlast process imports this package, and
+few need the API. Their types are in `__init__.pyi`.
 """
 
 import importlib

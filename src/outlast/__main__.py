@@ -8,7 +8,7 @@ import importlib
 import sys
 
 ROLES = {
-    "agent": "outlast.worker.agent.start",  # the one role that is a command, too: of pods
+    "agent": "outlast.worker.agent.start",  # also a command, which pods run
     "faults": "outlast.local.fault_schedule",
     "follower": "outlast.worker.tracking.follower",
     "inject": "outlast.worker.launch.relocatable",

@@ -10,8 +10,8 @@
                 ...
                 run.step()
 
-A run that is killed continues from the newest state, in memory or on a disk: with the same samples, the same global batch and,
-with as many ranks, the same bits. docs/decisions/0060 has the design.
+A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the
+same number of ranks, results are bit-identical. Design: docs/decisions/0060.
 """
 
 # mypy: allow-untyped-calls
@@ -34,22 +34,21 @@ from outlast.training.libraries import Order
 from outlast.training.state import weights
 
 TESTED = "1.0 and 1.15"
-"""Versions of accelerate that the tests have run with."""
+"""Versions of accelerate that the tests cover."""
 _PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "scaler", "gradient_state")
 
 
 def attach(
     accelerator: accelerate.Accelerator, batch: int, epochs: int, *, loader: Any = None, seed: int = 0, output: str | Path = "out"
 ) -> Run:
-    """Continue the run of this process from its newest state, once `accelerator.prepare` has been called.
+    """Continue the run of this process from its newest state. Call this after `accelerator.prepare`.
 
-    `batch` is the number of samples in one optimizer step over all ranks, whatever their number. Each rank computes its share in
-    micro-batches of at most as many samples as the loader's `batch_size`; `accelerator.gradient_accumulation_steps` follows.
-    `loader` is the prepared loader of training samples; it may be left out if only one is prepared. The order of samples is a
-    function of `seed`, and the last batch of an epoch is filled up with the epoch's first samples unless the loader has
-    `drop_last`. `output` is the directory of checkpoints outside of a job. What `register_for_checkpointing` was given is
-    restored, too. Schedules step once per optimizer step in every world. Raises OutlastError for what cannot continue exactly. A
-    collective.
+    `batch` is the number of samples per optimizer step, over all ranks. Each rank computes its share in micro-batches no larger
+    than the loader's `batch_size`; `accelerator.gradient_accumulation_steps` is set accordingly. `loader` is the prepared loader
+    of training samples, optional if only one is prepared. The order of samples is a function of `seed`. The last batch of an
+    epoch is filled up with the epoch's first samples unless the loader has `drop_last`. `output` is the directory of checkpoints
+    outside of a job. Objects passed to `register_for_checkpointing` are restored, too. Schedules step once per optimizer step in
+    every world. Raises OutlastError if training cannot continue exactly. A collective.
     """
     if problem := _unsupported(accelerator):
         raise OutlastError(f"outlast.accelerate.attach: {problem}")
@@ -80,7 +79,7 @@ def _unsupported(accelerator: Any) -> str:
 
 
 def _training_loader(accelerator: Any, loader: Any) -> Any:
-    """The loader of training samples. Raises OutlastError if it is unclear which of several it is, or if it cannot be used."""
+    """Return the loader of training samples. Raises OutlastError if it is ambiguous or cannot be used."""
     prepared = accelerator._dataloaders
     if loader is None and len(prepared) != 1:
         raise OutlastError(
@@ -103,7 +102,7 @@ class Run:
     """A run in progress, as `attach` returns it."""
 
     session: Session
-    """The session of this process, for `session.log`, `session.gather` and the like."""
+    """The session of this process, e.g. for `session.log` and `session.gather`."""
 
     def __init__(self, accelerator: Any, loader: Any, batch: int, epochs: int, seed: int, output: Path) -> None:
         base = loader.base_dataloader
@@ -117,7 +116,7 @@ class Run:
         self._accelerator, self._loader, self._epochs = accelerator, loader, epochs
         self._position = _Position(epochs * self._order.steps_per_epoch)
         self._pending = False
-        """Whether the boundary of an epoch's last step is still to come: work at the end of the epoch belongs to that step."""
+        """True before the boundary of an epoch's last step, which includes the work at the end of the epoch."""
         self._adopt(ranks)
         loader.base_dataloader = libraries.Loader(base, self._order, seed)
         accelerator._outlast, accelerator.load_state = self, _refuse
@@ -138,14 +137,14 @@ class Run:
         return self._position.total_steps
 
     def epochs(self) -> Iterator[int]:
-        """Iterate over the epochs still to come, the interrupted one first; the loader continues within it.
+        """Iterate over the remaining epochs. The interrupted epoch comes first, and the loader continues within it.
 
         At the end the last step is saved, and the session ends.
         """
         try:
             for epoch in range(self._position.step // self._order.steps_per_epoch, self._epochs):
                 self._loader.iteration = epoch
-                self._order.set_epoch(epoch)  # as early versions of accelerate do not
+                self._order.set_epoch(epoch)  # early versions of accelerate do not
                 yield epoch
                 self._end()
         except BaseException:
@@ -156,7 +155,7 @@ class Run:
     def step(self, **values: Any) -> None:
         """Report the end of a micro-batch, with `values` to log. After an optimizer step, snapshots and checkpoints are taken.
 
-        Leaves with SystemExit(75) once the step is saved if this worker is interrupted. A collective.
+        If this worker is interrupted, raises SystemExit(75) once the step is saved. A collective.
         """
         if not self._accelerator.sync_gradients:
             return
@@ -176,7 +175,7 @@ class Run:
         """Set accumulation and schedules for this world. Raises OutlastError for a schedule that depends on the world."""
         self._accelerator.gradient_accumulation_steps = self._order.accumulate
         for schedule in self._accelerator._schedulers:
-            schedule.split_batches = True  # one step of the schedule for one optimizer step
+            schedule.split_batches = True  # one schedule step per optimizer step
             lengths = mistakes.lengths({"schedule": schedule.scheduler}).get("schedule", {})
             length = next(iter(lengths.values()), None)
             if ranks > 1 and length == self._position.total_steps * ranks:
@@ -203,7 +202,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 def _innermost(loader: Any) -> Any:
-    """The sampler of single samples below a prepared loader."""
+    """Return the innermost sampler of a prepared loader."""
     sampler = loader.batch_sampler
     while hasattr(sampler, "batch_sampler"):
         sampler = sampler.batch_sampler

@@ -1,4 +1,4 @@
-"""Outlast from Python: a `Job` to train, and a `Run`, which is one training of it, on this machine or in a cluster.
+"""Outlast from Python: a `Job`, and a `Run` of it on this machine or in a cluster.
 
     import outlast
 
@@ -11,7 +11,7 @@
         print(line)
     print(run.wait().state, run.goodput)
 
-A run does not end with this process: `outlast.find(name)` returns it again. Errors are those of the command line.
+Runs outlive this process: `outlast.find(name)` returns a run again. Errors are those of the command line.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ if TYPE_CHECKING:
 __all__ = ["Failed", "Job", "Report", "Run", "find", "runs"]
 
 _ENSURE_INTERVAL_S = 5.0
-"""Interval at which the launcher of a job on this machine is looked for."""
+"""Seconds between two checks that a job on this machine has a launcher."""
 _CANCEL_TIMEOUT_S = 180.0
-"""Time that a run which is cancelled has to end, in seconds: longer than a worker's grace period."""
+"""Seconds that a cancelled run may take to end, longer than a worker's grace period."""
 _BEFORE = (None, "Pending", "Queued", "Running")
-"""States that a run which has succeeded has passed, as it has each of its steps."""
+"""States that every successful run has passed through."""
 _TAKEN_UP_S = 30.0
-"""Time within which an operator takes up a request, in seconds; until then the status is the old one."""
+"""Seconds that an operator may take to act on a request; the status is outdated meanwhile."""
 
 
 class Late(OutlastError, TimeoutError):
-    """A run has not reached the step, the state or the end within the timeout of `wait`."""
+    """Raised if a run does not reach the step, the state or its end within the timeout of `wait`."""
 
     exit_code = 124
 
 
 class Failed(OutlastError):
-    """A run has ended without success. The message has the first error of the first rank that failed; `status` is the last."""
+    """Raised if a run ends without success, with the first error of the first failed rank. `status` is the final status."""
 
     exit_code = 1
 
@@ -88,7 +88,7 @@ class Job:
 
     `workers` is a number, (replicas, min, max), or the fields of `workers`. `name` is by default that of the script, module or
     function. Relative paths start at the working directory; the code of a script is that directory if the script is below it.
-    Keywords that are no fields are arguments of the function. Raises InvalidJob with every mistake, and OutlastError for a
+    Other keywords are arguments of the function. Raises InvalidJob with every mistake, and OutlastError for a
     function that cannot be sent to workers.
     """
 
@@ -119,7 +119,7 @@ class Job:
         given = {key: str(value) if isinstance(value, Path) else value for key, value in fields.items()}
         document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": metadata, "spec": given}
         self.file: JobFile = spec.anchor(spec.of(document, source="Job"), here)
-        """The job file: a frozen model, whose fields the reference describes."""
+        """The job file as a frozen model. For its fields, see the reference."""
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
@@ -155,8 +155,8 @@ class Job:
         """Start training on this machine, in the background, or continue the run of this name if it has not succeeded.
 
         With `fresh`, an unfinished run is cancelled, and training starts from the beginning. With `take_over`, this machine takes
-        the run in the store over from another one that trains it. `chaos` is a file with a schedule of faults to inject. Notes go
-        to `say`. Raises AlreadyRunning.
+        the store's run over from another machine that trains it. `chaos` is a file with a fault schedule. Messages go to `say`.
+        Raises AlreadyRunning.
         """
         from outlast.job import faults
 
@@ -174,7 +174,7 @@ class Job:
         return Run(self.name, place)
 
     def _with_gpus(self) -> JobFile:
-        """Share the GPUs of this machine among the workers, unless the job says what they need."""
+        """Share the GPUs of this machine among the workers, unless the job specifies them."""
         from outlast.local import worker_processes
 
         file = self.file
@@ -213,21 +213,21 @@ class Job:
 
 
 class Run:
-    """One training of a job, on this machine or in a cluster. Leaving this process does not end it.
+    """A training run of a job, on this machine or in a cluster, which outlives this process.
 
-    As a context manager, it cancels the training if the block raises an exception.
+    As a context manager, cancels the run if the block raises an exception.
     """
 
     def __init__(self, name: str, place: Backend) -> None:
         self.name = name
         self.place = place
-        """Where it trains: this machine or a cluster."""
+        """The backend of the run: this machine or a cluster."""
         self._begun = time.monotonic()
         """The time of the last request to train."""
 
     @property
     def status(self) -> JobStatus:
-        """The present status: `state`, `step`, `workers`, `restarts`, `failure` and more."""
+        """The current status: `state`, `step`, `workers`, `restarts`, `failure` and more."""
         return self.place.status(self.name)
 
     def wait(
@@ -237,11 +237,11 @@ class Run:
         until: str | Callable[[JobStatus], bool] | None = None,
         timeout: str | float | None = None,
     ) -> JobStatus:
-        """Wait until training has reached a step, a state (`until="Running"`) or what a function of the status says
-        (`until=lambda status: len(status.world) == 1`); by default, its end. Returns the status.
+        """Wait until training reaches a step, a state (`until="Running"`) or a condition (`until=lambda status: len(status.world)
+        == 1`); by default, its end. Returns the status.
 
         `timeout` is a duration (`20m`) or a number of seconds; default: none. Raises Failed if the run fails, is cancelled or
-        stops before, and TimeoutError; neither changes the run.
+        stops first, and TimeoutError after the timeout. Neither affects the run.
         """
         from outlast.job.status import State
 
@@ -275,9 +275,11 @@ class Run:
         since: str | float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Return the log lines of one worker or of all, over all restarts; with `follow`, until the job ends; with `previous`,
-        only those of the attempt before the last one; in a cluster with `since`, only those no older than `10m` or a number of
-        seconds. `say` gets a sentence about what `follow` waits for."""
+        """Return the log lines of one worker or all workers, across restarts.
+
+        `follow` continues until the job ends, and passes messages about waits to `say`. `previous` selects the attempt before the
+        last one. `since`, only in a cluster, is the maximum age of a line: `10m`, or a number of seconds.
+        """
         from outlast.job import backend
 
         since_s = units.duration(since).total_seconds() if isinstance(since, str) else since
@@ -294,8 +296,7 @@ class Run:
         self.place.steer(self.name, "suspend")
 
     def resume(self, *, say: Callable[[str], None] = print) -> None:
-        """Continue a run that is suspended; on this machine also one that was interrupted, failed or was cancelled. Notes for the
-        user go to `say`."""
+        """Continue a suspended run; on this machine also an interrupted, failed or cancelled run. Messages go to `say`."""
         self.place.steer(self.name, "resume")
         self._begun = time.monotonic()
         for notice in self.place.notices:
@@ -310,14 +311,13 @@ class Run:
         self.place.forget(self.name, output=output)
 
     def chaos(self, action: str, worker: int | None = None, *, seed: int | None = None) -> str:
-        """Inject a fault, such as `kill-process` or `kill-worker`, and return a sentence about it. Without `worker`, the seed
-        picks one."""
+        """Inject a fault, such as `kill-process`. Returns a sentence about it. Without `worker`, the seed selects one."""
         return self.place.chaos(self.name, action, worker=worker, rng=random.Random(seed))
 
     def evaluate(self, *args: str, best: bool = False, step: int | None = None, show: Callable[[LogLine], None] = print) -> int:
-        """Run the script or module with `--evaluate` and `args` in one process, in a cluster in a pod, and return its exit code.
+        """Run the script or module with `--evaluate` and `args` in one process (in a cluster, in a pod). Returns its exit code.
 
-        With `best` or `step` it gets `--checkpoint=` as well. `show` gets the lines of a pod's log.
+        With `best` or `step`, `--checkpoint=` is passed as well. `show` receives the lines of a pod's log.
         """
         if best and step is not None:
             raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
@@ -337,13 +337,13 @@ class Run:
         seen = gather_evidence.job(self.place.cluster, self.name)
         causes = diagnosis.causes(seen, now)
         if not any(each.failed for each in causes):
-            with contextlib.suppress(OutlastError):  # agents may not be asked; the other causes are known
+            with contextlib.suppress(OutlastError):  # no permission to query agents; the other causes remain
                 suspicious = list(local_job.suspicious_ranks(self.status))
                 causes = suspicious + [each for each in causes if not suspicious or each.name != "training"]
         return Why(causes, dict(seen.forbidden))
 
     def report(self) -> Report:
-        """Return where the time of the run went. In a cluster, this needs an output in a store."""
+        """Return the time of the run by cause. In a cluster, this needs an output in a store."""
         from outlast.job.report import page
 
         shown = page.of(self.place, self.status)
@@ -411,12 +411,12 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Why:
-    """Why a run does not train. Its text is that of `outlast why`."""
+    """The causes that keep a run from training, with the text of `outlast why`."""
 
     causes: Sequence[Finding]
-    """The most important first; a single one that confirms it if the run trains."""
+    """Causes, the most important first; for a run that trains, a single finding that confirms this."""
     unseen: Mapping[str, str]
-    """Kinds of objects of the cluster that could not be read, with the reasons."""
+    """Kinds of cluster objects that could not be read, with the reasons."""
 
     def __str__(self) -> str:
         from outlast.kubernetes import diagnosis
@@ -426,7 +426,7 @@ class Why:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Where the time of a run went. Its text is that of `outlast report`."""
+    """The time of a run by cause, with the text of `outlast report`."""
 
     name: str
     account: Goodput
@@ -460,7 +460,7 @@ class Report:
 
 
 def _function(function: Callable[..., object], args: Sequence[object], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a job that calls a function. Keywords that are no fields are arguments of the function."""
+    """Return the fields of a job that calls a function. Other keywords are arguments of the function."""
     from outlast import function_call
     from outlast.job import spec
 
@@ -484,8 +484,8 @@ def find(name: str, *, namespace: str | None = None, context: str | None = None)
 def runs(
     *, namespace: str | None = None, context: str | None = None, all_namespaces: bool = False, selector: str = ""
 ) -> list[Run]:
-    """Return all runs on this machine, or in a namespace or all namespaces of a cluster, the newest last. `selector` selects
-    those of a cluster by their labels, such as `team=a,tier!=test`."""
+    """Return all runs on this machine, or in a namespace or all namespaces of a cluster, newest last. `selector` filters a
+    cluster's runs by labels, such as `team=a,tier!=test`."""
     place = _place(namespace, context, everywhere=all_namespaces, selector=selector)
     statuses = place.list()
     places = {each: _place(each, context) for each in {status.namespace for status in statuses}} if all_namespaces else {}
@@ -493,7 +493,7 @@ def runs(
 
 
 def end(place: Backend, name: str) -> None:
-    """Cancel a run, if there is one that has not ended, and wait for its end. Raises OutlastError after three minutes."""
+    """Cancel any unfinished run, and wait for its end. Raises OutlastError after three minutes."""
     try:
         if place.status(name).state.final:
             return

@@ -1,9 +1,9 @@
-"""A program that is not in the job's code: a script of the image, or Python code as text. The module that workers run.
+"""Runs a program outside of the job's code: a script of the image, or Python code as text. Workers run this module.
 
     module: outlast.command, args: [/opt/mnist/mnist.py, --epochs=1]
     module: outlast.command, args: [-c, "import torch; ..."]
 
-`script` in a job file names a file of the job's own code; documents of others name files of their image.
+`script` in a job file names a file in the job's code; documents of other systems name files in their image.
 """
 
 from __future__ import annotations

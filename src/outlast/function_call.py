@@ -1,7 +1,7 @@
 """Calls of a function as a job: `encoded` in the process that submits it, `main` in every rank.
 
-A function of a module is sent by name: its code is that of the job. One of a notebook or of `__main__` is sent by value, which
-needs cloudpickle. Functions of other modules are never sent as text.
+A function of a module is sent by name, since the job's code contains the module. A function of a notebook or of `__main__` is
+sent by value, which needs cloudpickle. Functions of other modules are never sent as text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outlast.base import units
 from outlast.base.errors import OutlastError, importing
 
 MOST_BYTES = 100_000
-"""Largest encoded call: Linux limits an argument of a program to 128 KiB."""
+"""Maximum length of an encoded call, since Linux limits an argument of a program to 128 KiB."""
 
 
 def encoded(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> str:
@@ -37,7 +37,7 @@ def encoded(function: Callable[..., object], args: Sequence[object], kwargs: Map
     try:
         data = dumps((function, tuple(args), dict(kwargs)))
         pickle.loads(data)
-    except Exception as error:  # whatever an object's own __reduce__ raises
+    except Exception as error:  # an object's __reduce__ may raise anything
         raise OutlastError(
             f"Job: {_culprit(dumps, function, args, kwargs) or name} cannot be sent to workers: {error}"
         ) from error
@@ -51,7 +51,7 @@ def encoded(function: Callable[..., object], args: Sequence[object], kwargs: Map
 
 
 def _importable(function: Callable[..., object]) -> bool:
-    """Return whether workers find the function by the name of its module."""
+    """Return whether workers can import the function by the name of its module."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module in (None, "__main__") or "<" in name:
         return False
@@ -84,7 +84,7 @@ def _culprit(
 
 
 def main(argv: Sequence[str]) -> None:
-    """Call the function of an encoded call."""
+    """Decode a call, and execute it."""
     try:
         function, args, kwargs = pickle.loads(zlib.decompress(base64.b64decode(argv[0])))
     except ModuleNotFoundError as error:

@@ -6,9 +6,9 @@
     outlast.hf.attach(trainer, batch=64)
     trainer.train()
 
-A run that is killed continues from the newest state, in memory or on a disk: with the same samples, the same global batch and,
-with as many ranks, the same bits. `save_steps`, `load_best_model_at_end` and `push_to_hub` write Hugging Face's own folders as
-before. docs/decisions/0060 has the design.
+A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the
+same number of ranks, results are bit-identical. `save_steps`, `load_best_model_at_end` and `push_to_hub` write Hugging Face's
+folders as before. Design: docs/decisions/0060.
 """
 
 # mypy: allow-untyped-calls
@@ -40,7 +40,7 @@ from outlast.training.samples import seeded
 from outlast.training.state import checkpoint, weights
 
 TESTED = "4.56, 4.57 and 5.23"
-"""Versions of transformers that the tests have run with."""
+"""Versions of transformers that the tests cover."""
 _HOOKS: dict[str, tuple[str, ...]] = {
     "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
     "get_train_dataloader": (),
@@ -53,23 +53,23 @@ _HOOKS: dict[str, tuple[str, ...]] = {
 }
 """Methods of the Trainer that we override or call, and the parameters that we rely on."""
 _ONLINE = ("GRPO", "RLOO", "PPO", "OnlineDPO", "XPO", "NashMD")
-"""Beginnings of the names of trainers that generate their samples while they train."""
+"""Name prefixes of trainers that generate samples during training."""
 _STATE = "trainer_state.json"
 _RANK = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
-"""Attributes of the Trainer of which each rank has other values; In transformers 4 the sum of losses is no attribute."""
+"""Attributes of the Trainer that differ between ranks. In transformers 4, the sum of losses is not an attribute."""
 
 
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
-"""Flags of the Trainer's control: the work that a step still owes when it ends."""
+"""Flags of the Trainer's control: the work that remains at the end of a step."""
 
 
 def attach(trainer: Trainer, batch: int) -> None:
-    """Make `trainer.train()` continue exactly after every failure and in every world that `batch` allows.
+    """Make `trainer.train()` continue exactly after every failure, and in every world that `batch` allows.
 
-    `batch` is the number of samples in one optimizer step over all ranks, whatever their number. Each rank computes its share in
-    micro-batches of at most `per_device_train_batch_size` samples; `gradient_accumulation_steps` follows. The order of samples is
-    a function of `args.seed`, and the last batch of an epoch is filled up with the epoch's first samples unless
-    `dataloader_drop_last` is set. Raises OutlastError for trainers that cannot continue exactly, with the reason.
+    `batch` is the number of samples per optimizer step, over all ranks. Each rank computes its share in micro-batches of at most
+    `per_device_train_batch_size` samples; `gradient_accumulation_steps` is set accordingly. The order of samples is a function of
+    `args.seed`. The last batch of an epoch is filled up with the epoch's first samples unless `dataloader_drop_last` is set.
+    Raises OutlastError, with the reason, for a trainer that cannot continue exactly.
     """
     if problem := _unsupported(trainer):
         raise OutlastError(f"outlast.hf.attach: {problem}")
@@ -81,7 +81,7 @@ def attach(trainer: Trainer, batch: int) -> None:
 
 
 def _unsupported(trainer: Trainer) -> str:
-    """The reason why a trainer cannot continue exactly, and the remedy; empty if it can."""
+    """Return the reason why a trainer cannot continue exactly, and the remedy; empty if it can."""
     if not isinstance(trainer, Trainer):
         return f"a {type(trainer).__name__} is no Trainer of transformers"
     if isinstance(trainer, _Attached):
@@ -135,10 +135,10 @@ def _unsupported_data(trainer: Trainer) -> str:
 
 
 class _Order(Order):
-    """The micro-batches of an epoch as the Trainer reads them: it skips as many as it has trained, so those are empty."""
+    """The micro-batches of an epoch for the Trainer, which skips as many as it has trained; those are empty."""
 
     stopped = False
-    """Whether training has ended already, so that no batch follows."""
+    """True if training has ended, so no batch follows."""
 
     def __iter__(self) -> Iterator[list[Any]]:
         yield from ([] for _ in range(self.step * self.accumulate))
@@ -147,7 +147,7 @@ class _Order(Order):
 
     @property
     def batch_sampler(self) -> _Order:
-        """Itself: the Trainer looks for `set_epoch` one level below the loader's batch sampler."""
+        """This object, since the Trainer looks for `set_epoch` one level below the loader's batch sampler."""
         return self
 
 
@@ -164,13 +164,13 @@ class _Attachment:
         self.position = _Position(self)
         self.order: _Order | None = None
         self.stub = ""
-        """Directory that holds nothing but the Trainer's own state, from which it learns the position; empty at first starts."""
+        """Directory with only the Trainer's own state, from which the Trainer reads its position; empty at first starts."""
         self.generators: dict[str, Any] = {}
         self.evaluation: dict[str, Any] | None = None
-        """States of the generators before the evaluation in progress."""
+        """States of the generators before the current evaluation."""
         retention = checkpoints.Retention.parse(os.environ)
         self.by = retention.by if retention.best and retention.by.startswith("eval_") else ""
-        """The metric of an evaluation by which the job keeps its best checkpoints; empty if it has none."""
+        """Evaluation metric that ranks the job's best checkpoints; empty without one."""
 
     def plan(self) -> None:
         """Set micro-batch and accumulation for this world. Raises OutlastError if it cannot share the batch."""
@@ -190,14 +190,14 @@ class _Attachment:
         trainer.add_callback(_Callback(self))
         with contextlib.ExitStack() as stack:
             self.run = stack.enter_context(self.session)
-            stack.callback(setattr, self, "run", None)  # evaluations that follow are the script's own
+            stack.callback(setattr, self, "run", None)  # later evaluations are the script's own
             if self.run.peek({"trainer": self.position}):
                 directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="outlast-hf-"))
                 resume_from_checkpoint = self.stub = self.position.write(Path(directory))
             return original(resume_from_checkpoint=resume_from_checkpoint, **options)
 
     def loader(self, original: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
-        """The Trainer's loader of training samples, with our order and seeded samples."""
+        """Return the Trainer's loader of training samples, with our order and seeded samples."""
         with seeded.preserved_generators():
             theirs = original()
         args = self.trainer.args
@@ -211,7 +211,7 @@ class _Attachment:
         return libraries.Loader(theirs, self.order, args.seed)
 
     def resume(self) -> None:
-        """Load the newest state, once the Trainer has made model, optimizer and schedule; then do the work that step owes."""
+        """Load the newest state once the Trainer has made model, optimizer and schedule, then do the step's remaining work."""
         trainer: Any = self.trainer
         assert self.run is not None
         ddp.settle(trainer.model_wrapped)
@@ -231,12 +231,12 @@ class _Attachment:
             self._do(owed)
 
     def _do(self, owed: Mapping[str, bool]) -> None:
-        """Log, evaluate and save as the resumed step would have: the state was saved before that."""
+        """Log, evaluate and save for the resumed step, whose state was saved before that."""
         trainer: Any = self.trainer
         assert self.order is not None
         for name, value in owed.items():
             setattr(trainer.control, name, value)
-        if self.position.at_end and trainer.state.global_step < trainer.state.max_steps:  # it has more steps to do now
+        if self.position.at_end and trainer.state.global_step < trainer.state.max_steps:  # the run has been extended
             trainer.control.should_training_stop = False
         whole = trainer.state.global_step % self.order.steps_per_epoch == 0
         epoch = int(trainer.state.epoch)
@@ -249,7 +249,7 @@ class _Attachment:
         self.order.stopped = trainer.control.should_training_stop
 
     def boundary(self) -> None:
-        """End a step. A checkpoint that is ranked by the evaluation of this step is saved once that is done, as of now."""
+        """End a step. A checkpoint ranked by this step's evaluation is saved after it, with the current state."""
         run, state, control = self.run, self.trainer.state, self.trainer.control
         assert run is not None
         assert self.order is not None
@@ -262,15 +262,15 @@ class _Attachment:
             self.position.held = copy.deepcopy((self.position.state_dict(), self.position.loader_state()))
 
     def measured(self, metrics: Mapping[str, Any]) -> None:
-        """Save the checkpoint that has waited for this evaluation, with its metric."""
+        """Save the checkpoint that waits for this evaluation, with its metric."""
         if self.position.held and self.evaluation is not None and self.run is not None and self.by in metrics:
-            checkpoint.set_generators(self.evaluation)  # those of the evaluation are not used again
+            checkpoint.set_generators(self.evaluation)  # as before the evaluation
             self.run.save(self.trainer.state.global_step, metric=metrics[self.by])
             self.position.held = None
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluate without a trace in the random numbers of training."""
+        """Evaluate without affecting the random numbers of training."""
         with checkpoint.kept_generators() as self.evaluation:
             yield
         self.evaluation = None
@@ -353,7 +353,7 @@ class _Callback(TrainerCallback):
 
 
 class _Position:
-    """The Trainer's own state, with `state_dict` and `load_state_dict`: its step, logs, callbacks, and what the step owes."""
+    """The Trainer's step, logs, callbacks, and remaining work of the step, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, attachment: _Attachment) -> None:
         self._attachment = attachment
@@ -370,12 +370,11 @@ class _Position:
 
     @property
     def at_end(self) -> bool:
-        """Whether the saved step was the last of the run as it was then."""
+        """True if the saved step was the last one under the settings at that time."""
         return bool(json.loads(self._saved["state"])["max_steps"] == self.step)
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return int(self._attachment.trainer.state.max_steps)
 
     def state_dict(self) -> dict[str, Any]:
@@ -413,7 +412,7 @@ class _Position:
         self.step, self.owed = state["step"], dict(state["owed"])
 
     def write(self, directory: Path) -> str:
-        """Write the Trainer's state as it writes it itself, and return the path of the directory."""
+        """Write the Trainer's state in its own format. Returns the directory."""
         history = [json.loads(line) for line in self._saved["log"].splitlines()]
         state = json.loads(self._saved["state"]) | {"log_history": history}
         state["train_batch_size"] = self._attachment.trainer.args.train_batch_size
@@ -421,7 +420,7 @@ class _Position:
         return str(directory)
 
     def put(self) -> None:
-        """Put the saved values into the Trainer, which has read its state."""
+        """Restore the saved values in the Trainer, after it has read its state."""
         trainer: Any = self._attachment.trainer
         values = dict(self._rank)
         if not hasattr(trainer, "_tr_loss"):  # the next log is the mean of the steps since this start

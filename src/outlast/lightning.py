@@ -6,9 +6,9 @@
     outlast.lightning.attach(trainer, batch=64)
     trainer.fit(model, loader)
 
-A run that is killed continues from the newest state, in memory or on a disk: with the same samples, the same global batch and,
-with as many ranks, the same bits. Loggers, ModelCheckpoint and EarlyStopping go on as they are. docs/decisions/0060 has the
-design.
+A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the
+same number of ranks, results are bit-identical. Loggers, ModelCheckpoint and EarlyStopping work unchanged. Design:
+docs/decisions/0060.
 """
 
 # mypy: allow-untyped-calls
@@ -50,9 +50,9 @@ _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
 )  # fmt: skip
-"""Arguments of `self.log`, as Lightning keeps them."""
+"""Arguments of `self.log` that Lightning stores."""
 TESTED = "2.6"
-"""Versions of lightning that the tests have run with."""
+"""Versions of lightning that the tests cover."""
 _ATTRIBUTES = (
     *(f"_logger_connector.{name}" for name in _LOGGED),
     "fit_loop._data_fetcher",
@@ -67,13 +67,13 @@ _CHANGING = (
     callbacks.WeightAveraging, callbacks.StochasticWeightAveraging, callbacks.ModelPruning, callbacks.BaseFinetuning,
     callbacks.GradientAccumulationScheduler, callbacks.BatchSizeFinder, callbacks.LearningRateFinder,
 )  # fmt: skip
-"""Callbacks that keep weights of their own, or change the batch or which weights train."""
+"""Callbacks that keep extra weights, or change the batch or the set of trainable weights."""
 
 
 def world(strategy: Any = "ddp") -> dict[str, Any]:
-    """Return the arguments of Trainer that describe the processes of this start: devices, num_nodes and strategy.
+    """Return Trainer's arguments for the processes of this start: devices, num_nodes and strategy.
 
-    They are read from the environment, since each start may have another number of workers. Without workers there are none.
+    They come from the environment, since each start may have a different number of workers. Without workers, the result is empty.
     """
     if "WORLD_SIZE" not in os.environ:
         return {}
@@ -82,14 +82,14 @@ def world(strategy: Any = "ddp") -> dict[str, Any]:
 
 
 def attach(trainer: Trainer, batch: int, *, seed: int | None = None) -> None:
-    """Make `trainer.fit()` continue exactly after every failure and in every world that `batch` allows.
+    """Make `trainer.fit()` continue exactly after every failure, and in every world that `batch` allows.
 
-    `batch` is the number of samples in one optimizer step over all ranks, whatever their number. Each rank computes its share in
-    micro-batches of at most as many samples as the training loader's `batch_size`; `accumulate_grad_batches` follows, and
-    `val_check_interval` counts optimizer steps. The order of samples is a function of `seed` (default: the one of
-    `L.seed_everything`), and the last batch of an epoch is filled up with the epoch's first samples unless the loader has
-    `drop_last`. `fit(ckpt_path=...)` counts at the first start only. Outside of a job, states are kept in `out` below the
-    Trainer's `default_root_dir`. Raises OutlastError for what cannot continue exactly, here or in `fit`, with the reason.
+    `batch` is the number of samples per optimizer step, over all ranks. Each rank computes its share in micro-batches no larger
+    than the training loader's `batch_size`; `accumulate_grad_batches` is set accordingly, and `val_check_interval` counts
+    optimizer steps. The order of samples is a function of `seed` (default: that of `L.seed_everything`). The last batch of an
+    epoch is filled up with the epoch's first samples unless the loader has `drop_last`. Only the first start reads
+    `fit(ckpt_path=...)`. Outside of a job, states are in `out` below the Trainer's `default_root_dir`. Raises OutlastError with
+    the reason, here or in `fit`, if training cannot continue exactly.
     """
     if problem := _problem(trainer):
         raise OutlastError(f"outlast.lightning.attach: {problem}")
@@ -103,12 +103,12 @@ def attach(trainer: Trainer, batch: int, *, seed: int | None = None) -> None:
 
 
 def _at(trainer: Any, path: str) -> Any:
-    """A part of a trainer by its path of attributes; the trainer itself if that is empty."""
+    """Return a part of a trainer by its path of attributes; the trainer itself for an empty path."""
     return operator.attrgetter(path)(trainer) if path else trainer
 
 
 def _problem(trainer: Any) -> str:
-    """The reason why a trainer cannot continue exactly, and the remedy; empty if it can."""
+    """Return the reason why a trainer cannot continue exactly, and the remedy; empty if it can."""
     made = type(trainer)
     if not issubclass(made, Trainer):
         package = made.__module__.partition(".")[0]
@@ -139,7 +139,7 @@ def _problem(trainer: Any) -> str:
 
 
 def _missing(trainer: Any) -> str:
-    """The first method that we override, or attribute that we use, which this Lightning lacks or has with other parameters."""
+    """Return the first method or attribute that we need and this Lightning lacks, or defines with other parameters."""
     for path, mixin in _HOOKS.items():
         methods = {name: method for name, method in vars(mixin).items() if inspect.isfunction(method)}
         parameters = {name: tuple(inspect.signature(method).parameters)[1:] for name, method in methods.items()}
@@ -150,7 +150,7 @@ def _missing(trainer: Any) -> str:
 
 
 def _callback_problem(trainer: Any) -> str:
-    """The same for the callbacks, of which a module may add some in `fit`."""
+    """Return the same for the callbacks. A module may add some in `fit`."""
     names = [type(each).__name__ for each in trainer.callbacks if isinstance(each, _CHANGING)]
     return f"{names[0]} changes weights or batches in ways that no state holds; leave it out" if names else ""
 
@@ -158,7 +158,7 @@ def _callback_problem(trainer: Any) -> str:
 class _Order(Order):
     @property
     def sampler(self) -> _Order:
-        """Itself: the fit loop looks for `set_epoch` at the sampler of the loader's batch sampler."""
+        """This object, since the fit loop looks for `set_epoch` at the sampler of the loader's batch sampler."""
         return self
 
 
@@ -173,17 +173,17 @@ class _Attachment:
         self.position = _Position(trainer)
         self.order: _Order | None = None
         self.owing = False
-        """Whether the step that the run continues from has work left: its validation, and the end of its epoch."""
+        """True if the step to continue from has work left: its validation, and the end of its epoch."""
         self.generators: dict[str, Any] = {}
         self.leavable = False
-        """Whether all ranks take part in the validation in progress with as many batches."""
+        """True if all ranks run the current validation with the same number of batches."""
         self.ranked = bool(checkpoints.Retention.parse(os.environ).best)
-        """Whether the job keeps its best checkpoints: one that is due waits for the validation of its step, with its metric."""
+        """True if the job keeps its best checkpoints: a due checkpoint waits for its step's validation, and gets its metric."""
         self.unmeasured = False
-        """Whether a checkpoint waits for the validation of its step."""
+        """True if a checkpoint waits for the validation of its step."""
 
     def begin(self, ckpt_path: Any) -> bool:
-        """Open the session, and learn the position. Returns whether there is a state to continue from."""
+        """Open the session, and read the position. Returns whether a state to continue from exists."""
         trainer = self.trainer
         problem = _callback_problem(trainer)
         if not trainer.lightning_module.automatic_optimization:
@@ -199,7 +199,7 @@ class _Attachment:
         return self.owing
 
     def loader(self, theirs: Any) -> Any:
-        """The user's loader of training samples, with our order and seeded samples."""
+        """Return the user's loader of training samples, with our order and seeded samples."""
         trainer = self.trainer
         several = "there are several loaders of training samples; give one" if self.order is not None else ""
         if problem := several or libraries.unordered_loader(theirs):
@@ -213,7 +213,7 @@ class _Attachment:
         return libraries.Loader(theirs, self.order, self.seed)
 
     def count_steps(self) -> None:
-        """Validate after as many optimizer steps in every world: `val_check_batch` counts micro-batches of a rank."""
+        """Validate after equally many optimizer steps in every world: `val_check_batch` counts a rank's micro-batches."""
         trainer, every = self.trainer, self.trainer.val_check_interval
         if self.order is None or not isinstance(every, int | float):
             return
@@ -227,7 +227,7 @@ class _Attachment:
         trainer.val_check_batch = steps * self.order.accumulate
 
     def resume(self) -> None:
-        """Load the newest state, once Lightning has made optimizers and schedules, and has read `ckpt_path` if it does."""
+        """Load the newest state once Lightning has made optimizers and schedules, and has read any `ckpt_path`."""
         trainer, strategy, fit = self.trainer, self.trainer.strategy, self.trainer.fit_loop
         if len(strategy.optimizers) != 1:
             raise OutlastError(f"outlast.lightning: {len(strategy.optimizers)} optimizers; configure_optimizers must return one")
@@ -258,7 +258,7 @@ class _Attachment:
         iter(fit._data_fetcher)  # what `setup_data` has made begins with the first batch
 
     def begin_again(self) -> None:
-        """Let the loops go on as if they had not been interrupted."""
+        """Make the loops continue as if they had not been interrupted."""
         self.owing = False
         fit = self.trainer.fit_loop
         for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
@@ -287,7 +287,7 @@ class _Attachment:
 
     @contextlib.contextmanager
     def validating(self, batches: list[Any]) -> Iterator[None]:
-        """Validate without a trace in the random numbers of training. A collective, but for validation within a step."""
+        """Validate without affecting the random numbers of training. A collective, except for validation within a step."""
         trainer, run = self.trainer, self.run
         ended = run is not None and not trainer.sanity_checking and not trainer.fit_loop._should_accumulate()
         with checkpoint.kept_generators():
@@ -313,7 +313,7 @@ class _Attachment:
                 self.save(metric=math.nan if self.ranked else None)
 
     def save(self, metric: float | None = None) -> None:
-        """Save the last step as it was at its end."""
+        """Save the state at the end of the last step."""
         if self.run is not None and self.position.held is not None:
             with checkpoint.kept_generators():
                 checkpoint.set_generators(self.position.held.generators)
@@ -426,7 +426,7 @@ _HOOKS: dict[str, type[_Mixin]] = {
     "fit_loop.epoch_loop": _EpochLoop,
     "fit_loop.epoch_loop.val_loop": _ValidationLoop,
 }
-"""The classes to mix into those of a Trainer and of its parts."""
+"""Mixins for the classes of a Trainer and its parts."""
 
 
 class _Held(NamedTuple):
@@ -438,7 +438,7 @@ class _Held(NamedTuple):
 
 
 class _Position:
-    """The state of a Trainer beside weights, optimizer and schedules, with `state_dict` and `load_state_dict`."""
+    """The state of a Trainer besides weights, optimizer and schedules, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -449,14 +449,13 @@ class _Position:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         steps = self._trainer.estimated_stepping_batches
         if steps == float("inf"):
             raise AttributeError("this run has no last step")
         return int(steps)
 
     def hold(self) -> None:
-        """Keep the present state as the one to save until `held` is None again."""
+        """Keep the current state for saves until `held` is None again."""
         self.held = None
         self.held = _Held(self.state_dict(), self.loader_state(), checkpoint.generators())
 
@@ -481,7 +480,7 @@ class _Position:
         }
 
     def loader_state(self) -> dict[str, Any]:
-        """Return the values that only this rank has: the epoch's means of what the module logs, and its metrics."""
+        """Return the values that only this rank has: the epoch's means of logged values, and its metrics."""
         if self.held is not None:
             return self.held.own
         return {"results": self._results(), "metrics": {name: _taken(each) for name, each in self._metrics().items()}}
@@ -502,7 +501,7 @@ class _Position:
             trainer.datamodule.load_state_dict(self._saved["datamodule"])
 
     def put_loops(self) -> None:
-        """Load loops and logged values, once the module is on its device. In another world, rank 0's means go on."""
+        """Load loops and logged values, once the module is on its device. In another world, rank 0's means are used."""
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(self._converted(copy.deepcopy(self._saved["loops"]), operator.mul))
         trainer.should_stop = self._saved["should_stop"]
@@ -565,5 +564,4 @@ def _put(metric: Metric, saved: Mapping[str, Any], device: torch.device) -> None
 
 
 def _copied(value: Any, device: torch.device | str = "cpu") -> Any:
-    """Return a copy with its tensors on `device`."""
     return map_tensors(value, lambda tensor: tensor.detach().to(device, copy=True))

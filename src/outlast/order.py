@@ -29,8 +29,7 @@ _ROUNDS = 8
 _AT_A_TIME = 4096
 """Positions of a rank that are permuted at a time."""
 VERSION = 1
-"""Version of the permutation, a part of every key. A change of the permutation without a new version would repeat some samples in
-resumed runs and skip others."""
+"""Version of the permutation, in every key. A changed permutation without a new version would repeat and skip samples."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
@@ -125,14 +124,14 @@ class Plan(NamedTuple):
 
 
 def worlds(batch: int) -> list[int]:
-    """The numbers of ranks among which a global batch of `batch` samples can be shared equally."""
+    """Return the numbers of ranks that can share a global batch of `batch` samples equally."""
     return [ranks for ranks in range(1, batch + 1) if batch % ranks == 0]
 
 
 def plan(batch: int, ranks: int, most: int | None = None) -> Plan:
     """Share a global batch of `batch` samples equally among `ranks`, in micro-batches of at most `most` samples.
 
-    The largest such micro-batch is used. Raises ValueError if the batch cannot be shared, with the numbers of ranks that can.
+    Uses the largest such micro-batch. If `ranks` cannot share the batch, raises ValueError with the numbers of ranks that can.
     """
     for name, value in (("batch", batch), ("ranks", ranks), ("most", most)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -178,9 +177,9 @@ class BatchSampler:
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.epoch = 0
         self.step = 0
-        """Optimizer steps of this epoch that the next iteration leaves out."""
+        """Optimizer steps of this epoch that the next iteration skips."""
         self._computed: tuple[object, Indices] = None, np.empty((0, 0), np.int64)
-        """This rank's samples in some steps, shape (steps, share), after what they were computed for."""
+        """A key, and this rank's samples in the steps computed for it, shape (steps, share)."""
 
     def set_epoch(self, epoch: int) -> None:
         """Begin with the first batch of `epoch`, unless `seek` has chosen a step of it."""
@@ -192,7 +191,7 @@ class BatchSampler:
         self.epoch, self.step = divmod(step, self.steps_per_epoch)
 
     def __len__(self) -> int:
-        """Micro-batches of a whole epoch."""
+        """Return the number of micro-batches of a whole epoch."""
         return self.steps_per_epoch * self.accumulate
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -201,12 +200,12 @@ class BatchSampler:
             yield from self.micro_batches(step)
 
     def micro_batches(self, step: int) -> Iterator[list[Any]]:
-        """This rank's micro-batches in one step of the epoch."""
+        """Yield this rank's micro-batches in one step of the epoch."""
         for piece in self._share(step).reshape(self.accumulate, self.batch_size):
             yield piece.tolist()
 
     def _share(self, step: int) -> Indices:
-        """This rank's samples in one step; shape (share,). A block of steps is computed at once, for little more than one."""
+        """Return this rank's samples in one step; shape (share,). Computes a block of steps at once, at little more cost."""
         share = self.batch_size * self.accumulate
         count = max(1, _AT_A_TIME // share)
         block, row = divmod(step, count)
@@ -221,7 +220,7 @@ class BatchSampler:
 
 
 class Loader:
-    """Micro-batches of a map-style dataset for ever, with a state that fits every number of ranks, as torchtitan's loaders have.
+    """Endless micro-batches of a map-style dataset, with torchtitan's loader interface and a state for any number of ranks.
 
     `sampler` is a `BatchSampler`, and `collate` joins a list of samples. The state is the number of micro-batches handed out,
     counted in optimizer steps of the world: the same on all ranks. Take it between two optimizer steps.
@@ -248,7 +247,7 @@ class Loader:
         return {"version": VERSION, "steps": steps, "batch": self.sampler.batch, "samples": self.sampler.samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the position in `state`. Raises ValueError if the batch or the dataset is another one."""
+        """Continue at the position in `state`. Raises ValueError for a different batch or dataset."""
         for name in ("batch", "samples"):
             if state[name] != getattr(self.sampler, name):
                 raise ValueError(f"the position was saved with {name}={state[name]}, and it is {getattr(self.sampler, name)} now")

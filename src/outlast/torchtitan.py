@@ -9,8 +9,8 @@
         ...
     )
 
-A run that is killed continues from the newest state, in memory or on a disk: with the same samples, the same global batch and,
-with as many ranks, the same bits. docs/decisions/0060 has the design.
+A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the
+same number of ranks, results are bit-identical. Design: docs/decisions/0060.
 """
 
 # mypy: allow-untyped-calls, allow-subclassing-any
@@ -35,7 +35,7 @@ from outlast.training.samples.stream import kind
 from outlast.training.state import checkpoint, weights
 
 TESTED = "0.3.0"
-"""Versions of torchtitan that the tests have run with."""
+"""Versions of torchtitan that the tests cover."""
 _OTHER = f"torchtitan {torchtitan.__version__} has another {{}} than this Outlast knows; tested: {TESTED}"
 
 try:
@@ -51,10 +51,10 @@ _TRAINER = ("config", "dataloader", "metrics_processor", "model_parts", "ntokens
 
 
 class Loader(order.Loader, BaseDataLoader):
-    """Micro-batches in an order that does not depend on the number of ranks, for ever.
+    """Endless micro-batches, in an order that does not depend on the number of ranks.
 
-    The state is the position, the same on all ranks, so a run continues with another degree of data parallelism; torchtitan's own
-    loaders refuse that. It can also be used without our `CheckpointManager`.
+    The state is the position, equal on all ranks, so a run can continue with another degree of data parallelism, unlike with
+    torchtitan's own loaders. Does not need our `CheckpointManager`.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -62,11 +62,11 @@ class Loader(order.Loader, BaseDataLoader):
         """The Trainer's `dataloader`."""
 
         make: Annotated[Callable[[Any, int], DataLoader[Any]], tyro.conf.Suppress]
-        """Makes a DataLoader, given the tokenizer and `seq_len`. It has a dataset with a length, whose samples are pairs
-        `({"input": tokens, ...}, labels)` of tensors of shape (seq_len,), and is not read itself: dataset, collator, workers,
-        `shuffle` and `drop_last` are taken from it, and micro-batches have `training.local_batch_size` samples."""
+        """Function of the tokenizer and `seq_len` that returns a DataLoader. Its dataset has a length, and its samples are pairs
+        `({"input": tokens, ...}, labels)` of tensors of shape (seq_len,). We take dataset, collator, workers, `shuffle` and
+        `drop_last` from it; micro-batches have `training.local_batch_size` samples."""
         batch: int
-        """The number of samples in one optimizer step over all ranks: `training.global_batch_size`."""
+        """The number of samples per optimizer step, over all ranks: `training.global_batch_size`."""
         seed: int = 0
         """The seed of the order, and of random samples."""
 
@@ -93,12 +93,12 @@ class Loader(order.Loader, BaseDataLoader):
 
 
 class CheckpointManager(checkpointer.CheckpointManager):
-    """Snapshots and checkpoints of Outlast at the end of each step, beside torchtitan's own checkpoints.
+    """Outlast's snapshots and checkpoints at the end of each step, beside torchtitan's own checkpoints.
 
-    Training continues from Outlast's newest state. At the first start a checkpoint of torchtitan is imported as its options say
-    (`initial_load_path`, `load_step`, an existing `folder`); later it is not read. They are written as before, every `interval`
-    steps and at the end; with `load_only` they are not. Raises OutlastError for what cannot continue exactly, before the first
-    step.
+    Training continues from Outlast's newest state. The first start imports torchtitan's checkpoint according to its options
+    (`initial_load_path`, `load_step`, an existing `folder`); later starts do not read it. Torchtitan's checkpoints are still
+    written every `interval` steps and at the end, except with `load_only`. Raises OutlastError before the first step if training
+    cannot continue exactly.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -106,12 +106,12 @@ class CheckpointManager(checkpointer.CheckpointManager):
         """The Trainer's `checkpoint`, with the options of torchtitan's."""
 
         enable: bool = True
-        """Whether to save and resume at all."""
+        """True to save and resume."""
 
     run: Session | None = None
-    """The session while training runs, for `run.gather` and the like."""
+    """The session while training runs, e.g. for `run.gather`."""
     _logged: tuple[int, dict[str, Any]] = (0, {})
-    """The last step that had metrics, and these."""
+    """The last step with metrics, and its metrics."""
 
     def _load(self, step: int = -1) -> bool:
         trainer, loader = self.states[checkpointer.TRAIN_STATE], self.states[checkpointer.DATALOADER]
@@ -133,11 +133,11 @@ class CheckpointManager(checkpointer.CheckpointManager):
         if not self.run.resume({**things, **others}):
             return bool(super()._load(step))
         if config.validator.enable and trainer.validator.should_validate(trainer.step):
-            trainer.validator.validate(trainer.model_parts, trainer.step)  # comes after the boundary that was saved
+            trainer.validator.validate(trainer.model_parts, trainer.step)  # validation follows the saved boundary
         return True
 
     def _observe(self, trainer: Any, run: Session) -> None:
-        """Note the metrics of steps. Let validations leave no trace in the random numbers of training, nor seem to hang."""
+        """Record the metrics of steps. Validations neither affect the random numbers of training nor count as hangs."""
         log = trainer.metrics_processor.logger.log
 
         def noted(metrics: dict[str, Any], step: int) -> None:
@@ -162,7 +162,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
             self.run.log(curr_step, **(metrics if step == curr_step else {}))
             try:
                 self.run.boundary(curr_step)
-            except SystemExit:  # which torchtitan's main does not catch
+            except SystemExit:  # torchtitan's main does not catch it
                 self._end()
                 raise
         return saved
@@ -177,13 +177,13 @@ class CheckpointManager(checkpointer.CheckpointManager):
             run.__exit__(*sys.exc_info())
 
     def __del__(self) -> None:
-        """Release threads. The session has ended, or its process ends without it: its end would wait for the other ranks."""
+        """Release threads without ending the session, which would wait for the other ranks."""
         if getattr(self, "enable", False):
             super()._close()
 
 
 def _unsupported(trainer: Any, loader: Any) -> str:
-    """The reason why a Trainer cannot continue exactly, and the remedy; empty if it can."""
+    """Return the reason why a Trainer cannot continue exactly, and the remedy; empty if it can."""
     if name := libraries.missing(checkpointer.CheckpointManager, _HOOKS):
         return _OTHER.format(f"CheckpointManager.{name}")
     if name := next((name for name in _TRAINER if not hasattr(trainer, name)), ""):
@@ -210,7 +210,6 @@ class _Position:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return int(self._trainer.config.training.steps)
 
     def state_dict(self) -> dict[str, int]:

@@ -19,9 +19,9 @@ def kubectl_plugin() -> NoReturn:
 
 
 def kubectl_completion() -> None:
-    """Complete the last of the words of `kubectl outlast ...`: kubectl runs `kubectl_complete-outlast WORDS` for that, and reads
-    a name, a tab and a description per line, as fish does, and then a directive.
+    """Complete the last word of `kubectl outlast ...` for kubectl, which runs `kubectl_complete-outlast WORDS`.
 
+    kubectl reads one name, tab and description per line, as fish does, and then a directive:
     https://github.com/kubernetes/sample-cli-plugin#shell-completion
     """
     from outlast.cli.completion import PLUGIN
@@ -37,8 +37,7 @@ def kubectl_completion() -> None:
 
 
 def main(args: Sequence[str] | None = None, *, backend: Any = None, name: str = "outlast") -> NoReturn:
-    """Run the command line with `args` (default: the arguments of this process) on a `Backend` (default: this machine), and
-    exit. `name` is the name of the program."""
+    """Run the command line `name` with `args` (default: sys.argv) on a `Backend` (default: this machine), and exit."""
     if (sys.argv[1:] if args is None else args) == ["agent"]:
         from outlast import __main__ as roles
 

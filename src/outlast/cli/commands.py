@@ -91,7 +91,6 @@ app = typer.Typer(
 
 
 def _versions(requested: bool) -> None:
-    """Print the versions of Outlast, Python and PyTorch."""
     if not requested:
         return
     import platform

@@ -24,8 +24,7 @@ _TIMEOUT_S = 1.0
 
 
 def jobs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of jobs: in the cluster given by preceding options, else in this directory, else in the current
-    cluster."""
+    """Return the names of jobs: in the cluster of preceding options, else in this directory, else in the current cluster."""
     return _offered(lambda: _jobs(ctx), incomplete)
 
 

@@ -59,11 +59,9 @@ class Terminal:
             self._console.print(Text("\n").join(map(_line, lines)), soft_wrap=True)
 
     def say(self, sentence: str) -> None:
-        """Print a sentence above the panel."""
         self._console.print(Text.assemble(("outlast | ", "bold"), (sentence, "bold")), soft_wrap=True)
 
     def update(self, status: JobStatus) -> None:
-        """Redraw the panel."""
         self._live.update(panel(status, time.time()), refresh=True)
 
 

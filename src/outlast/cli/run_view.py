@@ -57,11 +57,9 @@ class Plain:
     """Prints workers' lines on standard output, and Outlast's sentences on standard error."""
 
     def lines(self, lines: Sequence[LogLine]) -> None:
-        """Print the lines with their workers' names as prefixes."""
         terminal.log(lines)
 
     def say(self, sentence: str) -> None:
-        """Print a sentence with the prefix `outlast`."""
         terminal.say(sentence)
 
     def update(self, status: JobStatus) -> None:
@@ -124,13 +122,13 @@ def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, 
                     shown.say(sentence)
                 return killed, KILLED
             shown.say(f"{leaving(status)}; press Ctrl-C again to kill it")
-            with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
+            with contextlib.suppress(OutlastError):  # it has just ended, as the status shows
                 place.steer(name, "interrupt")
 
 
 def _kill(place: Backend, name: str) -> JobStatus:
     """Kill the job, and return its status once the job has ended, or after a timeout."""
-    with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
+    with contextlib.suppress(OutlastError):  # it has just ended, as the status shows
         place.steer(name, "kill")
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while (status := place.status(name)).state.active and time.monotonic() < deadline:
@@ -148,8 +146,7 @@ def exit_code(status: JobStatus) -> int:
 
 
 def summary(status: JobStatus, now: float) -> Iterator[str]:
-    """Yield the summary of an ended or stopped run: its duration and output, the reason of its failure, the command that resumes
-    it, and warnings."""
+    """Yield the summary of an ended run: duration, output, reason of a failure, the command that resumes it, warnings."""
     took = units.human_seconds(tables_and_pages.lasted(status, now))
     did = [
         f"{tables_and_pages.steps(status)}{' steps' if status.epoch is None else ''} in {took}" if status.step else took,
@@ -210,7 +207,6 @@ class _Logs:
         return lines
 
     def rest(self) -> Iterator[list[LogLine]]:
-        """Yield the remaining lines."""
         quiet_since = time.monotonic()
         while not self._over and time.monotonic() - quiet_since < _DRAIN_TIMEOUT_S:
             if lines := self.take(_POLL_S):

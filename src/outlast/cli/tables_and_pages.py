@@ -175,8 +175,7 @@ def newest_snapshot(status: JobStatus) -> str | None:
 
 
 def in_store(store: StoreStatus, now: float) -> str:
-    """Format the state of uploads: `s3://bucket/runs/digits: step 800, all uploaded 12s ago`, or the beginning and reason of
-    failures."""
+    """Format the state of uploads: `s3://bucket/runs/digits: step 800, all uploaded 12s ago`, or since when and why they fail."""
     parts = [f"step {store.step}"] if store.step else []
     uploaded = "uploaded" if store.backlog else "all uploaded"
     if store.pushed or not parts:
@@ -199,8 +198,7 @@ def _most(total: LostStatus) -> str:
 
 
 def failure(failed: Failure) -> str:
-    """Describe a failure: the first failing rank, how it ended, and the end of its traceback or, without a traceback, of its
-    log."""
+    """Describe a failure: the first failing rank, how it ended, and the end of its traceback or else of its log."""
     where = [f"generation {failed.generation}"] if failed.generation else []
     where += [f"step {failed.step}"] if failed.step is not None else []
     where += [f"exit code {failed.code}"] if failed.code >= 0 and "exit code" not in failed.reason else []
@@ -262,8 +260,7 @@ def page(status: JobStatus, now: float) -> str:
 
 
 def _has_uploads(store: StoreStatus, status: JobStatus) -> bool:
-    """Return whether the store has more information than its URL. In a cluster, the URL is already shown as the output, and only
-    agents know more."""
+    """Return whether the store has more information than its URL, which the output shows in a cluster. Only agents have more."""
     return store.url != status.output or bool(store.step or store.pushed or store.since)
 
 

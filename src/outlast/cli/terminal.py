@@ -140,11 +140,10 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextlib.contextmanager
 def without_carets(fd: int = 0) -> Iterator[None]:
-    """Keep a terminal from printing `^C`. Behind a panel as wide as the terminal, `^C` would take another line, and the panel's
-    top edge would stay on the screen."""
+    """Keep a terminal from printing `^C`, which would take another line below a panel, and leave its top edge on the screen."""
     try:
         before = termios.tcgetattr(fd)
-    except (termios.error, OSError):  # no terminal
+    except (termios.error, OSError):  # not a terminal
         yield
         return
     flags = before.copy()
@@ -171,7 +170,7 @@ def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
 
 class Folded:
     """Filters echoes: lines that survivors of a failure print only because another rank has ended. One echo per worker stays,
-    after the cause. Of the lines with which all workers start again, one stays."""
+    after the cause. Lines that all workers print at a restart are shown once."""
 
     def __init__(self) -> None:
         self._below: dict[int, LogLine] = {}

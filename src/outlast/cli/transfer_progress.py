@@ -49,7 +49,7 @@ def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Cal
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Yield an event that the first SIGINT or SIGTERM sets. The first signal also ends a wait for a store; the second kills the
+    """Yield an event that the first SIGINT or SIGTERM sets, which also ends a wait for a store. The second signal kills the
     process. `Stopped` ends the command."""
     stop = threading.Event()
     caught: list[int] = []

@@ -36,13 +36,13 @@ _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 300.0
 """Seconds that a launcher may take to exit: the workers save, and the launcher reads the whole ledger for the final goodput."""
 _NOTICE_DELAY_S = 1.0
-"""Seconds of waiting for workers to exit before a message about the wait."""
+"""Seconds to wait for workers to exit before telling the user."""
 
 
 class LocalBackend:
-    """The backend of this machine; `state` is usually `.outlast` in the working directory.
+    """The backend of this machine. `state` is usually `.outlast` in the working directory.
 
-    `start` starts a command that outlives this process, with its output appended to a file and an environment (`env`).
+    `start` launches a command that outlives this process, with an environment (`env`), and appends its output to a file.
     """
 
     poll_s = 0.3
@@ -51,7 +51,7 @@ class LocalBackend:
         self._root = state.absolute()
         self._start = start
         self.notices: list[str] = []
-        """Messages for the user about the most recently submitted or resumed job."""
+        """Messages for the user about the job submitted or resumed last."""
 
     # Submitting
 
@@ -83,8 +83,7 @@ class LocalBackend:
         return run
 
     def ensure(self, name: str) -> bool:
-        """Start a launcher if the job is active and has neither a running nor a starting launcher. Returns whether this method
-        started a launcher."""
+        """Start a launcher if an active job has none running or starting. Returns whether one was started."""
         state_dir = self._existing(name)
         status = self._read(state_dir)
         if not status.state.active or state_dir.has_launcher():
@@ -95,7 +94,7 @@ class LocalBackend:
         return True
 
     def _wait_until_stopped(self, state_dir: StateDir) -> None:
-        """Wait for a launcher that is ending. Raises AlreadyRunning if the job goes on."""
+        """Wait for an exiting launcher. Raises AlreadyRunning if the job is not ending."""
         began, name, announced = time.monotonic(), state_dir.path.name, False
         while state_dir.has_launcher():
             ending = state_dir.run.exists() and (self._read(state_dir).finished is not None or Request.read(state_dir).end)
@@ -108,7 +107,7 @@ class LocalBackend:
             time.sleep(0.02)
 
     def _launch(self, state_dir: StateDir, *, new: bool = False) -> None:
-        """Start the launcher, for a `new` or resumed run in a copy of our version of Outlast, else in that of the run."""
+        """Start the launcher from the run's copy of Outlast. A `new` or resumed run first gets a copy of this version."""
         if new:
             try:
                 copy = str(package_copy.make(cache_eviction.cache(os.environ)))
@@ -126,8 +125,7 @@ class LocalBackend:
     # Reading
 
     def list(self) -> Sequence[JobStatus]:
-        """Return the status of all jobs in this state directory, the newest last. If a job's files are damaged, `reason` is the
-        error."""
+        """Return the status of all jobs in this state directory, newest last. For damaged files, `reason` is the error."""
         jobs = []
         for path in (self._root / "jobs").glob("*/run.json"):
             name = path.parent.name
@@ -178,8 +176,8 @@ class LocalBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield the workers' log lines, see `job.backend.Backend.logs`. Since these lines have no times, existing lines come
-        worker by worker, and `since_s` raises OutlastError."""
+        """Yield the workers' log lines, see `job.backend.Backend.logs`. Lines have no times here: existing ones come worker by
+        worker, and `since_s` raises OutlastError."""
         if since_s is not None:
             raise OutlastError(f"{name} runs on this machine, where log lines have no times; use --tail N instead of --since")
         run = Run.read(self._existing(name))
@@ -250,7 +248,7 @@ class LocalBackend:
         self._launch(state_dir, new=True)
 
     def _end(self, name: str, verb: str) -> None:
-        """Cancel or kill a run. Without a running launcher, this method does the launcher's work."""
+        """Cancel or kill a run. Without a running launcher, do the launcher's work here."""
         state_dir, ending = self._existing(name), ENDINGS[verb]
         status = self._read(state_dir)
         if status.state.final:
@@ -351,8 +349,7 @@ class LocalBackend:
         return state_dir
 
     def _read(self, state_dir: StateDir) -> JobStatus:
-        """Return the last status written by the launcher. A run without a readable status can still be resumed from its
-        checkpoints."""
+        """Return the launcher's last status. A run without a readable status can still resume from its checkpoints."""
         run = Run.read(state_dir)
         try:
             file = run.file if Path(run.file).exists() else ""

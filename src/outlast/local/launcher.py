@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 TICK_S = 0.1
 """Seconds between two iterations of the loop without events."""
 WAIT_NOTICE_S = 2.0
-"""The status explains waits longer than this many seconds."""
+"""Seconds of waiting after which the status explains the wait."""
 EARLY_FAILURE_S = 60.0
-"""A script that reports no steps and fails within this many seconds has failed at its beginning."""
+"""Seconds within which a failed script without steps counts as failed at startup."""
 UPLOAD_TIMEOUT_S = 30.0
 """Timeout in seconds for uploading the files that the workers could not upload."""
 EXIT_TIMEOUT_S = 15.0
@@ -72,7 +72,7 @@ class Launcher(Coordinator):
         self.request = Request.read(state_dir)
         self.state = after(record.generation, self.clock())
         self.closing: tuple[State, str, int] | None = None
-        """The decided end of the job: state, reason, exit code."""
+        """How the job will end, once decided: state, reason, exit code."""
         self.close_by = self.closed_at = 0.0
         self.displaced = False
         """True if another machine has taken the run over."""
@@ -81,10 +81,10 @@ class Launcher(Coordinator):
         self.started: float | None = None
         """Time at which the run's first world formed, on this launcher's clock."""
         self.not_joined: dict[int, str] = {}
-        """Reasons why workers failed to join the running world, by index."""
+        """Why workers failed to join the running world, by index."""
         self.formed_at = 0.0
         self.unreachable: dict[int, str] = {}
-        """Reasons why workers were killed because other workers cannot reach them, by index."""
+        """Why workers that others cannot reach were killed, by index."""
         self.status = JobStatus(
             name=self.job.metadata.name,
             run=self.run_id,
@@ -101,7 +101,6 @@ class Launcher(Coordinator):
         self.relaunching: dict[int, tuple[Worker, float]] = {}
         """Workers whose silent elastic agent was killed, with the deadline for its replacement, by index."""
         self.output_lock: int | None = None
-        """Descriptor with the lock of the output."""
         self.heartbeat: heartbeat.Heartbeats | None = None
         self._written = ""
         self._wake = asyncio.Event()
@@ -149,7 +148,7 @@ class Launcher(Coordinator):
     # Recovery
 
     def _recover(self) -> None:
-        """Restore the counts, and adopt the live workers, of a launcher that died."""
+        """Restore a dead launcher's counts, and adopt its live workers."""
         self.live.start()
         try:
             memory = json.loads(self.state_dir.recovery.read_text())
@@ -175,7 +174,7 @@ class Launcher(Coordinator):
             self.closing, self.close_by = (State(state), reason, code), self.clock() + self.timeouts.leave + EXIT_TIMEOUT_S
             self.closed, self.status.end = sockets.Closed(reason, code), End(memory.get("end", ""))
         self._collect_ended()
-        if self.pool.present and memory["world"]:  # it may still train: listen before deciding
+        if self.pool.present and memory["world"]:  # it may still be training, so wait for its reports
             self.state = world.State({}, sockets.world_from(memory["world"]), since=self.clock())
             self.say(State.RUNNING, "the launcher was started again over a running world")
         since_s = max(0.0, time.time() - memory["time"])
@@ -200,7 +199,7 @@ class Launcher(Coordinator):
             "end": self.status.end,
             "workers": self.pool.records(),
         }
-        with contextlib.suppress(OSError):  # a full disk: the workers know the newest generation, too
+        with contextlib.suppress(OSError):  # a full disk; the workers also have the newest generation
             files.replace(self.state_dir.recovery, json.dumps(memory), durable=True)
 
     # Workers
@@ -255,13 +254,13 @@ class Launcher(Coordinator):
         reason = self.unreachable.pop(index, end.reason)
         self.pool.pause(index)
         training = self.state.world if self.state.called is None else None
-        if training is not None and index not in training.members:  # the world goes on without it
+        if training is not None and index not in training.members:  # the world continues without it
             self.not_joined[index] = f"{end.reason}; it will be started again"
             return
         (generation, attempt), step = self.newest_start(), self.status.step
         inside = self.state.world is not None and index in self.state.world.members and self.pool.trained(index)
         if inside and self.counted >= (generation, attempt):
-            return  # belongs to the failure of its world, which is counted already
+            return  # part of a world's failure that is already counted
         died = Failure(worker=index, code=end.code, reason=reason, step=step, time=time.time())
         self.add_failure(dataclasses.replace(died, generation=generation, attempt=attempt), echo=False)
 
@@ -272,8 +271,7 @@ class Launcher(Coordinator):
         super().add_failure(failure, echo=echo)
 
     def newest_start(self) -> tuple[int, int]:
-        """Return the newest start of processes. This may be a start that only the previous launcher knew, if the worker that
-        reported it has died since."""
+        """Return the newest start of processes, possibly one that only the previous launcher saw."""
         return max(super().newest_start(), self._started)
 
     # Decisions
@@ -412,7 +410,7 @@ class Launcher(Coordinator):
     def _finish(self) -> int:
         assert self.closing is not None
         state, reason, code = self.closing
-        if self.pending and self.status.failure is None and state is State.FAILED:  # came with the end, so it was not counted
+        if self.pending and self.status.failure is None and state is State.FAILED:  # arrived with the end, so not yet counted
             self.status.failure = root_cause.cause(self.pending).failure
         if self.status.told != "session" and self.status.checkpoint is None:
             self.live.finish()
@@ -439,8 +437,7 @@ class Launcher(Coordinator):
         return code
 
     def _upload_rest(self, state: State, reason: str, code: int) -> tuple[State, str, int]:
-        """Upload the remaining files: the end of the ledger, and the files of killed workers. If this fails, a successful job
-        ends as interrupted, so that the user runs it again."""
+        """Upload the end of the ledger, and the files of killed workers. If this fails, a successful job ends as interrupted."""
         from outlast.local import store_takeover
 
         self.say(self.status.state, f"pushing what is left to {self.store}")
@@ -488,13 +485,13 @@ class Launcher(Coordinator):
         self.live.update_workers(self.state.world)
         text = status.model_dump_json()
         if text != self._written:
-            with contextlib.suppress(OSError):  # a full disk: the status is late, and written once there is room
+            with contextlib.suppress(OSError):  # a full disk; a later call writes the status
                 files.replace(self.state_dir.status, text, durable=final)
                 self._written = text
 
 
 def _acquire(lock: int) -> bool:
-    """Acquire the lock, with retries, since a process that only tests the lock may hold it for a moment."""
+    """Acquire the lock, retrying because a process that tests the lock holds it for a moment."""
     for _ in range(20):
         if file_locks.acquire(lock):
             return True

@@ -35,7 +35,7 @@ from outlast.storage import checkpoints
 SCAN_INTERVAL_S = 2.0
 """Minimum seconds between two scans for the files of a plain script, and between two computations of the live goodput."""
 MAX_SHARE = 0.02
-"""Maximum share of the launcher's time for scans, and for computing goodput: long scans and computations get longer intervals."""
+"""Maximum share of the launcher's time for scans, and for goodput. Slower ones run at longer intervals."""
 
 
 class LiveStatus:
@@ -50,8 +50,7 @@ class LiveStatus:
         self.warning = ""
         """A problem that the training reports, e.g. a full disk."""
         self.begun_anew = self.alone = ""
-        """Two warnings: a plain script trains from the beginning after a restart, or its processes train without a process
-        group."""
+        """Warnings about a plain script that restarts from the beginning, or trains without a process group."""
         self._pid = 0
         """The pid of the plain script's rank 0."""
         self._previous: plain_scripts.Logged | None = None
@@ -65,7 +64,7 @@ class LiveStatus:
         self._next_goodput = 0.0
 
     def start(self) -> None:
-        """Fill in the newest checkpoint, or the newest file saved by a plain script, of earlier worlds."""
+        """Fill in the newest checkpoint of earlier worlds, or the newest file that a plain script saved."""
         if newest := self._newest():
             self.status.step, self.status.checkpoint = newest.step, newest
             self.status.reason = f"goes on from step {newest.step}"
@@ -152,7 +151,7 @@ class LiveStatus:
     def _account(self) -> Goodput | None:
         try:
             return goodput.buckets(ledger.read(self._output / contract.LEDGER), time.time())
-        except OSError:  # somebody removed the ledger
+        except OSError:  # the ledger was removed
             return None
 
     def _show_account(self, account: Goodput | None) -> None:
@@ -189,7 +188,7 @@ class LiveStatus:
         self.status.rate = (step - first) / (now - then) if now - then > 0.5 else self.status.rate
 
     def _find_saves(self, *, now: bool = False) -> None:
-        """Search for files saved by a plain script, every few seconds, or less often if the search takes long."""
+        """Scan for a plain script's saves every few seconds, less often if the scan is slow."""
         began = time.monotonic()
         if now or began >= self._next_scan:
             self.status.saved = plain_scripts.newest(self._output, self._run.submitted)
@@ -201,7 +200,7 @@ class LiveStatus:
         newest = max(filter(None, reports), key=lambda record: record["pushed"] or 0.0, default=None)
         if newest is None:
             return last
-        pushed = newest["pushed"] or last.pushed  # a new uploader does not know of the uploads of an earlier one
+        pushed = newest["pushed"] or last.pushed  # a new uploader has no record of earlier uploads
         return StoreStatus(url=last.url, **{**newest, "pushed": pushed, "step": max(newest["step"], last.step)})
 
     def _worker(self, worker: Worker, world: World | None) -> WorkerStatus:

@@ -41,8 +41,7 @@ def check_unused(output: Path) -> None:
 
 
 def resumable(run: Run, state_dir: StateDir) -> bool:
-    """Return whether a run can be resumed: `store_takeover.owned` is true, and no job with another state directory has used the
-    output since."""
+    """Return whether a run can be resumed: `store_takeover.owned` is true, and no other job has used the output since."""
     return store_takeover.owned(run) and not last_owner(Path(run.output), state_dir)
 
 

@@ -91,7 +91,7 @@ class StateDir:
             for _ in range(20):
                 if environ := process.environ():  # raises for a zombie
                     break
-                time.sleep(0.01)  # it is empty during exec
+                time.sleep(0.01)  # the environment is empty during exec
         except psutil.Error:
             return False
         state = environ.get(contract.Env.STATE)
@@ -103,10 +103,8 @@ class Run:
     """The submitted run."""
 
     run: str
-    """Id of the run."""
     submitted: float
     file: str
-    """Path of the job file."""
     output: str
     code: str
     """Working directory of the training processes."""
@@ -153,7 +151,7 @@ class Request:
 
 def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:
     try:
-        names = {field.name for field in dataclasses.fields(kind)}  # others are a newer version's
+        names = {field.name for field in dataclasses.fields(kind)}  # a newer version may have written others
         return kind(**{name: value for name, value in json.loads(path.read_bytes()).items() if name in names})
     except (OSError, ValueError, TypeError, AttributeError) as problem:
         raise OutlastError(f"{path} is empty, damaged or may not be read; {remedy}") from problem

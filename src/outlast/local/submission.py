@@ -53,7 +53,6 @@ class _Earlier:
     elsewhere: runs.Run | None = None
     """The run as recorded in the store, if another machine began it."""
     place: Store | None = None
-    """The place of the output in its store."""
     replace: bool = False
     """True if this run may replace another owner of the place in the store."""
 
@@ -107,13 +106,11 @@ class _Copy:
     """A copy of a run's code. Editing the original does not change a run in progress."""
 
     directory: Path
-    """The run's working directory."""
     changed: tuple[str, ...] = ()
     """Files added or changed since the last submission."""
     notices: tuple[str, ...] = ()
     """Messages about files that were not copied."""
     digest: str = ""
-    """Digest of the code, if known."""
 
 
 def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
@@ -194,15 +191,13 @@ def _earlier(state_dir: StateDir, job: spec.Job, request: Submission, last: JobS
 
 
 def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bool:
-    """Return whether the job requests more steps or epochs of a run that has succeeded on this machine, and that has a
-    checkpoint."""
+    """Return whether the job requests more steps or epochs of a run that has succeeded here, and that has a checkpoint."""
     resumed = resumption.find(Path(run.output), run.run, None, last)
     return bool(resumed.step or resumed.saved) and version_differences.longer(spec.load(state_dir.job), job, resumed.step)
 
 
 def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path, run: str) -> list[str]:
-    """Clear the output and state directories for a new run. Returns at most one message, about archived files of an unknown
-    run."""
+    """Clear the output and state directories for a new run. Returns at most one message, about an unknown run's files."""
     source = spec.local(spec.pinned(job.spec.code)[0]) if job.spec.code else None
     output_dir.check_apart(output, request.source, *([source] if source else []))
     moved = output_dir.make_room(output, run)

@@ -33,7 +33,7 @@ AGENT_SILENCE_S = 20.0
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses in seconds before restarting a worker that has joined no world since its last start."""
 FIRST_S = 10.0
-"""Longest time in seconds that workers wait for the first one, from which they are forked; arbitrary."""
+"""Maximum seconds that the other workers wait for the first, from which they are forked; arbitrary."""
 
 
 @dataclasses.dataclass
@@ -44,7 +44,6 @@ class Worker:
     child: subprocess.Popen[bytes] | None = None
     """The worker's process; None if the worker was started by an earlier launcher or forked by another worker."""
     leaving: bool = False
-    """True if the worker has been asked to leave."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +84,7 @@ class WorkerPool:
         """Number of starts of each worker since its last world."""
         self._not_before: dict[int, float] = {}
         self._first_by = 0.0
-        """Time until which the other workers wait for the first one."""
+        """Deadline of the other workers' wait for the first one."""
         self._clock = clock
         self._seen = Seen(clock)
 
@@ -108,7 +107,7 @@ class WorkerPool:
         """Return the indices of the workers to start now for a total of `desired`: the lowest free indices whose pause is over.
 
         On a machine with fewer cores than workers, the first worker starts alone. The others are forked from it once it has
-        `reported` to the launcher: it has imported torch by then, which they would do one after the other.
+        `reported` to the launcher, which spares them the import of torch.
         """
         count = desired - len(self.staying())
         free = (index for index in range(desired + len(self.present)) if index not in self.present)
@@ -122,8 +121,7 @@ class WorkerPool:
         return indices if now > self._first_by or any(index in reported for index in self.present) else []
 
     def start(self, index: int, reported: Container[int]) -> Worker:
-        """Start a worker, a fork of one that has `reported` if possible. Raises OutlastError if there are too few GPUs, OSError
-        if no process can be started."""
+        """Start a worker, preferably as a fork of one that has `reported`. Raises OutlastError for too few GPUs, and OSError."""
         state, failed_starts = self._state_dir.worker(index), self._failed_starts[index]
         self._failed_starts[index] += 1
         if not self._code.is_dir():
@@ -135,7 +133,7 @@ class WorkerPool:
         logs = self._output / contract.LOGS
         with contextlib.suppress(OSError):
             logs.mkdir(parents=True, exist_ok=True)
-        place = logs if os.access(logs, os.W_OK) else state  # a disk that is read-only costs the log, not the worker
+        place = logs if os.access(logs, os.W_OK) else state  # a read-only disk costs the log, not the worker
         with open(place / contract.worker_log(index), "ab") as log:
             pid, child = None if failed_starts else self._fork(environ, log.fileno(), reported), None
             if pid is None:
@@ -222,8 +220,7 @@ class WorkerPool:
                 print(f"worker {index} {why}; killed it", flush=True)
 
     def kill_elastic(self, index: int, pid: int, why: str) -> None:
-        """Kill only the elastic agent of a worker. The worker's agent, which has the newest snapshot, starts a new elastic
-        agent."""
+        """Kill only the elastic agent of a worker. The worker's agent, with the newest snapshot, starts another one."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
@@ -255,7 +252,9 @@ class WorkerPool:
         cpus = fields.resources.cpu or len(os.sched_getaffinity(0)) / max(1, fields.workers.replicas)
         base = int(os.environ.get(contract.Env.PROBE_PORT) or 0)
         environ = {
-            **{name: value for name, value in os.environ.items() if name != contract.Env.CHECKPOINT_BEST},  # an enclosing job's
+            **{
+                name: value for name, value in os.environ.items() if name != contract.Env.CHECKPOINT_BEST
+            },  # set by an enclosing job
             # Results depend on the number of threads and on the order of sets, so both must be equal after every restart.
             "OMP_NUM_THREADS": str(max(1, int(cpus / self.processes))),
             "PYTHONHASHSEED": "0",

@@ -91,8 +91,7 @@ class Settings:
 
 
 def network(group: int = 16) -> nn.Sequential:
-    """Return the network, from pixels (b, 3, 32, 32) in 0 ... 1 to logits (b, 10). BatchNorm normalizes `group` images at a
-    time."""
+    """Return the network from pixels (b, 3, 32, 32) in 0 ... 1 to logits (b, 10). `group`: see `BatchNorm`."""
 
     def block(i: int, m: int, o: int) -> list[nn.Module]:  # (b, i, h, w) -> (b, o, h/2, w/2)
         first, second = nn.Conv2d(i, m, 3, padding=1), nn.Conv2d(m, o, 3, padding=1)
@@ -247,8 +246,7 @@ class Training(loop.Recipe):
 
 
 class Images(Stream):
-    """Order of images. With a batch size per rank, the number of ranks at the start of the run determines the global batch
-    size."""
+    """Order of images. A batch size per rank is multiplied by the number of ranks at the start of the run."""
 
     def __init__(self, arrays: tuple[NDArray[np.uint8], NDArray[np.int64]], s: Settings, ranks: int) -> None:
         if s.batch and s.batch_size:
@@ -275,10 +273,10 @@ def local_part(batch: Batch, where: torch.device) -> tuple[Tensor, Tensor, float
 
 
 def augmented(s: Settings, x: Tensor, batch: Batch) -> Tensor:
-    """Images (b, 3, 32, 32) with random changes, which are a function of (seed, epoch, index): the same in any world."""
+    """Return images (b, 3, 32, 32) with random changes, which depend only on (seed, epoch, index) and not on the world."""
     index = torch.zeros(
         len(x), dtype=torch.int64
-    )  # a rank without images in a short last batch computes those of index 0 in vain
+    )  # a rank without images in a short last batch computes index 0 and discards the result
     index[: len(batch.indices)] = torch.from_numpy(batch.indices)
     u = pixels.draws(s.seed, batch.epoch, index, 5).to(x.device)  # (b, 5)
     if s.flip:
@@ -296,7 +294,7 @@ def shown(x: Tensor) -> Tensor:
 
 
 def rate(s: Settings, step: int, steps: int) -> float:
-    """The learning rate of a step."""
+    """Return the learning rate of a step."""
     return s.lr if s.schedule == "constant" else s.lr * min((step + 1) / (0.2 * steps), (steps - step) / (0.8 * steps), 1)
 
 

@@ -48,8 +48,7 @@ ALIASES = {
     "backend": "a run finds it: nccl on GPUs, gloo on CPUs",
     "device": "a run finds it: GPUs where there are any",
 }
-"""Keys of nanoGPT's trainers, dense and with experts, that have another name in this recipe; all other keys have the same
-name."""
+"""Keys of nanoGPT's trainers, dense and with experts, that this recipe names differently; all others have the same name."""
 
 
 @dataclass(frozen=True)
@@ -227,8 +226,7 @@ class Training(loop.Recipe):
 
     @torch.no_grad()
     def mean(self, blocks: Tensor) -> float:
-        """Return the mean loss over blocks (n, t + 1), each of which one rank computes. All ranks make the same number of
-        calls."""
+        """Return the mean loss over blocks (n, t + 1), divided among the ranks. All ranks make the same number of calls."""
         self.model.eval()
         run, parts = self.run, blocks.split(self.s.batch_size)
         total = torch.zeros((), device=run.device, dtype=torch.float64)

@@ -65,7 +65,6 @@ class Tokenizer:
 
     file: Path
     digest: str
-    """Digest of the file."""
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
 

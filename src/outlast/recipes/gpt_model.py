@@ -132,8 +132,7 @@ class Experts(nn.Module):
         self.c_proj = nn.Parameter(torch.empty(c.routed, c.hidden, c.n_embd))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Apply each expert to its rows. `x`: (m, c), first the `counts[0]` rows of expert 0, then the rows of expert 1, and
-        so on."""
+        """Apply each expert to its rows. `x`: (m, c), first `counts[0]` rows of expert 0, then those of expert 1, and so on."""
         dtype = _kind(x)
         x, fc, proj = x.to(dtype), self.c_fc.to(dtype), self.c_proj.to(dtype)
         if _grouped(x, fc):
@@ -177,8 +176,7 @@ class _Permuted(torch.autograd.Function):
 
 
 class MoE(nn.Module):
-    """Mixture of experts: each token passes through the static experts and the `num_experts_per_tok` experts with the highest
-    scores."""
+    """Mixture of experts: each token passes through the static experts and its `num_experts_per_tok` best routed experts."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()

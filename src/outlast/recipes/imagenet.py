@@ -53,8 +53,7 @@ ALIASES = {
     "dist_backend": "a run finds it: nccl on GPUs, gloo on CPUs",
     "c10d_backend": "a run finds it: nccl on GPUs, gloo on CPUs",
 }
-"""Flags of torchelastic's main.py, in both versions, that have another name in this recipe; all other flags have the same
-name."""
+"""Flags of torchelastic's main.py, in both versions, that this recipe names differently; all others have the same name."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ class Training(loop.Recipe):
         self.statistics.begin()
         for piece, share in batch.split(self.net):
             x, y = self.data.batch(piece, batch.epoch, self.dtype)  # (b, 3, s, s), (b,)
-            if self.net.training != (len(x) > 1):  # the last image of an epoch may be alone: then by the running statistics
+            if self.net.training != (len(x) > 1):  # an epoch may end with a single image, which needs the running statistics
                 self.net.train(len(x) > 1)
             with where.autocast(self.dtype):
                 logits = self.net(x)  # (b, classes)
@@ -324,7 +323,7 @@ def measured(dtype: torch.dtype, data: Images, model: ResNet, batches: Iterable[
     model.eval()  # BatchNorm's running statistics, not those of the batch
     for batch in batches:
         if not len(batch.indices):
-            continue  # the images are other ranks'
+            continue  # other ranks have the images
         data.check(batch.pieces)
         for piece, _ in batch.split(model):
             x, y = data.batch(piece, None, dtype)  # (b, 3, s, s), (b,)

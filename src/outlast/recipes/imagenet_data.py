@@ -89,8 +89,7 @@ class Pictures:
         return [] if self.packed else [*self.train.bad, *self.val.bad]
 
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return images (b, 3, s, s) and labels (b,) of a micro-batch, on its device. `epoch`: None for val, which is not
-        augmented."""
+        """Return images (b, 3, s, s) and labels (b,) of a micro-batch on its device, augmented unless `epoch` is None (val)."""
         s = self._s
         x, y, index, aspect = piece  # (b, h, w, 3) bytes, (b,), (b,), (b,)
         if epoch is None:

@@ -1,6 +1,6 @@
 """ResNet with 18 to 152 layers, for `outlast.recipes.imagenet` (He et al., "Deep residual learning for image recognition", 2015).
 
-The 3x3 convolution of a bottleneck has the stride, as is common by now (ResNet "v1.5"). Weights have torchvision's names, so
+The 3x3 convolution of a bottleneck has the stride, as is now common (ResNet "v1.5"). Weights have torchvision's names, so
 published weights can be loaded.
 """
 

@@ -164,7 +164,7 @@ class Training(loop.Recipe):
         """Do one step: compute the gradients of the mean loss over all learned tokens of the global batch, then call AdamW."""
         s, world = self.s, self.run.world_size
         rows = self.parts.rows([data for data, _ in batch.pieces], s.batch * s.seq_len)
-        real = bool(len(batch.indices))  # else the rows are another rank's, and count 0
+        real = bool(len(batch.indices))  # otherwise the rows are another rank's, with weight 0
         own = [sum(len(row.targets) for row in rows) * real, sum(row.real for row in rows) * real]
         passes = [len(rows) if rank == self.run.rank else 0 for rank in range(world)]
         counts = torch.tensor([*own, *passes], device=self.run.device)
@@ -331,7 +331,7 @@ class Parts:
 
     @classmethod
     def load(cls, s: Settings, where: torch.device, run: Session | None) -> Parts:
-        """Load model, tokenizer and data. One process per machine tokenizes, and all ranks raise its errors. A collective with
+        """Load model, tokenizer and data. One process per machine tokenizes; all ranks raise its errors. A collective with
         `run`."""
         started = time.monotonic()
         llm_model = _llm_model()
@@ -376,7 +376,7 @@ class Parts:
 
 
 def _llm_model() -> Any:
-    """Import and return the module `llm_model`. It imports transformers, which takes seconds, so --help does without it."""
+    """Import and return the module `llm_model`. It imports transformers, which takes seconds and would delay --help."""
     from outlast.recipes import llm_model
 
     return llm_model

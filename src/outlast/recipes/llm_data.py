@@ -75,8 +75,7 @@ def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
 
 
 def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: Callable[[str], None]) -> Path:
-    """Return the directory with the tokens of a source. With `make`, one process of the machine tokenizes the source unless it
-    exists.
+    """Return the directory with a source's tokens. With `make`, one process per machine writes the directory if it is missing.
 
     Raises OutlastError, with file, line and reason, for a line that is not a record; with `skip_bad`, such lines are reported
     instead.
@@ -206,8 +205,7 @@ def _learns(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _groups(lengths: Sequence[int], starts: NDArray[np.int64]) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
-    """Group samples by the power of two of their lengths, which limits padding to less than half. Returns `Row.groups` and
-    `Row.order`."""
+    """Group samples by powers of two of their lengths, so less than half is padding. Returns `Row.groups` and `Row.order`."""
     if len(lengths) == 1:
         return (), torch.arange(lengths[0])
     groups, covered = [], []

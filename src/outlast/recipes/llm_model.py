@@ -98,7 +98,7 @@ def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device)
             )
         except OutlastError:
             raise
-        except Exception as error:  # transformers raises anything
+        except Exception as error:  # transformers raises various errors
             reason = " ".join(str(error).split())[:300]
             raise OutlastError(f"{directory} is no causal language model that transformers can load: {reason}") from error
     model.config.use_cache = False
@@ -106,15 +106,14 @@ def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device)
 
 
 def _attention(config: Any, dtype: torch.dtype, where: torch.device) -> str | None:
-    """Return the name of the attention implementation: flash attention if it is usable, else PACKED. For None, transformers
-    chooses."""
+    """Return the attention implementation: flash attention if usable, else PACKED; None lets transformers choose."""
     if where.type == "cuda" and dtype is torch.bfloat16 and is_flash_attn_2_available():
         return "flash_attention_2"
     kind = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
     special = any(getattr(config.get_text_config(), name, None) for name in ("attn_logit_softcapping", "attention_chunk_size"))
     return (
         PACKED if getattr(kind, "_supports_attention_backend", False) and not special else None
-    )  # others have masks of their own
+    )  # other models build their own masks
 
 
 def needs_gpu(model: Any) -> bool:
@@ -138,8 +137,7 @@ def _quiet() -> Iterator[None]:
 
 
 def recompute(model: Any) -> None:
-    """Recompute activations in the backward pass instead of keeping them. Raises OutlastError if the model does not support
-    this."""
+    """Recompute activations in the backward pass instead of keeping them. Raises OutlastError if the model cannot."""
     try:
         with _quiet():
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -148,8 +146,7 @@ def recompute(model: Any) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a digest of a base model's weights, from names, shapes and some values. The types float32 and bfloat16 give the
-    same digest."""
+    """Return a digest of a base model's names, shapes and some values, equal for weights in float32 and bfloat16."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)
@@ -173,7 +170,7 @@ def adapted(model: Any, targets: Sequence[str], **options: Any) -> Any:
     config = peft.LoraConfig(target_modules=list(targets), task_type="CAUSAL_LM", **options)
     try:
         with _quiet():
-            wrapped = peft.get_peft_model(model, config)  # matrices in float32, whatever the frozen ones are
+            wrapped = peft.get_peft_model(model, config)  # LoRA's matrices are float32, even if the frozen weights are not
     except ValueError as error:
         raise OutlastError(
             f"LoRA does not fit {' '.join(targets)} of this model: {' '.join(str(error).split())[:300]}"

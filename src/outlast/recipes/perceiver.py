@@ -341,8 +341,7 @@ def hidden(s: Settings, step: int, indices: Any) -> Tensor:
 
 
 def first(s: Settings, run: Session) -> tuple[Perceiver, Data]:
-    """Return the model before the first step, and the data. Raises OutlastError if they do not match, or without validation
-    data."""
+    """Return the untrained model, and the data. Raises OutlastError if they do not match, or without validation data."""
     config, weights = shape(s)
     with run.alive():
         data = place(s, config, run.output)
@@ -425,8 +424,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def from_variables(s: Settings) -> Settings:
-    """Set missing settings from the variables MAX_STEPS, BATCH_SIZE and NPROC_PER_NODE. Raises OutlastError for invalid
-    numbers."""
+    """Set missing settings from MAX_STEPS, BATCH_SIZE and NPROC_PER_NODE. Raises OutlastError for invalid numbers."""
     variables = {}
     for name in ("MAX_STEPS", "BATCH_SIZE", "NPROC_PER_NODE"):
         if text := os.environ.get(name, ""):

@@ -362,8 +362,7 @@ class Perceiver(nn.Module):
         return torch.cat([torch.cat((x, self.query_padding[name][0].expand(len(x), -1)), -1) for name, x in queries])
 
     def _tables_on(self, where: torch.device) -> dict[str, Tensor]:
-        """Return the position encodings of all inputs, (m, channels), computed once. They are not buffers, because DDP
-        broadcasts buffers."""
+        """Return all inputs' position encodings, (m, channels), computed once. As buffers, DDP would broadcast them."""
         if where not in self._tables:
             c = self.config
             side = c.image_size // c.patch

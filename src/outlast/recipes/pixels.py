@@ -47,12 +47,11 @@ _TRIES = 10
 CROP = 2 * _TRIES + 2
 """Number of random numbers that `boxes` needs per image."""
 _CHUNK = 1 << 18
-"""Number of values that `normalised` computes at a time on a CPU. They fit into the cache; larger buffers need new pages each
-time."""
+"""Number of values that `normalised` computes at a time on a CPU, few enough to fit into the cache."""
 _SMALL = 1 << 16
 """Number of values of an image above which several threads are faster. Arbitrary: between 64 x 64 and 224 x 224."""
 _MUCH = 1 << 22
-"""Number of values of a batch above which threads are faster in spite of their start, which takes about 0.1 ms. Arbitrary."""
+"""Number of values of a batch above which threads are faster despite their start-up of about 0.1 ms. Arbitrary."""
 
 
 class Samples(NamedTuple):
@@ -168,12 +167,10 @@ class Folder(Dataset[Samples]):
         return [self.items[i].file for i in self._damaged.nonzero()[:, 0].tolist()]
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return len(self.items)
 
     def __getitem__(self, index: int) -> Samples:
-        """Return an image, uint8 (H, W, 3), with its label, index and aspect. Raises OutlastError if the image cannot be
-        decoded."""
+        """Return an image, uint8 (H, W, 3), with label, index and aspect. Raises OutlastError if it cannot be decoded."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         index %= len(self)
@@ -360,8 +357,7 @@ def _products(x: Tensor, start: Tensor, extent: Tensor, size: int, mirrored: Ten
 
 
 def _weights(start: Tensor, extent: Tensor, size: int, count: int) -> Tensor:
-    """Return the weights of `count` input pixels for `size` output pixels, (b, size, count), as in Pillow's bilinear
-    (triangle) filter."""
+    """Return the weights of `count` input pixels for `size` output pixels, (b, size, count): Pillow's bilinear filter."""
     scale = extent / size  # (b,)
     middle = start[:, None] + (torch.arange(size, device=start.device) + 0.5) * scale[:, None]  # (b, size)
     pixel = torch.arange(count, device=start.device) + 0.5

@@ -97,7 +97,6 @@ def _sections(
 
 
 def _of(cluster: Cluster) -> Iterator[Finding]:
-    """Yield the checks of the cluster itself."""
     from outlast.kubernetes.diagnosis import cluster as judged
     from outlast.kubernetes.diagnosis import gather_evidence, machine
 

@@ -109,8 +109,7 @@ def get(
 
 
 def _since_the_beginning(tell: transfer_progress.Tell) -> Progress:
-    """Show how many of the missing bytes have arrived. Bytes from an earlier command do not count, since they would inflate the
-    rate."""
+    """Show how many of the missing bytes have arrived. Bytes from earlier commands would inflate the rate, and do not count."""
     first: list[int] = []
 
     def progress(done: int, total: int) -> None:
@@ -122,7 +121,6 @@ def _since_the_beginning(tell: transfer_progress.Tell) -> Progress:
 
 
 def _dataset(name: str) -> Dataset:
-    """Find the dataset for a name or URL. Raises OutlastError."""
     from outlast.data import named_datasets
 
     if named_datasets.is_url(name):
@@ -143,7 +141,7 @@ def _in_pod(place: KubernetesBackend, request: Download, context: str | None) ->
 
 
 def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
-    """Copy a dataset to a place in a store, through this machine's cache. The marker is also the last file in the store."""
+    """Copy a dataset to a place in a store, through this machine's cache. The marker is uploaded last."""
     from outlast.data import dataset_directory as place
     from outlast.data import obtain
     from outlast.data.dataset_directory import Marker

@@ -83,8 +83,7 @@ class How:
 
     @contextlib.contextmanager
     def engine_opened(self) -> Iterator[Engine | None]:
-        """Yield the engine for the units of work, or None if processes on this machine do the work. Raises OutlastError for
-        options of the other engine."""
+        """Yield the engine for the work, or None for local processes. Raises OutlastError for the other engine's options."""
         if self.engine == "local":
             given = {"--master": self.master, "--partitions": self.partitions, "--conf": self.conf}
             if wrong := [name for name, value in given.items() if value]:

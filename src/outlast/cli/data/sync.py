@@ -87,7 +87,6 @@ def sync(
 
 
 def _nothing(place: Store) -> NotFound:
-    """Return the error for a place without any objects."""
     from outlast.storage import store
 
     above, _, name = place.url.rpartition("/")
@@ -143,7 +142,6 @@ def shown(path: str) -> str:
 
 
 def _complain(report: Report) -> None:
-    """Report problems on standard error."""
     changing = [(path, "it changed all the time; the next sync sends it again") for path in report.changing]
     for word, found in (("ignored", report.ignored), ("warning", changing), ("failed", report.failed)):
         for path, reason in found[:_LISTED]:

@@ -32,38 +32,38 @@ from outlast.job.status import JobStatus
 HERE = "127.0.0.1"
 _HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": "frame-ancestors 'none'; form-action 'none'",  # beside the page's own
+    "Content-Security-Policy": "frame-ancestors 'none'; form-action 'none'",  # in addition to the page's own policy
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
 _NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
-"""Names of jobs, here and in clusters. Nothing else becomes a part of a path."""
+"""Names of jobs, here and in clusters. No other text becomes part of a path."""
 _LINES, _CHARACTERS = 1000, 1 << 18
 """Maximum length of the end of a log."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Report:
-    """The part of a job's page below the panel, as of some time."""
+    """The part of a job's page below the panel, at one point in time."""
 
     built: page.Page | None
     problem: str
     workers: list[int]
     version: list[object]
-    """The state, and all else that changes with the job."""
+    """The state, and everything else that changes with the job."""
     due: float
-    """Monotonic time before which it is not built again."""
+    """Monotonic time of the earliest rebuild."""
 
 
 class Pages:
     """The pages of the jobs in one place."""
 
     def __init__(self, place: Backend, *, pause_s: Callable[[float], float] = lambda took_s: max(5.0, 20 * took_s)) -> None:
-        """`pause_s` returns the minimum seconds between two builds of a report: it grows with the seconds that the last took."""
+        """`pause_s` returns the minimum seconds between two builds of a report, given the seconds that the last one took."""
         self._place, self._pause_s = place, pause_s
         self._reports: dict[str, _Report] = {}
-        self._lock = threading.Lock()  # backends serve one thread
+        self._lock = threading.Lock()  # backends are not thread-safe
 
     def page(self, path: str, *, part: bool) -> tuple[HTTPStatus, str]:
         """Return the page at a path, such as `job/digits/log/0/`. With `part`, the page lacks its scripts."""
@@ -109,7 +109,7 @@ class Pages:
         return page.live(title=name, job="../../", name=name, workers=workers, sections=[section], part=part)
 
     def _report(self, status: JobStatus) -> _Report:
-        """Return the report of a job, built anew if the job has changed, but not too often while its state stays."""
+        """Return the report of a job, rebuilt if the job has changed, but not too often within one state."""
         last, now = self._reports.get(status.name), time.monotonic()
         files = sorted((Path(status.output) / contract.LEDGER).glob("*.jsonl"))  # none in a cluster
         version = [status.state, status.model_dump_json(), *(file.stat().st_size for file in files)]
@@ -120,7 +120,7 @@ class Pages:
             workers = workers or {line.worker for line in self._place.logs(status.name, tail=1)}
         try:
             built = page.built(page.of(self._place, status))
-            for fact in ("state", "step", "goodput"):  # the panel has those of now
+            for fact in ("state", "step", "goodput"):  # the panel shows the current ones
                 built.facts.pop(fact, None)
             built.packed  # noqa: B018  takes half of the time
         except (OutlastError, OSError) as error:
@@ -136,7 +136,7 @@ def _sentence(error: Exception) -> str:
 
 
 class Server(ThreadingTCPServer):
-    """Serves pages at 127.0.0.1 to those who know the token in `url`, which leads to the page `first`."""
+    """Serves pages at 127.0.0.1 to users with the token in `url`, which opens the page `first`."""
 
     allow_reuse_address = daemon_threads = True
 
@@ -144,14 +144,14 @@ class Server(ThreadingTCPServer):
         super().__init__((HERE, port), _Handler)
         self.pages, self.first, self.hosts = pages, first, {"localhost", HERE, *map(str.lower, hosts)}
         self.token = secrets.token_urlsafe(32)
-        self.cookie = f"outlast-ui-{self.server_address[1]}"  # cookies do not tell ports apart
+        self.cookie = f"outlast-ui-{self.server_address[1]}"  # cookies ignore the port
         self.url = f"http://{HERE}:{self.server_address[1]}/?token={self.token}"
 
     def knows(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(), self.token.encode())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print the traceback of a bug; a browser that has gone is none."""
+        """Print the traceback of a bug, but none if the browser has disconnected."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 

@@ -59,12 +59,12 @@ def list_(
 
 
 def _watch_list(place: Backend, statuses: Sequence[JobStatus], output: ListOutput, *, namespaced: bool) -> NoReturn:
-    """Print a line, or a document, for each job and for each change of one."""
+    """Print a line or a document for each job and each change."""
 
     def shown(status: JobStatus) -> dict[str, object]:
         if output in _DOCUMENTS:
             return status.model_dump(mode="json")
-        return tables_and_pages.row(status, status.submitted, output, namespaced=namespaced)  # its age is no change
+        return tables_and_pages.row(status, status.submitted, output, namespaced=namespaced)  # a new age is not a change
 
     known: dict[tuple[str, str], tuple[JobStatus, dict[str, object]]] = {}
     begun = False
@@ -77,7 +77,7 @@ def _watch_list(place: Backend, statuses: Sequence[JobStatus], output: ListOutpu
             for status in changed:
                 tables_and_pages.data(status.model_dump(mode="json"), output, changed=True)
         elif changed:
-            others = [status for key, (status, _) in present.items() if key not in new]  # columns are as wide as theirs
+            others = [status for key, (status, _) in present.items() if key not in new]  # for the column widths
             lines = tables_and_pages.jobs([*others, *changed], time.time(), output, namespaced=namespaced).splitlines()
             print("\n".join(lines[-len(changed) :] if begun else lines), flush=True)
             begun = True

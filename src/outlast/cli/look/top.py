@@ -59,7 +59,6 @@ def top(
 
 
 def _on_this_machine(status: JobStatus) -> dict[str, Any]:
-    """Measure the usage of a job's processes on this machine."""
     import psutil
 
     trees: dict[int, list[psutil.Process]] = {}
@@ -104,7 +103,6 @@ def _measured(processes: Iterable[Any]) -> list[tuple[float, int]]:
 
 
 def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
-    """Return the usage of a job's pods and their nodes."""
     from outlast.kubernetes import api
     from outlast.kubernetes.api import pod_status
 

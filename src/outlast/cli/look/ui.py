@@ -50,7 +50,7 @@ def ui(
     from outlast.cli.look import live_pages
     from outlast.job.report import page
 
-    page.Page("")  # without bokeh, say so now; with it, import it before a build is timed
+    page.Page("")  # fails early without bokeh, and imports it before a build is timed
     place = find_job.place(ctx, name, namespace, context)
     if name is not None:
         with contextlib.suppress(Unanswered):  # the page tries again
@@ -66,9 +66,9 @@ def ui(
 
 
 def _open(url: str, file: Path) -> None:
-    """Open a browser by way of a private file, since everybody on this machine can read the arguments of a browser."""
+    """Open a browser through a private file, since every user of this machine can read a browser's arguments."""
     import webbrowser
 
-    if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):  # else: one in this terminal
+    if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):  # no text browser
         file.write_text(f'<meta http-equiv="refresh" content="0; url={url}">')
         webbrowser.open(file.as_uri())

@@ -38,6 +38,6 @@ def evaluate(
         name = None
     run = find_job.run(ctx, name, namespace, context)
     code = run.evaluate(*further, best=best, step=step, show=lambda line: terminal.log([line], prefixed=False))
-    if code == 2:  # argparse's
+    if code == 2:  # argparse's exit code for bad arguments
         terminal.say(f"{run.name} was started with --evaluate and refuses its arguments; a script must take --evaluate")
     raise typer.Exit(code)

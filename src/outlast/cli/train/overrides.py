@@ -58,7 +58,7 @@ def load(
 
 
 def _job_file(file: Path) -> str:
-    """Return the text of a job file. Translates a document of Kubeflow, and says what is assumed or dropped."""
+    """Return the text of a job file. Translates a Kubeflow document, and reports assumed or dropped fields."""
     from outlast.job import spec
 
     text = spec.text(file)

@@ -80,7 +80,7 @@ def run(
     began = time.time()
     with _explained(job):
         place.submit(job, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=terminal.say)
-    going_on = place.status(name).submitted < began  # on this or another machine: old lines come with the output
+    going_on = place.status(name).submitted < began  # on this or another machine, so the output has old lines
     for notice in place.notices:
         terminal.say(notice)
     if detach:
@@ -98,7 +98,7 @@ def run(
 
 @contextlib.contextmanager
 def _explained(job: Job) -> Iterator[None]:
-    """Explain a slow start, which nearly always waits for the store."""
+    """Explain a slow start, nearly always a wait for the store."""
     from outlast.job import spec
 
     there = job.spec.output if job.spec.output and spec.local(job.spec.output) is None else ""

@@ -175,8 +175,7 @@ def title(file: str, *, module: bool = False) -> str:
 
 
 def misplaced(ctx: typer.Context, file: str) -> Iterator[str]:
-    """Yield warnings about options of `outlast` after the script, which the script receives although its text does not contain
-    them."""
+    """Yield warnings about options of `outlast` that come after a script whose text does not contain them."""
     source = _read(Path(file).expanduser()) if is_script(file) and ctx.args else ""
     own = {option: each for each in ctx.command.params for option in each.opts if option.startswith("--")}
     for at, word in enumerate(ctx.args if source else ()):

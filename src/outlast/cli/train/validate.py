@@ -60,8 +60,7 @@ def validate(
 
 
 def _snapshots(job: spec.Job) -> Iterator[str]:
-    """Yield sentences about a worker's memory for snapshots, in pods and on this machine, and the size of a snapshot that
-    fits."""
+    """Yield sentences about the memory for a worker's snapshots, in pods and here, and the largest snapshot that fits."""
     from outlast.job import contract
     from outlast.local import output_dir, state_dir
     from outlast.storage import checkpoints

@@ -56,8 +56,7 @@ def report(name: str) -> dict[str, Any]:
 
 
 def draw(name: str) -> None:
-    """Show the page of a job: the loss over its steps, its workers, its time by cause, as `outlast report -o html` writes it.
-    Where there is no page, this is the text of `outlast report`. Needs bokeh."""
+    """Show the page of `outlast report -o html`, or the text of `outlast report` where HTML is not shown. Needs bokeh."""
     from IPython import display
 
     from outlast.job.report import page, printed

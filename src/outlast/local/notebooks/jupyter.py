@@ -44,8 +44,7 @@ class Server:
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
-    """If true, open a browser. Jupyter passes a private file to the browser, so that the token is not in the browser's
-    arguments."""
+    """True to open a browser. Jupyter passes it a private file, so that its arguments do not contain the token."""
     base: str = "/"
     """The path of all URLs of the server, for a proxy in front of it; begins and ends with a slash."""
 
@@ -170,8 +169,7 @@ def url(server: Server, host: str, token: str) -> str:
 
 
 def ready(server: Server, token: str) -> bool:
-    """Return whether the server answers with the token, which may be empty. Raises OutlastError if it also answers without a
-    token."""
+    """Return whether the server accepts the token, which may be empty. Raises OutlastError if it answers without one, too."""
     if _status(server.host, server.port, server.base, token) != http.client.OK:
         return False
     if token and _status(server.host, server.port, server.base, "") == http.client.OK:

@@ -107,8 +107,7 @@ class Recipe:
         """Actual values of settings whose value is `auto`."""
 
     def state(self) -> dict[str, Any]:
-        """Return the parts of a checkpoint. The record is first, because its errors explain best why a checkpoint does not
-        match."""
+        """Return the parts of a checkpoint. The record is first, because its errors best explain a mismatch."""
         return {"record": self.record, "model": self.net, "optimizer": self.optimizer, "stream": self.stream}
 
     def begin(self, step: int) -> None:

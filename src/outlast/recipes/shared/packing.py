@@ -84,15 +84,13 @@ def _say(line: str) -> None:
 
 
 def mistake(error: source_files.BadSource) -> OutlastError:
-    """Return a recipe's error for a problem with its source, with the recipe's flags instead of those of `outlast data
-    prepare`."""
+    """Return the error for a problem with a recipe's source, naming the recipe's flags, not those of `outlast data prepare`."""
     text = str(error).replace("--skip-damaged", "--skip-bad")
     return OutlastError(text.replace("with --size, or use --encoded", "with --stored-size, pixels a side"))
 
 
 def listed(root: Path, val: float) -> tuple[Path, dict[str, list[images.Item]], list[str]]:
-    """Return the inner directory, the images of each part, and the names of the classes. Raises OutlastError as `laid_out`
-    does."""
+    """Return the inner directory, the images of each part, and the class names. Raises OutlastError as `laid_out` does."""
     inner = images.inside(root)
     return inner, *laid_out(inner, source_files.listed(inner, inner / work_units.PRIVATE), val)
 

@@ -149,8 +149,7 @@ def place(named: str) -> Path:
 
 
 def read(path: Path) -> Any:
-    """Read a file from torch.save or safetensors, or the weights in a Hugging Face directory, to the CPU. Runs no code from
-    the file."""
+    """Read a file from torch.save or safetensors, or a Hugging Face directory's weights, to the CPU. Runs no code from it."""
     if path.is_dir():
         names = [name for name in ("model.safetensors", "pytorch_model.bin") if (path / name).exists()]
         if not names:
@@ -166,7 +165,7 @@ def read(path: Path) -> Any:
         raise OutlastError(f"{path} needs the package safetensors: pip install 'outlast[data]'") from None
     except FileNotFoundError as error:
         raise NotFound(f"{path} does not exist; give a file or a directory of weights (nothing is downloaded)") from error
-    except Exception as error:  # torch raises anything on other bytes, and may advise running the code in them
+    except Exception as error:  # torch raises various errors, and may advise running code from the file
         objects = "it is none, or it holds objects, which may run code"
         reason = objects if isinstance(error, pickle.UnpicklingError) else str(error).partition("\n")[0][:200]
         raise OutlastError(f"{path} cannot be read as weights: {reason}; give a file that torch.save has written") from error

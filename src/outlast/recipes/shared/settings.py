@@ -120,8 +120,7 @@ def _flag(name: str) -> str:
 
 
 def _value(hint: Any, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of argparse for a type: bool, int, float, str, Literal, a tuple of one of these types, or an optional
-    type."""
+    """Return argparse's options for a type: bool, int, float, str, Literal, a tuple of one of these, or an optional type."""
     inner = typing.get_args(hint)
     if optional := type(None) in inner:
         hint, inner = inner[0], typing.get_args(inner[0])

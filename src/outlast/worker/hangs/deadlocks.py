@@ -39,12 +39,12 @@ from outlast.worker.hangs import motion
 
 LOOK_S = 1.0
 STILL_S = 3.0
-"""Time in seconds without motion of the main thread after which the rank publishes its state."""
+"""Seconds without motion of the main thread before the rank publishes its state."""
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _STILL = "outlast/still"
 """Key of the number of still ranks, and prefix of the keys of their states."""
 PATIENCE = 3.0
-"""Longest interval in seconds between two comparisons with the other ranks, reached in long waits."""
+"""Maximum seconds between two comparisons with the other ranks, reached in long waits."""
 _ANSWER_S = 10.0
 """Timeout of requests to the store, in seconds."""
 _WHERE_LIMIT = 600
@@ -79,7 +79,7 @@ class RankState:
 
 
 def deadlock(states: Sequence[RankState]) -> str:
-    """Return the error message if these still ranks wait for each other by mistake; empty if that is not certain."""
+    """Return the error message if these still ranks certainly wait for each other by mistake; otherwise empty."""
     calling = [each for each in states if each.call]
     others = [each for each in states if not each.call]
     if not others or not all(each.waits for each in others):
@@ -134,7 +134,7 @@ def _frame(thread: int) -> FrameType | None:
 
 
 class Watch:
-    """The watch of this process's main thread. A process has one, see `watch`."""
+    """A watch over this process's main thread, one per process (`watch`)."""
 
     def __init__(self) -> None:
         self.call = ""
@@ -145,7 +145,7 @@ class Watch:
         self.held = 0
         """Number of open `alive` contexts, in which the process counts as moving."""
         self.broken = False
-        """True if a collective has failed, and perhaps the store, too."""
+        """True if a collective, and perhaps the store, has failed."""
         self.record: Callable[[str], object] = lambda _: None
         """Callback with the error message before a deadlocked process ends."""
         self.last: Callable[[], object] = lambda: None
@@ -168,7 +168,7 @@ class Watch:
         return group
 
     def start(self) -> None:
-        """Start the watch unless it runs. Does nothing in a single rank without an agent."""
+        """Start the watch unless it is running. Does nothing for a single rank without an agent."""
         state = os.environ.get(contract.Env.STATE)
         if self._thread is None and (state or int(os.environ.get("WORLD_SIZE", "1")) > 1):
             self._rank = int(os.environ.get("RANK", "0"))

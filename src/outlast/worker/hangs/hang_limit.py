@@ -27,12 +27,11 @@ class Process:
     stopped: bool
     """True if the kernel has stopped the process (SIGSTOP, a debugger)."""
     silent_s: float
-    """Time in seconds without progress: no step, no activity of the main thread, no output of a plain script. Excludes pauses of
-    the agent."""
+    """Seconds without progress (a step, motion of the main thread, a plain script's output), excluding pauses of the agent."""
     frozen: bool = False
     """True if the process cannot run Python, because native code holds the GIL."""
     age_s: float = math.inf
-    """Time in seconds since the agent first observed the process."""
+    """Seconds since the agent first observed the process."""
     watched: bool = True
     """True if the process reports the activity of its main thread; false after execv."""
     where: str = ""
@@ -84,6 +83,5 @@ def _at(process: Process) -> str:
 
 
 def unhealthy(process: Process, silent_s: float, limit_s: float) -> bool:
-    """Return whether `/healthz` fails: training has begun, and has been silent longer than the limit at which its agent should
-    have killed it."""
+    """Return whether `/healthz` fails: training has begun, but is silent beyond the limit at which its agent kills it."""
     return process.progress.phase in ("train", "save") and silent_s > OTHERS_FIRST * limit_s

@@ -1,4 +1,4 @@
-"""Detection of progress in a training process, by a comparison of samples of its main thread.
+"""Detects progress of a training process by comparing samples of its main thread.
 
 A process moves if its main thread is at another place in the code or has begun another call or collective, or if the process or
 its child processes use CPU time. Some waits spin: a wait for a GPU, and some backends inside a collective, use a whole core
@@ -25,10 +25,9 @@ from outlast.job import accelerators
 from outlast.job.workerfiles import progress_file
 
 BUSY = 0.01
-"""Share of a core above which this process counts as working. A training loop uses more, and a loop that polls ten times a second
-uses less."""
+"""Share of a core above which this process counts as working: less than a training loop, more than ten polls a second."""
 CHILDREN_BUSY = 0.2
-"""Share of a core above which child processes count as working. It is higher, since services that record metrics always run."""
+"""The same for child processes; higher, since processes that record metrics always run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Work:
 
 
 class Motion:
-    """A comparison of each sample with earlier samples."""
+    """Compares each sample with earlier ones."""
 
     def __init__(self) -> None:
         self._last = Sample(None)

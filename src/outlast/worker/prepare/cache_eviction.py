@@ -29,13 +29,13 @@ from outlast.job.contract import Env
 log = logging.getLogger("outlast")
 
 _STILL_S = 60.0
-"""Time in seconds without a write after which another process fetches the same shard; longer than the retries of a store."""
+"""Seconds without a write before another process fetches the same shard; longer than a store's retries."""
 _SHARE = 0.5
 """Share of the disk that the cache may use without OUTLAST_CACHE_SIZE; arbitrary."""
 _SPARE = 0.05
 """Share of the disk that the cache leaves free without OUTLAST_CACHE_SIZE; arbitrary."""
 _LEAST_SPARE = 1 << 20
-"""Number of bytes that the cache always leaves free, since files take whole blocks."""
+"""Bytes that the cache always leaves free, since files take whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ def cache(environ: Mapping[str, str]) -> Path:
 
 
 def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
-    """Return the maximum size of the cache in bytes, which has `used` bytes now: OUTLAST_CACHE_SIZE, or else half of the disk;
-    less if the disk is fuller. Raises OutlastError."""
+    """Return the size limit in bytes: OUTLAST_CACHE_SIZE, or half of the disk, less on a full disk. Raises OutlastError."""
     disk = shutil.disk_usage(cache)
     if text := environ.get(Env.CACHE_SIZE):
         try:
@@ -73,7 +72,7 @@ def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
 
 
 Things = Callable[[Path], Sequence[Thing]]
-"""Function that lists all entries of a cache, without fetches in progress."""
+"""Lists all entries of a cache, without fetches in progress."""
 
 
 def make(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
@@ -117,7 +116,7 @@ def _still(home: Path) -> bool:
 
 
 def _evict(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
-    needed += _coming(cache)  # first, so that shards that arrive meanwhile count twice, not zero times
+    needed += _coming(cache)  # first: a shard that arrives meanwhile counts twice rather than not at all
     entries = things(cache)
     total = sum(thing.size for thing in entries)
     missing = total + needed - limit(cache, environ, total)
@@ -150,7 +149,7 @@ def shards(cache: Path) -> Iterator[Thing]:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a shard unless a process reads it. Returns whether it was removed."""
+    """Remove a shard unless a process reads it."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         if not file_locks.acquire(file.fileno()):
             return False

@@ -92,8 +92,7 @@ def _partial(old: Path) -> Path:
 
 
 def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path], object]) -> bool:
-    """Replace `old`, a file in the run's directory, by `new` from the code. Returns whether it was replaced. Never writes through
-    a link."""
+    """Replace `old`, a file of the run, by `new` from the code. Returns whether it was replaced. Never writes through a link."""
     mode = new.lstat().st_mode
     if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{old} is a directory, {new} is not")
@@ -120,7 +119,7 @@ class _Note:
     code: str
     """The job file's `code`."""
     version: str
-    """Version of the code, which changes with the code; empty during the first fetch."""
+    """Version of the code; empty during the first fetch."""
     time: float
     """Time of the fetch, seconds since the epoch."""
     current: bool
@@ -179,8 +178,7 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
 
 
 _Fetch = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
-"""Fetcher of code: takes an empty directory, `runs`, `say` and `stop`; returns the path of the code in that directory, and its
-version."""
+"""Fetches code. Takes an empty directory, `runs`, `say` and `stop`; returns the path of the code there, and its version."""
 
 
 def _look(code: str) -> tuple[str, _Fetch]:

@@ -49,10 +49,9 @@ VARIABLES = {
 }
 """Directories of compilers, by their environment variables."""
 SETTLED_S = 30.0
-"""Time in seconds after which an unchanged file counts as complete. Arbitrary."""
+"""Seconds after which an unchanged file counts as complete. Arbitrary."""
 KILLED_S = 2.0
-"""Time in seconds after which an unchanged file counts as complete at the end of training or the warm-up. A killed compiler's
-last file has changed more recently. Arbitrary."""
+"""The same at the end of training or the warm-up. A killed compiler's last file is newer. Arbitrary."""
 _SHARE = 0.5
 """Share of the free disk that the cache may fill, which leaves room for data and checkpoints. Arbitrary."""
 _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
@@ -139,8 +138,7 @@ class Cache:
 
 
 def _linked(path: Path) -> bool:
-    """Return whether a library is complete, or a file is no library. GNU's linker, used by inductor, writes the first bytes
-    last."""
+    """Return False for an incomplete library. GNU's linker, used by inductor, writes the first bytes last."""
     if path.suffix != ".so":
         return True
     with path.open("rb") as file:

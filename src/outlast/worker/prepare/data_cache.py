@@ -154,7 +154,7 @@ class Source:
         tree.mkdir(parents=True, exist_ok=True)
         paths = {(entry.key, entry.size, entry.etag): tree / entry.key for entry in listing.entries}
         whole = directory / _LISTING
-        if whole.is_file():  # of another run; files may have been changed or removed since
+        if whole.is_file():  # from another run; files may have changed or been removed
             for path in _changed(tree, whole):
                 path.unlink(missing_ok=True)
             if all(path.exists() for path in paths.values()):
@@ -234,14 +234,13 @@ def _size(listing: Path, _mtime_ns: int) -> int:
 
 
 def _remove(directory: Path) -> bool:
-    """Remove a version unless it is in use. Returns whether it was removed."""
+    """Remove a version unless it is in use."""
     with file_locks.attempted(directory.parent / "lock") as acquired:  # otherwise a fetch is running there
         return acquired and _remove_locked(directory)
 
 
 def _remove_locked(directory: Path) -> bool:
-    """Remove a version unless a worker uses it or a run has pinned it. Returns whether it was removed. The caller must hold the
-    lock of the version's place."""
+    """Remove a version unless it is in use or pinned. Returns whether it was removed. The caller must hold the place's lock."""
     with file_locks.attempted(directory / "lock") as acquired:  # held to the end, so that no worker begins to use it
         notes = (directory / "runs").glob("*")
         if not acquired or any(_pinned(Path(files.text(note))) == directory.name for note in notes):

@@ -91,8 +91,7 @@ def look(url: str, field: str) -> Listing:
 
 
 def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
-    """Return the entries without directory markers, which are empty objects `directory/` from consoles, listed without the
-    slash."""
+    """Yield the entries without directory markers: empty objects `directory/` from consoles, listed without the slash."""
     empty = (thread_pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
     absent = set()
     with contextlib.closing(thread_pool.work(empty, threading.Event())) as outcomes:
@@ -149,7 +148,7 @@ def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, s
 
 
 class Pace:
-    """Progress reports of a download every few seconds, from the number of bytes received."""
+    """Reports the progress of a download every few seconds."""
 
     def __init__(self, name: str, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._say, self._clock = name, say, clock
@@ -164,7 +163,7 @@ class Pace:
 
 
 class Meter:
-    """Progress reports of a fetch every few seconds, with rate and remaining time."""
+    """Reports the progress of a fetch every few seconds, with rate and remaining time."""
 
     def __init__(self, name: str, total: int, files: int, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._total, self._say, self._clock = name, total, say, clock

@@ -1,6 +1,6 @@
-"""The Python of an image to which Outlast is brought (`launch.relocatable`): training runs there.
+"""The Python of an image without Outlast (`launch.relocatable`), in which training runs.
 
-`find` looks at an image's `python`, then at its `python3`. Standard library only, as each start of such a worker waits for it.
+`find` tries the image's `python`, then `python3`. Standard library only, since every start of such a worker waits for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Base:
-    """A Python with packages, in which training may run, and on top of which environments are made."""
+    """A Python with packages, in which training runs or on which environments are built."""
 
     executable: str
     version: tuple[int, ...]
@@ -50,7 +50,7 @@ class Base:
     pip: bool = False
 
     def problem(self, *, packages: bool = True) -> str:
-        """Return why training cannot run here, or with other `packages` cannot; empty if it can."""
+        """Return why training cannot run here, or an empty string. Without `packages`, checks only the version of Python."""
         if self.version < OLDEST_PYTHON:
             return f"Python {_dotted(self.version)}, and Outlast needs {_dotted(OLDEST_PYTHON)} or newer"
         if not packages:
@@ -83,8 +83,7 @@ def own(environ: Mapping[str, str]) -> Base:
 
 
 def find(environ: Mapping[str, str], *, packages: bool = True) -> Base:
-    """Return the Python of this image in which training can run, if the job brings no `packages` of its own. Raises OutlastError
-    with the reason if there is none."""
+    """Return the image's first Python in which training can run, see `Base.problem`. Raises OutlastError with the reason."""
     needed = f"training needs Python {_dotted(OLDEST_PYTHON)} with PyTorch {_dotted(OLDEST_TORCH)}, or newer"
     remedy = "choose another image, or add them to this one"
     reasons = []

@@ -1,4 +1,4 @@
-"""Execution of installers (pip, uv, conda) and compilers, with logs of their output and extraction of their error messages."""
+"""Runs installers (pip, uv, conda) and compilers, logs their output, and extracts their error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NETWORK = re.compile(
 """Transient errors of pip, uv and conda."""
 _PROGRESS_S = 5.0
 _LAST = 20
-"""Number of output lines to show after a failure of an installer."""
+"""Output lines to show after an installer fails."""
 
 
 class Unavailable(OutlastError):
@@ -40,7 +40,7 @@ class Unavailable(OutlastError):
 
 @dataclass(frozen=True)
 class Shell:
-    """A runner of installers, which logs their output to a file, reports progress, and kills them on shutdown."""
+    """Runs installers, logs their output to a file, reports progress, and kills them on shutdown."""
 
     environ: Mapping[str, str]
     lock: int
@@ -107,7 +107,7 @@ class Shell:
 def error_message(lines: Sequence[str]) -> str:
     """Extract the error message from an installer's output."""
     stripped = [line.strip() for line in lines]
-    if "The conflict is caused by:" in stripped:  # pip's
+    if "The conflict is caused by:" in stripped:  # printed by pip
         sides = stripped[stripped.index("The conflict is caused by:") + 1 :]
         return "these contradict each other: " + "; ".join(sides[: sides.index("")] if "" in sides else sides)[:600]
     begins = [i for i, line in enumerate(stripped) if re.match(r"(error|critical)\b", line, re.IGNORECASE)]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PINS = "pins"
 """Directory of the pins (`data_cache.Source`), below the directory that the workers of a run share."""
 REACH_S = 10.0
-"""Time in seconds that a submission waits for responses of stores."""
+"""Seconds that a submission waits for the stores' responses."""
 
 
 def check(job: spec.Job, pins: Path) -> None:
@@ -165,8 +165,8 @@ class Preparation:
                 raise OutlastError(f"module: Python finds no {package!r} in {directory}; correct the name or install its package")
 
     def environment(self) -> None:
-        """Make the job's Python environment, if any, and set `python` to the interpreter of training: that of the environment,
-        that of an image without Outlast, or our own."""
+        """Make the job's Python environment, if any, and set `python` to the interpreter for training: the environment's, the
+        image's (if it lacks Outlast), or ours."""
         fields, base = self._job.spec, None
         if relocatable.home() and not fields.environment.conda:
             base = image_python.find(self._environ, packages=not fields.environment.requirements)
@@ -282,8 +282,7 @@ def evaluate(job: spec.Job, environ: dict[str, str], args: Sequence[str], *, say
 
 
 def command(job: spec.Job, environ: Mapping[str, str]) -> list[str]:
-    """Return the training command for `launch.training_process`, with each `$(NAME)` in an argument replaced from the
-    environment, as in Kubernetes."""
+    """Return the command for `launch.training_process`. Replaces `$(NAME)` from the environment, as Kubernetes does."""
     args = [substitution.replaced(arg, environ) for arg in job.spec.args]
     if job.spec.module:
         return ["-m", job.spec.module, *args]

@@ -59,7 +59,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Made:
-    """A Python environment that is ready."""
+    """A finished Python environment."""
 
     python: str
     variables: Mapping[str, str]
@@ -199,7 +199,7 @@ class _Venv:
         file = self.required.write(home / "requirements.txt")
         constraints = []
         if self.base.torch not in ("", "unknown") and not self.required.names("torch") and not self.required.hashed():
-            (home / "torch.txt").write_text(f"torch=={self.base.torch}\n")  # another one would be hundreds of megabytes
+            (home / "torch.txt").write_text(f"torch=={self.base.torch}\n")  # another version would be hundreds of megabytes
             constraints = ["-c", str(home / "torch.txt")]
         python = str(home / "bin" / "python")
         options = ["-r", str(file), *constraints]

@@ -1,4 +1,4 @@
-"""Flattening of a pip requirements file: includes are inlined, paths become absolute, and comments are removed, so that the
+"""Flattens a pip requirements file: includes are inlined, paths become absolute, and comments are removed, so that the
 result can be stored anywhere.
 
 A run stores its requirements at submission, and their fingerprint identifies the environment. Format:

@@ -42,7 +42,7 @@ _MOST = (64 << 20, 10_000)
 _QUIET_S = 2.0
 """Debounce in seconds for a file written in place, which may be incomplete."""
 _SMALL = 1 << 20
-"""Size in bytes up to which a write of a file takes milliseconds."""
+"""Bytes up to which writing a file takes only milliseconds."""
 
 Listed = Mapping[str, tuple[int, int] | None]
 """Size and mtime (ns) of files of code, by their path in the directory; None stands for a link."""
@@ -136,8 +136,7 @@ class Results:
         return any(other is not None and other > step for other in steps)
 
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
-        """Begin a pass. Returns a function that returns whether to delay a result, which may be incomplete. The `last` pass
-        treats every result as complete.
+        """Begin a pass. Returns a predicate for results to delay as incomplete. The `last` pass treats every result as complete.
 
         A file that was renamed after its last byte (ctime after mtime) is complete. A file written in place must be unchanged for
         a while, but a small file is delayed in one pass only. A checkpoint's directory, also outside of the working directory, is
@@ -202,7 +201,7 @@ def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
     if not here:
         return False
     stored = _in_store(place)
-    if not environ.get(Env.RENDEZVOUS, "unix://").startswith("unix://"):  # a pod, which may share no directory
+    if not environ.get(Env.RENDEZVOUS, "unix://").startswith("unix://"):  # a pod, whose directory may not be shared
         record = progress_file.read(Path(environ[Env.STATE]), 0)
         if record is None or record.generation != here or stored > here:
             return False
@@ -278,8 +277,7 @@ def _inside(path: str) -> bool:
 
 
 def saves_itself(output: Path, place: Store) -> bool:
-    """Return whether the script has saved on this worker, without rank 0, since the store's files were written. Raises
-    StoreError."""
+    """Return whether the script has saved here, without rank 0, since the store's files were written. Raises StoreError."""
     try:
         return plain_scripts.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
     except Missing:
@@ -321,8 +319,7 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
 
 
 def main(argv: list[str]) -> int:
-    """Fetch the job's files if the store's may be, or certainly are (`--newer`), newer. Returns the exit code. Run by
-    `launch.rank0_files`."""
+    """Fetch the job's files if the store has, or certainly has (`--newer`), newer ones. Run by `launch.rank0_files`."""
     output = Path(os.environ[Env.OUTPUT])
 
     def say(text: str) -> None:

@@ -52,7 +52,7 @@ def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
 POLL_S = 0.5
 """Poll interval for the death of the parent, in seconds."""
 ORPHANED_S = 5.0
-"""Time in seconds to send the rest after the parent has died without a message."""
+"""Seconds to send the rest after the parent died without a message."""
 
 
 class Ending(NamedTuple):
@@ -61,11 +61,11 @@ class Ending(NamedTuple):
     status: Status | None
     """Final status of the run; None if the run continues."""
     within: float
-    """Time in seconds to send the rest."""
+    """Seconds to send the rest."""
 
 
 class Session:
-    """The parent process, with its final message or its death."""
+    """The parent process, whose final message or death ends the follower."""
 
     def __init__(self, ending: Ending | None, environ: Mapping[str, str]) -> None:
         self._ending = ending
@@ -179,8 +179,7 @@ def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
 
 
 def identity(output: Path) -> str:
-    """Return an id for a run without one, under plain python and torchrun. It is stored beside the checkpoints, without which a
-    run begins again as a new run."""
+    """Return an id for a run under plain python or torchrun, stored beside the checkpoints: without those, a run is new."""
     path = output / contract.CHECKPOINTS / ".tracking"
     try:
         return path.read_text()
@@ -190,7 +189,7 @@ def identity(output: Path) -> str:
 
 
 def report(directory: Path, problems: Sequence[str]) -> None:
-    """Write the problems to a file, from which the session shows them in the status."""
+    """Write the problems to a file that the session reads for the status."""
     with contextlib.suppress(OSError):  # a full disk; the log has them, too
         if text := "; ".join(filter(None, problems)):
             files.replace(directory / follower_handle.PROBLEM, text)

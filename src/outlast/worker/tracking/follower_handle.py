@@ -23,12 +23,12 @@ from outlast.worker.tracking.tracker_interface import Status, settings
 log = logging.getLogger("outlast")
 
 FLUSH_S = 10.0
-"""Time in seconds that the end of a run waits for trackers."""
+"""Seconds that the end of a run waits for trackers."""
 LEAVE_S = 2.0
-"""Time in seconds that a session waits for trackers if the run continues elsewhere, where another follower sends the rest."""
+"""Seconds that a session waits for trackers if the run continues elsewhere, where another follower sends the rest."""
 LOOK_S = 5.0
 IMPORTS_S = 20.0
-"""Time in seconds in addition to FLUSH_S for the imports of a new follower on a busy machine; arbitrary."""
+"""Seconds added to FLUSH_S for a new follower's imports on a busy machine; arbitrary."""
 PROBLEM, ENDED, LOCK = "problem", "ended", "lock"
 """Files in `.tracking/`: the current problem, the reported end of the run, and the lock of the follower."""
 
@@ -41,8 +41,7 @@ class Follower:
         self._looked, self._problem = time.monotonic(), ""
 
     def news(self) -> str | None:
-        """Return the trackers' problem if it has changed (empty once they work again), otherwise None. Most calls cost
-        nothing."""
+        """Return the trackers' problem if it has changed (empty once they work again), otherwise None. Usually cheap."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return None
@@ -53,8 +52,7 @@ class Follower:
         return self._problem if self._problem != last else None
 
     def finish(self, status: Status | None, *, goes_on: bool = False) -> str:
-        """Request the follower to send the remaining metrics, and wait for a bounded time. Returns a sentence about missing
-        metrics, or an empty string."""
+        """Make the follower send the remaining metrics, for a limited time. Returns a sentence about missing ones, or ""."""
         within = LEAVE_S if goes_on else FLUSH_S
         at_most = LEAVE_S + 1.0 if goes_on else FLUSH_S + IMPORTS_S
         assert self._process.stdin is not None

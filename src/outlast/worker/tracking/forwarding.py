@@ -26,7 +26,7 @@ LAST_RETRY_S = 0.5
 
 
 class Forwarder(threading.Thread):
-    """The feeder of one sink until `finish`. `say` prints a sentence; `changed` is called after a change of `problem`."""
+    """Feeds one sink until `finish`. `say` prints a sentence; `changed` is called after a change of `problem`."""
 
     def __init__(self, sink: Sink, run: Run, say: Callable[[str], None], changed: Callable[[], None] = lambda: None) -> None:
         super().__init__(name=f"outlast-{sink.title}", daemon=True)
@@ -65,7 +65,7 @@ class Forwarder(threading.Thread):
         self._position = position
 
     def finish(self, status: Status | None) -> None:
-        """Request to send the rest at once, with `status` as the run's end. The thread ends after its arrival."""
+        """Send the rest at once, with `status` as the run's end. The thread ends once everything has arrived."""
         self._status = status
         self._ending.set()
 

@@ -62,8 +62,7 @@ def advanced(position: Mapping[str, int], sent: Iterable[Point]) -> Position:
 
 
 class PositionFile:
-    """A position in a file, for a tracker that cannot report its position. The file is written after the values are sent, so a
-    kill may repeat some."""
+    """A stored position, for a tracker that cannot report it. Written after the values are sent, so a kill may repeat some."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -81,7 +80,7 @@ class PositionFile:
 
 
 class Reader:
-    """A reader of complete lines of a growing file, which may be truncated or replaced at any time."""
+    """Reads complete lines of a growing file, which may be truncated or replaced at any time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -23,8 +23,7 @@ T = TypeVar("T")
 
 RUN, JOB, PARENT, NAME = "outlast.run", "outlast.job", "mlflow.parentRunId", "mlflow.runName"
 CHECKPOINT, CHANGED = "checkpoint.", "changed."
-"""Prefixes of tags for the location of a checkpoint, and for the newest value of a parameter, since MLflow's parameters never
-change."""
+"""Prefixes of tags for checkpoint locations, and for new values of parameters, which MLflow cannot change."""
 MOST_METRICS, MOST_OTHERS = 1000, 100
 """Limits per request, see https://mlflow.org/docs/latest/rest-api.html#request-limits"""
 MOST_TEXT = 500
@@ -95,8 +94,7 @@ class MLflow:
         return str(self._client.create_experiment(self._experiment))
 
     def _ensure_run(self, experiment: str, tag: str, value: str, tags: Mapping[str, str]) -> str:
-        """Return the id of the run with this tag, created if missing. One request creates run and tag, so a tag never has a
-        second run."""
+        """Return the id of the run with this tag, created if missing. One request creates run and tag, so the tag is unique."""
         if runs := self._client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1):
             return str(runs[0].info.run_id)
         return str(self._client.create_run(experiment, run_name=self._run.name, tags={tag: value, **tags}).info.run_id)
