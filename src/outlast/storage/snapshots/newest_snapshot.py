@@ -38,8 +38,8 @@ class Candidate:
     unique: tuple[Holders, ...]
     """Holders of the unique parts, by rank in the world that made the snapshot."""
     shared: tuple[tuple[Holders, ...], ...]
-    """Complete sets of shared parts, each by local rank, and the set that most workers have first. One set is enough, and workers
-    that shard the state alike have equal sets, unless the bits of one differ."""
+    """Complete sets of shared parts, the most common set first; each lists its holders by local rank. One set is enough. Workers
+    that shard the state alike have equal sets, unless one has different bits."""
 
     @property
     def parts(self) -> list[Part]:
@@ -83,7 +83,7 @@ def newest(held: Iterable[Held], run: str, generation: int) -> Election:
 
 
 def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
-    """Return the snapshot that these parts form, or the reason why they form none."""
+    """Return the snapshot that these parts form, or the reason why they are incomplete."""
     name = f"the snapshot of step {at[1]} (generation {at[0]})"
     by_rank: dict[int, list[Held]] = {}
     by_worker: dict[int, dict[int, list[Held]]] = {}
@@ -122,7 +122,7 @@ def _whole(by_local_rank: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
 def _same(held: Sequence[Held]) -> Holders:
     """Return the holders of the valid copy.
 
-    If copies differ, the copy of the worker that wrote the part is valid. Without that worker, no copy is.
+    If copies differ, only the copy of the worker that wrote the part is valid.
     """
     originals = {each.part.digest for each in held if not each.part.replica}
     digests = originals or {each.part.digest for each in held}
