@@ -78,7 +78,7 @@ def ranked(checkpoints: Iterable[C]) -> list[C]:
     """Return the checkpoints that have a metric, best first; among equal values, the older first.
 
     A logged value applies to every checkpoint until the next value is logged, but it measures only the first of these.
-    Checkpoints with another measure than the newest measured checkpoint are left out, since their values cannot be compared.
+    Checkpoints measured differently than the newest measured one are left out, since their values cannot be compared.
     """
     measured = [(each, each.metric) for each in counted(checkpoints) if each.metric and math.isfinite(each.metric.value)]
     if not measured:
@@ -143,5 +143,5 @@ class Retention:
         return [each for each in checkpoints if each.step < newest[0].step and each.step not in best]
 
     def best_of(self, checkpoints: Iterable[C]) -> list[C]:
-        """Return the best checkpoints, which stay, best first."""
+        """Return the best checkpoints to keep, best first."""
         return ranked(checkpoints)[: self.best]
