@@ -19,7 +19,7 @@ from pathlib import Path
 from outlast.base.errors import OutlastError
 
 _LEFT_OUT = ("site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test", "__pycache__")
-"""Names of directories to skip, which some installations lack, or which contain packages that the user installed."""
+"""Directories to skip: some installations lack them, or they contain packages of the user."""
 _SITE = ("sitecustomize.py", "usercustomize.py")
 
 
@@ -61,7 +61,7 @@ def _modules(library: Path) -> Iterator[str]:
 
 
 def _text(path: Path) -> str:
-    """Return a module's text, decoded as Python decodes it, with `\n` at the end of each line."""
+    """Return a module's text, decoded as Python does, with `\n` at the end of each line."""
     content = path.read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
