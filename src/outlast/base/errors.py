@@ -165,7 +165,7 @@ class Unreachable(StoreError):
 
 @contextlib.contextmanager
 def importing(purpose: str, extra: str) -> Iterator[None]:
-    """Wrap imports of an extra's libraries. Raises OutlastError if one of them is not installed."""
+    """Wrap imports of an extra's libraries. Raises OutlastError if one is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -174,8 +174,7 @@ def importing(purpose: str, extra: str) -> Iterator[None]:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and its chain of causes, each once, since after `raise error from error` an exception is its own
-    cause."""
+    """Yield an exception and its causes, each once: after `raise error from error`, an exception is its own cause."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:
