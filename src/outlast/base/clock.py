@@ -58,9 +58,8 @@ STOOD_S = 10.0
 class Awake:
     """A clock that begins at the current time and advances only while its loop runs.
 
-    A suspended machine stops the monotonic clock; a paused virtual machine, a frozen container and a stopped process do not. On
-    this clock, no member becomes silent and no deadline passes during these pauses. Loops must read it at least every `STEP_S`.
-    Safe to call from any thread.
+    Unlike the monotonic clock, it also stops for paused virtual machines, frozen containers and stopped processes, so that no
+    deadline passes meanwhile. Loops must read it at least every `STEP_S`. Safe to call from any thread.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:

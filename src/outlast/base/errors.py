@@ -1,8 +1,7 @@
 """Errors that users can correct.
 
-An `OutlastError` is a user's mistake or a fault of the machine: the command line prints its message without a traceback and exits
-with `exit_code`. Any other exception is a bug and keeps its traceback. A message names the wrong value, the expectation and the
-remedy.
+An `OutlastError` is a user's mistake or a machine fault: the command line prints its message without a traceback and exits with
+`exit_code`. Any other exception is a bug and keeps its traceback. Messages name the wrong value, the expectation and the remedy.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ class OutlastError(Exception):
 
 
 class InvalidJob(OutlastError):
-    """The job file is wrong.
-
-    `problems` are (line or None, sentence) pairs in file order; the message joins them, one per line.
-    """
+    """The job file is wrong. `problems` are (line or None, sentence) pairs in file order; the message has one per line."""
 
     def __init__(self, problems: Sequence[tuple[int | None, str]], *, source: str = "job") -> None:
         self.problems = tuple(problems)

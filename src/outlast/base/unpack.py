@@ -95,8 +95,7 @@ def extract(archive: Path, into: Path, *, name: str, limits: Limits, kind: str =
     """Unpack an archive into an empty directory. `name` is the archive's name in error messages; `kind` is `zip` or `tar`, by
     default taken from the file's name.
 
-    Raises OutlastError if the archive is damaged, too large, or has forbidden entries; Stopped soon after `stop` is set; OSError
-    for a disk fault.
+    Raises OutlastError if the archive is damaged, too large, or has forbidden entries; Stopped soon after `stop` is set; OSError.
     """
     kind = kind or ("zip" if archive.name.lower().endswith(".zip") else "tar")
     with _sentences(name, f"is no {kind} archive, or is damaged", limits), open(archive, "rb") as file:

@@ -132,8 +132,7 @@ class Place:
                     self.directory.rmdir()
 
     def finish(self, marker: Marker) -> Marker:
-        """Move the content of the tree to the directory and write the marker. Returns the marker with the counts of files and
-        bytes."""
+        """Move the tree's content to the directory and write the marker. Returns the marker with counts of files and bytes."""
         tree = self.staging / "tree"
         for name in (MARKER, COMING):  # archives of a dataset's directory contain these; they would count as ours
             _removed(tree / name)

@@ -279,8 +279,7 @@ class Download:
             raise Unavailable(f"the connection ended at byte {self._done:,} of {response.total:,}")
 
     def _retry(self, attempt: Callable[[], None]) -> None:
-        """Repeat `attempt` until it succeeds. Raises OutlastError after too long without a byte, or after `_BEGINNINGS` downloads
-        from the first byte."""
+        """Retry `attempt` until it succeeds. Raises OutlastError after too long without a byte, or too many restarts."""
         number = self._beginnings = 0
         while True:
             last = self._arrived

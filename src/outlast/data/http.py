@@ -135,10 +135,7 @@ class Response:
     _body: Any
 
     def read(self, limit: int) -> bytes:
-        """Wait for bytes and return at most `limit` of them. Returns b"" at the end of the body, or if the connection broke.
-
-        Raises Unavailable.
-        """
+        """Wait for up to `limit` bytes. Returns b"" at the end of the body or of the connection. Raises Unavailable."""
         with _mapped_errors():
             return bytes(self._body.read1(limit))
 

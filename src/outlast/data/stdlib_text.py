@@ -1,9 +1,8 @@
-"""The Python standard library's own sources as text: real text for a first language model, without a download.
+"""The sources of Python's standard library: real text for a first language model, without a download.
 
 The library has about 600 modules, 10 MB of text in one style. The same Python version gives the same files: sorted by name,
-UTF-8, `\\n` at the end of a line. Files that differ between installations of one version are left out: packages
-(`site-packages`), the modules with the build configuration (`_sysconfigdata_*`), and the tests. `outlast data get
-python-stdlib` calls `write`.
+UTF-8, `\\n` at the end of a line. Files that differ between installations of one version are omitted: packages (`site-packages`),
+the build configuration (`_sysconfigdata_*`), and the tests. `outlast data get python-stdlib` calls `write`.
 """
 
 from __future__ import annotations

@@ -52,10 +52,7 @@ def digest(directory: Path) -> str:
 
 @functools.lru_cache(maxsize=1)
 def load(directory: Path, digest: str) -> Any:
-    """Load the tokenizer in a directory, with a chat template. One tokenizer per process is cached, by its `digest`.
-
-    Raises OutlastError.
-    """
+    """Load a directory's tokenizer, with a chat template, cached per process by its `digest`. Raises OutlastError."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # otherwise it warns about texts longer than the model's context
     with importing("a tokenizer of Hugging Face", "llm"):
         from transformers import AutoTokenizer
@@ -76,10 +73,7 @@ def load(directory: Path, digest: str) -> Any:
 
 
 def sample(record: Mapping[str, Any], segments: Sequence[tuple[str, str, bool]], tokenizer: Any) -> Sample:
-    """Return tokens and labels (int32) of a record with the given `jsonl.segments`.
-
-    Raises Refused if the template cannot render the record.
-    """
+    """Return tokens and labels (int32) of a record with the given `jsonl.segments`. Raises Refused if it cannot be rendered."""
     ids, learned = _chat(record, tokenizer) if "messages" in record else _plain(segments, tokenizer)
     tokens = np.array(ids, np.int32)
     return tokens, np.where(np.array(learned, bool), tokens, NOT_LEARNED).astype(np.int32)

@@ -122,10 +122,7 @@ def inside(source: Path) -> Path:
 
 
 def layout(root: Path, sources: Sequence[File], val: float) -> tuple[dict[str, list[Item]], list[str], dict[str, Any]]:
-    """Return the images of each part, the names of the classes, and further entries of the manifest's source.
-
-    Raises BadSource.
-    """
+    """Return the images of each part, the class names, and further entries of the manifest's source. Raises BadSource."""
     images = [file for file in sources if file.name.lower().endswith(SUFFIXES)]
     if not images:
         raise BadSource(f"{root} has no images ({', '.join(SUFFIXES)}); name a directory with a directory per class")

@@ -223,8 +223,7 @@ def _range(file: BinaryIO, piece: Piece) -> bytes:
 def _cut(file: BinaryIO, document: Document, near: int) -> int:
     """Return the offset of the first place to cut a document at or after byte `near`.
 
-    The place is before a space or newline after a printable character, so that no GPT-2 word is split; without one, between any
-    two characters.
+    This is before a space or newline after a printable character, which splits no GPT-2 word, else between any two characters.
     """
     if near in (document.low, document.high):
         return near

@@ -18,8 +18,7 @@ from outlast.storage.checkpoints import in_store, on_disk, retention
 def restore(output: Path, place: store.Store, run: str, say: Callable[[str], None]) -> None:
     """Fetch the newest valid checkpoint of `run` to `output` unless it is already there.
 
-    `say` receives lines about the progress. While the store is unreachable, a worker resumes from its local checkpoint.
-    Raises store.StoreError.
+    `say` receives progress lines. If the store is unreachable, a worker resumes from a local checkpoint. Raises StoreError.
     """
     directory = output / contract.CHECKPOINTS
     directory.mkdir(parents=True, exist_ok=True)

@@ -159,10 +159,7 @@ def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Che
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Verify every `parts`-th file of the checkpoint at `path`, starting at file `part`.
-
-    Returns a sentence about the first damaged file, or None.
-    """
+    """Verify every `parts`-th file of the checkpoint at `path` from file `part` on. Returns the first problem, or None."""
     try:
         files = sorted(read(path).files.items())
     except (OSError, ValueError) as error:

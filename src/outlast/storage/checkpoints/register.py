@@ -35,8 +35,7 @@ class Register(Protocol):
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
         """Commit a checkpoint, which replaces the damaged one `instead`. Returns the new content.
 
-        The new content lacks the checkpoint if `register_rules.refused` has a reason, or another checkpoint of its step is
-        committed. Raises Superseded.
+        The checkpoint is not added if `register_rules.refused`, or if its step has another checkpoint. Raises Superseded.
         """
 
     def drop(self, places: Sequence[Place]) -> Latest | None:

@@ -10,8 +10,7 @@ decide which directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
     obsolete   two committed checkpoints of its own generation or later have higher steps: it may never be added (again), and its
                files may be deleted
 
-Every expired checkpoint is obsolete, and an obsolete checkpoint always stays obsolete. So a process may delete its files at any
-later time, even as a zombie.
+Every expired checkpoint is obsolete, and stays obsolete. So a process may delete its files at any later time, even as a zombie.
 """
 
 from __future__ import annotations

@@ -86,10 +86,7 @@ def wait(
     say: Callable[[str], None],
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Wait until the heartbeat of any other owner of the run has expired.
-
-    Raises AlreadyRunning if the owner sends another heartbeat.
-    """
+    """Wait until any other owner's heartbeat has expired. Raises AlreadyRunning if the owner sends another heartbeat."""
     current = held(place, run, where)
     if current is None:
         return

@@ -116,8 +116,7 @@ class Client:
     def rooms(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> list[Room]:
         """Return memory for the parts of the snapshot `at`, (generation, step). Raises NoMemory.
 
-        Memory that was not reserved is requested now. The parts of `complete`, the newest complete snapshot, stay; all older
-        parts may be overwritten.
+        Requests memory that was not reserved. Older parts than `complete`, the newest complete snapshot, may be overwritten.
         """
         self.reserve(sizes, at, complete)
         rooms = []

@@ -2,8 +2,7 @@
 
 Each worker reports the parts in its memory, its own and replicas of other workers' parts (`Held`). A snapshot counts if it has
 the unique part of every rank of its world, and the shared parts of all ranks of one worker. The snapshot must belong to this run,
-and to this generation or an earlier one. Parts of two snapshots are never combined: the result would be a state that training
-never had.
+and to this generation or an earlier one. Parts of two snapshots are never combined, since training never had that state.
 """
 
 from __future__ import annotations
@@ -120,10 +119,7 @@ def _whole(by_local_rank: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
 
 
 def _same(held: Sequence[Held]) -> Holders:
-    """Return the holders of the valid copy.
-
-    If copies differ, only the copy of the worker that wrote the part is valid.
-    """
+    """Return the holders of the valid copy. If copies differ, only that of the worker that wrote the part is valid."""
     originals = {each.part.digest for each in held if not each.part.replica}
     digests = originals or {each.part.digest for each in held}
     if len(digests) != 1:

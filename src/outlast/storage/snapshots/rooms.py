@@ -295,10 +295,7 @@ class Rooms:
             self.release(room)
 
     def forget(self, keep: At | None) -> None:
-        """Drop all parts except those of the snapshot `keep`, from which training goes on.
-
-        `keep` becomes the newest complete snapshot.
-        """
+        """Drop all parts except those of the snapshot `keep`, which becomes the newest complete snapshot."""
         with self._lock:
             self._end_session()
             self._previous = self._complete = keep or (0, 0)

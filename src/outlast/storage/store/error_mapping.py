@@ -1,7 +1,6 @@
 """Maps obstore's and botocore's exceptions to ours, with a remedy. Called by `store` only.
 
-Both libraries keep the store's response as text, so this module parses text. tests/storage/test_store_faults.py checks this
-with real responses.
+Both libraries keep the store's response only as text, so we parse it; tests/storage/test_store_faults.py has real responses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """URLs of stores, and valid names of objects. Pure; called by `store.client`.
 
-A URL is taken literally: percent-encoding does not apply, and `#` and `?` are ordinary characters. Repeated and trailing slashes
-have no meaning.
+URLs are literal: no percent-encoding, and `#` and `?` are ordinary characters. Repeated and trailing slashes are ignored.
 """
 
 from __future__ import annotations

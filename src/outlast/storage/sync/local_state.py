@@ -5,8 +5,7 @@
     state.lock      held by the syncing process
     state.uploads/  journals of large uploads (`Store.upload`)
 
-A transfer is logged once it is done. So whenever the process dies, every logged file has been transferred, and the next sync
-repeats only the others.
+A transfer is logged once it is done. So whenever the process dies, the next sync repeats only transfers that were not logged.
 """
 
 from __future__ import annotations

@@ -145,8 +145,7 @@ def version(stat: Stat) -> tuple[int, int]:
 def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
     """Read a file, or return None if it has more than `limit` bytes. Raises OSError.
 
-    Returns the content, the stat before the read, and whether the stat was the same after it. A file that changes during the read
-    is read up to ATTEMPTS times.
+    Returns the content, the stat before the read, and whether it was the same afterwards. Tries up to ATTEMPTS times.
     """
     with open(path, "rb", buffering=0) as file:
         for _ in range(ATTEMPTS):
