@@ -22,8 +22,8 @@ from collections.abc import Callable, Hashable
 log = logging.getLogger(__name__)
 
 BREAK_S = 2.0
-"""Smallest change of the difference between the clocks that counts as a step, in seconds. NTP slews by at most 0.5 ms per second,
-which never adds up to this between two readings of a running process."""
+"""Minimum difference in seconds that counts as a step of the wall clock. NTP slews by at most 0.5 ms per second, which never adds
+up to this between two readings of a running process."""
 
 
 class Clock:
@@ -100,7 +100,7 @@ class Seen:
         return now - last[1]
 
     def forget(self, key: Hashable) -> None:
-        """Drop a key, whose next value then counts as new."""
+        """Drop a key, so that its next value counts as new."""
         self._seen.pop(key, None)
 
 

@@ -123,7 +123,7 @@ def named(name: str) -> Dataset:
 
 
 def of_url(text: str) -> Dataset:
-    """Return a dataset of one file, the one at a URL, which may end in `#sha256=` and 64 hexadecimal digits.
+    """Return a dataset of the single file at a URL, which may end in `#sha256=` and 64 hexadecimal digits.
 
     Raises OutlastError for an invalid URL or checksum.
     """

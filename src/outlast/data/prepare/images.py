@@ -169,7 +169,7 @@ def _words(root: Path, sources: Sequence[File], names: Sequence[str]) -> list[st
 
 
 def shape_of(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings) -> tuple[int, ...] | None:
-    """Return the required shape of all images, that of the first; None if shapes may differ."""
+    """Return the shape of the first image, which all must have; None if shapes may differ."""
     if settings.encoded:
         return None
     if settings.size:
@@ -192,7 +192,7 @@ def unequal(file: str, shape: tuple[int, ...], others: tuple[int, ...]) -> BadSo
 def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8], float]:
     """Decode an image. Returns the pixels, (H, W, 3), and width / height of the image in the file.
 
-    Raises BadSource for a damaged image, and OutlastError for an I/O failure, which another machine may not have.
+    Raises BadSource for a damaged image, and OutlastError for an I/O failure on this machine.
     """
     image_library = pillow()
     try:

@@ -1,4 +1,4 @@
-"""Parses records, which are lines of .jsonl files. Errors name the file and the line."""
+"""Parses records, the lines of .jsonl files. Errors name the file and the line."""
 
 from __future__ import annotations
 

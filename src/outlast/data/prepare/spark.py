@@ -363,7 +363,7 @@ class _Session:
     def _end(self) -> None:
         library, process = pyspark(), self._gateway.proc
         if submitted():
-            return  # spark-submit ends its own Java
+            return  # spark-submit ends its Java itself
         with contextlib.suppress(Exception):
             self._gateway.shutdown()
         library.SparkContext._gateway = library.SparkContext._jvm = None  # otherwise the next context would use this Java

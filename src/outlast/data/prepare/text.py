@@ -223,7 +223,7 @@ def _range(file: BinaryIO, piece: Piece) -> bytes:
 def _cut(file: BinaryIO, document: Document, near: int) -> int:
     """Return the offset of the first place to cut a document at or after byte `near`.
 
-    This is before a space or newline after a printable character, which splits no GPT-2 word, else between any two characters.
+    Cuts before a space or newline that follows a printable character, to split no GPT-2 word; else between any two characters.
     """
     if near in (document.low, document.high):
         return near

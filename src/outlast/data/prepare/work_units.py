@@ -234,7 +234,7 @@ class Place:
             return _result(future)
 
     def finish(self, manifest: shard_format.Manifest) -> shard_format.Manifest:
-        """Write the manifest, which makes the dataset complete, and remove the notes. Raises plan.BadSource for an empty part."""
+        """Write the manifest, which makes the dataset complete, and remove the notes. Raises BadSource for an empty part."""
         for name, part in manifest.parts.items():
             if not (part.tokens if manifest.kind == "text" else part.samples):
                 raise plan.BadSource(

@@ -135,7 +135,7 @@ def of(place: Backend, name: str, url: str | None = None) -> Places:
 
 
 def chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
-    """Return all candidates, or only the best, or only those of `step`. Raises NotFound."""
+    """Return all candidates, only the best, or only the checkpoints of `step`. Raises NotFound."""
     if best and step is not None:
         raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
     if best:

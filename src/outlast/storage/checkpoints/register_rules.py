@@ -240,17 +240,17 @@ class Names:
 
 
 def announcement(generation: int) -> str:
-    """Return the name by which a generation announces itself."""
+    """Return the name that announces a generation."""
     return f"g{generation:010d}"
 
 
 def ownership(generation: int) -> str:
-    """Return the name by which a generation owns the run, once it has copied its predecessor's commits."""
+    """Return the name that makes a generation the owner, once it has copied its predecessor's commits."""
     return f"g{generation:010d}.taken"
 
 
 def commitment(generation: int, place: Place, *, proposed: bool = False) -> str:
-    """Return the name by which a generation commits or proposes a checkpoint."""
+    """Return the name that commits or proposes a checkpoint in a generation."""
     return f"g{generation:010d}.{contract.checkpoint_name(place.step)}.{place.parts}{'.proposed' if proposed else ''}"
 
 

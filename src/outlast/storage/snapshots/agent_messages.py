@@ -43,7 +43,7 @@ class Connection:
         self._sending = threading.Lock()
 
     def greet(self, key: bytes, side: sealed_lines.Side) -> None:
-        """Exchange nonces with the peer, which seal the lines from now on. Raises OSError, ValueError."""
+        """Exchange nonces with the peer to seal all later lines. Raises OSError, ValueError."""
         own = sealed_lines.nonce()
         self.sock.sendall(sealed_lines.greeting(own))
         peer = sealed_lines.greeted(self._line(sealed_lines.LONGEST_NONCE))

@@ -1,4 +1,4 @@
-"""The rank's side of snapshots: it writes its parts into rooms, and reads parts of its own and other workers.
+"""The rank's side of snapshots: writes parts into rooms, and reads parts of this and other workers.
 
     client = connect(os.environ)                                        None if snapshots are off
     room = client.room(nbytes, at, complete)                            memory of the agent, mapped here; or, without waiting:

@@ -27,7 +27,7 @@ class Machine(machine_memory.Machine):
 
 
 _PIECE = 4 << 30
-"""Bytes allocated at a time, which takes about a second."""
+"""Bytes allocated at a time: about a second."""
 
 
 class File:

@@ -119,7 +119,7 @@ def _whole(by_local_rank: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
 
 
 def _same(held: Sequence[Held]) -> Holders:
-    """Return the holders of the valid copy. If copies differ, only that of the worker that wrote the part is valid."""
+    """Return the holders of the valid copy. If copies differ, only the copy of the part's writer is valid."""
     originals = {each.part.digest for each in held if not each.part.replica}
     digests = originals or {each.part.digest for each in held}
     if len(digests) != 1:

@@ -105,7 +105,7 @@ class _Ring:
 SLOWEST = 50e6
 """Minimum bytes per second; a lower rate would make snapshots rare."""
 _FIRST = 200e6
-"""Bytes per second for the first part, before the interval between snapshots is known; arbitrary."""
+"""Bytes per second for the first part, before any interval is measured; arbitrary."""
 
 
 def rate(nbytes: int, interval_s: float | None) -> float:

@@ -96,7 +96,7 @@ class StateFile:
 
 
 def _id(path: Path) -> str:
-    """Return the identity of a version of the state, which a log names to show what it continues."""
+    """Return the identity of a version of the state, recorded in the log that continues it."""
     stat = path.stat()
     return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
 
