@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 _RESERVE = 10
-"""This fraction of the memory stays free: a tenth."""
+"""1/10 of the memory stays free."""
 _UNLIMITED = 1 << 60
 """Limit in bytes from which a cgroup counts as unlimited: cgroup v1 reports nearly 2^63 if there is no limit."""
 

@@ -142,7 +142,7 @@ def _sentences(name: str, damaged: str, limits: Limits) -> Iterator[None]:
 
 
 class _Budget:
-    """Counts unpacked bytes and entries. Raises Stopped soon after `stop` is set."""
+    """Counts unpacked bytes and entries. Raises OutlastError beyond the limits, and Stopped soon after `stop` is set."""
 
     def __init__(self, name: str, limits: Limits, most: int, stop: threading.Event | None) -> None:
         self.name, self.limits, self.most = name, limits, most
@@ -150,7 +150,6 @@ class _Budget:
         self._bytes = self._entries = self._held = 0
 
     def bytes(self, count: int) -> None:
-        """Count unpacked bytes. Raises OutlastError beyond the limit."""
         self._bytes += count
         if self._stop.is_set():
             raise Stopped(f"unpacking {self.name} was stopped")
@@ -161,13 +160,12 @@ class _Budget:
             )
 
     def held(self) -> None:
-        """Count a directory or symbolic link, whose name stays in memory. Raises OutlastError beyond the limit."""
+        """Count a directory or symbolic link, whose name stays in memory."""
         self._held += 1
         if self._held > _HELD:
             raise OutlastError(f"{self.name} holds more than {_HELD:,} directories and links; {self.limits.instead}")
 
     def entry(self) -> None:
-        """Count a file, directory or link. Raises OutlastError beyond the limit."""
         self._entries += 1
         if self._entries > self.limits.entries:
             raise OutlastError(
@@ -177,8 +175,6 @@ class _Budget:
 
 
 class _Tree:
-    """The target directory."""
-
     def __init__(self, root: Path, name: str, budget: _Budget) -> None:
         self._root, self._name = root, name
         self.budget = budget
@@ -201,7 +197,6 @@ class _Tree:
         os.utime(path, (modified, modified))
 
     def hard_link(self, member: str, target: str) -> None:
-        """Create a hard link to a file that was unpacked earlier."""
         source = self._place(target)
         if source.is_symlink() or not source.is_file():
             self.refuse(member, f"a link to {target}, which is no file of it")
@@ -228,7 +223,6 @@ class _Tree:
                 self.refuse(str(path.relative_to(self._root)), f"a link to {target}, which leads outside of it")
 
     def refuse(self, member: str, what: str) -> NoReturn:
-        """Raise OutlastError for a member that may not be unpacked."""
         shown = member if len(member) <= 100 else member[:97] + "..."
         remedy = f"an archive of {self.budget.limits.what} may hold only files, directories and links inside it"
         raise OutlastError(f"{self._name} holds {shown!r}, {what}; {remedy}")
@@ -357,7 +351,6 @@ class _Bounded(io.RawIOBase):
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._stream, self._limit = stream, limit
         self.last = b""
-        """The last block read."""
 
     def read(self, size: int = -1) -> bytes:
         if size < 0 or size > _HEADER_BYTES:

@@ -144,13 +144,12 @@ class _Disallowed(Exception):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that loads only numpy arrays, bytes, text, numbers, lists and dicts."""
+    """Loads only numpy arrays, bytes, text, numbers, lists and dicts."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, encoding="bytes")  # the originals come from Python 2, whose str is bytes
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the replacement for an allowed name. Raises _Disallowed for any other name."""
         allowed = _ALLOWED.get((module.replace("numpy.core.", "numpy._core."), name))  # numpy 1's name and numpy 2's
         if allowed is None:
             raise _Disallowed(f"would run {module}.{name} when it is opened; only numpy arrays are allowed")

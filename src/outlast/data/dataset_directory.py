@@ -207,7 +207,6 @@ def unwritable(problem: OSError, directory: Path, what: str) -> OutlastError:
 
 
 def _check_empty_or_own(directory: Path) -> None:
-    """Raise OutlastError if a directory contains files that are not from `outlast data get`."""
     if directory.exists() and not directory.is_dir():
         raise OutlastError(f"{directory} is a file; choose a directory")
     if not directory.is_dir() or (directory / COMING).is_dir() or (directory / MARKER).is_file():

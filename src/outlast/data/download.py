@@ -114,7 +114,6 @@ class Download:
         self._answered = False
         self._host = self._address.shown.split("/")[2]
         self._arrived = time.monotonic()
-        """Time of the last received bytes (`time.monotonic`)."""
         self._warned = self._saved = -_WARN_S
 
     def fetch(self) -> Path:
@@ -144,7 +143,6 @@ class Download:
     # The state
 
     def _resume(self) -> None:
-        """Continue an earlier download if its state is usable."""
         try:
             state = json.loads(self._state.read_text())
             self._done, self._size, self._version = state["done"], state["size"], Version(state["etag"], state["modified"])

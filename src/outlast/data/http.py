@@ -174,7 +174,6 @@ def check(url: str, *, timeout_s: float) -> None:
 
 
 def _response(body: Any, address: Address, *, part: bool) -> Response:
-    """Parse the response to a request for a `part`, or for the whole file."""
     headers = body.headers
     encoding = headers.get("Content-Encoding", "").strip().lower().replace("identity", "")
     version = Version(headers.get("ETag", "").strip(), headers.get("Last-Modified", "").strip())

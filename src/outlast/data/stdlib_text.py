@@ -50,7 +50,7 @@ def write(directory: Path) -> None:
 
 
 def _modules(library: Path) -> Iterator[str]:
-    """Yield the modules as paths relative to the library."""
+    """Yield module paths relative to the library."""
     for parent, directories, names in os.walk(library):
         here = Path(parent).relative_to(library)
         directories[:] = [each for each in directories if each not in _LEFT_OUT and not each.startswith("config-")]
@@ -60,7 +60,7 @@ def _modules(library: Path) -> Iterator[str]:
 
 
 def _text(path: Path) -> str:
-    """Return a module's text, decoded as Python does, with `\n` at the end of each line."""
+    """Return a module's text, decoded as Python does, with Unix line ends."""
     content = path.read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")

@@ -31,7 +31,6 @@ ROLES = ("system", "user", "assistant")
 Segments = list[tuple[str, str, bool]]
 """Role (empty in records without roles), text, and whether the loss covers the text."""
 _Record = tuple[dict[str, Any], Segments]
-"""A parsed record and its segments."""
 T = TypeVar("T")
 NAMED = 3
 """Maximum number of damaged records that the manifest lists; all are counted."""

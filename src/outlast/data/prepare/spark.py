@@ -351,7 +351,6 @@ class _Session:
         return explained(message, str(log) if log else "this log")
 
     def close(self) -> None:
-        """End Spark and its Java process."""
         with contextlib.suppress(Exception):  # Java may have ended
             if self._context:
                 self._context.stop()

@@ -18,7 +18,6 @@ from outlast.storage.checkpoints.register_rules import Place
 from outlast.storage.store import Store
 
 _BLOCK = 8 << 20
-"""Bytes read at a time to verify an object."""
 _AT_ONCE = 8
 
 Progress = Callable[[int], None]

@@ -26,7 +26,6 @@ DEAD_S = 120.0
 """Validity of a heartbeat in seconds; afterwards the owner counts as dead."""
 LEFT_S = BEAT_S + 5.0
 _POLL_S = 5.0
-"""Seconds between two polls for an owner's next heartbeat."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ from outlast.base import units
 
 SNAPSHOTS = 2
 _SHARE = 4
-"""`auto` uses this fraction of the limit: a quarter."""
+"""`auto` uses 1/4 of the limit."""
 _FREE = 10
-"""This fraction of the limit stays free: a tenth."""
+"""1/10 of the limit stays free."""
 
 
 class Budget(NamedTuple):

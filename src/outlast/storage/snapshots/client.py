@@ -79,7 +79,7 @@ _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
-    """Close the clients in a fork (a data loader's worker), so that the agent detects the end of the rank itself."""
+    """Close the clients in a fork (a data loader's worker), which would hide the end of the rank from the agent."""
     for client in list(_open):
         client.close()
 

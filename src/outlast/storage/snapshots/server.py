@@ -254,7 +254,6 @@ class _Rank:
             self._connection.send({"event": [part.kind, part.step, state], "digest": part.digest})
 
     def sending(self, send: Callable[[], None]) -> None:
-        """Queue a replica for the sending thread."""
         self._replicas.put(send)
 
     def _send(self) -> None:

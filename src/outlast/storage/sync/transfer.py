@@ -118,7 +118,7 @@ def receive(
 
 
 def _results(outcomes: Generator[Outcome[T], None, None]) -> Iterator[tuple[Any, T]]:
-    """Yield keys and results of the jobs. Raises the first error."""
+    """Yield keys and results of the jobs, or raise the first error."""
     with contextlib.closing(outcomes):
         for key, result, error in outcomes:
             if error is not None:
@@ -304,7 +304,6 @@ class _Pieces:
                     self._file.close()
 
     def give_up(self) -> None:
-        """Abandon an unfinished download."""
         with self._lock:
             self._error = self._error or Stopped(f"the download of {self.request.key} was stopped")
             self._drop_if_idle()
