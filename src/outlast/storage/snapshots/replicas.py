@@ -111,8 +111,8 @@ _FIRST = 200e6
 def rate(nbytes: int, interval_s: float | None) -> float:
     """Return the bytes per second at which sending a part takes a quarter of the interval between snapshots.
 
-    The next snapshot waits for the replicas of this one. At half of the interval, snapshots that once took two steps would keep
-    doing so. At a quarter, the wait ends within one step, and the next interval is one step again.
+    Half of the interval would be too long, since the next snapshot waits for the replicas of this one. With a quarter, a wait
+    that has stretched the interval to two steps ends within one, and the next interval is one step.
     """
     return _FIRST if interval_s is None else max(SLOWEST, 4 * nbytes / max(interval_s, 1e-3))
 
