@@ -1,12 +1,11 @@
 """Backoff between retries, and requests that are retried until they succeed or time out.
 
-All retries take their pauses from this module: `exponential` lengthens a pause with each failure, and `jittered` spreads clients
-that failed at the same moment. obstore and botocore retry by themselves, for up to half of the timeout; `retried` covers the
-remaining cases: writes whose answer was lost, bodies that end early, conflicts.
+All retries get their pauses here: `exponential` lengthens a pause with each failure, and `jittered` spreads clients that failed
+at the same moment. obstore and botocore also retry, for up to half of the timeout; `retried` covers the remaining cases: lost
+responses to writes, truncated bodies, conflicts.
 
-tenacity and stamina would replace some 25 lines. However, a signal cannot interrupt them while a library waits. They also draw
-jitter from Python's shared generator, whose state belongs to the training script: a script that seeds it would train with other
-random numbers.
+tenacity or stamina would replace some 25 lines, but a signal cannot interrupt them while a library waits. They also draw jitter
+from Python's shared generator, which a training script may have seeded: it would then train with other random numbers.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from outlast.base.errors import ClusterError, Stopped, StoreError, Unanswered, U
 T = TypeVar("T")
 
 RANDOM = random.SystemRandom()
-"""The system's random generator. Forks do not share its state, and training scripts do not seed it."""
+"""The system's random generator, whose state no fork shares and no training script seeds."""
 DEFAULT_S = 60.0
 """Default retry timeout of store requests, in seconds."""
 
 
 def exponential(attempt: int, first_s: float, longest_s: float) -> float:
-    """Return the seconds to wait after a failed attempt (0 is the first): doubled each time, at most `longest_s`."""
+    """Return the seconds to wait after failed attempt number `attempt`, from 0: doubled each time, at most `longest_s`."""
     return min(longest_s, first_s * 2.0 ** min(attempt, 10))
 
 
@@ -55,8 +54,8 @@ def timeout_from_environment() -> float:
 
 
 def retried(attempt: Callable[[], T], mapped: Callable[[Exception], StoreError], timeout_s: float) -> T:
-    """Return the result of `attempt`, which is retried while `mapped` maps its exception to Unreachable. No attempt begins later
-    than `timeout_s` after the first; the last one may end later."""
+    """Return the result of `attempt`, retried while `mapped` maps its exception to Unreachable. No attempt begins later than
+    `timeout_s` after the first, but the last may end later."""
     begun = time.monotonic()
     for n in count():
         try:
@@ -79,8 +78,8 @@ def until_answered(
     sleep: Callable[[float], None] = time.sleep,
     hopeless: Callable[[ClusterError], bool] = lambda error: not isinstance(error, Unanswered),
 ) -> T:
-    """Return the answer to a request to a cluster, which is retried until it succeeds or raises a `hopeless` error. By default,
-    every error but Unanswered is hopeless. Calls `say` once when the cluster becomes unreachable, and once when it is back."""
+    """Return the response to a cluster request, retried until it succeeds or raises a `hopeless` error, by default any but
+    Unanswered. Calls `say` once when the cluster becomes unreachable, and once when it is back."""
     away = False
     while True:
         try:
@@ -99,8 +98,7 @@ def until_answered(
 
 
 def interruptibly(attempt: Callable[[], T]) -> T:
-    """Return the result of `attempt`. A call from the main thread runs `attempt` in another thread, since native code would delay
-    signals."""
+    """Return the result of `attempt`. In the main thread, run it in another thread, since native code would delay signals."""
     if threading.current_thread() is not threading.main_thread():
         return attempt()
     result: Future[T] = Future()
@@ -112,7 +110,7 @@ def interruptibly(attempt: Callable[[], T]) -> T:
             result.set_exception(error)
 
     global _waiting
-    _waiting = True  # before the work begins: a signal that comes with its first request must not be lost
+    _waiting = True  # before the work begins, so that no signal is lost
     try:
         threading.Thread(target=work, name="store", daemon=True).start()
         return result.result()
@@ -125,7 +123,7 @@ _waiting = False
 
 
 def interrupt(why: str) -> None:
-    """Raise Stopped if the main thread waits for a store. For signal handlers."""
+    """Raise Stopped if the main thread is waiting for a store. For signal handlers."""
     if _waiting:
         raise Stopped(why)
 
@@ -154,12 +152,10 @@ class ConnectionLog:
 
 
 def pause(failures: int, longest_s: float) -> float:
-    """Return the seconds until the next attempt. They grow with each failure, and are jittered, since all workers lose a server
-    at the same moment."""
+    """Return the seconds until the next attempt: exponential, and jittered since all workers lose a server at once."""
     return jittered(exponential(failures, FIRST_PAUSE_S, longest_s))
 
 
 def _say(sentence: str) -> None:
-    # `file` keeps a reference: print() of Python 3.11 holds none to sys.stdout, and crashes if another thread replaces it
-    # meanwhile.
+    # `file` keeps a reference: without one, print() in Python 3.11 crashes if another thread replaces sys.stdout meanwhile.
     print(f"outlast | {sentence}", file=sys.stdout, flush=True)

@@ -1,4 +1,4 @@
-"""Clocks that never step, for measuring silence, loops and hangs, and for detecting steps of the machine's wall clock.
+"""Clocks that never step, to measure silence, loops and hangs, and to detect steps of the wall clock.
 
     clock = Clock()
     clock()          seconds since the epoch, monotonic from the creation of the clock on
@@ -7,7 +7,7 @@
 The wall clock steps when NTP corrects it and when a suspended machine wakes up. Use these clocks for times that are compared
 within one process, and `time.time` for times that people read or that outlive the process.
 
-    clock = Awake()  for a loop: the clock stands still while the loop does not run, whatever the reason
+    clock = Awake()  for a loop: stands still whenever the loop does not run
     Seen(clock)      how long each of several values has stayed the same
 """
 
@@ -22,8 +22,8 @@ from collections.abc import Callable, Hashable
 log = logging.getLogger(__name__)
 
 BREAK_S = 2.0
-"""Smallest difference between the two clocks that counts as a step, in seconds. NTP slews smaller differences by at most 0.5 ms
-per second, which never adds up to this much between two readings of a running process."""
+"""Minimum difference in seconds that counts as a step of the wall clock. NTP slews by at most 0.5 ms per second, which never adds
+up to this between two readings of a running process."""
 
 
 class Clock:
@@ -34,11 +34,10 @@ class Clock:
         self._started = self._apart = wall() - monotonic()
         self._lock = threading.Lock()
         self.broken_at = -math.inf
-        """The steady time at which the wall clock last stepped or the machine last slept; count silence from then on."""
+        """Steady time of the last wall clock step or suspend; count silence only from here."""
 
     def __call__(self) -> float:
-        """Return the current steady time. If the wall clock has stepped or the machine has slept since the last call, also set
-        `broken_at` to this time."""
+        """Return the steady time. If the wall clock stepped or the machine slept since the last call, set `broken_at` to it."""
         with self._lock:
             monotonic = self._monotonic()
             now, apart = self._started + monotonic, self._wall() - monotonic
@@ -53,15 +52,14 @@ class Clock:
 STEP_S = 1.0
 """Maximum advance of `Awake` between two readings, in seconds. Loops read it ten times a second."""
 STOOD_S = 10.0
-"""Pauses of a loop longer than this many seconds are logged."""
+"""Shortest pause of a loop that is logged, in seconds."""
 
 
 class Awake:
     """A clock that begins at the current time and advances only while its loop runs.
 
-    A suspended machine stops the monotonic clock; a paused virtual machine, a frozen container and a stopped process do not. On
-    this clock, no member becomes silent and no deadline passes during these pauses. Loops must read it at least every `STEP_S`.
-    Safe to call from any thread.
+    Unlike the monotonic clock, it also stops for paused virtual machines, frozen containers and stopped processes, so that no
+    deadline passes meanwhile. Loops must read it at least every `STEP_S`. Safe to call from any thread.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -102,16 +100,15 @@ class Seen:
         return now - last[1]
 
     def forget(self, key: Hashable) -> None:
-        """Drop a key; its next value counts as new."""
+        """Drop a key, so that its next value counts as new."""
         self._seen.pop(key, None)
 
 
 def until(at: float, timeout: float, now: float) -> float | None:
     """Return the end of a timeout that began at `at`; None if it is over.
 
-    If `at` is in the future, the clock was set back. If `at` is ahead by less than the timeout, no time counts as passed yet. If
-    `at` is ahead by more, the elapsed time is unknown, and the timeout is over. A wait therefore never exceeds twice its timeout,
-    however the clock jumps.
+    If `at` is in the future, the clock was set back. Up to one timeout ahead, no time counts as passed; beyond that, the timeout
+    is over. So a wait never exceeds twice its timeout, however the clock jumps.
     """
     end = at + timeout
     return None if now >= end or at > now + timeout else end

@@ -1,11 +1,11 @@
 """CRC-32 checksums of memory and files, and of a file from the checksums of its parts.
 
-All data that is saved, kept in memory or sent is checksummed, mostly while training runs. ISA-L is five times as fast as zlib,
-with the same result; zlib is the fallback if ISA-L is not installed. Both release the GIL.
+All data that is saved, kept in memory or sent is checksummed, mostly during training. ISA-L is five times as fast as zlib, the
+fallback if ISA-L is not installed. Both give the same result and release the GIL.
 
 With `combine`, a file that arrives in pieces, in any order, need not be read again. A CRC-32 is a polynomial over GF(2) modulo P;
-appending n bytes multiplies it by x^(8n). Powers are computed by squaring, so a combination takes 0.2 ms for any length. The
-method is that of `crc32_combine` in zlib 1.2.12 (crc32.c), which Python does not expose.
+appending n bytes multiplies it by x^(8n). Powers are computed by squaring, so a combination takes 0.2 ms for any length. This is
+`crc32_combine` of zlib 1.2.12 (crc32.c), which Python does not expose.
 """
 
 from __future__ import annotations

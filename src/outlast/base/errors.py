@@ -1,8 +1,7 @@
 """Errors that users can correct.
 
-An `OutlastError` is a user's mistake or a fault of the machine: the command line prints its message without a traceback and exits
-with `exit_code`. Any other exception is a bug and keeps its traceback. A message names the wrong value, the expectation and the
-remedy.
+An `OutlastError` is a user's mistake or a machine fault: the command line prints its message without a traceback and exits with
+`exit_code`. Any other exception is a bug and keeps its traceback. Messages name the wrong value, the expectation and the remedy.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ class OutlastError(Exception):
 
 
 class InvalidJob(OutlastError):
-    """The job file is wrong.
-
-    `problems` are (line or None, sentence) pairs in file order; the message joins them, one per line.
-    """
+    """The job file is wrong. `problems` are (line or None, sentence) pairs in file order; the message has one per line."""
 
     def __init__(self, problems: Sequence[tuple[int | None, str]], *, source: str = "job") -> None:
         self.problems = tuple(problems)
@@ -169,7 +165,7 @@ class Unreachable(StoreError):
 
 @contextlib.contextmanager
 def importing(purpose: str, extra: str) -> Iterator[None]:
-    """Wrap imports of an extra's libraries. Raises OutlastError if one of them is not installed."""
+    """Wrap imports of an extra's libraries. Raises OutlastError if one is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -178,8 +174,7 @@ def importing(purpose: str, extra: str) -> Iterator[None]:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and its chain of causes, each once, since after `raise error from error` an exception is its own
-    cause."""
+    """Yield an exception and its causes, each once: after `raise error from error`, an exception is its own cause."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

@@ -1,4 +1,4 @@
-"""File locks (flock): exclusive and shared, on files that stay where they are.
+"""Exclusive and shared file locks (flock), on files that stay in place.
 
 The kernel releases a lock when its last holder dies, so no file stays locked by accident. A lock belongs to an open file: a child
 process that inherits the descriptor (`pass_fds`) keeps the lock if we die first. This is the only module that calls flock.
@@ -19,8 +19,7 @@ _POLL_S = 0.1
 
 
 def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
-    """Lock an open file or directory until it is closed; return False if it is locked already. With `wait`, block until the lock
-    is free."""
+    """Lock an open file or directory until it is closed. Return False if it is already locked; with `wait`, block instead."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -32,7 +31,7 @@ def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
 def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event) -> Iterator[int]:
     """Hold the exclusive lock of a file; yields the descriptor. If the lock is taken, call `waiting` once and wait.
 
-    Raises Stopped soon after `stop` is set while we wait.
+    Raises Stopped soon after `stop` is set during the wait.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -19,8 +19,7 @@ def beside(path: Path) -> Path:
 
 
 def replace(path: Path, text: str | bytes, *, durable: bool = False) -> None:
-    """Write a file beside `path` and rename it to `path`. If `durable`, it is complete even after a power loss. Raises
-    OSError."""
+    """Write a file beside `path` and rename it to `path`. With `durable`, it survives a power loss. Raises OSError."""
     partial = beside(path)
     try:
         with open(partial, "wb") as file:

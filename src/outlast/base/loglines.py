@@ -1,4 +1,4 @@
-"""Logging of a process that runs in a cluster, to standard output: lines of JSON for collectors, or text for people."""
+"""Logging to standard output in a cluster: JSON lines for collectors, or text for people."""
 
 from __future__ import annotations
 

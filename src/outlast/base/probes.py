@@ -1,9 +1,9 @@
-"""The HTTP endpoints of a process: `/healthz`, `/readyz` and `/metrics` for kubelets, Prometheus and people; of workers also
+"""The HTTP endpoints of a process: `/healthz`, `/readyz` and `/metrics` for kubelets, Prometheus and people. Workers also have
 `/end` for other workers, and `/leave` for holders of the run's key.
 
 A worker is healthy while it makes progress (a step, or a phase of the start), and ready while it is in a world. The port is open
-to everyone in the cluster, so connections are limited in number and time: silent connections are closed, the oldest first, and a
-kubelet gets its answer under any load.
+to everyone in the cluster, so connections are limited in number and time. Silent ones are closed, oldest first, so that kubelets
+get a response under any load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outlast.base.errors import OutlastError
 
 @dataclass(frozen=True)
 class Health:
-    """State that the probes report; the agent replaces it in each iteration of its loop."""
+    """The state that probes report; the agent replaces it in each loop iteration."""
 
     healthy: bool = True
     ready: bool = False
@@ -32,7 +32,7 @@ class Health:
 
 
 MOST = 32
-"""Maximum number of connections, and so of threads. One more closes the oldest connection."""
+"""Maximum number of connections and threads. One more connection closes the oldest."""
 IDLE_S = 5.0
 """Seconds after which a silent connection is closed."""
 LONGEST_BODY = 4096
@@ -42,8 +42,7 @@ _DIGITS = 6
 BACKLOG = 128
 
 Order = Callable[[Mapping[str, str], bytes], tuple[int, str]]
-"""A handler of POST requests, called from several threads. It takes the headers (`Content-Type`) and the body, and returns the
-status and a sentence."""
+"""A thread-safe handler of POST requests. It takes the headers (`Content-Type`) and the body, and returns status and sentence."""
 
 
 def serve(
@@ -108,8 +107,7 @@ def serve(
 
 
 class _Bounded(ThreadingHTTPServer):
-    """A server with at most `MOST` open connections. One more closes the oldest: since complete requests are answered in
-    milliseconds, the oldest connection is not sending a request."""
+    """A server with at most `MOST` open connections. One more closes the oldest, which is silent: requests take milliseconds."""
 
     request_queue_size = BACKLOG
 
@@ -135,6 +133,6 @@ class _Bounded(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore connections that were closed, by us or by the client; report anything else."""
+        """Ignore closed connections; report anything else."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)

@@ -1,6 +1,6 @@
-"""TCP connections to machines that may be lost: host and port of an address, and socket options that end a dead connection soon.
+"""TCP connections to machines that may be lost: parsing of addresses, and socket options that soon break a dead connection.
 
-Used by the transports, the mesh and the data port of snapshots.
+Called by the transports, the mesh and the data port of snapshots.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ def host_port(address: str) -> tuple[str, int]:
 
 
 def ends_when_lost(sock: socket.socket, lost_s: float, *, idle_s: int = 0, probe_s: int = 1) -> None:
-    """Disable Nagle's delay, and break the connection when data has not been acknowledged for `lost_s` seconds. With `idle_s`,
-    the kernel probes a connection that has been idle for that long every `probe_s` seconds. The first probe after `lost_s`
-    without any acknowledgement breaks it (tcp(7): TCP_USER_TIMEOUT overrides the number of probes)."""
+    """Disable Nagle's delay, and break the connection once data is unacknowledged for `lost_s` seconds. With `idle_s`, the kernel
+    probes a connection idle for that long, every `probe_s` seconds. The first probe after `lost_s` without an acknowledgement
+    breaks it (tcp(7): TCP_USER_TIMEOUT overrides the number of probes)."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * lost_s))
     if idle_s:

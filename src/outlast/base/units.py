@@ -1,4 +1,4 @@
-"""Durations, quantities and intervals: parsed from a job file, formatted for parsing, and formatted for people.
+"""Durations, quantities and intervals: parsed from a job file, and formatted for parsers or for people.
 
     "1h30m", 90, "0.5s"  <->  timedelta          duration, duration_text
     "16Gi", "2G", 1024   <->  bytes (int)        memory, memory_text
@@ -7,8 +7,7 @@
 
 `x` parses the text returned by `x_text` to the same value. Quantities are those of Kubernetes
 (https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Parsers raise ValueError with the rest of a
-sentence that begins with the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*. This module imports only the
-standard library.
+sentence after the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*. This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from decimal import Decimal
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 DURATION_PATTERN = rf"^(?:{_NUMBER}[dhms])+$|^{_NUMBER}$"
-"""A duration as text, for schemas. All patterns here are valid in RE2, too, since the API server of Kubernetes must compile
-them."""
+"""A duration as text, for schemas. All patterns here are also valid RE2, which Kubernetes' API server uses."""
 QUANTITY_PATTERN = rf"^{_NUMBER}(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]{{1,2}})?$"
 """A quantity of Kubernetes as text, for schemas."""
 EVERY_PATTERN = rf"{DURATION_PATTERN}|^[0-9]+ ?steps?$"
@@ -59,7 +57,7 @@ def duration_text(value: timedelta) -> str:
 
 
 def quantity(value: str | int | float) -> float:
-    """Parse a quantity from the API server: as in a job file, but also negative or with a small unit such as `12345678n`."""
+    """Parse a quantity from the API server, which may also be negative or have a small unit, such as `12345678n`."""
     text = str(value).strip()
     sign, text = (-1, text[1:]) if text.startswith("-") else (1, text)
     small = {"n": Decimal("1e-9"), "u": Decimal("1e-6")}.get(text[-1:])
@@ -163,8 +161,7 @@ def _quantity(value: str | int | float, example: str) -> Decimal:
 
 
 def _plain(value: object) -> str:
-    """Convert a text or number to text without an exponent; anything else (a list, true, infinity) to `?`, which no parser
-    accepts."""
+    """Return a text or number as text without an exponent, and `?`, which no parser accepts, for anything else."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):

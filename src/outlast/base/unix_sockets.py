@@ -1,4 +1,4 @@
-"""Unix sockets at paths of any length. Linux allows 107 bytes in an address, so we go through the directory's descriptor."""
+"""Unix sockets at paths of any length: Linux limits addresses to 107 bytes, so we use the directory's descriptor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def connect(path: str | Path, timeout_s: float = 5.0) -> socket.socket:
 
 
 def listening(path: Path) -> socket.socket:
-    """Return a socket that listens at `path`, in place of any existing file. Only this user may connect."""
+    """Return a socket that listens at `path`, replacing any existing file. Only this user may connect."""
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     here = os.getcwd()

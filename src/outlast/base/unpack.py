@@ -1,9 +1,9 @@
-"""Safe unpacking of archives: a hostile or damaged archive does no harm.
+"""Safe unpacking of archives, even hostile or damaged ones.
 
     extract(path, directory, name="code (s3://bucket/code.tar.gz)", limits=...)      tar and zip, compressed or not
     decompress(path, file, ...)                                                      one compressed file
 
-An archive may hold files, directories and links that stay inside it; anything else makes us reject the whole archive. Links are
+An archive may contain files, directories and links that stay inside it; with anything else it is rejected as a whole. Links are
 created last, so that nothing is written through a link. Owners and special bits are dropped; times and the executable bit are
 kept. The caller passes a new directory and removes it if unpacking fails.
 
@@ -37,11 +37,11 @@ from outlast.base.errors import OutlastError, Stopped, importing
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _HEADER_BYTES = 1 << 20
-"""Maximum length of a tar header in bytes: tarfile reads a whole header into memory, whatever length it declares."""
+"""Maximum length of a tar header in bytes: tarfile reads a header of any declared length into memory."""
 _CHUNK = 1 << 20
 _LINK_BYTES = 4096
 _HELD = 1_000_000
-"""Maximum number of directories and symbolic links. Their names stay in memory until the end, some hundred bytes each."""
+"""Maximum number of directories and symbolic links, whose names stay in memory: some hundred bytes each."""
 _DAMAGED = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -49,8 +49,8 @@ _DAMAGED = (
     zlib.error,
     lzma.LZMAError,
     EOFError,
-    NotImplementedError,  # a compression that zipfile does not know
-    ValueError,  # and the next two: tarfile and zipfile believe what damaged headers say
+    NotImplementedError,  # a compression that zipfile does not support
+    ValueError,  # this and the next two: tarfile and zipfile trust damaged headers
     KeyError,
     OverflowError,
 )
@@ -58,7 +58,7 @@ _DAMAGED = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits for unpacking an archive, and words for error messages about it."""
+    """Limits for unpacking an archive, and terms for its error messages."""
 
     what: str
     """Content of the archive: `code`, `data`."""
@@ -95,8 +95,7 @@ def extract(archive: Path, into: Path, *, name: str, limits: Limits, kind: str =
     """Unpack an archive into an empty directory. `name` is the archive's name in error messages; `kind` is `zip` or `tar`, by
     default taken from the file's name.
 
-    Raises OutlastError if the archive is damaged, too large, or holds entries that may not be unpacked; Stopped soon after `stop`
-    is set; OSError for a fault of the disk.
+    Raises OutlastError if the archive is damaged, too large, or has forbidden entries; Stopped soon after `stop` is set; OSError.
     """
     kind = kind or ("zip" if archive.name.lower().endswith(".zip") else "tar")
     with _sentences(name, f"is no {kind} archive, or is damaged", limits), open(archive, "rb") as file:
@@ -123,7 +122,7 @@ def decompress(packed: Path, into: Path, *, name: str, limits: Limits, stop: thr
 
 @contextlib.contextmanager
 def _sentences(name: str, damaged: str, limits: Limits) -> Iterator[None]:
-    """Turn errors about an archive into OutlastError."""
+    """Map errors about an archive to OutlastError."""
     try:
         yield
     except OutlastError:
@@ -143,7 +142,7 @@ def _sentences(name: str, damaged: str, limits: Limits) -> Iterator[None]:
 
 
 class _Budget:
-    """Counts unpacked bytes and entries. Raises Stopped soon after `stop` is set."""
+    """Counts unpacked bytes and entries. Raises OutlastError beyond the limits, and Stopped soon after `stop` is set."""
 
     def __init__(self, name: str, limits: Limits, most: int, stop: threading.Event | None) -> None:
         self.name, self.limits, self.most = name, limits, most
@@ -151,7 +150,6 @@ class _Budget:
         self._bytes = self._entries = self._held = 0
 
     def bytes(self, count: int) -> None:
-        """Count unpacked bytes. Raises OutlastError beyond the limit."""
         self._bytes += count
         if self._stop.is_set():
             raise Stopped(f"unpacking {self.name} was stopped")
@@ -162,13 +160,12 @@ class _Budget:
             )
 
     def held(self) -> None:
-        """Count a directory or symbolic link, whose name stays in memory. Raises OutlastError beyond the limit."""
+        """Count a directory or symbolic link, whose name stays in memory."""
         self._held += 1
         if self._held > _HELD:
             raise OutlastError(f"{self.name} holds more than {_HELD:,} directories and links; {self.limits.instead}")
 
     def entry(self) -> None:
-        """Count a file, directory or link. Raises OutlastError beyond the limit."""
         self._entries += 1
         if self._entries > self.limits.entries:
             raise OutlastError(
@@ -178,8 +175,6 @@ class _Budget:
 
 
 class _Tree:
-    """The directory that an archive is unpacked into."""
-
     def __init__(self, root: Path, name: str, budget: _Budget) -> None:
         self._root, self._name = root, name
         self.budget = budget
@@ -188,7 +183,6 @@ class _Tree:
         self._now = time.time()
 
     def directory(self, member: str) -> None:
-        """Create a directory and its parents."""
         self._make(self._place(member))
 
     def file(self, member: str, content: IO[bytes], *, mode: int, modified: float) -> None:
@@ -199,15 +193,14 @@ class _Tree:
                 self.budget.bytes(len(data))
                 file.write(data)
         path.chmod(0o755 if mode & stat.S_IXUSR else 0o644)
-        modified = min(max(modified, 0.0), self._now)  # the job's own files are recognised as newer ones
+        modified = min(max(modified, 0.0), self._now)  # so that the job's files are newer
         os.utime(path, (modified, modified))
 
     def hard_link(self, member: str, target: str) -> None:
-        """Create a hard link to a file that was unpacked earlier."""
         source = self._place(target)
         if source.is_symlink() or not source.is_file():
             self.refuse(member, f"a link to {target}, which is no file of it")
-        if self._place(member) != source:  # GNU tar writes a link to itself for a file that it is given twice
+        if self._place(member) != source:  # GNU tar stores a file given twice as a link to itself
             os.link(source, self._new(member))
 
     def link(self, member: str, target: str) -> None:
@@ -220,7 +213,7 @@ class _Tree:
         self._links[path] = target
 
     def finish(self) -> None:
-        """Create the symbolic links. Raises OutlastError for links that lead outside by way of other links."""
+        """Create the symbolic links. Raises OutlastError for links that lead outside through other links."""
         for path, target in self._links.items():
             path.symlink_to(target)
         root = os.path.realpath(self._root)
@@ -230,7 +223,6 @@ class _Tree:
                 self.refuse(str(path.relative_to(self._root)), f"a link to {target}, which leads outside of it")
 
     def refuse(self, member: str, what: str) -> NoReturn:
-        """Raise OutlastError for a member that may not be unpacked."""
         shown = member if len(member) <= 100 else member[:97] + "..."
         remedy = f"an archive of {self.budget.limits.what} may hold only files, directories and links inside it"
         raise OutlastError(f"{self._name} holds {shown!r}, {what}; {remedy}")
@@ -246,7 +238,7 @@ class _Tree:
         return self._root / path
 
     def _new(self, member: str) -> Path:
-        """Return the path of a new file or link; any earlier file or link of that name is removed."""
+        """Return the path of a new file or link, after removing any earlier one of that name."""
         path = self._place(member)
         if path == self._root:
             self.refuse(member, "a file without a name")
@@ -315,7 +307,7 @@ def _untar(file: IO[bytes], tree: _Tree) -> None:
                     tree.link(member.name, member.linkname)
                 else:
                     tree.refuse(member.name, "a device or pipe")
-            if stream.last != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header as the end; a real end is zeros
+            if stream.last != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end; a real end is zeros
                 raise tarfile.ReadError("it ends early, or in nonsense")
         while stream.read(_CHUNK):  # to the checksum at the end of a compressed file
             pass
@@ -359,7 +351,6 @@ class _Bounded(io.RawIOBase):
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._stream, self._limit = stream, limit
         self.last = b""
-        """The last block that was read."""
 
     def read(self, size: int = -1) -> bytes:
         if size < 0 or size > _HEADER_BYTES:

@@ -2,7 +2,7 @@
 
 Recipes read them with `train` and `test`; `data.digits` writes other images in the same format. Pixels stay uint8: the 50,000
 training images of CIFAR-10 are 154 MB, a quarter of their size as float32. Loading a pickle can run any code, so the unpickler
-here accepts only numpy arrays and plain values. Anything that is not CIFAR-10 raises `NotCifar`.
+here accepts only numpy arrays and plain values. Any other directory raises `NotCifar`.
 
 Format: https://www.cs.toronto.edu/~kriz/cifar.html, archive `cifar-10-python.tar.gz`.
 """
@@ -32,7 +32,7 @@ SHAPE = (3, 32, 32)
 
 
 class NotCifar(OutlastError):
-    """Error for a directory that does not contain CIFAR-10. Its exit code means that a restart cannot help."""
+    """The directory does not contain CIFAR-10. The exit code means that a restart cannot help."""
 
     exit_code = contract.Exit.MISCONFIGURED
 
@@ -67,7 +67,7 @@ def test(directory: Path) -> Images:
 
 
 def write(directory: Path, file: str, x: NDArray[np.uint8], y: Sequence[int], title: str) -> None:
-    """Write a batch file of images `x` (n, 3, 32, 32) with labels `y`, in the format of CIFAR-10's authors."""
+    """Write a batch file of images `x`, (n, 3, 32, 32), with labels `y`, in CIFAR-10's original format."""
     rows = np.ascontiguousarray(x).reshape(len(x), -1)
     _dump(directory / file, {b"batch_label": title.encode(), b"labels": [int(i) for i in y], b"data": rows})
 
@@ -80,7 +80,7 @@ def write_meta(directory: Path, names: Sequence[str], per_batch: int) -> None:
 
 def _dump(path: Path, content: Mapping[bytes, Any]) -> None:
     with path.open("wb") as file:
-        pickle.dump(content, file, protocol=4)  # 3 is the first with bytes; numpy's form for 5 is newer than many readers
+        pickle.dump(content, file, protocol=4)  # bytes need 3; many readers are older than numpy's form for 5
         file.flush()
         os.fsync(file.fileno())
 
@@ -129,10 +129,10 @@ def _load(root: Path, file: str) -> dict[bytes, Any]:
         try:
             content = _Unpickler(opened).load()
         except OSError:
-            raise  # a fault of the disk, not of the file
+            raise  # an I/O error, not a damaged file
         except _Disallowed as error:
             raise NotCifar(root, f"{file} {error}") from error
-        except Exception as error:  # the unpickler raises anything on bytes that are no pickle
+        except Exception as error:  # the unpickler may raise anything on invalid bytes
             raise NotCifar(root, f"{file} is damaged or not a pickle ({type(error).__name__}: {error})") from error
     if not isinstance(content, dict):
         raise NotCifar(root, f"{file} holds a {type(content).__name__}, not a dict")
@@ -140,17 +140,16 @@ def _load(root: Path, file: str) -> dict[bytes, Any]:
 
 
 class _Disallowed(Exception):
-    """Error for a pickle that refers to a name outside the allow-list."""
+    """The pickle refers to a name outside the allow-list."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that loads only numpy arrays, bytes, text, numbers, lists and dicts."""
+    """Loads only numpy arrays, bytes, text, numbers, lists and dicts."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, encoding="bytes")  # the originals come from Python 2, whose str is bytes
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the replacement for an allowed name. Raises _Disallowed for any other name."""
         allowed = _ALLOWED.get((module.replace("numpy.core.", "numpy._core."), name))  # numpy 1's name and numpy 2's
         if allowed is None:
             raise _Disallowed(f"would run {module}.{name} when it is opened; only numpy arrays are allowed")
@@ -158,7 +157,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _empty_array(*_: object) -> NDArray[np.uint8]:
-    """Replace numpy's `_reconstruct`. The array's state follows in the pickle: shape, type and bytes, which numpy checks."""
+    """Replace numpy's `_reconstruct`. The array's shape, type and bytes follow in the pickle; numpy checks them."""
     return np.empty(0, np.uint8)
 
 

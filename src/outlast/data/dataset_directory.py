@@ -1,10 +1,10 @@
-"""Directory of a dataset: its files appear once they are complete, and its marker is written last.
+"""The directory of a dataset: files appear once they are complete, and the marker is written last.
 
     DIR/.outlast-get/          staging: the lock, downloads, unpacked files
     DIR/...                    the dataset: files and directories, renamed out of the staging directory
     DIR/.outlast-data.json     the marker: name, source, checksum
 
-A directory with `.outlast-get` and no marker is incomplete, whatever it contains; running `outlast data get` again completes it.
+A directory with `.outlast-get` but no marker is incomplete, whatever it contains. Another `outlast data get` completes it.
 A place in a store is incomplete if it has an object `.outlast-get`.
 """
 
@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 EMPTY = frozenset({"lost+found"})
 """Names that a new, empty volume may contain."""
 _ATTEMPTS = 100
-"""Maximum number of attempts to lock a directory that other processes keep removing."""
+"""Maximum attempts to lock a directory that other processes keep removing."""
 _LISTED = 1000
 """Maximum number of names that a marker lists."""
 
@@ -46,9 +46,9 @@ class Marker:
     name: str
     """The dataset's name, or its URL."""
     source: str
-    """Origin of the dataset: a URL, or a version such as `Python 3.12.4`."""
+    """Source of the dataset: a URL, or a version such as `Python 3.12.4`."""
     sha256: str = ""
-    """Digest of the download; empty if the dataset was made on this machine or consists of several downloads."""
+    """Digest of the download; empty for a generated dataset, or for several downloads."""
     checked: bool = False
     """True if the download was compared with a published checksum."""
     files: int = 0
@@ -89,12 +89,12 @@ def marker(directory: Path) -> Marker | None:
 
 
 def incomplete(directory: Path) -> bool:
-    """Return whether a download to a directory was begun but not finished."""
+    """Return whether an unfinished download left files in a directory."""
     return (directory / COMING).is_dir() and not (directory / MARKER).exists()
 
 
 class Place:
-    """Directory that receives a dataset. `opened` creates it, and holds the lock of the directory."""
+    """A locked directory that receives a dataset, as yielded by `opened`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -118,9 +118,9 @@ class Place:
         """Remove empty directories.
 
         A staging directory with only the lock and the dataset's name counts as empty. The dataset's directory is removed only if
-        this object created it. After `finish`, do nothing.
+        this object created it. Does nothing after `finish`.
         """
-        if self._finished or not self.staging.is_dir():  # existing files belong to another process
+        if self._finished or not self.staging.is_dir():  # files here belong to another process
             return
         for directory in self.staging.glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -132,10 +132,9 @@ class Place:
                     self.directory.rmdir()
 
     def finish(self, marker: Marker) -> Marker:
-        """Move the content of the tree to the directory and write the marker. Returns the marker with the counts of files and
-        bytes."""
+        """Move the tree's content to the directory and write the marker. Returns the marker with counts of files and bytes."""
         tree = self.staging / "tree"
-        for name in (MARKER, COMING):  # an archive of a dataset's directory contains them, and they would count as ours
+        for name in (MARKER, COMING):  # archives of a dataset's directory contain these; they would count as ours
             _removed(tree / name)
         count = size = 0
         for parent, _, names in os.walk(tree):
@@ -144,7 +143,7 @@ class Place:
         entries = tuple(sorted(entry.name for entry in tree.iterdir()))
         marker = dataclasses.replace(marker, files=count, size=size, entries=entries[:_LISTED])
         files.flush(tree)
-        (self.directory / MARKER).unlink(missing_ok=True)  # left by an earlier attempt, part of which was deleted since
+        (self.directory / MARKER).unlink(missing_ok=True)  # from an earlier attempt, part of which is now deleted
         files.sync(self.directory)
         for name in entries:
             _removed(self.directory / name)
@@ -208,7 +207,6 @@ def unwritable(problem: OSError, directory: Path, what: str) -> OutlastError:
 
 
 def _check_empty_or_own(directory: Path) -> None:
-    """Raise OutlastError if a directory contains files that are not from `outlast data get`."""
     if directory.exists() and not directory.is_dir():
         raise OutlastError(f"{directory} is a file; choose a directory")
     if not directory.is_dir() or (directory / COMING).is_dir() or (directory / MARKER).is_file():
@@ -231,7 +229,6 @@ def _note_name(place: Place, what: str) -> None:
 
 
 def _removed(path: Path) -> None:
-    """Remove a file or directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -20,7 +20,7 @@ NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 def write(directory: Path) -> None:
     """Write the digits to an empty directory. Raises OutlastError if scikit-learn is missing, and OSError."""
     x, y = _digits()
-    held_out = _count(y) % 5 == 4  # an equal share of every class, without random numbers that a library could change
+    held_out = _count(y) % 5 == 4  # an equal share of every class; random numbers could differ by library version
     train_x, train_y = x[~held_out], y[~held_out]
     batch = _count(train_y) % 5  # every batch has its share of every class
     for i, file in enumerate(cifar.TRAIN):

@@ -3,8 +3,8 @@
     path = Download(Remote(url, sha256=...), directory, ...).fetch()
 
 While the file is incomplete, `directory` contains the received bytes, and `state.json` with the file's version and the number of
-bytes on the disk. The missing bytes are requested on condition that the version is unchanged (If-Range). If the file has changed,
-or the server sends no parts, the file is fetched again from its first byte.
+bytes on the disk. The missing bytes are requested only for the same version (If-Range). If the file has changed, or the
+server does not support ranges, the download restarts from the first byte.
 
 `fetch` verifies the length and the checksum. If a file that was received in parts has a wrong checksum, it is fetched once more
 as a whole, because only a strong ETag proves that the parts have the same version.
@@ -29,7 +29,7 @@ from outlast.data.dataset_directory import Say
 from outlast.data.http import Address, OutOfRange, Response, Unavailable, Version
 
 Progress = Callable[[int, int], None]
-"""Function of the number of bytes received and the total number of bytes, which is 0 if unknown."""
+"""A callback with the bytes received and the total size in bytes, 0 if unknown."""
 
 _BUFFER = 1 << 18
 _READ = 1 << 20
@@ -40,12 +40,12 @@ _LARGE = 1 << 30
 _SAVE_S = 2.0
 """Interval between writes of the state; a kill loses the bytes received since the last write."""
 _BEGINNINGS = 4
-"""Maximum number of downloads from the first byte, after the file has changed or if the server sends no parts."""
+"""Maximum number of downloads from the first byte, after changes of the file or without range support."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Remote:
-    """File to download, with its published size and checksums."""
+    """A file to download, with its published size and checksums."""
 
     url: str
     size: int = 0
@@ -80,11 +80,11 @@ class Options:
     absent_s: float = 20.0
     """Seconds without any response after which retries stop: the host name may be wrong, or the network may be down."""
     timeout_s: float = 60.0
-    """Timeout in seconds of a connection that sends no data."""
+    """Read timeout in seconds of a connection."""
 
 
 class _Changed(Exception):
-    """Error for a file whose version on the server differs from the bytes on the disk."""
+    """The file on the server is another version than the bytes on the disk."""
 
 
 class Download:
@@ -108,13 +108,12 @@ class Download:
         """Bytes on the disk, and size of the whole file in bytes (0 if unknown)."""
         self._version = Version()
         self._parts = self._beginnings = 0
-        """Number of responses that provided the bytes on the disk, and number of responses that began at the first byte."""
+        """Number of responses that the bytes on the disk came from, and number of downloads from the first byte."""
         self._whole = False
         """True if the server's partial responses are unusable."""
         self._answered = False
         self._host = self._address.shown.split("/")[2]
         self._arrived = time.monotonic()
-        """Time when bytes last arrived, by `time.monotonic`."""
         self._warned = self._saved = -_WARN_S
 
     def fetch(self) -> Path:
@@ -144,7 +143,6 @@ class Download:
     # The state
 
     def _resume(self) -> None:
-        """Continue an earlier download, if its state can be used."""
         try:
             state = json.loads(self._state.read_text())
             self._done, self._size, self._version = state["done"], state["size"], Version(state["etag"], state["modified"])
@@ -170,7 +168,6 @@ class Download:
         self._saved = time.monotonic()
 
     def _discard(self) -> None:
-        """Delete the received bytes and the state."""
         for path in (self._state, self.path):
             path.unlink(missing_ok=True)
         self._done, self._size, self._version, self._parts = 0, 0, Version(), 0
@@ -225,7 +222,7 @@ class Download:
             raise _Changed
 
     def _begin(self, fd: int, response: Response, first: int) -> None:
-        """Truncate the file for a response with the whole file. Raises OutlastError if a truncated body could not be detected."""
+        """Truncate the file for a response with the whole file. Raises OutlastError if truncation would go undetected."""
         if not response.bounded and not (self._remote.checked or self._remote.size):
             raise OutlastError(
                 f"{self._address.shown}: the server does not say how long the file is, so a part of it would look like the "
@@ -280,8 +277,7 @@ class Download:
             raise Unavailable(f"the connection ended at byte {self._done:,} of {response.total:,}")
 
     def _retry(self, attempt: Callable[[], None]) -> None:
-        """Repeat `attempt` until it succeeds. Raises OutlastError after too long without a byte, or after `_BEGINNINGS` downloads
-        from the first byte."""
+        """Retry `attempt` until it succeeds. Raises OutlastError after too long without a byte, or too many restarts."""
         number = self._beginnings = 0
         while True:
             last = self._arrived

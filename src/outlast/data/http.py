@@ -39,7 +39,7 @@ _REMEDY = {
 
 
 class Unavailable(Exception):
-    """Error for a server that is unreachable or whose response is unusable. A retry may help."""
+    """The server is unreachable, or its response is unusable. A retry may help."""
 
     def __init__(self, reason: str, *, after_s: float = 0.0, answered: bool = True) -> None:
         super().__init__(reason)
@@ -56,7 +56,7 @@ class Address:
     url: str
     """URL without login and fragment."""
     login: str = ""
-    """Authorization header from the login in the URL, `Basic ...`; empty without a login. Redirects do not receive it."""
+    """Authorization header from the URL's login, `Basic ...`; empty without a login. Not sent to redirects."""
 
     @classmethod
     def parse(cls, url: str) -> Address:
@@ -84,7 +84,7 @@ class Address:
 
     @property
     def identity(self) -> str:
-        """URL that identifies the file, without a query that contains a signature, because signatures differ each time."""
+        """URL that identifies the file, without a signed query, since signatures differ each time."""
         return url_logins.hidden(self.url)
 
     @property
@@ -119,7 +119,7 @@ class Version:
 
 @dataclasses.dataclass
 class Response:
-    """Response of a server with the whole file or a part of it."""
+    """A response with the whole file or a part of it."""
 
     part: bool
     """True for the requested part; False for the whole file."""
@@ -131,14 +131,11 @@ class Response:
     """True if the end of the body can be distinguished from a broken connection."""
     version: Version
     encoding: str
-    """Content encoding that was not requested, such as `gzip`; usually empty."""
+    """Unrequested content encoding, such as `gzip`; usually empty."""
     _body: Any
 
     def read(self, limit: int) -> bytes:
-        """Wait for bytes and return at most `limit` of them. Returns b"" at the end of the body, or if the connection broke.
-
-        Raises Unavailable.
-        """
+        """Wait for up to `limit` bytes. Returns b"" at the end of the body or of the connection. Raises Unavailable."""
         with _mapped_errors():
             return bytes(self._body.read1(limit))
 
@@ -171,13 +168,12 @@ def _basic(user: str, password: str) -> str:
 
 
 def check(url: str, *, timeout_s: float) -> None:
-    """Raise OutlastError if a server refuses to send the file. An unreachable server raises nothing."""
+    """Raise OutlastError if a server refuses to send the file; ignore an unreachable server."""
     with contextlib.suppress(Unavailable, OutOfRange), request(Address.parse(url), timeout_s=timeout_s):
         pass
 
 
 def _response(body: Any, address: Address, *, part: bool) -> Response:
-    """Parse the response to a request for a `part`, or for the whole file."""
     headers = body.headers
     encoding = headers.get("Content-Encoding", "").strip().lower().replace("identity", "")
     version = Version(headers.get("ETag", "").strip(), headers.get("Last-Modified", "").strip())
@@ -198,7 +194,7 @@ def _response(body: Any, address: Address, *, part: bool) -> Response:
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """Return an opener for http and https only, so that no redirect can read a local file."""
+    """Return an opener for http and https only, so that redirects cannot read local files."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,
@@ -253,7 +249,7 @@ def _refusal(error: urllib.error.HTTPError, address: Address | None) -> Exceptio
 
 
 class OutOfRange(Exception):
-    """Error for a requested part beyond the end of a file of `total` bytes."""
+    """The requested part is beyond the end of a file of `total` bytes."""
 
     def __init__(self, total: int) -> None:
         super().__init__(total)

@@ -1,7 +1,7 @@
-"""Registry of the datasets of `outlast data get`, by name or by URL.
+"""The datasets of `outlast data get`, by name or by URL.
 
-The authors of a dataset, or libraries that load it, publish the sizes and checksums. Without a published checksum, `get` checks
-the length of a download and the integrity of an archive, and records the SHA-256 in the marker.
+Sizes and checksums are those published by a dataset's authors or by libraries that load it. Without a checksum, `get` checks the
+length of a download and the integrity of an archive, and records the SHA-256 in the marker.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Made:
     """Generator of a dataset that needs no download."""
 
     write: Callable[[Path], object]
-    """Function that writes the dataset's files to an empty directory."""
+    """Writes the dataset's files to an empty directory."""
     source: Callable[[], str]
-    """Function that returns the origin of the dataset, for the marker."""
+    """Returns the source of the dataset, for the marker."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A dataset that is made on this machine or downloaded."""
+    """A dataset to download or to generate."""
 
     name: str
     """Name in the registry, or the URL."""
@@ -105,7 +105,7 @@ _KNOWN = (
             Remote(
                 "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
                 size=248_100_043,
-                md5="90528d7ca1a48142e341f4ef8d21d0de",  # none by its authors; this one is of several libraries that load it
+                md5="90528d7ca1a48142e341f4ef8d21d0de",  # not by its authors, but by several libraries that load it
             ),
         ),
     ),
@@ -117,13 +117,13 @@ NAMES = tuple(each.name for each in _KNOWN)
 
 
 def named(name: str) -> Dataset:
-    """Return the dataset with this name, which is one of `NAMES`."""
+    """Return the dataset with a name from `NAMES`."""
     dataset = next(each for each in _KNOWN if each.name == name)
     return dataclasses.replace(dataset, made=_MADE[name]()) if name in _MADE else dataset
 
 
 def of_url(text: str) -> Dataset:
-    """Return a dataset with one file, the file at a URL. The URL may end in `#sha256=` and 64 hexadecimal digits.
+    """Return a dataset of the single file at a URL, which may end in `#sha256=` and 64 hexadecimal digits.
 
     Raises OutlastError for an invalid URL or checksum.
     """
@@ -135,7 +135,7 @@ def of_url(text: str) -> Dataset:
             raise OutlastError(f"#{pin} is no checksum; append #sha256= and the 64 digits that sha256sum prints, or nothing")
         checksum = match[1]
     address = Address.parse(url)
-    name = address.shown if checksum else address.identity  # with a checksum no query matters
+    name = address.shown if checksum else address.identity  # with a checksum, the query is irrelevant
     return Dataset(name, remotes=(Remote(url, sha256=checksum),))
 
 

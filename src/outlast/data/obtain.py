@@ -1,7 +1,7 @@
-"""Gets a dataset: downloads or generates it, verifies and unpacks it, and writes the marker. `outlast data get` and the cache of
-a machine call `get`.
+"""Downloads or generates a dataset, verifies and unpacks it, and writes the marker. Called by `outlast data get` and a machine's
+cache.
 
-    marker, written = get(registry.named("cifar10"), Path("data/cifar10"), How(say=print))
+    marker, written = get(named_datasets.named("cifar10"), Path("data/cifar10"), How(say=print))
 
 If a call is killed, the next call completes the dataset. A download is unpacked only after its checksum has been verified. Files
 appear in the directory only after all of them are unpacked, and the marker is written last.
@@ -30,8 +30,8 @@ LIMITS = unpack.Limits(
     instead="unpack it by hand if it is what you want, and use the directory",
     again="the URL is not that of an archive, or the file is damaged where it comes from",
 )
-"""Limits against decompression bombs, which unpack to thousands of times their size. Images, text and numbers unpack to less than
-a hundred times their size, and ImageNet-21k has 14 million files."""
+"""Limits against decompression bombs, which expand thousands of times. Images, text and numbers expand less than a hundred times,
+and ImageNet-21k has 14 million files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,11 @@ class How:
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     options: Options = dataclasses.field(default_factory=Options)
     archive: Path | None = None
-    """File that has been downloaded already, or a directory of such files."""
+    """A downloaded file, or a directory of downloaded files."""
 
 
 def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
-    """Put a dataset into a directory unless it is complete there. Returns the marker, and whether this call wrote anything.
+    """Put a dataset into a directory unless it is already complete. Returns the marker, and whether this call wrote anything.
 
     Raises OutlastError and Stopped.
     """
@@ -55,7 +55,7 @@ def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
         return marker, False
     given = _given(dataset, how.archive) if how.archive else {}
     with dataset_directory.opened(directory, dataset.name, say=how.say, stop=how.stop) as opened:
-        if marker := checked(dataset, dataset_directory.marker(directory), str(directory)):  # another process was faster
+        if marker := checked(dataset, dataset_directory.marker(directory), str(directory)):  # another process has finished it
             return marker, False
         try:
             if dataset.made:
@@ -68,7 +68,7 @@ def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
 
 
 def checked(dataset: Dataset, marker: Marker | None, where: str) -> Marker | None:
-    """Return the marker of a place unchanged. Raises OutlastError if it belongs to another dataset or version."""
+    """Return the given marker. Raises OutlastError if it belongs to another dataset or version."""
     if marker is None:
         return None
     expected = [remote.sha256 for remote in dataset.remotes]

@@ -2,8 +2,8 @@
 
 `outlast data prepare` writes prepared datasets (`Manifest.text`, `Writer`, `write_columns`), training reads them (`read` or
 `parse`, then `tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last, so a place without
-a manifest is unfinished. The exception is a plain directory of nanoGPT (`train.bin`, `val.bin`, optionally `meta.pkl`), which
-needs no manifest. This module does not import torch.
+a manifest is unfinished. A plain nanoGPT directory (`train.bin`, `val.bin`, optionally `meta.pkl`) needs no manifest. This module
+does not import torch.
 
 Text shards are raw little-endian token ids, nanoGPT's format. All other shards are safetensors files of columns. A column of
 fixed shape has the samples as its first dimension. A ragged column is flat, with its offsets in `NAME.offsets` (int64,
@@ -45,11 +45,11 @@ UINT16 = 1 << 16
 CHUNK = 8 << 20
 """Number of bytes per read; a multiple of every item size."""
 HEADER = 100_000_000
-"""Maximum size in bytes of the header of a safetensors file, as in the reference implementation."""
+"""Maximum header size of a safetensors file in bytes, as in the reference implementation."""
 
 
 class BadDataset(OutlastError):
-    """Error for a place without a complete, readable dataset. Its exit code means that a restart cannot help."""
+    """The place has no complete, readable dataset. The exit code means that a restart cannot help."""
 
     exit_code = contract.Exit.MISCONFIGURED
 
@@ -90,7 +90,7 @@ class Manifest:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of `prepare`."""
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Description of the source: numbers of files and bytes, classes, damaged samples."""
+    """The source: numbers of files and bytes, classes, damaged samples."""
     dtype: str = ""
     """Type of the tokens of a text, uint16 or uint32; empty for other datasets."""
     vocab_size: int | None = None
@@ -125,7 +125,7 @@ class Manifest:
         if self.tokenizer:
             about["tokenizer"] = self.tokenizer
         text = json.dumps({**about, "parts": parts}, indent=1, ensure_ascii=False) + "\n"
-        return text.encode(errors="backslashreplace").decode()  # as JSON escapes file names that are not UTF-8
+        return text.encode(errors="backslashreplace").decode()  # file names that are not UTF-8, escaped as in JSON
 
 
 def dtype(vocab_size: int) -> str:
@@ -137,9 +137,9 @@ def dtype(vocab_size: int) -> str:
 
 
 def read(directory: Path | str) -> Manifest:
-    """Return the manifest of a dataset in a directory, or derive a manifest for nanoGPT's plain directory.
+    """Return the manifest of a dataset in a directory, or derive one for a plain nanoGPT directory.
 
-    Calls `stat` for every shard, but does not read them. Raises BadDataset, also for a missing shard or one of the wrong size.
+    Calls `stat` on every shard, but reads none. Raises BadDataset, also for a missing shard or one of the wrong size.
     """
     directory = Path(directory)
     try:
@@ -187,7 +187,7 @@ def parse(text: bytes | str, place: str) -> Manifest:
 
 
 class _Invalid(Exception):
-    """Error for a field of a manifest or a header with an unexpected type or value."""
+    """A field of a manifest or a header has an unexpected type or value."""
 
 
 def _typed(content: Any, key: str, kind: type, *default: Any) -> Any:
@@ -251,7 +251,7 @@ def token_count(size: int, dtype: str, file: str) -> int:
 
 
 def _plain(directory: Path) -> Manifest:
-    """Derive the manifest of nanoGPT's directory: uint16 tokens in `train.bin` and `val.bin`, vocabulary in `meta.pkl` if any."""
+    """Derive the manifest of a nanoGPT directory: uint16 tokens in `train.bin` and `val.bin`, vocabulary in `meta.pkl` if any."""
     bins = {part: directory / f"{part}.bin" for part in ("train", "val")}
     if not bins["train"].is_file():
         unfinished = (
@@ -285,13 +285,13 @@ class Vocabulary:
 
 
 def vocabulary(path: Path) -> Vocabulary:
-    """Read `meta.pkl`, but only dicts, lists, texts and numbers, so no code in the file runs. Raises BadDataset."""
+    """Read `meta.pkl`. Loads only dicts, lists, texts and numbers, so no code in the file runs. Raises BadDataset."""
     with path.open("rb") as file:
         try:
             content = _Plain(file).load()
         except OSError:
             raise
-        except Exception as error:  # the unpickler raises anything on bytes that are no pickle
+        except Exception as error:  # the unpickler may raise anything on invalid bytes
             raise BadDataset(f"{path} is damaged or not nanoGPT's vocabulary ({error}); prepare the dataset again") from error
     size = content.get("vocab_size") if isinstance(content, dict) else None
     stoi, itos = (content.get(key, {}) if isinstance(content, dict) else {} for key in ("stoi", "itos"))
@@ -358,7 +358,7 @@ _DTYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
     "F16": "<f2", "F32": "<f4", "F64": "<f8",
 }  # fmt: skip
-"""numpy's notation for the types of safetensors, by their names in that format."""
+"""numpy's type codes by the type names of safetensors."""
 
 _Header = dict[str, tuple[np.dtype[Any], tuple[int, ...], int, int]]
 
@@ -389,7 +389,7 @@ def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
 
 
 class Writer:
-    """Writer of the shards of one part of a text, in order. A shard gets its final name when it is complete.
+    """Writes the shards of one part of a text, in order. A shard gets its final name once it is complete.
 
     With `limit` (in bytes) the shards are `PART-00000.bin`, `PART-00001.bin` and so on. Otherwise there is a single file,
     `PART.bin`. The concatenated bytes are the same.
@@ -409,7 +409,7 @@ class Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file:  # after an error: the next run writes the unfinished shard again
+        if self._file:  # after an error; the next run rewrites the unfinished shard
             self._file.close()
 
     def write(self, data: bytes | memoryview[int], samples: int = 0) -> None:
@@ -462,7 +462,7 @@ def ragged(rows: Sequence[NDArray[Any]], dtype: str) -> tuple[NDArray[Any], NDAr
 def write_columns(path: Path, table: Mapping[str, NDArray[Any]], check: Callable[[], None] = lambda: None) -> Shard:
     """Write columns as a safetensors file, deterministically. Calls `check` before the complete file is renamed to `path`."""
     names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
-    ordered = sorted(table.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # so that each begins aligned
+    ordered = sorted(table.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # keeps each column aligned
     about, end = {}, 0
     for name, column in ordered:
         begin, end = end, end + column.nbytes
@@ -530,7 +530,7 @@ class Local:
 
 
 def verify(manifest: Manifest, place: Files) -> list[str]:
-    """Read every shard. Returns a message per wrong size, sha256 or number of samples, and per token outside the vocabulary."""
+    """Read every shard. Returns a message for each wrong size, sha256, number of samples, or token outside the vocabulary."""
     problems = []
     for name, part in manifest.parts.items():
         problems += [problem for shard in part.shards if (problem := _problem(manifest, shard, place))]
@@ -575,7 +575,7 @@ def _problem(manifest: Manifest, shard: Shard, place: Files) -> str:
 
 
 def _count_problem(shard: Shard, first: bytes) -> str:
-    """Return a message if the header in `first`, the first bytes of a file, disagrees with the number of samples, else ""."""
+    """Return a message if the header in `first`, a file's first bytes, disagrees with the number of samples, else ""."""
     try:
         header, _ = _header(io.BytesIO(first), shard.bytes)
     except _Invalid as wrong:

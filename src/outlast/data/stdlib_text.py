@@ -1,9 +1,8 @@
-"""The Python standard library's own sources as text: real text for a first language model, without a download.
+"""The sources of Python's standard library: real text for a first language model, without a download.
 
 The library has about 600 modules, 10 MB of text in one style. The same Python version gives the same files: sorted by name,
-UTF-8, `\\n` at the end of a line. Files that differ between installations of one version are left out: packages
-(`site-packages`), the modules with the build configuration (`_sysconfigdata_*`), and the tests. `outlast data get
-python-stdlib` calls `write`.
+UTF-8, `\\n` at the end of a line. Files that differ between installations of one version are omitted: packages (`site-packages`),
+the build configuration (`_sysconfigdata_*`), and the tests. `outlast data get python-stdlib` calls `write`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from outlast.base.errors import OutlastError
 
 _LEFT_OUT = ("site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test", "__pycache__")
-"""Names of directories to skip, which some installations lack, or which contain packages that the user installed."""
+"""Directories to skip: some installations lack them, or they contain packages of the user."""
 _SITE = ("sitecustomize.py", "usercustomize.py")
 
 
@@ -51,7 +50,7 @@ def write(directory: Path) -> None:
 
 
 def _modules(library: Path) -> Iterator[str]:
-    """Yield the modules as paths relative to the library."""
+    """Yield module paths relative to the library."""
     for parent, directories, names in os.walk(library):
         here = Path(parent).relative_to(library)
         directories[:] = [each for each in directories if each not in _LEFT_OUT and not each.startswith("config-")]
@@ -61,7 +60,7 @@ def _modules(library: Path) -> Iterator[str]:
 
 
 def _text(path: Path) -> str:
-    """Return a module's text, decoded as Python decodes it, with `\n` at the end of each line."""
+    """Return a module's text, decoded as Python does, with Unix line ends."""
     content = path.read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")

@@ -1,8 +1,8 @@
-"""Tokenizes ASCII text with a byte-level BPE in numpy, without a Python object per word.
+"""Tokenizes ASCII text with byte-level BPE in numpy, without a Python object per word.
 
 `starts` splits a text into GPT-2's words by the classes of neighbouring characters. `Table` stores the tokens of words of up to
-16 bytes in a direct-mapped table, whose keys are the bytes of a word as two integers. The tokens of all other words are in a
-dict. The results are exact: `tests/data/test_prepare_text.py` compares both with the library.
+16 bytes in a direct-mapped table, keyed by the word's bytes as two integers, and all other words in a dict. The results are
+exact: `tests/data/test_prepare_text.py` compares them with the library's.
 
 The pattern is `'(?:[sdmt]|ll|ve|re)| ?L+| ?N+| ?P+|\\s+(?!\\S)|\\s+`, with letters L, digits N, and P all other characters except
 spaces: https://github.com/openai/gpt-2/blob/master/src/encoder.py.
@@ -30,20 +30,19 @@ _LONGEST = 16
 _SLOTS = 18
 """Binary logarithm of the number of slots: 262,144, 6 MiB."""
 _WORDS, _BYTES = 300_000, 16 << 20
-"""Maximum number of words in a table, and maximum total size of the words in bytes: about 60 MiB of memory. Arbitrary: Python's
-sources have 95,000 words."""
+"""Maximum number and total bytes of words in a table: about 60 MiB of memory. Arbitrary: Python's sources have 95,000 words."""
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 """Odd multipliers with well-spread bits, so that the highest bits of a product depend on all bytes of a word."""
 
 
 def starts(data: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the offsets of the words of a text, (words,). `data`: the bytes of the text, which is ASCII and not empty."""
+    """Return the offsets of the words of a text, (words,). `data`: the bytes of a non-empty ASCII text."""
     kind = _CLASS[data]
     begins = np.ones(len(data), bool)
     np.not_equal(kind[1:], kind[:-1], out=begins[1:])
     after = np.flatnonzero(begins[1:] & (kind[:-1] == _SPACE)) + 1  # the first character after spaces
-    begins[after - 1] = True  # the last of several spaces begins a word,
-    begins[after[data[after - 1] == 32]] = False  # and if it is a blank, the next characters belong to the same word
+    begins[after - 1] = True  # the last of several spaces begins a word;
+    begins[after[data[after - 1] == 32]] = False  # if it is a blank, the next characters belong to that word
     quotes = begins[:-1] & (data[:-1] == 39) & _CONTRACTED[data[1:]]
     for quote in np.flatnonzero(quotes).tolist():
         tail = data[quote + 1 : quote + 3].tobytes()
@@ -56,7 +55,7 @@ def starts(data: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 class Table:
-    """Cache of the tokens of words."""
+    """A cache of tokens by word."""
 
     def __init__(self, encoded: Callable[[str], list[int]], dtype: np.dtype[Any]) -> None:
         self._encode, self._dtype = encoded, dtype
@@ -94,7 +93,7 @@ class Table:
             entry = self._words.get(word)
             if entry is None:
                 entry = self._add(word)
-                if size[i] <= _LONGEST and not self._keys[0, slot[i]]:  # first come, first served: frequent words come early
+                if size[i] <= _LONGEST and not self._keys[0, slot[i]]:  # first come, first served: frequent words appear early
                     self._keys[:, slot[i]] = low[i], high[i]
                     self._at[slot[i]], self._length[slot[i]] = entry
             at[i], length[i] = entry

@@ -1,7 +1,7 @@
 """Turns records into tokens with a Hugging Face tokenizer: a directory with `tokenizer.json` and, for chats, a template.
 
-Apart from the recipe, only this module imports transformers. The tokenizer's chat template renders `messages`. The assistant's
-messages are learned, including the token that ends each turn. `prompt` and `completion`, or `text`, are encoded unchanged,
+Apart from the recipe, only this module imports transformers. The tokenizer's chat template renders `messages`. The loss covers
+only the assistant's messages, including the end token of each turn. `prompt` and `completion`, or `text`, are encoded unchanged,
 between the tokenizer's first token and its end token. `TEMPLATE` is the default for tokenizers without a template.
 """
 
@@ -24,7 +24,7 @@ TEMPLATE = (
     "{{ eos_token }}{% endgeneration %}{{ '\\n' }}{% else %}{{ m.content + '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-"""Default chat template: a marker of the role, a newline, the content."""
+"""Default chat template: role marker, newline, content."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 """Files that determine how a tokenizer encodes."""
 NOT_LEARNED = -100
@@ -34,7 +34,7 @@ Sample = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 class Refused(OutlastError):
-    """Error for a record that the chat template cannot render. The caller adds file and line to the message."""
+    """The chat template cannot render a record. The caller adds file and line to the message."""
 
 
 def digest(directory: Path) -> str:
@@ -52,16 +52,13 @@ def digest(directory: Path) -> str:
 
 @functools.lru_cache(maxsize=1)
 def load(directory: Path, digest: str) -> Any:
-    """Load the tokenizer in a directory, with a chat template. One tokenizer per process is cached, by its `digest`.
-
-    Raises OutlastError.
-    """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that texts are longer than the model's positions
+    """Load a directory's tokenizer, with a chat template, cached per process by its `digest`. Raises OutlastError."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # otherwise it warns about texts longer than the model's context
     with importing("a tokenizer of Hugging Face", "llm"):
         from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except Exception as error:  # transformers and tokenizers raise anything
+    except Exception as error:  # transformers and tokenizers may raise anything
         reason = " ".join(str(error).split())[:300]
         raise OutlastError(
             f"{directory} has no tokenizer that transformers can read: {reason}; name another directory"
@@ -76,10 +73,7 @@ def load(directory: Path, digest: str) -> Any:
 
 
 def sample(record: Mapping[str, Any], segments: Sequence[tuple[str, str, bool]], tokenizer: Any) -> Sample:
-    """Return tokens and labels (int32) of a record with the given `jsonl.segments`.
-
-    Raises Refused if the template cannot render the record.
-    """
+    """Return tokens and labels (int32) of a record with the given `jsonl.segments`. Raises Refused if it cannot be rendered."""
     ids, learned = _chat(record, tokenizer) if "messages" in record else _plain(segments, tokenizer)
     tokens = np.array(ids, np.int32)
     return tokens, np.where(np.array(learned, bool), tokens, NOT_LEARNED).astype(np.int32)
@@ -97,7 +91,7 @@ def _plain(segments: Sequence[tuple[str, str, bool]], tokenizer: Any) -> tuple[l
 
 
 def _first(tokenizer: Any) -> list[int]:
-    """Return the token that the tokenizer puts before every text, as a list; empty if it puts none."""
+    """Return the token that the tokenizer prepends to every text, as a list; empty if there is none."""
     some = tokenizer("a")["input_ids"]
     return some[:1] if some and some[0] == tokenizer.bos_token_id else []
 
@@ -120,7 +114,7 @@ def _chat(record: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bo
                 _common(whole, _rendered(tokenizer, messages[:i], tools, tokenize=False, add_generation_prompt=True)) if i else 0
             )
             end = _common(whole, _rendered(tokenizer, messages[: i + 1], tools, tokenize=False))
-            spans.append((begin, begin + len(whole[begin:end].rstrip("\n"))))  # nothing is read after the end token
+            spans.append((begin, begin + len(whole[begin:end].rstrip("\n"))))  # nothing follows the end token
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     places = encoded["offset_mapping"]
     return encoded["input_ids"], [any(a <= start and end <= b for a, b in spans) and start < end for start, end in places]
@@ -129,7 +123,7 @@ def _chat(record: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bo
 def _rendered(tokenizer: Any, messages: Any, tools: Any, **options: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, **options)
-    except Exception as error:  # a template raises anything
+    except Exception as error:  # a template may raise anything
         reason = " ".join(str(error).split())[:200]
         raise Refused(f"is refused by the tokenizer's chat template: {reason}") from error
 

@@ -1,4 +1,4 @@
-"""Writes samples in columns: each unit of work is one shard, written by one process."""
+"""Writes samples as columns. Each unit of work is one shard, written by one process."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def name(part: str, shard: int) -> str:
 
 
 def write(to: Path, part: str, shard: int, columns: Mapping[str, NDArray[Any]]) -> work_units.Note:
-    """Write a shard and return its note; do nothing for a shard without samples."""
+    """Write a shard and return its note; skip a shard without samples."""
     if not shard_format.samples(columns):
         return {}
     return dataclasses.asdict(shard_format.write_columns(to / name(part, shard), columns, work_units.check_attempt))
 
 
 def parts(notes: Sequence[Mapping[str, work_units.Note]], names: Sequence[str]) -> dict[str, shard_format.Part]:
-    """Return the parts of a dataset, from the notes of the shards."""
+    """Return the parts of a dataset from its shards' notes."""
     return {
         part: shard_format.Part(tuple(shard_format.Shard(**note[part]) for note in notes if note.get(part))) for part in names
     }

@@ -1,12 +1,12 @@
 """Turns images into columns: `image` uint8 (n, H, W, 3) and `label` int64 (n,); with `encoded`, `image` holds the bytes of the
 files.
 
-Stretched images come with `aspect` float32 (n,): width / height of the image in its file. A crop that takes the aspect into
-account (`outlast.recipes.pixels.boxes`) has the same proportions as it would in the file.
+Stretched images have `aspect` float32 (n,): width / height of the image in its file. A crop that uses the aspect
+(`outlast.recipes.pixels.boxes`) has the same proportions as in the file.
 
 Layouts: `CLASS/...`, `train/CLASS/...` with `val/CLASS/...` (ImageNet), tiny-imagenet-200 (whose val has a list of labels), and
 CIFAR-10's batches. Classes are numbered in order of their names. Samples are sorted by a hash of their names, so that every shard
-has a mixture of classes. Without `size` all images must have the same shape. Memory: one shard per process, plus about 600 bytes
+mixes classes. Without `size` all images must have the same shape. Memory: one shard per process, plus about 600 bytes
 per image.
 
 https://www.image-net.org, http://cs231n.stanford.edu/tiny-imagenet-200.zip.
@@ -33,7 +33,7 @@ from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, File
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
 LARGEST = 256 << 20
-"""Maximum size in bytes of a file to decode. Arbitrary: the largest JPEGs of cameras have a tenth of this size."""
+"""Maximum size in bytes of a file to decode. Arbitrary: the largest camera JPEGs are a tenth of this."""
 NAMED = 5
 """Maximum number of damaged images that the manifest lists; all are counted."""
 _TINY = "val/val_annotations.txt"
@@ -49,21 +49,21 @@ class Settings:
     encoded: bool = False
     """True to keep the files' bytes; every image is still decoded once to find damaged images."""
     val: float = 0.1
-    """Fraction of the images in val, if the source has no val directory."""
+    """Fraction of the images in val if the source has no val directory."""
     shard_size: int = column_shards.SHARD
     skip_damaged: bool = False
     stretch: bool = False
     """True to resize the whole image to `size` x `size` instead, and to record its aspect."""
 
     def about(self) -> dict[str, Any]:
-        """Return the settings for the manifest. A false `stretch` is left out, so that older manifests still compare equal."""
+        """Return the settings for the manifest, without a false `stretch`, so that older manifests still compare equal."""
         fields = dataclasses.asdict(self)
         return fields if self.stretch else {name: value for name, value in fields.items() if name != "stretch"}
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Image of the dataset."""
+    """An image of the dataset."""
 
     file: str
     label: int
@@ -122,15 +122,12 @@ def inside(source: Path) -> Path:
 
 
 def layout(root: Path, sources: Sequence[File], val: float) -> tuple[dict[str, list[Item]], list[str], dict[str, Any]]:
-    """Return the images of each part, the names of the classes, and further entries of the manifest's source.
-
-    Raises BadSource.
-    """
+    """Return the images of each part, the class names, and further entries of the manifest's source. Raises BadSource."""
     images = [file for file in sources if file.name.lower().endswith(SUFFIXES)]
     if not images:
         raise BadSource(f"{root} has no images ({', '.join(SUFFIXES)}); name a directory with a directory per class")
     divided = TRAIN in {source_files.named_part(file.name) for file in images if file.name.count("/") > 1}
-    if divided:  # leave out others, such as test/, which have no labels or must not be trained on
+    if divided:  # omit others, such as test/, which have no labels or must not be trained on
         images = [file for file in images if source_files.named_part(file.name)]
     annotated = _annotations(root, sources)
     classes = {file.name: _class(file.name, annotated, divided=divided) for file in images}
@@ -172,7 +169,7 @@ def _words(root: Path, sources: Sequence[File], names: Sequence[str]) -> list[st
 
 
 def shape_of(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings) -> tuple[int, ...] | None:
-    """Return the shape that all images must have, which is the first image's; None if shapes may differ."""
+    """Return the shape of the first image, which all must have; None if shapes may differ."""
     if settings.encoded:
         return None
     if settings.size:
@@ -195,7 +192,7 @@ def unequal(file: str, shape: tuple[int, ...], others: tuple[int, ...]) -> BadSo
 def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8], float]:
     """Decode an image. Returns the pixels, (H, W, 3), and width / height of the image in the file.
 
-    Raises BadSource for a damaged image, and OutlastError for a file that cannot be read here, but perhaps on another machine.
+    Raises BadSource for a damaged image, and OutlastError for an I/O failure on this machine.
     """
     image_library = pillow()
     try:
@@ -208,7 +205,7 @@ def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8]
                 if settings.size:
                     image.draft("RGB", (settings.size, settings.size))  # JPEG decodes at a smaller scale, 2 to 8 times as fast
                 return np.asarray(resized(_rgb(image), settings.size, stretch=settings.stretch)), aspect
-    except Exception as error:  # a decoder raises anything on damaged bytes
+    except Exception as error:  # decoders may raise anything on damaged bytes
         if isinstance(error, OSError) and error.errno:
             raise source_files.unreadable(root / file, error) from error
         raise BadSource(f"{file} is damaged or no image ({error}); replace it, or leave it out with --skip-damaged") from error

@@ -1,10 +1,10 @@
 """Turns records into tokens for fine-tuning: `input_ids` and `labels`, both int32 and ragged. The loss ignores labels of -100.
 
 A line of a .jsonl file is a record: `{"prompt": ..., "completion": ...}`, `{"text": ...}` or `{"messages": [{"role": ...,
-"content": ...}, ...]}`. Completions, texts and messages of the assistant are learned, each with the separator after it. A role
-in messages is encoded as a special token such as `<|assistant|>`, which every tokenizer trained here has. For other tokenizers
-the role is encoded as text. A newline follows the role. Text in a record that looks like a special token is encoded as text. A
-Hugging Face tokenizer has its own chat template and end token, see `chat`. Memory: about four shards per process.
+"content": ...}, ...]}`. The loss covers completions, texts and the assistant's messages, each with the separator after it. A
+role in messages is encoded as a special token such as `<|assistant|>`, which every tokenizer trained here has; for other
+tokenizers it is encoded as text. A newline follows the role. Special tokens in a record's text are encoded as text. A Hugging
+Face tokenizer has its own chat template and end token, see `chat`. Memory: about four shards per process.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from outlast.data.prepare import chat, column_shards, jsonl_lines, source_files,
 from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, Document, Unit
 
 SHARD = 8 << 20
-"""Size in bytes of the records in a shard. Arbitrary, like `tables.SHARD`; tokens and labels take twice as many bytes."""
+"""Size in bytes of the records in a shard. Arbitrary, like `column_shards.SHARD`; tokens and labels take twice as many bytes."""
 ROLES = ("system", "user", "assistant")
 Segments = list[tuple[str, str, bool]]
-"""Role (empty in records without roles), text, and whether the text is learned."""
+"""Role (empty in records without roles), text, and whether the loss covers the text."""
 _Record = tuple[dict[str, Any], Segments]
-"""Parsed record, and its segments."""
 T = TypeVar("T")
 NAMED = 3
 """Maximum number of damaged records that the manifest lists; all are counted."""
@@ -54,7 +53,7 @@ class Settings:
 
     @property
     def of_text(self) -> text.Settings:
-        """Settings of the tokenizer, as for `text`."""
+        """The tokenizer's settings, as for `text`."""
         return text.Settings(self.tokenizer, self.vocab_size, self.val, self.separator)
 
     @property
@@ -70,7 +69,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Coder:
-    """Settings that processes need to make samples."""
+    """Settings for processes that make samples."""
 
     path: Path
     """Path of a tokenizer.json, or of a directory with a Hugging Face tokenizer."""
@@ -107,7 +106,7 @@ def prepare(request: work_units.Request, settings: Settings) -> shard_format.Man
 
 
 def _coder(place: work_units.Place, settings: Settings, reader: text.Reader, units: Sequence[Unit]) -> tuple[Coder, int]:
-    """Return the settings of the given tokenizer, or train a tokenizer; also return the size of its vocabulary."""
+    """Return the coder for the given or a newly trained tokenizer, and the size of its vocabulary."""
     if (given := Path(settings.tokenizer)).is_dir():
         digest = chat.digest(given)
         return Coder(given.resolve(), digest, None, settings.max_length), len(chat.load(given.resolve(), digest))
@@ -144,7 +143,7 @@ def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
 def _encoded(unit: Unit, reader: text.Reader, damaged: list[str], encode: Callable[[_Record], T]) -> Iterator[tuple[str, T]]:
     """Yield the part and the result of `encode` for each record of a unit.
 
-    Bad records raise BadSource; with `skip_damaged` the message is appended to `damaged` instead.
+    Bad records raise BadSource, or with `skip_damaged` append a message to `damaged`.
     """
     for piece in unit.pieces:
         with text.opened(reader, piece.document) as file:
@@ -191,7 +190,6 @@ def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work_u
 
 
 def _encoder(coder: Coder) -> Callable[[_Record], chat.Sample]:
-    """Return the function that turns a record into tokens and labels."""
     if coder.path.is_dir():
         from_hub = chat.load(coder.path, coder.digest)
         return lambda record: chat.sample(*record, from_hub)

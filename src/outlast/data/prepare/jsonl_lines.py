@@ -1,4 +1,4 @@
-"""Parses records, which are lines of .jsonl files. Errors name the file and the line."""
+"""Parses records, the lines of .jsonl files. Errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lines(file: BinaryIO, piece: Piece) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(line: bytes, file: BinaryIO, at: int) -> dict[str, Any]:
-    """Parse the JSON object in a line. Raises BadSource, which names the file and the line."""
+    """Parse the JSON object in a line. Raises BadSource with file and line."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -38,7 +38,7 @@ def parsed(line: bytes, file: BinaryIO, at: int) -> dict[str, Any]:
 
 
 def where(file: BinaryIO, at: int) -> str:
-    """Return `train.jsonl, line 7` for the line at byte `at`. Only for messages, because it reads the file up to that line."""
+    """Return `train.jsonl, line 7` for the line at byte `at`. Reads the file up to that line, so use it only for errors."""
     file.seek(0)
     number = 1
     while at > 0 and (some := file.read(min(at, 1 << 20))):
@@ -48,7 +48,7 @@ def where(file: BinaryIO, at: int) -> str:
 
 
 def text(value: Any, name: str, file: BinaryIO, at: int) -> str:
-    """Return the value of a field if it is text. Raises BadSource if it is not, or if it has half a surrogate pair."""
+    """Return the value of a text field. Raises BadSource for other values, and for text with half a surrogate pair."""
     if not isinstance(value, str):
         instead = "no" if value is None else f"{type(value).__name__} as"
         raise BadSource(f"{where(file, at)} has {instead} {name}; each record needs a text there")

@@ -1,7 +1,7 @@
 """Divides the files of a source into parts and units of work: pure functions of names and sizes.
 
-A process does one unit at a time: several small files, or a range of a large file. The units, and the resulting bytes, do not
-depend on the number of processes. The size of a unit limits the memory of a process.
+A process runs one unit at a time: several small files, or a range of a large file. The units and the output do not depend on
+the number of processes. The size of a unit limits the memory of a process.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from outlast.data import dataset_directory
 
 TRAIN, VAL = "train", "val"
 PARTS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "eval": VAL, "dev": VAL}
-"""Part by the name of a directory or file. `test` is left out, because nobody should optimize for the test set."""
+"""Part by the name of a directory or file. `test` is excluded, since nobody should train or tune on it."""
 UNIT = 2 << 20
-"""Size in bytes of the text in a unit. Arbitrary: small enough that no core idles long at the end."""
+"""Size of a unit's text in bytes. Arbitrary: small enough that no core idles long at the end."""
 T = TypeVar("T")
 
 
 class BadSource(OutlastError):
-    """Error for a source that cannot be prepared. The message names the file."""
+    """The source cannot be prepared. The message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """File of the source."""
+    """A file of the source."""
 
     name: str
     """Path relative to the source, with slashes."""
@@ -42,7 +42,7 @@ class File:
 
 @dataclass(frozen=True)
 class Document:
-    """Text in a file, or in the bytes `low` to `high` of a file."""
+    """The text in a file, or in bytes `low` to `high` of a file."""
 
     file: str
     size: int
@@ -55,7 +55,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Piece:
-    """Range of a document, from about byte `begin` to about byte `end`. The reader moves both ends to places to cut a text."""
+    """A range of a document, from about byte `begin` to about byte `end`. The reader moves both to valid places to cut."""
 
     document: Document
     begin: int
@@ -68,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """Pieces that one process handles at a time."""
+    """The pieces that one process handles at a time."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -81,7 +81,7 @@ class Unit:
 def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
     """Return the files of a source that match any of the patterns, sorted by name. A source may be a single file.
 
-    Hidden files and the target directory `to` are left out. A pattern, such as `*.py` or `src/*.md`, matches the name or the path
+    Omits hidden files and the target directory `to`. A pattern, such as `*.py` or `src/*.md`, matches the name or the path
     below the source. Raises BadSource.
     """
     if source.is_file():
@@ -106,7 +106,7 @@ def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
 
 
 def unreadable(path: Path, error: OSError) -> OutlastError:
-    """Return the error for an I/O failure. It does not count as damage (--skip-damaged): another machine may read the file."""
+    """Return the error for an I/O failure. This is not damage (--skip-damaged), since another machine may read the file."""
     return OutlastError(f"cannot read {path}: {error.strerror or error}; correct that, and run the same again")
 
 
@@ -156,7 +156,7 @@ def named(files: Iterable[File]) -> bool:
 
 
 def hash_fraction(key: str | bytes) -> float:
-    """Hash a name or a content to a number from 0 to 1, which is the same on every machine and for every set of files."""
+    """Hash a name or content to a number from 0 to 1, the same on every machine and for every set of files."""
     data = key.encode(errors="surrogateescape") if isinstance(key, str) else key
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / (1 << 64)
 
@@ -164,8 +164,8 @@ def hash_fraction(key: str | bytes) -> float:
 def parts(files: Sequence[File], share: float) -> dict[str, str]:
     """Return the part of each file, by name.
 
-    If the file names do not divide the files (`named`), a file is in val if `hash_fraction` of its name is below `share`. With at
-    least two files, each part gets one.
+    If the names do not divide the files (`named`), a file is in val if `hash_fraction` of its name is below `share`. With two or
+    more files, each part gets at least one.
     """
     if named(files):
         return {file.name: named_part(file.name) or TRAIN for file in files}
@@ -180,8 +180,7 @@ def parts(files: Sequence[File], share: float) -> dict[str, str]:
 def units(documents: Sequence[Document], size: int = UNIT) -> list[Unit]:
     """Divide documents into units of about `size` bytes, in order.
 
-    Small documents share a unit, a document larger than `size` bytes is divided into several units, and empty documents are left
-    out.
+    Small documents share a unit, documents larger than `size` bytes span several units, and empty documents are omitted.
     """
     made: list[tuple[Piece, ...]] = []
     small: list[Piece] = []

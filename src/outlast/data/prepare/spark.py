@@ -1,9 +1,9 @@
-"""Spark as the engine of `outlast data prepare`: Spark's executors do the units of work of a `work.Place`.
+"""Spark as the engine of `outlast data prepare`: its executors run the units of a `work_units.Place`.
 
 No other module imports pyspark. Driver and executors access source and target under the same paths. Spark sends descriptions of
-units to the executors, and returns their notes. Neither the division into tasks nor retries change the result.
+units to the executors and returns their notes. Neither the division into tasks nor retries change the result.
 
-Under spark-submit this process is the driver: Java is already running, and the submission has set master and configuration.
+Under spark-submit this process is the driver: Java already runs, and spark-submit has set master and configuration.
 
 https://spark.apache.org/docs/latest/configuration.html, https://spark.apache.org/docs/latest/submitting-applications.html.
 """
@@ -45,11 +45,11 @@ _RESERVED = {"spark.master": "--master", "spark.submit.deployMode": "--master"}
 """Configuration keys that --conf may not set, and the option to use instead."""
 _POLL_S = 0.1
 _END_S = 10.0
-"""Timeout in seconds for the end of a cancelled job; Spark kills the Python process of a task after two seconds."""
+"""Timeout in seconds for a cancelled job to end; Spark kills a task's Python process after two seconds."""
 _ANSWER_S = 5.0
-"""Timeout in seconds of a connection to a master."""
+"""Timeout in seconds for connecting to a master."""
 _NO_EXECUTOR_S = 60.0
-"""Seconds without an executor before a warning. Arbitrary: an executor starts within seconds."""
+"""Seconds without an executor before a warning. Arbitrary: executors start within seconds."""
 _PENDING = " (kubectl get pods -l spark-role=executor shows those that wait; a quota or Pod Security lets none be made)"
 _U = TypeVar("_U", bound=work_units.Work)
 
@@ -133,7 +133,7 @@ def check_home(version: str, home: str | None) -> None:
 
 
 def _check_answers(master: str) -> None:
-    """Raise OutlastError if no master of a standalone cluster accepts connections, for which Spark would wait a minute."""
+    """Raise OutlastError if no standalone master accepts connections; Spark would wait a minute."""
     problem: OSError | None = None
     for address in master.removeprefix("spark://").split(",") if master.startswith("spark://") else ():
         host, _, port = address.partition(":")
@@ -206,7 +206,7 @@ def _reason(message: str) -> str:
 
 
 class Engine:
-    """Engine that runs units on Spark, which starts with the first units. `opened` creates it."""
+    """An engine on Spark, created by `opened`. Spark starts with the first units."""
 
     def __init__(self, settings: Settings, context: Any = None, say: Say = lambda line: None) -> None:
         self._settings = settings
@@ -271,7 +271,7 @@ class Engine:
 
 
 class _ExecutorWatch:
-    """Watcher that reports a stage without executors, which Spark reports only in its log."""
+    """Reports a stage without executors, which Spark reports only in its log."""
 
     def __init__(self, context: Any, say: Say) -> None:
         self._context, self._master, self._say = context, str(context.master), say
@@ -305,7 +305,7 @@ def opened(settings: Settings, say: Say = lambda line: None) -> Iterator[Engine]
 
 
 class _Session:
-    """Java process with a SparkContext."""
+    """A Java process with a SparkContext."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -318,7 +318,6 @@ class _Session:
             self._log = Path(name)
 
     def started(self, check: Callable[[], None]) -> Any:
-        """Start Spark and return its context."""
         call = _in_thread(self._start)  # in the main thread pyspark would handle Ctrl-C
         while not _ended(call):
             check()
@@ -343,7 +342,7 @@ class _Session:
         return self._context
 
     def explained(self, error: Exception) -> OutlastError:
-        """Return the error to show, which names the log. The log file is kept."""
+        """Return the error to show, which names the log, and keep the log file."""
         log, self._log = self._log, None
         message = str(error)
         if log and self._context is None and "JAVA_GATEWAY_EXITED" in message:
@@ -352,7 +351,6 @@ class _Session:
         return explained(message, str(log) if log else "this log")
 
     def close(self) -> None:
-        """End Spark and its Java process."""
         with contextlib.suppress(Exception):  # Java may have ended
             if self._context:
                 self._context.stop()
@@ -364,7 +362,7 @@ class _Session:
     def _end(self) -> None:
         library, process = pyspark(), self._gateway.proc
         if submitted():
-            return  # spark-submit ends its own Java
+            return  # spark-submit ends its Java itself
         with contextlib.suppress(Exception):
             self._gateway.shutdown()
         library.SparkContext._gateway = library.SparkContext._jvm = None  # otherwise the next context would use this Java
@@ -391,7 +389,7 @@ def _in_thread(call: Callable[[], Any]) -> Future[Any]:
 
 
 def _ended(future: Future[Any]) -> bool:
-    """Wait for the end of a call for at most _POLL_S, and return whether it has ended."""
+    """Wait up to _POLL_S for a call, and return whether it has ended."""
     return bool(wait([future], _POLL_S).done)
 
 
@@ -399,7 +397,7 @@ def _ended(future: Future[Any]) -> bool:
 
 
 class _Progress:
-    """Accumulator for Spark of the number of bytes done and the errors in tasks: (int, tuple of exceptions)."""
+    """A Spark accumulator of the bytes done and the errors in tasks: (int, tuple of exceptions)."""
 
     def zero(self, value: Any) -> Any:
         return (0, ())
@@ -411,7 +409,7 @@ class _Progress:
 def _run(
     groups: Iterable[Sequence[_U]], *, task: work_units.Task[_U], progress: Any, attempts: int
 ) -> Iterator[tuple[dict[int, work_units.Note], Exception | None]]:
-    """Do the units of a task. Yields their notes, and the error that ended the task, or None.
+    """Run the units of a task. Yields their notes, and the error that ended the task, or None.
 
     An exception that may be due to this machine is raised, so that Spark retries, unless this is the last attempt.
     """
@@ -435,8 +433,8 @@ def _run(
 def _of_machine(error: Exception) -> bool:
     """Return whether an error may be due to this machine, so that another machine may succeed.
 
-    An OutlastError is a mistake of the user, unless an OSError caused it. A BadSource is always a mistake of the user. All other
-    exceptions, such as MemoryError, may be due to the machine.
+    A BadSource is a user's mistake, and so is any other OutlastError, unless an OSError caused it. All other exceptions, such as
+    MemoryError, may be due to the machine.
     """
     if isinstance(error, OutlastError):
         return isinstance(error.__cause__, OSError) and not isinstance(error, source_files.BadSource)

@@ -1,12 +1,12 @@
 """Turns text into tokens: UTF-8 files, or records of .jsonl files, become nanoGPT's `train.bin`, `val.bin` and `meta.pkl`.
 
-All processes share the work of each stage, and every stage is resumable: `survey` (the set and number of characters, only if
-needed), the tokenizer (trained on a sample), and `encode` (the tokens of each unit, in a separate file). At the end the tokens
-are joined in the order of the files. A document is a file or a record; the separator follows it.
+All processes share each stage, and every stage is resumable: `survey` (the set and number of characters, if needed), the
+tokenizer (trained on a sample), and `encode` (the tokens of each unit, in a separate file). At the end the tokens are joined in
+file order. A document is a file or a record; the separator follows it.
 
 A hash of the file's name, or of the record's text, decides whether a document is in val. So no document is divided, and each
-document keeps its part when others are added. A source that is a single file is an exception: its last characters are val, as in
-nanoGPT. Memory: about 20 times a unit (`plan.UNIT`) per process, for any size of the source.
+keeps its part when others are added. Only a source of a single file is divided: its last characters are val, as in nanoGPT.
+Memory: about 20 times a unit (`source_files.UNIT`) per process, for any size of the source.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outlast.data.prepare import jsonl_lines, source_files, tokenizer, work_unit
 from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, Document, File, Piece, Unit
 
 SAMPLE = 256 << 20
-"""Maximum size in bytes of the text on which a tokenizer is trained. Arbitrary: more text hardly changes the merges."""
+"""Maximum bytes of text on which a tokenizer is trained. Arbitrary: more text hardly changes the merges."""
 _WINDOW = 1 << 16
 """Maximum number of bytes to search for a place to cut a document."""
 
@@ -53,7 +53,7 @@ class Settings:
     shard_size: int | None = None
     """Size of a shard in bytes; None means one file per part."""
     skip_damaged: bool = False
-    """True to leave out, and count, damaged files and records."""
+    """True to skip, and count, damaged files and records."""
 
     @property
     def trained(self) -> int | None:
@@ -63,7 +63,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Reader:
-    """Settings that processes need to read documents."""
+    """Settings for processes that read documents."""
 
     root: Path
     field: str
@@ -159,7 +159,7 @@ def _documents(
 
 
 def _survey(unit: Unit, *, reader: Reader) -> work_units.Note:
-    """Return the distinct characters of a unit, and the total number of its characters."""
+    """Return the distinct characters of a unit, and the number of all its characters."""
     seen, length = np.zeros(0x110000, bool), 0
     for _, text, _ in texts(unit, reader, []):
         points = tokenizer.code_points(text)
@@ -184,7 +184,7 @@ def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: fl
 def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
     """Yield the part, the text, and whether the text ends its document, for each text of a unit.
 
-    Unreadable texts raise BadSource; with `skip_damaged` the message is appended to `damaged` instead.
+    Unreadable texts raise BadSource, or with `skip_damaged` append a message to `damaged`.
     """
     for piece in unit.pieces:
         try:
@@ -223,8 +223,7 @@ def _range(file: BinaryIO, piece: Piece) -> bytes:
 def _cut(file: BinaryIO, document: Document, near: int) -> int:
     """Return the offset of the first place to cut a document at or after byte `near`.
 
-    The place is before a space or newline that follows a printable character, so that the cut splits no word of GPT-2. Without
-    such a space it is between two characters.
+    Cuts before a space or newline that follows a printable character, to split no GPT-2 word; else between any two characters.
     """
     if near in (document.low, document.high):
         return near

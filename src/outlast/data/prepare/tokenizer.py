@@ -1,8 +1,8 @@
 """Tokenizers (by character, a byte-level BPE trained here, or a given tokenizer), and fast encoders for texts.
 
-No other module imports the library `tokenizers`. All three kinds are written as `tokenizer.json`, so a single `encoder` reads
-them. A byte-level BPE like GPT-2's never joins two words, so the encoder caches the tokens of each word in a table, and calls the
-library only for new words, see `ascii_words`. Special tokens in a text are encoded as text.
+No other module imports the library `tokenizers`. All three kinds are saved as `tokenizer.json`, so one `encoder` reads them. A
+byte-level BPE like GPT-2's never joins two words, so the encoder caches the tokens of each word in a table, and calls the library
+only for new words, see `ascii_words`. Special tokens in a text are encoded as text.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PIECE = 1 << 18
 """Number of characters encoded at a time, which limits the memory of the encoder."""
 _CHARACTER = r"[\s\S]"
 _CUT = re.compile(r"(?<=\S)(?=[ \n])")
-"""Places to cut a text without changing its words: no word of GPT-2's pattern has a space inside."""
+"""Places to cut a text without splitting a word: no GPT-2 word has a space inside."""
 
 
 class Encoder(Protocol):
-    """Function that tokenizes a text."""
+    """A function that tokenizes a text."""
 
     def __call__(self, text: str) -> bytes:
-        """Return the tokens of a text as little-endian bytes. Raises plan.BadSource for a character outside the vocabulary."""
+        """Return the tokens of a text as little-endian bytes. Raises BadSource for a character outside the vocabulary."""
 
 
 def library() -> Any:
@@ -65,7 +65,7 @@ def load(path: Path) -> Any:
 
 
 def vocab_size(tokenizer: Any) -> int:
-    """Return the largest token id plus one, because a vocabulary may have gaps."""
+    """Return the largest token id plus one, since a vocabulary may have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
@@ -138,7 +138,7 @@ def encoder(path: Path, digest: str) -> Encoder:
 
 
 class _Plain:
-    """Encoder for any tokenizer, which cuts long texts between words."""
+    """An encoder for any tokenizer; cuts long texts between words."""
 
     def __init__(self, tokenizer: Any, dtype: np.dtype[Any]) -> None:
         self._tokenizer, self._dtype = tokenizer, dtype
@@ -154,7 +154,7 @@ class _Plain:
 
 
 class _Words(_Plain):
-    """Encoder for a byte-level BPE with GPT-2's words. The library encodes lines with non-ASCII characters."""
+    """An encoder for a byte-level BPE with GPT-2's words. The library encodes lines with non-ASCII characters."""
 
     def __init__(self, tokenizer: Any, dtype: np.dtype[Any]) -> None:
         super().__init__(tokenizer, dtype)
@@ -173,11 +173,11 @@ class _Words(_Plain):
 
 _LINES = re.compile(r"(?<=\S)(?=\n)")
 _SHORT = 100
-"""Maximum number of characters for which the library is as fast as the table."""
+"""Up to this many characters, the library is as fast as the table."""
 
 
 class _Characters:
-    """Encoder for tokenizers with one token per character, which looks up a whole text in an array at once."""
+    """An encoder for one token per character; looks up a whole text in an array at once."""
 
     def __init__(self, table: dict[str, int], dtype: np.dtype[Any]) -> None:
         self._in_vocabulary = np.zeros(0x110000, bool)

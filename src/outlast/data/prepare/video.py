@@ -1,7 +1,7 @@
 """Turns videos into columns: `video` uint8 (n, 16, 224, 224, 3), `audio` int16 (n, 30720) and `label` int64 (n,).
 
 A clip has 16 frames at 25 per second, and 0.64 s of sound at 48 kHz in one channel, 1,920 samples per frame: the input of
-Perceiver IO. A video with another frame rate contributes the frames visible at these times. The shorter side is resized to `size`
+Perceiver IO. A video with another frame rate contributes the frames shown at these times. The shorter side is resized to `size`
 pixels, and the centre is cropped. Silence replaces missing sound, and the last frame replaces missing frames. Labels are read
 from a CSV (the lists of Kinetics, or `file,label`); without a CSV the label is the name of the directory. Memory: one shard per
 process.
@@ -63,7 +63,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Clip:
-    """Clip of a video, before decoding."""
+    """A clip of a video, before decoding."""
 
     file: str
     at: int
@@ -192,10 +192,7 @@ def _write(batch: column_shards.Batch[Clip], *, root: Path, to: Path, settings: 
 
 
 def decoded(path: Path, clip: Clip, settings: Settings) -> tuple[NDArray[np.uint8], NDArray[np.int16] | None]:
-    """Decode the frames (16, 224, 224, 3) and the sound (30720,) of a clip; a video without sound gives None.
-
-    Raises BadSource for a damaged video.
-    """
+    """Decode a clip's frames (16, 224, 224, 3) and sound (30720,), None without sound. Raises BadSource for a damaged video."""
     frames, sound = shown(path, clip, settings)
     return np.stack(frames + frames[-1:] * (settings.frames - len(frames))), sound
 
@@ -225,7 +222,7 @@ def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.u
 
 
 def _begin(container: Any, at: int, settings: Settings) -> Fraction:
-    """Return the second at which clip `at` of a video begins."""
+    """Return the start of clip `at` of a video, in seconds."""
     stream = container.streams.video[0]
     timed = stream.duration is not None
     late = max(Fraction(0), (stream.start_time or 0) * stream.time_base)  # the duration of a whole file includes it
@@ -235,7 +232,7 @@ def _begin(container: Any, at: int, settings: Settings) -> Fraction:
 
 
 def _frames(container: Any, begin: Fraction, settings: Settings) -> list[NDArray[np.uint8]]:
-    """Return the frames visible at the times of a clip; fewer if the video ends."""
+    """Return the frames shown at the times of a clip; fewer if the video ends."""
     stream = container.streams.video[0]
     stream.thread_type = "NONE"  # a process per core is enough
     start = (stream.start_time or 0) * stream.time_base

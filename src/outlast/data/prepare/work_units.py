@@ -1,10 +1,10 @@
-"""Units of work, which an engine does. The note of a unit is written last, so a killed run continues with the missing units.
+"""Units of work, run by an engine: processes of this machine (`Processes`) or Spark (`spark`).
 
-Engines are processes of this machine (`Processes`) or Spark (`spark`).
+A unit's note is written last, so a killed run continues with the missing units.
 
-`.prepare/` below the target contains the lock, the plan's digest, a note per finished unit, and intermediate files of units. This
-directory is removed after the manifest is written. The processes are not forked from this process, because tokenizers and PyAV
-have threads. They end with this process, even after SIGKILL.
+`.prepare/` below the target contains the lock, the plan's digest, a note per finished unit, and intermediate files. It is removed
+after the manifest is written. The processes are not forked from this process, since tokenizers and PyAV have threads. They end
+with this process, even after SIGKILL.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _PARTIAL = re.compile(rf"\.({_OUTPUTS}|{re.escape(shard_format.MANIFEST)}|encode
 """Names of unfinished files beside and in PRIVATE, see `files.beside`."""
 _PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
 _PROCESS = 64 << 20
-"""Memory in bytes of a process without its samples: measured, with a tokenizer or decoders imported, plus a read buffer."""
+"""Memory of a process without samples, in bytes: measured with a tokenizer or decoders imported, plus a read buffer."""
 Note = dict[str, Any]
 
 
 class Work(Protocol):
-    """Unit of work."""
+    """A unit of work."""
 
     @property
     def number(self) -> int: ...
@@ -57,9 +57,9 @@ _U = TypeVar("_U", bound=Work)
 
 @dataclass(frozen=True)
 class Task(Generic[_U]):
-    """Function that does a unit of a stage: it calls `do`, then writes the unit's note. Pickled for the processes of an engine.
+    """A function that runs a unit of a stage: calls `do`, then writes the unit's note. Pickled for the engine's processes.
 
-    Two processes may do the same unit at once: they write the same bytes to temporary files, and rename the complete files.
+    Two processes may run the same unit at once: they write the same bytes to temporary files, and rename the complete files.
     """
 
     do: Callable[[_U], Note]
@@ -69,7 +69,7 @@ class Task(Generic[_U]):
     """Digest of the plan. A task of an outdated plan writes nothing."""
 
     def __call__(self, unit: _U) -> Note:
-        """Do a unit unless it has a note, and return the note. Raises the exceptions of `do`."""
+        """Run a unit unless it has a note, and return the note. Raises the exceptions of `do`."""
         if (existing := self.note(unit)) is not None:
             return existing
         self.check()
@@ -83,7 +83,7 @@ class Task(Generic[_U]):
         return made
 
     def notes(self, units: Sequence[_U]) -> dict[int, Note]:
-        """Return the notes of the finished units, by number. A listing of the directory saves requests to a network disk."""
+        """Return the notes of the finished units, by number. Lists the directory first, to save requests to a network disk."""
         names = set(os.listdir(self.private))
         notes = ((unit.number, self.note(unit)) for unit in units if self._path(unit).name in names)
         return {number: note for number, note in notes if note is not None}
@@ -108,22 +108,22 @@ _attempt: ContextVar[Task[Any] | None] = ContextVar("attempt", default=None)
 
 
 def check_attempt() -> None:
-    """Raise OutlastError if this unit belongs to an outdated plan. Call this function after opening a file from `files.beside`.
+    """Raise OutlastError if this unit belongs to an outdated plan. Call this after opening a file from `files.beside`.
 
-    A new run first removes the old plan, then unfinished files. So an outdated unit fails either here or at the rename, because
-    its file has been removed. It never replaces a new file.
+    A new run first removes the old plan, then unfinished files. So an outdated unit fails here, or at the rename of its removed
+    file. It never replaces a new file.
     """
     if attempt := _attempt.get():
         attempt.check()
 
 
 class Engine(Protocol):
-    """Executor of the units of a stage: processes, or Spark."""
+    """Runs the units of a stage: processes, or Spark."""
 
     def done(
         self, task: Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
     ) -> Mapping[int, Note]:
-        """Do the units, and return their notes by number.
+        """Run the units, and return their notes by number.
 
         Calls `check`, which may raise Stopped, a few times per second. Calls `finished` with the number of bytes done since the
         last call. Raises the exceptions of the task, and OutlastError if a process is killed.
@@ -139,15 +139,15 @@ class Request:
     processes: int = 1
     """Number of processes on this machine; 0 means as many as cores and memory allow (`fitting`)."""
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
-    """Function of the stage, the number of bytes done, and the total number of bytes."""
+    """A callback with the stage, the bytes done and the total bytes."""
     uploaded: shard_format.Manifest | None = None
-    """Dataset that already exists in the store to which `to` will be uploaded."""
+    """The existing dataset in the store to which `to` will be uploaded, if any."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Event that stops the run; the next run continues."""
+    """Set to stop the run; the next run continues."""
     unit: int = plan.UNIT
-    """Size in bytes of the text in a unit; tests make it small."""
+    """Size of a unit's text in bytes; small in tests."""
     engine: Engine | None = None
-    """Engine that does the units; None means `processes` of this machine."""
+    """None means `processes` of this machine."""
 
 
 def cores() -> int:
@@ -160,10 +160,7 @@ def cores() -> int:
 
 
 def fitting(request: Request, each: int) -> Request:
-    """Set the number of processes, if it is 0: one per core, or fewer if memory is short for `each` bytes of samples per process.
-
-    The resulting dataset does not depend on the number.
-    """
+    """Set the number of processes, if 0: one per core, or fewer if memory is short for `each` bytes of samples per process."""
     if request.processes:
         return request
     machine = machine_memory.Machine()
@@ -191,7 +188,7 @@ def existing(request: Request, kind: str, settings: Mapping[str, Any], source: M
 
 
 class Place:
-    """Target directory during a run. `opened` creates it."""
+    """The target directory during a run, created by `opened`."""
 
     def __init__(self, request: Request, private: Path, digest: str) -> None:
         self.request = request
@@ -199,7 +196,7 @@ class Place:
         self._digest = digest
 
     def results(self, stage: str, do: Callable[[_U], Note], units: Sequence[_U]) -> list[Note]:
-        """Return the results of `do` for the units, in order. Units that an earlier run has finished are not done again.
+        """Return the results of `do` for the units, in order. Units that an earlier run has finished are not run again.
 
         `do` is pickled, so it must be a module's function, or a `functools.partial` of a module's function. Its files must be
         complete when it returns, and may be written twice, even at the same time. Raises the exceptions of `do`, Stopped, and
@@ -228,7 +225,7 @@ class Place:
             raise Stopped("preparing was stopped; the same command goes on from here")
 
     def in_subprocess(self, do: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of a call in a separate process, which has `request.processes` threads."""
+        """Return the result of a call in a separate process with `request.processes` threads."""
         with pool(1, threads=self.request.processes) as executor:
             future = executor.submit(do, *args)
             while not future.done():
@@ -237,7 +234,7 @@ class Place:
             return _result(future)
 
     def finish(self, manifest: shard_format.Manifest) -> shard_format.Manifest:
-        """Write the manifest, which makes the dataset complete, and remove the notes. Raises plan.BadSource for an empty part."""
+        """Write the manifest, which makes the dataset complete, and remove the notes. Raises BadSource for an empty part."""
         for name, part in manifest.parts.items():
             if not (part.tokens if manifest.kind == "text" else part.samples):
                 raise plan.BadSource(
@@ -253,7 +250,7 @@ _EMPTY = {plan.VAL: "give more data or a larger --val, or --val 0 for none; ", p
 
 
 class Processes:
-    """Engine of processes of this machine, with at most two units per process in flight."""
+    """Runs units in processes of this machine, with at most two units per process in flight."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
@@ -300,7 +297,7 @@ def _result(future: Future[Any]) -> Any:
 
 @contextlib.contextmanager
 def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes, which are forked from a server that has imported the heavy modules and has no threads."""
+    """Yield a pool of processes, forked from a threadless server that has imported the heavy modules."""
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")
@@ -318,7 +315,7 @@ def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin(threads: int) -> None:
-    """Initialize a process of a pool: ignore Ctrl-C, which the parent handles, set the threads, and exit with the parent."""
+    """Initialise a pool process: leave Ctrl-C to the parent, set the number of threads, and exit with the parent."""
     import multiprocessing
     import signal
     from multiprocessing.connection import wait as wait_for

@@ -1,4 +1,4 @@
-"""The checkpoints of a run wherever they are: on a disk of this machine, in a store, or in both."""
+"""The checkpoints of a run on this machine's disk and in a store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Saved:
 
     @property
     def where(self) -> str:
-        """Place of the checkpoint: `here`, `store` or `both`."""
+        """Location of the checkpoint: `here`, `store` or `both`."""
         return "both" if self.here and self.there else "here" if self.here else "store"
 
     @property
@@ -38,18 +38,18 @@ class Saved:
 
     @property
     def metric(self) -> Metric | None:
-        """The checkpoint's metric, if it was measured."""
+        """The checkpoint's metric, if any."""
         return (self.here and self.here.metric) or (self.there and self.there.metric) or None
 
     @property
     def problem(self) -> str:
-        """Why the checkpoint's COMMIT cannot be read; empty if it is readable."""
+        """The reason why COMMIT cannot be read; empty if it can."""
         here = f"here: {self.here.problem}" if self.here and self.here.problem else ""
         there = f"in the store: {self.there.problem}" if self.there and self.there.problem else ""
         return "; ".join(filter(None, (here, there)))
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields of the checkpoint's COMMIT, which are all None if neither copy can be read."""
+        """Return the fields of COMMIT; all None if neither copy is readable."""
         readable = self.here if self.here and not self.here.problem else self.there.commit if self.there else None
         facts = {name: getattr(readable, name, None) for name in ("run", "generation", "world_size", "time")}
         return {
@@ -85,7 +85,7 @@ class Places:
     """Checkpoints in the job's store; None if the job has no store."""
 
     def list_(self, say: Callable[[str], None]) -> list[Saved]:
-        """Return all checkpoints, lowest step first. If the store is unreachable, says so and returns those on this machine."""
+        """Return all checkpoints, lowest step first. Reports an unreachable store, and then returns only local checkpoints."""
         here = on_disk.list_(self.directory) if self.directory else []
         there: list[in_store.Checkpoint] = []
         if self.there:
@@ -110,8 +110,7 @@ class Places:
         return {saved.step: rank for rank, saved in enumerate(retention.ranked(own), 1)}
 
     def fetched(self, saved: Saved, directory: Path, **options: Any) -> on_disk.Checkpoint:
-        """Return a checkpoint on this machine; one that is only in the store is fetched to `directory`. `options` are those of
-        `in_store.Checkpoints.fetch`. Raises the same errors."""
+        """Return the local copy of a checkpoint, fetched to `directory` if missing. Options and errors: `Checkpoints.fetch`."""
         if saved.here is not None and not saved.here.problem:
             return saved.here
         assert self.there is not None
@@ -120,7 +119,7 @@ class Places:
 
 
 def of(place: Backend, name: str, url: str | None = None) -> Places:
-    """Return the places of a job's checkpoints, with `url` those of another store than the job's. Raises NotFound."""
+    """Return the places of a job's checkpoints; `url` replaces the job's store. Raises NotFound."""
     status, output = place.status(name), place.output(name)
     directory = output / contract.CHECKPOINTS if isinstance(output, Path) else None
     url = url or (status.store.url if status.store else None)
@@ -136,7 +135,7 @@ def of(place: Backend, name: str, url: str | None = None) -> Places:
 
 
 def chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
-    """Return all these checkpoints, or only the best, or only the checkpoints of a step. Raises NotFound."""
+    """Return all candidates, only the best, or only the checkpoints of `step`. Raises NotFound."""
     if best and step is not None:
         raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
     if best:
@@ -149,12 +148,12 @@ def chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False)
 
 
 def steps(checkpoints: Sequence[Saved | in_store.Checkpoint]) -> str:
-    """Return the steps of checkpoints as a list for sentences."""
+    """Return the steps of checkpoints as text for messages."""
     return ", ".join(str(each.step) for each in checkpoints) or "none"
 
 
 def newest_readable(candidates: Sequence[Saved]) -> Saved:
-    """Return the last of these checkpoints that can be read. Raises NotFound."""
+    """Return the last readable candidate. Raises NotFound."""
     whole = [saved for saved in candidates if not saved.problem]
     if not whole:
         raise NotFound("there is no readable checkpoint of this job, neither on this machine nor in a store")

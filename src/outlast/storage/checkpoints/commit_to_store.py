@@ -1,4 +1,4 @@
-"""One checkpoint's files in a store and its COMMIT, which is written after all other files, and deleted first."""
+"""One checkpoint's files in a store, and its COMMIT, which is written last and deleted first."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from outlast.storage.checkpoints.register_rules import Place
 from outlast.storage.store import Store
 
 _BLOCK = 8 << 20
-"""Bytes read at a time to verify an object."""
 _AT_ONCE = 8
 WITHDRAWN = "WITHDRAWN"
 """Name of the COMMIT of a withdrawn checkpoint."""
 
 Progress = Callable[[int], None]
-"""A callback for the number of bytes transferred since the last call; many threads call it."""
+"""A callback with the number of bytes transferred since the last call. Many threads call it."""
 
 
 class Damaged(OutlastError):
@@ -32,7 +31,7 @@ class Damaged(OutlastError):
 
 
 class DamagedHere(OutlastError):
-    """A file of a checkpoint on this machine differs from COMMIT."""
+    """A local file of a checkpoint differs from COMMIT."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Parts:
     def commit(self, commit: on_disk.Commit) -> None:
         """Write COMMIT unless it exists.
 
-        Our earlier request may have written it although the response was lost, or another machine with files of the checkpoint.
+        It exists if an earlier response was lost, or if another machine with files of the checkpoint has written it.
         """
         key, text = self.key(contract.COMMIT), commit.text().encode()
         if not self.store.conditional():

@@ -1,4 +1,4 @@
-"""Fetches committed checkpoints from the store: the newest before a worker trains, and the requested one for an evaluation.
+"""Fetches committed checkpoints from the store: the newest for training, or the requested one for an evaluation.
 
 A newer valid local checkpoint stays. Workers of one machine share their output, so only the first worker fetches.
 """
@@ -18,8 +18,7 @@ from outlast.storage.checkpoints import in_store, on_disk, retention
 def restore(output: Path, place: store.Store, run: str, say: Callable[[str], None]) -> None:
     """Fetch the newest valid checkpoint of `run` to `output` unless it is already there.
 
-    `say` is called with lines about the progress. While the store is unreachable, a worker resumes from its local checkpoint.
-    Raises store.StoreError.
+    `say` receives progress lines. If the store is unreachable, a worker resumes from a local checkpoint. Raises StoreError.
     """
     directory = output / contract.CHECKPOINTS
     directory.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,7 @@ class Outcome:
     """The outcome of a push."""
 
     kind: Literal["committed", "there", "expired", "waiting", "damaged"]
-    """Committed, already in the store, too old to be retained, waiting for another machine's files, or damaged on this disk."""
+    """Committed, already in the store, too old to retain, waiting for another machine's files, or damaged on this disk."""
     reason: str
     missing: tuple[str, ...] = ()
 
@@ -95,7 +95,7 @@ class Checkpoints:
         self.store, self.run = store, run
         self._generation: int | None = None
         self._commits: dict[Place, on_disk.Commit] = {}
-        """The COMMITs known so far, of checkpoints that count; a COMMIT never changes."""
+        """Cached COMMITs of counted checkpoints; a COMMIT never changes."""
 
     @functools.cached_property
     def _register(self) -> register.Register:
@@ -107,7 +107,7 @@ class Checkpoints:
     def acquire(self, generation: int) -> Latest:
         """Fence off earlier generations: only `generation` may commit now. Returns the register.
 
-        Call this before a push, and before choosing a checkpoint to resume from, so that no checkpoint is committed after the
+        Call this before a push. Also call it before choosing a checkpoint to resume from, so that none is committed after the
         choice. Raises StoreError, and Superseded if a later generation has begun or another run owns the place.
         """
         latest = self._register.acquire(generation)
@@ -181,7 +181,7 @@ class Checkpoints:
             if missing:
                 more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
                 return Outcome("waiting", f"{local.path.name} waits for {missing[0]}{more}, which another machine has", missing)
-            self._fenced()  # not required, but a zombie then leaves fewer objects behind
+            self._fenced()  # optional, but a zombie then leaves fewer objects behind
             self._parts(place).commit(commit)
             latest = self._register.add(place, self._generation, instead)
         if latest.at(place.step) == place:
@@ -223,7 +223,7 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> str | None:
-        """Verify the sizes of a checkpoint's files in the store and, with `deep`, their checksums, for which all files are read.
+        """Verify the sizes of a checkpoint's files in the store. With `deep`, read the files and verify their checksums, too.
 
         Returns a sentence about the first problem, or None.
         """
@@ -270,7 +270,7 @@ class Checkpoints:
     ) -> on_disk.Checkpoint | None:
         """Fetch the newest valid checkpoint of a step higher than `above`, if any.
 
-        `say` is called with a line for each fetched or skipped checkpoint. Raises the errors of `fetch`, except Damaged.
+        `say` receives a line for each fetched or skipped checkpoint. Raises the errors of `fetch`, except Damaged.
         """
         skipped: set[Place] = set()
         # List again each time, since another machine may have committed a checkpoint.
@@ -372,7 +372,7 @@ class Checkpoints:
         return list(self.store.entries(f"{contract.CHECKPOINTS}/{contract.checkpoint_name(step)}"))
 
     def _being_read(self, entries: Iterable[Entry]) -> bool:
-        """Return whether one of these objects is a valid lease by the store's clock."""
+        """Return whether any of these objects is a lease still valid by the store's clock."""
         renewed = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
         if not renewed:
             return False

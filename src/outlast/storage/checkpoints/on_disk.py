@@ -160,10 +160,7 @@ def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Che
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Verify every `parts`-th file of the checkpoint at `path` from number `part` on.
-
-    Returns a sentence about the first damaged file, or None.
-    """
+    """Verify every `parts`-th file of the checkpoint at `path` from file `part` on. Returns the first problem, or None."""
     try:
         files = sorted(read(path).files.items())
     except (OSError, ValueError) as error:
@@ -267,7 +264,7 @@ def owner(directory: Path) -> str:
 
 
 def first(directory: Path, run: str) -> bool:
-    """Return whether `directory` is rank 0's in the generation of `run` that owns it, as far as is known.
+    """Return whether `directory` is rank 0's in the generation of `run` that owns it; True if unknown.
 
     If workers have separate disks, the checkpoints in rank 0's directory count.
     """
@@ -278,7 +275,7 @@ def first(directory: Path, run: str) -> bool:
 def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
     """Move the fence to `generation` of `run`, by default the next one: earlier generations can no longer commit.
 
-    `first` tells whether the directory is rank 0's; None keeps the old value. Another run's fence is taken over, since the last
+    `first` is True if the directory is rank 0's; None keeps the old value. Another run's fence is taken over, since the last
     run to open a directory owns it. A fence that is up to date is not written, so another attempt of a generation needs no disk
     space. Raises Superseded if a later generation of the run has moved the fence, and OSError if the fence cannot be written.
     """
@@ -336,7 +333,7 @@ def _aside(path: Path, word: str) -> Path:
 
 
 def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
-    """Make the files in `written` the checkpoint `checkpoint.path`, which exists durably once the call returns.
+    """Turn the files in `written` into the checkpoint `checkpoint.path`, which is durable once the call returns.
 
     `content` maps file names to `{size, crc32}`; the files must be durable. An existing valid checkpoint of the step from the
     same generation or a later one wins: the new checkpoint is dropped, and the existing one is returned. Any other checkpoint of
@@ -398,7 +395,7 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
 
 
 def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
-    """Make the files in `fetched`, which are durable and match `commit`, the checkpoint of `commit.step`.
+    """Turn the files in `fetched`, which are durable and match `commit`, into the checkpoint of `commit.step`.
 
     An existing valid checkpoint of the same generation or a later one stays and is returned, unless `instead` is set. Any other
     checkpoint of the step is moved aside. No fence is needed, since a store or another disk of the world has committed the files.
@@ -413,13 +410,13 @@ def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint
 def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Checkpoint]:
     """Delete the expired checkpoints of a run after the commit of `newest`, and return them.
 
-    Also deletes replaced checkpoints that are older than the retained newest ones, and unfinished checkpoints of dead
-    generations. Checkpoints of higher steps stay and do not count: the run has skipped them, so they are damaged. A checkpoint
-    that is being read stays until the next call.
+    Also deletes replaced checkpoints older than the retained newest ones, and unfinished checkpoints of dead generations.
+    Checkpoints of higher steps stay and do not count: the run has skipped them as damaged. A checkpoint that is being read stays
+    until the next call.
     """
     own = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
     deleted = [checkpoint for checkpoint in expired(own, retention) if remove(checkpoint)]
-    recent = dataclasses.replace(retention, best=0).expired(c for c in own if not c.problem)  # a best one may be much older
+    recent = dataclasses.replace(retention, best=0).expired(c for c in own if not c.problem)  # best ones may be much older
     oldest = min((c.step for c in own if c not in deleted and c not in recent), default=newest.step)
     for name in os.listdir(directory):
         match = _LEFTOVER.fullmatch(name)

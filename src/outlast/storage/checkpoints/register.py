@@ -23,7 +23,7 @@ from outlast.storage.store import Store
 
 LATEST = f"{contract.CHECKPOINTS}/latest"
 _ATTEMPTS = 50
-"""Number of lost races after which contention is reported; arbitrary."""
+"""Number of lost races before contention is reported; arbitrary."""
 
 
 class Register(Protocol):
@@ -35,8 +35,7 @@ class Register(Protocol):
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
         """Commit a checkpoint, which replaces the damaged one `instead`. Returns the new content.
 
-        The new content lacks the checkpoint if `register_rules.refused` has a reason, or another checkpoint of its step is
-        committed. Raises Superseded.
+        The checkpoint is not added if `register_rules.refused`, or if its step has another checkpoint. Raises Superseded.
         """
 
     def drop(self, places: Sequence[Place], *, withdrawn: bool = False) -> Latest | None:
@@ -74,7 +73,7 @@ def finished(store: Store, run: str) -> list[Place]:
 
 
 def _object(store: Store) -> tuple[Latest | None, str]:
-    """Return the content of `checkpoints/latest`, None if damaged, and its etag, which is empty if the object does not exist."""
+    """Return the content of `checkpoints/latest` (None if damaged), and its etag (empty if missing)."""
     try:
         text, entry = store.read(LATEST)
     except Missing:
@@ -172,7 +171,7 @@ class Named:
         for _ in range(_ATTEMPTS):
             names = self.store.names(self._below)
             content = Names.read(names, self.run)
-            # Listings are not atomic: one without an owner may have missed the old owner and not yet contain the new owner.
+            # Listings are not atomic: one without an owner may have missed the old owner before the new one was written.
             if content.latest or not content.announced or names == self.store.names(self._below):
                 return content
         return content
@@ -196,7 +195,7 @@ class Named:
             raise Superseded(reason)
         for place in latest.places:
             self._write(register_rules.commitment(generation, place))
-        if etag:  # left from a time when the store supported compare-and-swap; readers would use it
+        if etag:  # written when the store still supported compare-and-swap; readers would use it
             self.store.delete([LATEST])
         self._write(register_rules.ownership(generation))
         self._check(self.names(), generation)

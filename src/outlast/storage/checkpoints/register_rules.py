@@ -6,12 +6,11 @@ decide which directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
 
     passed     a later generation skipped it as damaged, and resumed from an earlier step
     counted    committed and not passed
-    expired    enough counted checkpoints have higher steps, and it is not one of the best: it is removed
-    obsolete   two committed checkpoints of its own generation or later have higher steps: it may never be added (again), so its
+    expired    enough counted checkpoints have higher steps, and it is not one of the best: to be removed
+    obsolete   two committed checkpoints of its own generation or later have higher steps: it may never be added (again), and its
                files may be deleted
 
-Every expired checkpoint is obsolete, and an obsolete checkpoint always stays obsolete. So a process may delete its files at any
-later time, even as a zombie.
+Every expired checkpoint is obsolete, and stays obsolete. So a process may delete its files at any later time, even as a zombie.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class Latest:
         return replace(self, places=tuple(sorted([*(p for p in self.places if p.step != place.step), place])))
 
     def without(self, places: Collection[Place]) -> Latest:
-        """Return a copy without some checkpoints."""
+        """Return a copy without the given checkpoints."""
         return replace(self, places=tuple(place for place in self.places if place not in places))
 
     def text(self, time: float) -> bytes:
@@ -102,7 +101,7 @@ class Latest:
 
     @classmethod
     def parse(cls, text: bytes) -> Latest:
-        """Parse a register. Raises ValueError if it is damaged, OutlastError if a later Outlast wrote it."""
+        """Parse a register. Raises ValueError if it is damaged, OutlastError if a later version of Outlast wrote it."""
         document = json.loads(text.decode())
         try:
             if document["version"] > _VERSION:
@@ -131,8 +130,8 @@ def superseded(latest: Latest | None, run: str, generation: int) -> str:
 def pressing(stored: Sequence[Committed], waiting: Sequence[C], retention: Retention) -> C:
     """Return the checkpoint on a disk to add to the register next.
 
-    This is the newest, so that little is lost with the disk. One of the best checkpoints takes precedence, lowest step first, if
-    a single further commit would make it `obsolete`.
+    This is the newest, so that a lost disk loses little training. A best checkpoint takes precedence, lowest step first, if one
+    more commit would make it `obsolete`.
     """
     waiting = sorted(waiting, key=lambda each: each.step)
     here = {each.step for each in waiting}
@@ -148,7 +147,7 @@ def obsolete(latest: Latest, place: Place) -> bool:
 
 
 OBSOLETE = 2
-"""Number of committed checkpoints of higher steps, of its own generation or later, that make a checkpoint obsolete."""
+"""Number of committed checkpoints of higher steps and the same or later generations that make a checkpoint obsolete."""
 
 
 def _above(stored: Sequence[Committed], checkpoint: Committed) -> int:
@@ -177,7 +176,7 @@ def acquired(latest: Latest, generation: int, finished: Iterable[Place]) -> Late
 
 
 def completed(latest: Latest, places: Iterable[Place]) -> Latest:
-    """Return the register with pending checkpoints added, unless a later generation has written their step."""
+    """Return the register with `places` added, except steps that a later generation has written."""
     for place in sorted(places):
         existing = latest.at(place.step)
         if not obsolete(latest, place) and (existing is None or existing.generation < place.generation):
@@ -241,17 +240,17 @@ class Names:
 
 
 def announcement(generation: int) -> str:
-    """Return the name by which a generation announces itself."""
+    """Return the name that announces a generation."""
     return f"g{generation:010d}"
 
 
 def ownership(generation: int) -> str:
-    """Return the name by which a generation owns the run, once it has copied its predecessor's commits."""
+    """Return the name that makes a generation the owner, once it has copied its predecessor's commits."""
     return f"g{generation:010d}.taken"
 
 
 def commitment(generation: int, place: Place, *, proposed: bool = False) -> str:
-    """Return the name by which a generation commits or proposes a checkpoint."""
+    """Return the name that commits or proposes a checkpoint in a generation."""
     return f"g{generation:010d}.{contract.checkpoint_name(place.step)}.{place.parts}{'.proposed' if proposed else ''}"
 
 
@@ -268,5 +267,5 @@ RENEW_S = 60.0
 
 
 def being_read(readers: Sequence[float], now: float) -> bool:
-    """Return whether any lease is valid, given the times of the last renewals and the present time by the store's clock."""
+    """Return whether any lease is valid, given the times of the last renewals and the time `now`, by the store's clock."""
     return any(now - since < LEASE_S for since in readers)

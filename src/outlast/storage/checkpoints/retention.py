@@ -87,7 +87,7 @@ def ranked(checkpoints: Iterable[C]) -> list[C]:
     """Return the checkpoints that have a metric, best first; among equal values, the older first.
 
     A logged value applies to every checkpoint until the next value is logged, but it measures only the first of these.
-    Checkpoints with another measure than the newest measured checkpoint are left out, since their values cannot be compared.
+    Checkpoints with another measure than the newest measured one are omitted, since their values cannot be compared.
     """
     measured = [(each, each.metric) for each in counted(checkpoints) if each.metric and math.isfinite(each.metric.value)]
     if not measured:
@@ -135,7 +135,7 @@ class Retention:
         return cls(int(environ.get(Env.CHECKPOINT_KEEP, 3)), int(number or 0), by, "max" if mode == "max" else "min")
 
     def metric(self, value: float | None) -> Metric | None:
-        """Return the metric of a checkpoint, or None if the value is None or not finite: such a checkpoint is never best."""
+        """Return the metric of a checkpoint; None, so that it is never best, if the value is None or not finite."""
         return Metric(value, self.by, self.mode) if value is not None and math.isfinite(value) else None
 
     def needs_commit(self, checkpoint: Committed) -> bool:
@@ -152,5 +152,5 @@ class Retention:
         return [each for each in checkpoints if each.step < newest[0].step and each.step not in best]
 
     def best_of(self, checkpoints: Iterable[C]) -> list[C]:
-        """Return the best checkpoints, which stay, best first."""
+        """Return the best checkpoints to keep, best first."""
         return ranked(checkpoints)[: self.best]

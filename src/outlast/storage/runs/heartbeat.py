@@ -23,10 +23,9 @@ from outlast.storage.store import Store
 ALIVE = "alive.json"
 BEAT_S = 30.0
 DEAD_S = 120.0
-"""Seconds that a heartbeat is valid; without another heartbeat, the owner then counts as dead."""
+"""Validity of a heartbeat in seconds; afterwards the owner counts as dead."""
 LEFT_S = BEAT_S + 5.0
 _POLL_S = 5.0
-"""Seconds between two polls for an owner's next heartbeat."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Beat:
     left: bool = False
     """True in the last heartbeat of an owner that has stopped training."""
     leaving: bool = False
-    """True if the sending worker has left. Another worker of the owner that still trains sends a heartbeat within BEAT_S."""
+    """True if the sending worker has left. If the owner still trains, another of its workers sends one within BEAT_S."""
     etag: str = dataclasses.field(default="", compare=False)
     modified: float = dataclasses.field(default=0.0, compare=False)
 
@@ -57,7 +56,7 @@ def last(place: Store) -> Beat | None:
 
 def beat(place: Store, run: str, where: str, *, left: bool = False, leaving: bool = False) -> None:
     """Send a heartbeat."""
-    nonce = secrets.token_hex(4)  # so that each heartbeat has its own etag
+    nonce = secrets.token_hex(4)  # gives each heartbeat a different etag
     document = {"run": run, "where": where, "left": left, "leaving": leaving, "word": nonce}
     place.put(ALIVE, json.dumps(document).encode() + b"\n")
 
@@ -86,10 +85,7 @@ def wait(
     say: Callable[[str], None],
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Wait until the heartbeat of any other owner of the run has expired.
-
-    Raises AlreadyRunning if the owner sends another heartbeat.
-    """
+    """Wait until any other owner's heartbeat has expired. Raises AlreadyRunning if the owner sends another heartbeat."""
     current = held(place, run, where)
     if current is None:
         return
@@ -120,8 +116,8 @@ def release(place: Store) -> str:
 class Heartbeats:
     """A thread that sends heartbeats of a run.
 
-    `index` is the worker's number: workers other than 0 send a heartbeat only if no other worker has sent a recent one. `lost` is
-    called once another owner has taken over; the heartbeats then stop.
+    Worker `index` 0 sends them; other workers send one only if no recent one exists. Once another owner has taken over, `lost` is
+    called and the heartbeats stop.
     """
 
     def __init__(
@@ -164,7 +160,7 @@ class Heartbeats:
                 self.silent = True
                 self._lost(str(reason))
                 return
-            except Exception as problem:  # without heartbeats another owner would take the run over
+            except Exception as problem:  # without heartbeats another owner would take over the run
                 print(f"outlast | the heartbeat of run {self._run} could not be sent: {problem!r}", flush=True)
             self._stop.wait(BEAT_S)
 

@@ -1,4 +1,4 @@
-"""A run's output in a store: the files excluded from the sync, and readers of logs, metrics and the ledger.
+"""A run's output in a store: files excluded from the sync, and readers of logs, metrics and the ledger.
 
 The command line reads them from the store when the machine that wrote them is gone.
 """
@@ -17,15 +17,15 @@ from outlast.storage.runs import heartbeat
 from outlast.storage.sync import growing_files
 
 OWN = ".push"
-"""The upload process's directory in the output, for its lock, index and journals of uploads."""
+"""The upload process's directory in the output: its lock, index and upload journals."""
 _PROTOCOL = {OWN, contract.TRACKING, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN, heartbeat.ALIVE}
 """Entries with a separate protocol, and entries that exist only in the store."""
 
 
 def skipped(path: str) -> bool:
-    """Return whether a path below the output is excluded from the sync.
+    """Return whether the sync skips a path below the output.
 
-    Excluded are Outlast's own files, unfinished files, and growing files (`sync.growing_files`).
+    The sync excludes Outlast's own files, unfinished files and growing files (`sync.growing_files`).
     """
     first, _, rest = path.partition("/")
     name = rest.rpartition("/")[2] if rest else first

@@ -1,7 +1,7 @@
 """The record of a run in a store, `run.json`: the run that owns the place, and how the next run claims it.
 
-A new run claims the place first, then moves the objects of earlier runs to `previous/<run>/`. `aside` in its record is set until
-the move is done, and the new run writes nothing else to the place before. After a kill, the next start continues the move. Docs:
+A new run claims the place first, then moves the objects of earlier runs to `previous/<run>/`. Until the move is done,
+its record has `aside` set, and it writes nothing else to the place. After a kill, the next start continues the move. Docs:
 docs/decisions/0007-commits-in-a-store.md.
 """
 
@@ -166,8 +166,7 @@ def archive(store: Store, run: str) -> int:
     """Move the objects of earlier runs to `previous/<their run>/`, so that `run` has an empty place.
 
     Returns the number of moved objects, 0 if an earlier call has moved them. An object is deleted once its copy exists, and only
-    while the record still has `aside`. So a process that is killed or very late neither loses an object nor touches those of the
-    new run.
+    while the record still has `aside`. So a killed or very late process neither loses an object nor touches the new run's.
     """
     moved = 0
 
@@ -192,7 +191,7 @@ def archive(store: Store, run: str) -> int:
 
 
 def _others(store: Store) -> list[str]:
-    """Return the top-level names in the place, without our own bookkeeping."""
+    """Return the top-level names in the place, except our bookkeeping."""
     return [name for name in store.names() if name not in (PREVIOUS, RUN) and not name.startswith(_PROBE)]
 
 

@@ -1,6 +1,6 @@
-"""Messages between agents and ranks: JSON in lines, with descriptors on a Unix socket and raw bytes between the lines on TCP.
+"""Messages between agents and ranks: JSON lines, plus file descriptors on a Unix socket, or raw bytes between lines on TCP.
 
-On TCP each line is sealed with the key of the run (`job.sealed_lines`); raw bytes are not sealed, but a line has their crc32.
+On TCP each line is sealed with the run's key (`job.sealed_lines`). Raw bytes are not sealed, but a sealed line has their crc32.
 Like the traffic between ranks, messages are not encrypted.
 """
 
@@ -23,11 +23,11 @@ from outlast.base import tcp
 from outlast.job import sealed_lines
 
 LINE = 64 << 10
-"""Maximum bytes of a line from any peer."""
+"""Maximum length of a line from any peer, in bytes."""
 INDEX = 256 << 20
-"""Maximum bytes of a line from a rank to its own agent, which may hold an index."""
+"""Maximum length of a line from a rank to its own agent, in bytes: it may contain an index."""
 TIMEOUT_S = 10.0
-"""Seconds without progress before a timeout; arbitrary: twice as long as other modules wait for a machine that is swapping."""
+"""Timeout in seconds without progress; arbitrary: twice the timeout of other modules, for machines that swap."""
 _CHUNK = 1 << 18
 _FDS = 8
 
@@ -43,7 +43,7 @@ class Connection:
         self._sending = threading.Lock()
 
     def greet(self, key: bytes, side: sealed_lines.Side) -> None:
-        """Agree with the peer on a seal. Raises OSError, ValueError."""
+        """Exchange nonces with the peer to seal all later lines. Raises OSError, ValueError."""
         own = sealed_lines.nonce()
         self.sock.sendall(sealed_lines.greeting(own))
         peer = sealed_lines.greeted(self._line(sealed_lines.LONGEST_NONCE))
@@ -59,7 +59,7 @@ class Connection:
             self.sock.sendall(line)
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message. Raises ValueError, and OSError, also at the end of the connection."""
+        """Return the next message. Raises ValueError, and OSError, also at EOF."""
         message = json.loads(self._seal.opened(self._line(self._longest)))
         if not isinstance(message, dict):
             raise ValueError(f"{message!r:.80} is no message")
@@ -70,7 +70,7 @@ class Connection:
         while b"\n" not in self._buffer:
             try:
                 if not self._fill(socket.MSG_DONTWAIT):
-                    return True  # the end of the connection
+                    return True  # EOF
             except BlockingIOError:
                 return False
             except OSError:
@@ -142,7 +142,7 @@ def set_timeout(sock: socket.socket, seconds: float = TIMEOUT_S) -> socket.socke
 
 
 def between_machines(sock: socket.socket) -> socket.socket:
-    """Set the options of a connection to another agent, so that the connection fails soon after a loss of its machine."""
+    """Set the socket options of a connection to another agent, so that it fails soon after the other machine is lost."""
     tcp.ends_when_lost(sock, TIMEOUT_S, idle_s=5, probe_s=2)
     return set_timeout(sock)
 

@@ -1,9 +1,9 @@
 """The memory of a worker that snapshots may use, and the sizes of states that fit into this memory.
 
-`outlast validate` prints both before a job runs; the agent computes them from measured values. Pure; all sizes are bytes.
+`outlast validate` prints both before a job runs; the agent computes them from measured values. Pure; all sizes in bytes.
 
-A worker holds two snapshots at a time: the newest complete one and the one in progress. Each has a copy of the state that every
-rank has (`shared`), of the state that only its own ranks have (`unique`), and `replicas` copies of other workers' unique state.
+A worker holds two snapshots at a time: the newest complete one and the one in progress. Each contains the state common to all
+ranks (`shared`), the state that only this worker's ranks have (`unique`), and `replicas` copies of other workers' unique state.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from outlast.base import units
 
 SNAPSHOTS = 2
 _SHARE = 4
-"""Divisor of the limit for `auto`: a quarter of it."""
+"""`auto` uses 1/4 of the limit."""
 _FREE = 10
-"""Divisor of the limit for the memory that stays free: a tenth of it."""
+"""1/10 of the limit stays free."""
 
 
 class Budget(NamedTuple):
@@ -54,8 +54,8 @@ def requested(text: str) -> Requested:
 def budget(requested: Requested, limit: int, used: int, free: int) -> Budget:
     """Return the memory of a worker that snapshots may use.
 
-    `limit` is the worker's memory limit, of its cgroup or else its share of the machine. `used` is the memory that it uses
-    without snapshots, and `free` the memory that the machine has available for it.
+    `limit` is the memory limit of the worker's cgroup, or else its share of the machine. `used` is the worker's memory without
+    snapshots, and `free` the machine's available memory.
     """
     if requested == "off":
         return Budget(0, "checkpoint.memory is off")

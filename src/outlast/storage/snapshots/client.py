@@ -1,4 +1,4 @@
-"""The rank's side of snapshots: rooms to write its parts into, and parts of its own and other workers to read.
+"""The rank's side of snapshots: writes parts into rooms, and reads parts of this and other workers.
 
     client = connect(os.environ)                                        None if snapshots are off
     room = client.room(nbytes, at, complete)                            memory of the agent, mapped here; or, without waiting:
@@ -79,7 +79,7 @@ _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
-    """Close the clients in a fork (a data loader's worker): the agent must detect the end of the rank, not of its last fork."""
+    """Close the clients in a fork (a data loader's worker), which would hide the end of the rank from the agent."""
     for client in list(_open):
         client.close()
 
@@ -96,7 +96,7 @@ class Client:
         self._using = threading.Lock()
         self._states: dict[tuple[str, int], str] = {}
         self._lent: dict[int, _Lent] = {}
-        """The lent memory by room id, mapped once and reused."""
+        """Lent memory by room id. Each room is mapped once and reused."""
         self._digests: dict[str, tuple[int, str]] = {}
         """Step and digest of the last part that the agent holds, by kind."""
         self._indices: dict[tuple[str, int], Sequence[Item]] = {}
@@ -116,8 +116,7 @@ class Client:
     def rooms(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> list[Room]:
         """Return memory for the parts of the snapshot `at`, (generation, step). Raises NoMemory.
 
-        Memory that was not reserved is requested now. `complete` is the newest complete snapshot: its parts stay, and all older
-        parts may be overwritten.
+        Requests memory that was not reserved. Older parts than `complete`, the newest complete snapshot, may be overwritten.
         """
         self.reserve(sizes, at, complete)
         rooms = []
@@ -153,7 +152,7 @@ class Client:
             raise NoMemory(f"the agent gives no memory: {error}") from error
 
     def spare(self, sizes: Sequence[int], complete: tuple[int, int]) -> bool:
-        """Return whether `rooms` can return memory for parts of these sizes without a request to the agent. Does not wait."""
+        """Return whether `rooms` has memory for parts of these sizes without a request to the agent. Does not block."""
         return 0 not in self._fitting(sizes, complete)
 
     def _fitting(self, sizes: Sequence[int], *used: tuple[int, int]) -> list[int]:
@@ -260,7 +259,6 @@ class Client:
 
     @contextlib.contextmanager
     def _without_timeout(self) -> Iterator[None]:
-        """Wait for the agent's response without a timeout."""
         agent_messages.set_timeout(self._connection.sock, 0)
         try:
             yield
@@ -289,7 +287,7 @@ class Client:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Map errors in reading a copy to Damaged or OutOfReach."""
+    """Map errors from reading a copy to Damaged or OutOfReach."""
     try:
         yield
     except (Damaged, OutOfReach):
@@ -380,7 +378,7 @@ class _Block(NamedTuple):
 
 
 class _Local:
-    """A reader of our own agent's memory, in several threads, since verifying checksums takes longest."""
+    """Reads our own agent's memory, in several threads, since most of the time goes to checksums."""
 
     def __init__(self, fd: int, closed: Any) -> None:
         self._fd, self._closed = fd, closed
@@ -417,7 +415,7 @@ class _Local:
 
 
 class _Peer:
-    """A reader of another worker's memory, through its agent, while a second thread verifies checksums."""
+    """Reads another worker's memory through its agent, while a second thread verifies checksums."""
 
     def __init__(self, address: str, key: bytes, part: Part) -> None:
         self._connection, self._part = agent_messages.connect(address, key), part

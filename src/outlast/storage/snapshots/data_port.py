@@ -1,8 +1,7 @@
 """The data port of an agent: other agents send replicas here, and ranks of other workers read parts.
 
-Any machine on the network can reach the port, so the first line of a connection must prove knowledge of the run's key, and
-invalid input only closes the connection. Beyond the maximum number of connections, the oldest unauthenticated one is closed;
-authenticated peers wait.
+Any machine on the network can reach the port, so each peer must first prove that it has the run's key. Invalid input only closes
+the connection. Beyond the maximum number of connections, the oldest unauthenticated one is closed; authenticated peers wait.
 
     {"put": part, "tail": bytes, "complete": at}    -> {"soon": true} while memory is allocated, {"go": true}; then the peer
                                                        sends tail and blocks; -> {"held": true}
@@ -57,9 +56,9 @@ def _address(prefixes: list[str]) -> str:
 
 
 _STRANGERS = 256
-"""Maximum number of unauthenticated connections; another connection closes the oldest."""
+"""Maximum number of unauthenticated connections; one more closes the oldest."""
 _READERS, _REPLICAS = 512, 128
-"""Maximum numbers of readers and of senders of replicas that are served at a time, separate so that neither starves the other."""
+"""Maximum numbers of concurrent readers and replica senders, separate so that neither starves the other."""
 _MOST = 768
 """Maximum number of connections; more wait in the listener's queue. A process can usually open 1,024 files."""
 _BACKLOG = 1024
@@ -123,7 +122,7 @@ class Port:
                     self._answer(connection, request, opened)
                     request = connection.receive()
         except (OSError, ValueError, RecursionError):
-            pass  # the peer has gone, or is no member of the run
+            pass  # the peer has gone, or does not belong to the run
         finally:
             for room in opened:
                 self._rooms.release(room)

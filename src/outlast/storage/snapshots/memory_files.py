@@ -1,6 +1,6 @@
 """The machine's memory for snapshots, and files in memory whose pages are touched before use.
 
-A tenth of the memory stays free with any `budget`: an OOM-killed worker is worse than a worker without snapshots.
+A tenth of the memory stays free whatever the `budget`: an OOM-killed worker is worse than a worker without snapshots.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Machine(machine_memory.Machine):
 
 
 _PIECE = 4 << 30
-"""Bytes allocated at a time, which takes about a second."""
+"""Bytes allocated at a time: about a second."""
 
 
 class File:
@@ -45,7 +45,7 @@ class File:
             for at in range(_PIECE, end, _PIECE):
                 alive()
                 os.posix_fallocate(self.fd, at, min(_PIECE, end - at))
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # processes that map it never get SIGBUS
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # no SIGBUS in processes that map it
             self._whole = memoryview(mmap.mmap(self.fd, end))
             self.data = self._whole[part_format.PAGE :]
         except BaseException:

@@ -2,8 +2,7 @@
 
 Each worker reports the parts in its memory, its own and replicas of other workers' parts (`Held`). A snapshot counts if it has
 the unique part of every rank of its world, and the shared parts of all ranks of one worker. The snapshot must belong to this run,
-and to this generation or an earlier one. Parts of two snapshots are never combined: the result would be a state that training
-never had.
+and to this generation or an earlier one. Parts of two snapshots are never combined, since training never had that state.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Candidate:
     unique: tuple[Holders, ...]
     """Holders of the unique parts, by rank in the world that made the snapshot."""
     shared: tuple[tuple[Holders, ...], ...]
-    """Complete sets of shared parts, each by local rank, and the set that most workers have first. One set is enough, and workers
-    that shard the state alike have equal sets, unless the bits of one differ."""
+    """Complete sets of shared parts, the most common set first; each lists its holders by local rank. One set is enough. Workers
+    that shard the state alike have equal sets, unless one has different bits."""
 
     @property
     def parts(self) -> list[Part]:
@@ -83,7 +82,7 @@ def newest(held: Iterable[Held], run: str, generation: int) -> Election:
 
 
 def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
-    """Return the snapshot that these parts form, or the reason why they form none."""
+    """Return the snapshot that these parts form, or the reason why they are incomplete."""
     name = f"the snapshot of step {at[1]} (generation {at[0]})"
     by_rank: dict[int, list[Held]] = {}
     by_worker: dict[int, dict[int, list[Held]]] = {}
@@ -120,10 +119,7 @@ def _whole(by_local_rank: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
 
 
 def _same(held: Sequence[Held]) -> Holders:
-    """Return the holders of the valid copy.
-
-    If copies differ, the copy of the worker that wrote the part is valid. Without that worker, no copy is.
-    """
+    """Return the holders of the valid copy. If copies differ, only the copy of the part's writer is valid."""
     originals = {each.part.digest for each in held if not each.part.replica}
     digests = originals or {each.part.digest for each in held}
     if len(digests) != 1:

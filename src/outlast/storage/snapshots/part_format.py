@@ -26,7 +26,7 @@ PAGE = 4096
 BLOCK = 4 << 20
 """Bytes per checksum: small enough that several threads can verify one item."""
 _PIECE = 256 << 10
-"""Bytes that are processed at a time: less than a core's cache."""
+"""Bytes processed at a time: less than a core's cache."""
 ALIGNED = 64
 """Alignment of items in bytes: a cache line, which is enough for any dtype."""
 LONGEST_TAIL = 256 << 20
@@ -76,7 +76,7 @@ class Part:
 
     @property
     def name(self) -> tuple[object, ...]:
-        """Identity of the part, equal for its replicas and different for all other parts."""
+        """Identity of the part, shared with its replicas only."""
         return self.run, self.generation, self.step, self.kind, self.rank, self.worker, self.digest, self.session
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Part:
 
 
 def catalog(documents: Iterable[object]) -> list[Part]:
-    """Parse the parts in a list from untrusted JSON, skipping those that only a newer version supports."""
+    """Parse a list of parts from untrusted JSON. Skips parts that only a newer version supports."""
     parts = []
     for each in documents:
         with contextlib.suppress(Damaged):
@@ -241,7 +241,7 @@ def read_header(page: bytes) -> tuple[Part, int]:
 
 
 def described(document: object) -> tuple[Part, int]:
-    """Return the part and the length of its tail, given the JSON of a header. Raises Damaged."""
+    """Return the part and the length of its tail from a header's JSON. Raises Damaged."""
     tail = document.get("tail") if isinstance(document, Mapping) else None
     if not (isinstance(document, Mapping) and _count(tail) and tail <= LONGEST_TAIL):
         raise Damaged(f"{document!r:.80} is no header of a part of a snapshot")

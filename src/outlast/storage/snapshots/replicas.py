@@ -1,4 +1,4 @@
-"""Replicas: the choice of their holders (`holders`, pure), and a sender that is slow enough not to disturb training.
+"""Replicas: the rule that chooses their holders (`holders`, pure), and a rate-limited sender that does not disturb training.
 
 No worker holds more than a fair share, so that memory can be planned. Within this limit, workers on other nodes are preferred,
 then workers in other zones, then workers furthest away in a ring of ranks: neighbours in rank are often in one rack.
@@ -42,7 +42,7 @@ def holders(workers: Sequence[Place], count: int) -> list[tuple[str, ...]]:
 
 
 class _Ring:
-    """The peers chosen so far, and the number of replicas that each worker may still hold."""
+    """The peers chosen so far, and the replicas that each worker may still hold."""
 
     def __init__(self, workers: Sequence[Place], count: int) -> None:
         self._workers = workers
@@ -62,7 +62,7 @@ class _Ring:
         self._by_zone[self._workers[other].zone] += more
 
     def choose(self, own: int) -> None:
-        """Assign the best remaining peer to a worker. If no peer with room suits it, swap peers with another worker."""
+        """Assign the best remaining peer to a worker. If no peer with room is suitable, swap peers with another worker."""
         peer = self._best(own)
         if peer is None:
             holders = (n for n, free in enumerate(self._free) if free)
@@ -105,14 +105,14 @@ class _Ring:
 SLOWEST = 50e6
 """Minimum bytes per second; a lower rate would make snapshots rare."""
 _FIRST = 200e6
-"""Bytes per second for the first part, before the interval between snapshots is known; arbitrary."""
+"""Bytes per second for the first part, before any interval is measured; arbitrary."""
 
 
 def rate(nbytes: int, interval_s: float | None) -> float:
     """Return the bytes per second at which sending a part takes a quarter of the interval between snapshots.
 
-    Half of the interval would be too long, since the next snapshot waits for the replicas of this one. At a quarter, a wait that
-    makes the interval two steps long ends after the first step, and the next interval is one step.
+    Half of the interval would be too long, since the next snapshot waits for the replicas of this one. With a quarter, a wait
+    that has stretched the interval to two steps ends within one, and the next interval is one step.
     """
     return _FIRST if interval_s is None else max(SLOWEST, 4 * nbytes / max(interval_s, 1e-3))
 
@@ -126,7 +126,7 @@ class Sender:
         self._began: dict[tuple[object, ...], float] = {}
         """Start time of the last send, by kind and rank."""
         self._idle: dict[str, list[agent_messages.Connection]] = collections.defaultdict(list)
-        """Open connections by address: opening one takes longer than sending a small part."""
+        """Idle connections by address: connecting takes longer than sending a small part."""
 
     def send(self, part: Part, to: Sequence[str], complete: tuple[int, int]) -> list[str]:
         """Send a part to agents, one after another. Returns a sentence for each failure."""

@@ -32,7 +32,7 @@ class View:
     id: int
     size: int
     at: At | None = None
-    """The snapshot whose part the room holds or will hold; None for an empty room."""
+    """The snapshot to which the room's part belongs; None for an empty room."""
     busy: bool = False
     replica: bool = False
     """True if the room holds a part of another worker."""
@@ -40,7 +40,7 @@ class View:
 
 @dataclass(frozen=True)
 class Choice:
-    """The room for a part: a room to `reuse`, or a new room after rooms are dropped. `problem` if neither is possible."""
+    """A room to `reuse`, or the rooms to `drop` before a new one is allocated; otherwise the `problem`."""
 
     reuse: int | None = None
     drop: tuple[int, ...] = ()
@@ -53,7 +53,7 @@ def free(room: View, at: At, complete: At) -> bool:
 
 
 def surplus(rooms: Sequence[View], previous: At) -> list[int]:
-    """Return the rooms unused since the `previous` complete snapshot: the parts of newer snapshots have other sizes."""
+    """Return the rooms unused since the `previous` complete snapshot: parts no longer have their sizes."""
     return [room.id for room in rooms if not room.busy and room.at is not None and room.at < previous]
 
 
@@ -148,9 +148,9 @@ class Rooms:
         """The complete snapshot before `_complete`."""
         self._generation = 0
         self._session, self._over = "", set[str]()
-        """The current session of this worker's ranks, and earlier sessions."""
+        """The current session of this worker's ranks, and all ended sessions."""
         self._allocating = 0
-        """Bytes being allocated, not yet counted as used by the kernel."""
+        """Bytes being allocated, which the kernel does not yet count as used."""
         self._closed = False
 
     def admit(self, run: str, at: At, complete: At, session: str = "", *, own: bool = True) -> None:
@@ -295,10 +295,7 @@ class Rooms:
             self.release(room)
 
     def forget(self, keep: At | None) -> None:
-        """Drop all parts except those of the snapshot `keep`, from which training goes on.
-
-        `keep` becomes the newest complete snapshot.
-        """
+        """Drop all parts except those of the snapshot `keep`, which becomes the newest complete snapshot."""
         with self._lock:
             self._end_session()
             self._previous = self._complete = keep or (0, 0)

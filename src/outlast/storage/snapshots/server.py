@@ -2,14 +2,14 @@
 
 Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank requests a room, writes
 into it, and publishes it. The agent computes the checksums and writes the header, then sends the part to other agents. So a rank
-that dies before the publication leaves no part, and a rank that dies later leaves a complete part.
+that dies before publishing leaves no part, and a rank that dies later leaves a complete one.
 
     agent -> rank   {"hello": {address, node, zone, budget, key, store}}
     rank -> agent   {"room": bytes, "at", "complete", "session"}    -> {"room": id, "size"} with a descriptor; it may be used
                                                                        again until it is given back
                     {"publish": id, "part", "index", "to", "complete"}   no response, but {"event": [kind, step, state],
-                                                                         "digest"}; a null index is that of the last part
-                                                                         of this kind and local rank
+                                                                         "digest"}; a null index stands for the
+                                                                         last one of this kind and local rank
                     {"give": [id, ...], "complete": at}                  no response
                     {"catalog": true}                               -> {"parts": [...]}
                     {"open": part}                                  -> {"open": id} with a descriptor;   {"close": id}
@@ -19,7 +19,7 @@ that dies before the publication leaves no part, and a rank that dies later leav
                     {"restore": true}                               -> {} when it is on the disk, or {"problem", "retry"}
     on any problem                                                  -> {"problem": sentence}
 
-The threads must not slow the agent down, so they wait, or are in calls that release the GIL.
+The threads must not slow down the agent, so they block or run in calls that release the GIL.
 """
 
 from __future__ import annotations
@@ -254,7 +254,6 @@ class _Rank:
             self._connection.send({"event": [part.kind, part.step, state], "digest": part.digest})
 
     def sending(self, send: Callable[[], None]) -> None:
-        """Queue a replica for the sending thread."""
         self._replicas.put(send)
 
     def _send(self) -> None:

@@ -1,9 +1,9 @@
 """The client of a store; the only module that uses obstore.
 
-All reads and writes of stores go through this client: those of `sync.push_and_pull`, `checkpoints`, `prepare.phases` and the
-command line. Transient errors are retried for about OUTLAST_STORE_TIMEOUT seconds (default 60). Then calls raise StoreError; its
-`retry` tells whether a later attempt can succeed. Calls block, release the GIL and are thread-safe; in the main thread, a signal
-interrupts them. obstore is imported when a store is opened. Do not use a store across a fork.
+Called by `sync.push_and_pull`, `checkpoints`, `prepare.phases` and the command line. Transient errors are retried for about
+OUTLAST_STORE_TIMEOUT seconds (default 60). Then calls raise StoreError, whose `retry` is True if a later attempt can succeed.
+Calls block, release the GIL and are thread-safe; in the main thread, a signal interrupts them. obstore is imported when a store
+is opened. Do not use a store across a fork.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Entry:
     """An object in a store, without its content."""
 
     key: str
-    """Name of the object relative to the URL of the place."""
+    """Name of the object, relative to the place's URL."""
     size: int
     etag: str
-    """Version of the content, to be compared only: stores compute it differently."""
+    """Version of the content, for comparison only: stores compute it differently."""
     modified: float
     """Time of the last change by the store's clock, seconds since the epoch."""
 
@@ -71,7 +71,7 @@ class Store:
 
     def __init__(self, url: str, root: _Root, prefix: str) -> None:
         self.url = url
-        """The normalised URL, without a slash at the end."""
+        """The normalised URL, without a trailing slash."""
         self._root = root
         self._raw = root.raw
         self._prefix = prefix
@@ -138,7 +138,7 @@ class Store:
         except StoreError as error:
             if error.retry or isinstance(error, Missing):
                 raise
-        # An error response to HEAD has no body with the reason, but a response to GET has.
+        # An error response to HEAD has no body with the reason; one to GET does.
         return self._entry(self._do("read", key, lambda: obstore.get(self._raw, path).meta))
 
     def get(self, key: str) -> bytes:
@@ -183,7 +183,7 @@ class Store:
         return data
 
     def link(self, key: str) -> str | None:
-        """Return a presigned URL to read an object, valid for 15 minutes, or None if the store or our credentials have none."""
+        """Return a presigned URL to read an object, valid for 15 minutes, or None if the store or credentials cannot sign."""
         import obstore
 
         if self._root.scheme in ("file", "memory") or (self._root.access and self._root.access.anonymous):
@@ -210,7 +210,7 @@ class Store:
             except Exception as error:
                 if not large or "kind: Timeout" not in str(error):
                     raise
-            # obstore does not distinguish a slow body from a missing response; a store that responds to a HEAD request is up.
+            # obstore does not distinguish a slow body from a missing response, but a store that responds to HEAD is up.
             with contextlib.suppress(FileNotFoundError):
                 obstore.head(self._raw, path)
             root.slow = True
@@ -288,8 +288,7 @@ class Store:
     def create(self, key: str, data: bytes) -> str:
         """Write an object that must not exist yet, and return its etag. Needs `conditional()`.
 
-        Raises Exists, unless the existing object has the same content: then an earlier attempt of ours wrote it, and the response
-        was lost.
+        Raises Exists, unless the object has the same content: then our earlier attempt wrote it, and the response was lost.
         """
         try:
             return self.put(key, data, "create")
@@ -386,8 +385,7 @@ class Store:
     def conditional(self) -> bool:
         """Return whether this store supports conditional writes (`create`, `replace`).
 
-        The first call probes the store with an object `.outlast-probe-...`, and removes the object. Raises Denied without
-        permission to write.
+        The first call writes an object `.outlast-probe-...` and removes it. Raises Denied without write permission.
         """
         if self._root.conditional is None:
             self._root.conditional = self._probe(f".outlast-probe-{uuid.uuid4().hex[:16]}")

@@ -1,7 +1,6 @@
 """Maps obstore's and botocore's exceptions to ours, with a remedy. Called by `store` only.
 
-Both libraries keep the store's response as text, so this module parses text. tests/storage/test_store_faults.py checks it with
-real responses.
+Both libraries keep the store's response only as text, so we parse it; tests/storage/test_store_faults.py has real responses.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> Sto
     undone = f"{url} cannot be {_DONE[verb]}"
     quoted = ": ".join(filter(None, (f"HTTP {status}" if status else "", code, message)))
     if isinstance(own := getattr(error, "kwargs", {}).get("error"), StoreError):
-        return own  # our own, wrapped by botocore
+        return own  # wrapped by botocore
     if code in _NO_BUCKET or "specified bucket does not exist" in text:
         return NoBucket(
             f"there is no {PLACES[scheme]} {bucket}{where}; create it, or correct its name, the region or the endpoint"
@@ -164,7 +163,7 @@ def _disk(number: int, undone: str, text: str) -> StoreError:
 
 
 def _skew(text: str) -> str:
-    """Return a sentence on the difference between our clock and the store's, in seconds if the response has the store's time."""
+    """Return a sentence on the clock skew between us and the store, in seconds if the response has the store's time."""
     if match := re.search(r"<ServerTime>([^<]+)", text):
         try:
             seconds = time.time() - datetime.fromisoformat(match[1].strip()).timestamp()

@@ -25,14 +25,14 @@ from outlast.base.errors import Changed, Missing, Stopped, StoreError
 from outlast.storage.store.s3 import Access
 
 SMALL = 8 << 20
-"""Size in bytes up to which a file is sent in one request."""
+"""Maximum size in bytes of a file sent in one request."""
 PART = 16 << 20
 """Bytes per part, unless the file would then have more than MAX_PARTS parts."""
 MAX_PARTS = 9_500  # S3 allows 10,000
 AT_ONCE = 8
 COPIED = 1 << 30
 PIECE = 256 << 10
-"""Bytes read and sent at a time: the memory per part, and the amount that must not time out on a slow network."""
+"""Bytes read and sent at a time: the memory per part, and the most that a slow network must send within one timeout."""
 _ENCRYPTION = {
     "ServerSideEncryption": "AWS_SERVER_SIDE_ENCRYPTION",
     "SSEKMSKeyId": "AWS_SSE_KMS_KEY_ID",
@@ -91,7 +91,7 @@ class Upload:
     bucket: str
     key: str
     do: Callable[[str, Callable[[], Any]], Any]
-    """A function that sends a request, named by a verb, with retries, and maps its errors."""
+    """Runs a request, named by a verb, with retries and mapped errors."""
     stop: threading.Event
 
     def send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:
@@ -186,7 +186,7 @@ class Upload:
     def _resumable(
         self, identity: dict[str, int], note: dict[str, Any] | None
     ) -> tuple[dict[str, Any] | None, dict[int, tuple[str, int]] | None]:
-        """Return the earlier upload of an unchanged file, or None, and its parts, or None if the store lacks the upload."""
+        """Return an unchanged file's earlier upload (or None), and its parts (or None if the store lacks the upload)."""
         if note is None or note["key"] != f"{self.bucket}/{self.key}":
             return None, None
         if identity.items() <= note.items():
@@ -253,7 +253,7 @@ class Upload:
         threads: list[threading.Thread] = []
         try:
             for _ in range(min(AT_ONCE, waiting.qsize())):
-                # A daemon thread with its own descriptor, since it may be stalled when this process or call ends.
+                # A daemon thread with a separate descriptor, since it may still be stalled when this process or call ends.
                 threads.append(threading.Thread(target=work, args=(os.dup(file),), name=f"part of {self.key}", daemon=True))
                 threads[-1].start()
             while len(etags) < len(lengths):

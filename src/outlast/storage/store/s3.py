@@ -1,7 +1,7 @@
 """S3: credentials, region and endpoint. The only module that uses botocore.
 
 `access` searches the same places as the AWS command line: the environment, profiles and SSO in ~/.aws, a web identity (EKS,
-GitHub), pod identity, ECS, and the instance's metadata. botocore is loaded only if the environment is not sufficient. Called by
+GitHub), pod identity, ECS, and the instance's metadata. botocore is loaded only if the environment is insufficient. Called by
 `store`, and by `multipart` for botocore's client.
 """
 
@@ -47,7 +47,7 @@ class Access:
     def virtual(self, bucket: str) -> bool:
         """Return whether the bucket's name is part of the host name.
 
-        With `auto`, a name with a dot is not, since wildcard TLS certificates cover only one label.
+        With `auto`, names with dots are not, since wildcard TLS certificates cover only one label.
         """
         return self.style == "virtual" or (self.style == "auto" and not self.endpoint and "." not in bucket)
 
@@ -61,7 +61,7 @@ class Access:
             endpoint = f"{parts.scheme}://{bucket}.{parts.netloc}{parts.path}"
         options: dict[str, Any] = {"region": self.region, "virtual_hosted_style_request": self.virtual(bucket)}
         if endpoint:
-            options["aws_endpoint_url_s3"] = endpoint  # takes precedence over obstore's own search of the environment
+            options["aws_endpoint_url_s3"] = endpoint  # takes precedence over obstore's search of the environment
         if "AWS_UNSIGNED_PAYLOAD" not in os.environ:
             options["unsigned_payload"] = True  # TLS protects the content; hashing it costs more than sending it
         if self.anonymous:

@@ -1,7 +1,6 @@
 """URLs of stores, and valid names of objects. Pure; called by `store.client`.
 
-A URL is taken literally: percent-encoding does not apply, and `#` and `?` are ordinary characters. Repeated and trailing slashes
-have no meaning.
+URLs are literal: no percent-encoding, and `#` and `?` are ordinary characters. Repeated and trailing slashes are ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def normalised(url: str) -> str:
     if wrong := segments and impossible("/".join(segments), "") if scheme != "file" else "\0" in rest and "it has a zero byte":
         raise StoreError(f"{url!r} cannot be a place in a store: {wrong}")
     if scheme == "file":
-        # RFC 8089 has only absolute paths; here file://./x and file://x are relative to the current directory.
+        # RFC 8089 allows only absolute paths; here file://./x and file://x are relative to the current directory.
         path = os.path.normpath(os.path.join("/" if rest.startswith("/") else os.getcwd(), *segments))
         return f"file://{path}"
     what = PLACES[scheme]

@@ -40,10 +40,9 @@ _PIECE = 1 << 20
 AHEAD = 32
 _HELD = 64 << 20
 _HELD_READ = 8 << 20
-"""Number of concurrent requests for parts, and bytes read ahead by a fetch and by a stream. Most parts are small, and a process
-may have many streams."""
+"""Concurrent requests for parts, and bytes read ahead per fetch and per stream. Most parts are small; streams may be many."""
 _RECENT = 16
-"""Number of recent parts per file that the sender caches. If no cached part matches the file, it lists all parts."""
+"""Number of recent parts per file that the sender caches. It lists all parts if no cached part matches the file."""
 _NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
 
 
@@ -105,7 +104,7 @@ def parts(store: Store, path: str) -> list[Part]:
 def as_file(parts: Sequence[Part]) -> list[tuple[Part, int]]:
     """Return the parts that make up the file, each with the offset from which later parts replace it.
 
-    If two parts have the same number, one of them is from a superseded sender. The part that later parts continue counts.
+    If two parts have the same number, one is from a superseded sender; the one that later parts continue is used.
     """
     made, limit = [], None
     for _, group in itertools.groupby(reversed(parts), lambda part: part.number):
@@ -119,13 +118,13 @@ def as_file(parts: Sequence[Part]) -> list[tuple[Part, int]]:
 
 
 class Sender:
-    """A sender of new bytes of the files below `root`. Use only one sender per directory at a time."""
+    """Sends new bytes of the files below `root`. Use only one sender per directory at a time."""
 
     def __init__(self, store: Store, root: Path) -> None:
         self._store, self._root = store, root
         self._parts: dict[str, list[Part]] = {}
         self._tried: dict[str, Part] = {}
-        """Parts whose arrival is uncertain. They are sent again unchanged, so the store has them once."""
+        """Parts that may have arrived. They are sent again unchanged, so the store never has them twice."""
         self.failed: list[tuple[str, str]] = []
         """Files that the last push could not read or send, with the reasons."""
 
@@ -133,7 +132,7 @@ class Sender:
         self._parts.pop(path, None)
 
     def push(self, paths: Iterable[str], stop: threading.Event) -> int:
-        """Send the new bytes of these files, and return their number.
+        """Send the new bytes of these files, and return how many were sent.
 
         Raises Stopped, and errors that concern all files, such as Unreachable.
         """
@@ -230,9 +229,9 @@ def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None
 
 
 def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]:
-    """Stream the bytes of a file, while threads of `pool` read ahead.
+    """Stream a file's bytes, while threads of `pool` read ahead.
 
-    The bytes are the present content of metrics, and all bytes ever pushed of logs and ledgers.
+    For metrics this is the current content, for logs and ledgers all bytes ever pushed.
     """
     every = parts(store, path)
     made = as_file(every) if path == contract.METRICS else [(part, part.end) for part in every]
@@ -242,7 +241,7 @@ def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]
 
 
 def since(store: Store, path: str, start: int) -> bytes:
-    """Return the present bytes of a file from offset `start` on; empty beyond its end."""
+    """Return a file's current bytes from offset `start` on; empty beyond its end."""
     later = [(part, max(start, part.start), end) for part, end in as_file(parts(store, path)) if end > start]
     return b"".join(bytes(store.range(part.key, at - part.start, end - part.start)) for part, at, end in later)
 

@@ -1,7 +1,7 @@
-"""The rules of `push_and_pull`: objects in the manifest, files at their last read or write, and the comparison of the two.
+"""Pure rules of `push_and_pull`: objects in the manifest, files as last read or written, and how the two compare.
 
-Pure functions without disk, clock or store. A file is identified by its size, its mtime and ctime and the crc32 of its content,
-and an object by its size, its crc32 and a hash of its etag. Times are nanoseconds since the epoch; a crc32 of -1 is unknown.
+A file is identified by its size, mtime, ctime and the crc32 of its content, and an object by its size, crc32 and a hash of its
+etag. Times are nanoseconds since the epoch; a crc32 of -1 is unknown.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def compare(file: Stat, seen: Seen | None, object: Object, clean_before: int) ->
     """Compare a file with an object, given the file's state when it was last `seen`.
 
     Without `seen`, a file with the object's size and mtime counts as the object's original if the mtime is before `clean_before`:
-    the sender then read the file when every later change would change the mtime.
+    the sender then read it so late that any later change would have changed the mtime.
     """
     if file.size != object.size:
         return Verdict.DIFFERENT
@@ -78,7 +78,7 @@ def compare(file: Stat, seen: Seen | None, object: Object, clean_before: int) ->
 
 
 def seen(stat: Stat, crc32: int, read: int) -> Seen:
-    """Return the record of a file with this stat and checksum. `read` is the time at which the read began."""
+    """Return the record of a file with this stat and checksum. `read` is the start time of the read."""
     return Seen(stat.size, stat.mtime, stat.ctime if stat.mtime < read - GRANULARITY_NS else 0, crc32)
 
 
@@ -94,7 +94,7 @@ def as_left(recorded: Object, size: int, etag: str) -> bool:
 def listed(entries: Iterable[tuple[str, int, str, float]], recorded: Mapping[str, Object], own: str) -> dict[str, Object]:
     """Return the objects of a listing (key, size, etag, modified), as recorded unless they were replaced.
 
-    The manifest's key `own` and keys that end in a slash, which stand for directories, are left out.
+    Omits the manifest's key `own`, and keys that end in a slash, which mark directories.
     """
     objects = {}
     for key, size, etag, modified in entries:
@@ -162,7 +162,7 @@ def decode(data: bytes) -> tuple[dict[str, Object], int]:
 
 @dataclass
 class State:
-    """The local record of a tree and its place in a store, which saves requests."""
+    """The local record of a tree and its place in a store, to save requests."""
 
     place: str = ""
     etag: str = ""
@@ -219,7 +219,7 @@ def _document(data: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector, which would otherwise take half of the time to scan the many new values."""
+    """Pause the garbage collector, whose scans of the many new values would take half of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

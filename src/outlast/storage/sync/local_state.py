@@ -2,11 +2,10 @@
 
     state           files and objects (`index.State`), replaced as a whole
     state.done      log of later transfers, one line per file
-    state.lock      held by the only process that syncs
+    state.lock      held by the syncing process
     state.uploads/  journals of large uploads (`Store.upload`)
 
-A transfer is logged once it is done. So whenever the process dies, every logged file has been transferred, and the next sync
-transfers all others again.
+A transfer is logged once it is done. So whenever the process dies, the next sync repeats only transfers that were not logged.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class StateFile:
         self._flushed = 0.0
         self._id = ""
         self.fresh: set[str] = set()
-        """Paths transferred after the state was written; the manifest in the store lacks them."""
+        """Paths transferred since the state was written, which the manifest in the store lacks."""
         self.state = State(place)
         with contextlib.suppress(FileNotFoundError, ValueError):
             state, self._id = State.decode(path.read_bytes()), _id(path)
@@ -97,7 +96,7 @@ class StateFile:
 
 
 def _id(path: Path) -> str:
-    """Return the identity of a version of the state. A log names the version that it continues."""
+    """Return the identity of a version of the state, recorded in the log that continues it."""
     stat = path.stat()
     return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
 

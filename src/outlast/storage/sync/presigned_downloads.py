@@ -1,10 +1,9 @@
-"""Downloads objects through presigned URLs: from the socket into a file through one small buffer.
+"""Downloads objects by presigned URLs, from the socket to a file through one small buffer.
 
 obstore collects a response in fresh memory, piece by piece, and passes it from thread to thread. For files this takes up to 1.6
 times the CPU time, over TLS as well (docs/decisions/0024-the-house-in-order.md). Here the kernel fills the buffer and wakes the
 thread when the buffer is full. Only the simplest responses are supported (RFC 9112: HTTP/1.1, a Content-Length, no encoding). In
-all other cases (a proxy, an error, a broken connection) `fetch` returns None, and the store's client sends the request, with
-retries and error handling.
+all other cases (a proxy, an error, a broken connection) `fetch` returns None, and the store's client takes over.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class Direct:
     def fetch(self, key: str, file: int, start: int, end: int, whole: bool) -> int | None:
         """Write bytes `start` to `end` of an object to the same offset of an open file, and return their crc32.
 
-        Returns None if the request needs the store's client. With `whole`, the object must have no other bytes. Raises OSError if
-        the file cannot be written.
+        Returns None if the request needs the store's client. With `whole`, these must be all bytes of the object. Raises OSError.
         """
         if self._failures >= _MOST_FAILURES or (url := self._link(key)) is None:
             return None

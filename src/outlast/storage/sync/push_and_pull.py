@@ -5,7 +5,7 @@ and the size and times of the local files that match it. So an unchanged tree of
 compares, `tree` reads and writes files, `local_state` records, and `transfer` uploads and downloads.
 
 Invariants, whenever a process dies: objects are written first, then the manifest, then the state. So every object in the manifest
-exists, and every file that is unchanged by the state has been transferred. Changes by other writers are detected if they change
+exists, and every file that matches the state has been transferred. Changes by other writers are detected if they change
 the manifest, otherwise once a day, or with `check`.
 
 Called by the command line and by `agent.upload`. `send` and `receive` transfer given files without a manifest.
@@ -38,7 +38,7 @@ _PROGRESS_S = 0.2
 _ABANDONED_S = 3600.0
 """Seconds without growth after which a partial file counts as abandoned."""
 _HOPELESS = 3
-"""Number of consecutive failed requests after which the remaining files are not tried."""
+"""Number of consecutive failed requests after which the remaining files are skipped."""
 _DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EROFS: "the file system is read-only"}
 
 
@@ -97,7 +97,7 @@ def push(
 ) -> Report:
     """Upload the files of the directory `source` that are missing or different in `store`.
 
-    `state` is a local file that records both sides. Files that `leave` accepts are not sent, but objects with their names stay.
+    `state` is a local file that records both sides. Files that `leave` accepts are not sent, but their existing objects stay.
     Without `delete`, objects without a file in `source` are deleted if they are `expired`. Raises NotFound without a source,
     AlreadyRunning if another process holds the state, StoreError, and Stopped. Completed transfers are recorded in any case.
     """
@@ -242,7 +242,7 @@ class _Run:
         return todo
 
     def nameable(self, paths: list[str]) -> list[str]:
-        """Return the paths that are valid object names. All other paths are reported."""
+        """Return the paths that are valid object names, and report all others."""
         wrong = {path: reason for path in paths if (reason := self._store.impossible(path))}
         self.report.failed += [
             (path, f"it cannot be the name of an object: {reason}; rename it") for path, reason in wrong.items()
@@ -250,7 +250,7 @@ class _Run:
         return [path for path in paths if path not in wrong]
 
     def possible(self, paths: list[str]) -> list[str]:
-        """Return the paths that can be written on this machine. All other paths are reported."""
+        """Return the paths that can be written on this machine, and report all others."""
         directories, inside = index.directories(self._state.objects), tree.Inside(self._root)
         possible = []
         for path in paths:
@@ -272,7 +272,6 @@ class _Run:
         return report
 
     def send(self, paths: list[str], files: Mapping[str, Stat]) -> None:
-        """Upload files and record them."""
         meter = _Meter(self._progress, len(paths), sum(files[path].size for path in paths))
         outcomes = transfer.uploads(
             self._store,
@@ -300,7 +299,7 @@ class _Run:
         meter.tick(last=True)
 
     def receive(self, paths: list[str]) -> None:
-        """Download objects and record them. Objects that are replaced during the download are tried once more."""
+        """Download objects and record them. An object that is replaced during its download is tried once more."""
         self._done, objects = "written", self._state.objects
         meter = _Meter(self._progress, len(paths), sum(objects[path].size for path in paths))
         replaced = self._receive(paths, meter)
@@ -352,7 +351,7 @@ class _Run:
         self.report.bytes += object.size
 
     def _failed(self, path: str, error: BaseException | None) -> None:
-        """Report the failure of one file. Raises errors that would occur with every file."""
+        """Report the failure of one file. Raises errors that would affect every file."""
         match error:
             case NoBucket():
                 raise error
@@ -394,7 +393,7 @@ class _Run:
 
     @contextlib.contextmanager
     def doubting(self) -> Iterator[None]:
-        """Make the next sync list the store unless the block succeeds: in the block, the manifest lacks objects of the store."""
+        """Make the next sync list the store unless the block succeeds, since the manifest is incomplete meanwhile."""
         checked, self._state.checked = self._state.checked, 0.0
         self.save()
         yield

@@ -52,8 +52,8 @@ def work(
 ) -> Generator[Outcome[T], None, None]:
     """Run jobs in threads and yield their outcomes as they end. Uses at most MEMORY bytes, or the cost of one larger job.
 
-    `tick` is called at least ten times a second. `stop` and closing the generator drop the queued jobs and set `enough`, which
-    jobs should check. After `stop`, the outcomes of running jobs are yielded and then Stopped is raised.
+    `tick` is called at least ten times a second. `stop` or closing the generator drops the queued jobs and sets `enough`, which
+    jobs should check. After `stop`, the outcomes of running jobs are yielded, then Stopped is raised.
     """
     source, out, cost = iter(jobs), 0, 0
     waiting = next(source, None)
@@ -101,10 +101,9 @@ def work(
 
 
 def widened(width: int, previous: float, now: float) -> tuple[int, float]:
-    """Return the next number of threads, and the throughput to compare its throughput with.
+    """Return the next number of threads, and the throughput that it must beat.
 
-    `now` is the throughput of `width` threads. The number doubles if `now` is at least a quarter higher than `previous`, which is
-    0 at first.
+    `now` is the throughput of `width` threads. The number doubles if `now` is at least a quarter above `previous`, initially 0.
     """
     if now < 1.25 * previous or width >= MANY:
         return width, float("inf")

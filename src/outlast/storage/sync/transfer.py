@@ -3,9 +3,9 @@
     send(store, [(path, key)], journals=directory)        -> {key: Sent}
     receive(store, [(key, size, path)])                   -> {key: crc32}
 
-Small files are sent and received whole, large files by parts. A download is written to a temporary file, compared with the
-expected size (and checksum), and renamed. `thread_pool` provides the threads and limits the memory. `push_and_pull` transfers
-trees, `checkpoints` checkpoints, and `fetch_from_store` and `code_placement` data.
+Small files are sent and received whole, large files in parts. A download is written to a temporary file, compared with the
+expected size (and checksum), and renamed. `thread_pool` provides the threads and limits the memory. Callers are
+`push_and_pull` for trees, `checkpoints`, and `fetch_from_store` and `code_placement` for data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outlast.storage.sync.thread_pool import Job, Outcome, work
 
 T = TypeVar("T")
 SMALL = 8 << 20
-"""Size in bytes above which `Store.upload` sends a file, and a file is received in pieces of this size."""
+"""Larger files, in bytes, are sent by `Store.upload` and received in pieces of this size."""
 _UPLOAD = 32 << 20
 """Bytes of memory that `Store.upload` needs for one file."""
 
@@ -118,7 +118,7 @@ def receive(
 
 
 def _results(outcomes: Generator[Outcome[T], None, None]) -> Iterator[tuple[Any, T]]:
-    """Yield keys and results of the jobs. Raises the first error."""
+    """Yield keys and results of the jobs, or raise the first error."""
     with contextlib.closing(outcomes):
         for key, result, error in outcomes:
             if error is not None:
@@ -172,7 +172,7 @@ def _upload(
     """Upload a large file, while a second thread computes the checksum from the same cached pages."""
     journals.mkdir(parents=True, exist_ok=True)
     journal = journals / f"{hashlib.sha256(f'{store.url}/{key}'.encode()).hexdigest()[:32]}.upload"
-    for _ in range(1 if snapshots else tree.ATTEMPTS):  # a file that has changed once will change again
+    for _ in range(1 if snapshots else tree.ATTEMPTS):  # a file that changed once will change again
         read, stat = time.time_ns(), tree.stat_of(path)
         failed = threading.Event()
         with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as other:
@@ -193,7 +193,7 @@ def _upload(
         copy = Path(directory) / "copy"
         read, stat = time.time_ns(), tree.stat_of(path)
         size, crc_sent = tree.copy(path, copy, stat.size)
-        # If the file still begins with these bytes, it has only grown, and the copy is not a mixture of old and new bytes.
+        # If the file still begins with these bytes, it has only grown, so the copy does not mix old and new bytes.
         with path.open("rb", buffering=0) as file:
             steady = crc32.of(file.fileno(), size) == crc_sent
         etag = store.upload(copy, key, progress=progress, stop=stop)
@@ -304,7 +304,6 @@ class _Pieces:
                     self._file.close()
 
     def give_up(self) -> None:
-        """Abandon an unfinished download."""
         with self._lock:
             self._error = self._error or Stopped(f"the download of {self.request.key} was stopped")
             self._drop_if_idle()

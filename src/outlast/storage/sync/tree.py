@@ -22,8 +22,8 @@ from outlast.storage.sync.index import Seen, Stat, seen
 PARTIAL = ".outlast-"
 """Prefix of the names of partial files, which end in `.part`."""
 _PIECE = 64 << 10
-"""Bytes written at a time. For larger writes, Linux allocates larger blocks for its page cache. A virtual machine that returns
-free blocks to its host (free page reporting) must then get them back, which takes three times as long as everything else."""
+"""Bytes written at a time. For larger writes, Linux allocates larger page cache blocks. A virtual machine that reports free pages
+must get these back from its host, which takes three times as long as everything else."""
 ATTEMPTS = 3
 """Number of attempts to read a file that changes during the read."""
 
@@ -34,7 +34,7 @@ class Scan:
 
     files: dict[str, Stat] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    """Unreadable paths, with the reason. They may exist although `files` lacks them."""
+    """Unreadable paths, with the reason. These may exist although `files` lacks them."""
     ignored: dict[str, str] = field(default_factory=dict)
     """Paths that are not files, with the reason."""
     partials: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Scan:
 def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "") -> Scan:
     """Walk a tree. Raises NotFound if `root` is not a directory.
 
-    The manifest `own`, paths that `skip` accepts, and files deleted during the walk are left out.
+    Omits the manifest `own`, paths that `skip` accepts, and files deleted during the walk.
     """
     if not os.path.isdir(root):
         if os.path.lexists(root):
@@ -145,8 +145,7 @@ def version(stat: Stat) -> tuple[int, int]:
 def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
     """Read a file, or return None if it has more than `limit` bytes. Raises OSError.
 
-    Returns the content, the stat before the read, and whether the stat was the same after it. A file that changes during the read
-    is read up to ATTEMPTS times.
+    Returns the content, the stat before the read, and whether it was the same afterwards. Tries up to ATTEMPTS times.
     """
     with open(path, "rb", buffering=0) as file:
         for _ in range(ATTEMPTS):
@@ -252,7 +251,7 @@ class AtomicFile:
 
 
 class Inside:
-    """The rule for paths that may be written: after all links, the directory of a path must lie inside the tree."""
+    """The rule for writable paths: with all links resolved, a path's directory must lie inside the tree."""
 
     def __init__(self, root: str) -> None:
         self._root = root
