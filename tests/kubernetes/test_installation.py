@@ -20,7 +20,7 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.diagnosis import gather_evidence
 from outlast.kubernetes.jobs import installation
-from outlast.kubernetes.manifests.installed import nodewatch_daemonset, operator_deployment
+from outlast.kubernetes.manifests.installed import operator_deployment
 
 Outlast = Callable[..., tuple[int, str, str]]
 
@@ -97,7 +97,9 @@ def test_the_node_watcher_comes_and_goes_with_the_rest() -> None:
 
 def test_the_node_watcher_is_no_root_and_has_no_more_rights_than_it_uses() -> None:
     made = {
-        each["kind"]: each for each in installation.documents(watch=True) if each["metadata"]["name"] == nodewatch_daemonset.NAME
+        each["kind"]: each
+        for each in installation.documents(watch=True)
+        if each["metadata"]["name"] == operator_deployment.NODE_WATCH
     }
     found = {
         (verb, resource) for rule in made["ClusterRole"]["rules"] for verb in rule["verbs"] for resource in rule["resources"]

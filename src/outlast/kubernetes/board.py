@@ -341,28 +341,18 @@ class Client:
     def _lease(self) -> dict[str, Any]:
         report = self._report if self._report.generation else dataclasses.replace(self._report, generation=self._min_generation)
         progress_record, duration_s = self._progress(), contract.MESH_LEASE_S if report.mesh else contract.LEASE_S
-        return {
-            "apiVersion": LEASE.api_version,
-            "kind": LEASE.kind,
-            "metadata": {
-                "name": contract.worker_name(self._job, self.id),
-                "labels": {
-                    contract.Label.JOB: self._job,
-                    contract.Label.WORKER: str(self.id),
-                    "app.kubernetes.io/managed-by": "outlast",
-                },
-                "annotations": {
-                    contract.Annotation.REPORT: json.dumps(dataclasses.asdict(report)),
-                    **({contract.Annotation.PROGRESS: json.dumps(progress_record)} if progress_record else {}),
-                },
-                "ownerReferences": [self._owner],
-            },
-            "spec": {
-                "holderIdentity": self._member,
-                "leaseDurationSeconds": math.ceil(max(duration_s, 3 * self._workers / contract.RENEWALS_PER_S)),
-                "renewTime": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
-            },
+        labels = {contract.Label.JOB: self._job, contract.Label.WORKER: str(self.id), "app.kubernetes.io/managed-by": "outlast"}
+        annotations = {contract.Annotation.REPORT: json.dumps(dataclasses.asdict(report))}
+        if progress_record:
+            annotations[contract.Annotation.PROGRESS] = json.dumps(progress_record)
+        name = contract.worker_name(self._job, self.id)
+        meta = {"name": name, "labels": labels, "annotations": annotations, "ownerReferences": [self._owner]}
+        fields = {
+            "holderIdentity": self._member,
+            "leaseDurationSeconds": math.ceil(max(duration_s, 3 * self._workers / contract.RENEWALS_PER_S)),
+            "renewTime": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
         }
+        return LEASE.document(meta, spec=fields)
 
     def _progress(self) -> dict[str, Any] | None:
         """Return the progress of this worker's training processes. None for scripts that do not call `training.progress`, and

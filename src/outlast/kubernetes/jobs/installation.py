@@ -25,7 +25,7 @@ from outlast.kubernetes.api import apply_documents, dropins, kinds, pod_status, 
 from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.diagnosis import cluster as conditions
 from outlast.kubernetes.diagnosis import gather_evidence
-from outlast.kubernetes.manifests.installed import nodewatch_daemonset, operator_deployment, rbac
+from outlast.kubernetes.manifests.installed import operator_deployment
 from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE, Document
 
 if TYPE_CHECKING:
@@ -231,8 +231,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     _check_single_operator(cluster, namespace)
     installed = documents(namespace=namespace, watch=True)
     desired = [each for each in installed if each["kind"] != kinds.CRD.kind]
-    crd = {"apiVersion": kinds.CRD.api_version, "kind": kinds.CRD.kind}
-    definitions = [{**crd, "metadata": {"name": kind.resource}} for kind in _JOBS]
+    definitions = [kinds.CRD.document({"name": kind.resource}) for kind in _JOBS]
     if crds:
         yield from (_delete(cluster, each) for each in definitions)
     remaining = (
@@ -244,15 +243,14 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
             if (existing := apply_documents.existing(cluster, each)) is not None and ownership.owned(existing)
         ]
     )
-    roles = [each["metadata"]["name"] for each in rbac.user_roles()]
     for document in reversed(desired):
         old = apply_documents.existing(cluster, document)
         if old is None:
-            if not document["metadata"]["name"].startswith(nodewatch_daemonset.NAME):
+            if not document["metadata"]["name"].startswith(operator_deployment.NODE_WATCH):
                 yield Outcome("absent", document)
         elif document["kind"] == kinds.NAMESPACE.kind:
             yield from _remove_namespace(cluster, old)
-        elif remaining and document["metadata"]["name"] in roles:
+        elif remaining and document["metadata"]["name"] in operator_deployment.USER_ROLES:
             yield Outcome("kept", document, "users have their rights to ElasticJobs from it; --crds removes it")
         else:
             yield _delete(cluster, document)

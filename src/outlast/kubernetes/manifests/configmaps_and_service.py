@@ -7,6 +7,7 @@ import base64
 from outlast.base import units
 from outlast.job import contract, spec
 from outlast.job.contract import Env, Pod
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import labels, variables, volumes
 from outlast.kubernetes.manifests.names import Names
 from outlast.kubernetes.manifests.render_request import Document, Request
@@ -14,13 +15,9 @@ from outlast.kubernetes.manifests.render_request import Document, Request
 
 def config(request: Request) -> Document:
     """Return the ConfigMap with the job file. It is immutable: another content has another name."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": labels.metadata(request, request.names.config),
-        "immutable": True,
-        "data": volumes.config_data(request),
-    }
+    return kinds.CONFIG_MAP.document(
+        labels.metadata(request, request.names.config), immutable=True, data=volumes.config_data(request)
+    )
 
 
 def code(request: Request) -> list[Document]:
@@ -28,15 +25,9 @@ def code(request: Request) -> list[Document]:
     checksum = volumes.checksum(request.spec.code)
     if not (request.code and checksum):
         return []
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": labels.metadata(request, request.names.code(checksum)),
-            "immutable": True,
-            "binaryData": {volumes.archive(request.spec.code): base64.b64encode(request.code).decode()},
-        }
-    ]
+    data = {volumes.archive(request.spec.code): base64.b64encode(request.code).decode()}
+    meta = labels.metadata(request, request.names.code(checksum))
+    return [kinds.CONFIG_MAP.document(meta, immutable=True, binaryData=data)]
 
 
 def service(request: Request) -> Document:
@@ -47,17 +38,9 @@ def service(request: Request) -> Document:
 
 def headless(meta: Document, selector: dict[str, str], target: str | int) -> Document:
     """Return a headless Service for the rendezvous of pods, including pods that are not ready; `target` is their port."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": meta,
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": selector,
-            "ports": [{"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": target}],
-        },
-    }
+    port = {"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": target}
+    fields = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": [port]}
+    return kinds.SERVICE.document(meta, spec=fields)
 
 
 def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None:
@@ -67,7 +50,7 @@ def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None
     meta: Document = {"name": name, "labels": labels.common(job)}
     if namespace := workload["metadata"].get("namespace"):
         meta["namespace"] = namespace
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "immutable": True, "stringData": {variables.KEY: value}}
+    return kinds.SECRET.document(meta, immutable=True, stringData={variables.KEY: value})
 
 
 def _secret_name(job: spec.Job, workload: Document) -> str:
@@ -84,15 +67,8 @@ def _secret_name(job: spec.Job, workload: Document) -> str:
 
 def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
     """Return the PersistentVolumeClaims to create, for volumes that have a size. `mode` is the default access mode."""
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": labels.metadata(request, name),
-            "spec": claim,
-        }
-        for name, claim in volumes.claims(request.spec, mode).items()
-    ]
+    claims = volumes.claims(request.spec, mode)
+    return [kinds.CLAIM.document(labels.metadata(request, name), spec=claim) for name, claim in claims.items()]
 
 
 def existing_claim(desired: Document, existing: Document) -> str:

@@ -17,6 +17,7 @@ from typing import Literal
 
 from outlast.job import contract, spec
 from outlast.job.contract import Annotation, Label, Pod
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import injected_agent, labels, overlay, resources, variables
 from outlast.kubernetes.manifests import volumes as places
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
@@ -83,7 +84,7 @@ def pod(request: Request, worker: Worker, *, index: int, generation: int, file: 
     own = templated["metadata"].pop("annotations", {})
     meta["annotations"] = {**disruption.DO_NOT_DISRUPT, **own, Annotation.JOB_FILE: file}
     # As in Kubernetes, the `name` of a template is ignored.
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**templated["metadata"], **meta}, "spec": templated["spec"]}
+    return kinds.POD.document({**templated["metadata"], **meta}, spec=templated["spec"])
 
 
 def termination_grace_s(fields: spec.Spec) -> int:

@@ -185,4 +185,4 @@ def _renewed_lease(old: Document | None, identity: str, namespace: str, duration
     spec |= {"holderIdentity": identity, "leaseDurationSeconds": max(1, round(duration_s)), "renewTime": now}
     meta = (old or {}).get("metadata") or {"name": OPERATOR, "namespace": namespace}
     meta = {name: value for name, value in meta.items() if name != "managedFields"}
-    return {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": meta, "spec": spec}
+    return LEASE.document(meta, spec=spec)

@@ -11,7 +11,10 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Sequence
+from importlib import resources
 from typing import Any
+
+import yaml
 
 from outlast.base.errors import OutlastError
 from outlast.job import accelerators, contract
@@ -25,7 +28,6 @@ from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.observed_job import Limits, PlainJob
 from outlast.kubernetes.operator.plan import Plan
 from outlast.kubernetes.torchelastic import torchrun_pod
-from outlast.kubernetes.torchelastic.definition import definition
 from outlast.kubernetes.torchelastic.torchrun_pod import sizes
 
 __all__ = ["definition", "final_state", "is_replaced_controller", "processes", "reconcile", "scale_patch", "sizes"]
@@ -33,6 +35,12 @@ __all__ = ["definition", "final_state", "is_replaced_controller", "processes", "
 Document = dict[str, Any]
 _CONTROLLER = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\b")
 """Images built from https://github.com/pytorch/elastic/tree/master/kubernetes."""
+
+
+def definition() -> Document:
+    """Return the CustomResourceDefinition."""
+    document: Document = yaml.safe_load(resources.files(__package__).joinpath("definition.yaml").read_text())
+    return document
 
 
 def processes(job: Document) -> int:

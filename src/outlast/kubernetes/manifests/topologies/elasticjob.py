@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from outlast.job import contract
-from outlast.kubernetes.api import document_parsing
+from outlast.kubernetes.api import document_parsing, kinds
 from outlast.kubernetes.manifests import configmaps_and_service, labels, volumes
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 
@@ -34,10 +34,4 @@ def documents(request: Request) -> list[Document]:
         meta["namespace"] = job.metadata.namespace
     if request.fresh:
         meta["annotations"] = {**(meta.get("annotations") or {}), contract.Annotation.FRESH: "true"}
-    elastic_job: Document = {
-        "apiVersion": contract.API_VERSION,
-        "kind": contract.KIND,
-        "metadata": meta,
-        "spec": document["spec"],
-    }
-    return [*configmaps_and_service.claims(request), elastic_job]
+    return [*configmaps_and_service.claims(request), kinds.ELASTIC_JOB.document(meta, spec=document["spec"])]

@@ -7,6 +7,7 @@ with it the world of all other workers.
 from __future__ import annotations
 
 from outlast.job import spec
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import configmaps_and_service, labels, rendezvous_endpoint, variables, worker_pod
 from outlast.kubernetes.manifests.render_request import Document, Request
 from outlast.kubernetes.manifests.scheduling import gang, placement
@@ -28,23 +29,19 @@ def documents(request: Request) -> list[Document]:
         subdomain=request.names.service,
         gang=pod_group,
     )
+    fields = {
+        "completionMode": "Indexed",
+        "completions": replicas,
+        "parallelism": replicas,
+        **worker_pod.job_limits(request.spec),
+        "template": worker_pod.template(request, worker),
+    }
     return [
         *configmaps_and_service.claims(request),
         configmaps_and_service.config(request),
         configmaps_and_service.service(request),
         *pod_group.documents,
-        {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": labels.workload(request, name, annotations=_partial_admission(request.spec)),
-            "spec": {
-                "completionMode": "Indexed",
-                "completions": replicas,
-                "parallelism": replicas,
-                **worker_pod.job_limits(request.spec),
-                "template": worker_pod.template(request, worker),
-            },
-        },
+        kinds.JOB.document(labels.workload(request, name, annotations=_partial_admission(request.spec)), spec=fields),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import configmaps_and_service, labels, rendezvous_endpoint, variables, worker_pod
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 from outlast.kubernetes.manifests.scheduling import placement
@@ -21,14 +22,9 @@ def documents(request: Request) -> list[Document]:
         has_peers=False,
         on_demand=request.spec.scheduling.worker0 == placement.ON_DEMAND,
     )
-    template = worker_pod.template(request, worker)
+    fields = {**worker_pod.job_limits(request.spec), "template": worker_pod.template(request, worker)}
     return [
         *configmaps_and_service.claims(request, mode="ReadWriteOnce"),
         configmaps_and_service.config(request),
-        {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": labels.workload(request, request.names.workload("-00000")),
-            "spec": {**worker_pod.job_limits(request.spec), "template": template},
-        },
+        kinds.JOB.document(labels.workload(request, request.names.workload("-00000")), spec=fields),
     ]

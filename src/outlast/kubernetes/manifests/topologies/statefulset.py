@@ -10,6 +10,7 @@ a rolling update would wait until one new pod is ready, and that pod needs a wor
 
 from __future__ import annotations
 
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import configmaps_and_service, labels, rendezvous_endpoint, variables, worker_pod
 from outlast.kubernetes.manifests.render_request import Document, Request
 from outlast.kubernetes.manifests.scheduling import gang, placement
@@ -30,22 +31,18 @@ def documents(request: Request) -> list[Document]:
         stay=True,
         gang=pod_group,
     )
+    fields = {
+        "serviceName": request.names.service,
+        "replicas": 0 if request.spec.suspend else request.spec.workers.replicas,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "OnDelete"},
+        "selector": {"matchLabels": labels.selector(name)},
+        "template": worker_pod.template(request, worker),
+    }
     return [
         *configmaps_and_service.claims(request),
         configmaps_and_service.config(request),
         configmaps_and_service.service(request),
         *pod_group.documents,
-        {
-            "apiVersion": "apps/v1",
-            "kind": "StatefulSet",
-            "metadata": labels.workload(request, name),
-            "spec": {
-                "serviceName": request.names.service,
-                "replicas": 0 if request.spec.suspend else request.spec.workers.replicas,
-                "podManagementPolicy": "Parallel",
-                "updateStrategy": {"type": "OnDelete"},
-                "selector": {"matchLabels": labels.selector(name)},
-                "template": worker_pod.template(request, worker),
-            },
-        },
+        kinds.STATEFUL_SET.document(labels.workload(request, name), spec=fields),
     ]
