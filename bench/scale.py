@@ -25,7 +25,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,7 @@ class Simulated:
 
     # what the operator asks for
 
-    def watch(self, kind: Kind, *, pace: api.Pace, **_: Any) -> Iterator[api.Change]:
+    def watch(self, kind: Kind, *, on_version: Callable[[str | None], None], **_: Any) -> Iterator[api.Change]:
         reported = watch._Reported()
 
         def change(line: bytes) -> api.Change:
@@ -221,7 +221,7 @@ class Simulated:
 
         yield from (change(line) for line in self.first[kind])
         self.first[kind] = []
-        pace.on_version(str(next(self.versions)))
+        on_version(str(next(self.versions)))
         yield from (change(line) for line in (self.renewed() if kind == kinds.LEASE else self.queued(kind)))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:

@@ -173,7 +173,7 @@ def test_each_kind_is_listed_and_watched_from_there(kubeconfig: Path) -> None:
     with Mock({}) as mock, operating(mock, kubeconfig):
         mock.until(lambda: len(mock.requests(action="WATCH")) == 5)
     watch = {"watch": "true", "resourceVersion": "50", "allowWatchBookmarks": "true"}
-    for action, params in (("LIST", {"limit": "500"}), ("WATCH", watch)):
+    for action, params in (("LIST", {"limit": "100"}), ("WATCH", watch)):
         few = {"limit": "20"} if action == "LIST" else params  # one job may be as large as a page of pods
         asked = [each for each in mock.requests(action=action) if each.resource and each.resource.plural]
         assert {str(each.resource.plural) for each in asked if each.resource} == heard.keys()

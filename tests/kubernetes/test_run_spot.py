@@ -23,7 +23,7 @@ from imds import Imds
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.kubernetes import api as kube
-from outlast.kubernetes.nodewatch import notices
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.nodewatch.metadata import Metadata
 from outlast.kubernetes.nodewatch.node_watcher import Watcher
 from outlast.kubernetes.operator import reconciler_by_kind
@@ -73,7 +73,7 @@ class Kubelets:
             if going:
                 self.api.remove("pods", name)
             else:
-                done = {"exitCode": process.returncode, "finishedAt": notices.utc(time.time())}
+                done = {"exitCode": process.returncode, "finishedAt": pod_status.rfc3339(time.time())}
                 phase = "Failed" if process.returncode else "Succeeded"
                 self._report(pod, phase, {"terminated": done}, pod["spec"]["nodeName"])
 
@@ -167,7 +167,7 @@ def test_training_goes_on_elsewhere_without_a_step_lost_and_no_restart_is_counte
         watching = threading.Thread(target=watch)
         watching.start()
         begun = time.time()
-        service.documents[imds.SPOT] = imds.spot(notices.utc(begun + notice_s))
+        service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(begun + notice_s))
         pods.wait(lambda: api.documents["nodes", "", going]["spec"].get("taints"), "the taint")
         print(f"tainted after {time.time() - begun:.2f} s")
         pods.wait(lambda: training.ended, "the end of its worker")

@@ -14,7 +14,7 @@ from imds import Imds
 from outlast.job import contract
 from outlast.job.contract import Annotation
 from outlast.kubernetes import api
-from outlast.kubernetes.nodewatch import notices
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.nodewatch.metadata import Metadata
 from outlast.kubernetes.nodewatch.node_watcher import Watcher
 from waits import until
@@ -70,7 +70,7 @@ def test_a_node_is_tainted_drained_against_a_budget_and_taken_back(cluster: api.
         try:
             watcher.tick()
             begun = time.time()
-            service.documents[imds.SPOT] = imds.spot(notices.utc(begun + 45))
+            service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(begun + 45))
             while time.time() < begun + 45:
                 time.sleep(watcher.tick())
                 gone = [each["metadata"]["name"] for each in cluster.list_(api.POD) if each["status"]["phase"] == "Running"]
@@ -80,7 +80,7 @@ def test_a_node_is_tainted_drained_against_a_budget_and_taken_back(cluster: api.
             node = cluster.get(api.NODE, name)
             assert node["spec"]["unschedulable"]
             assert contract.LEAVING in [each["key"] for each in node["spec"]["taints"]]
-            assert node["metadata"]["annotations"][Annotation.LEAVING_AT] == notices.utc(begun + 45)
+            assert node["metadata"]["annotations"][Annotation.LEAVING_AT] == pod_status.rfc3339(begun + 45)
         finally:
             service.documents.pop(imds.SPOT, None)
             later[0] = 120.0

@@ -16,8 +16,8 @@ from kubernetes_validate import utils as schemas
 from elastic_jobs import START, WORKSHOP, a_job, text
 from operators import World
 from outlast.job.spec import job_file as job_files
-from outlast.kubernetes.api import kinds, owner_references
-from outlast.kubernetes.operator import elasticjob_status, reconciler_by_kind
+from outlast.kubernetes.api import kinds, owner_references, pod_status
+from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.observed_job import NNODES, Limits
@@ -677,7 +677,7 @@ def test_a_worker_on_a_node_that_is_lost_is_made_again_elsewhere() -> None:
 
 def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count() -> None:
     cluster = running()
-    by = elasticjob_status.timestamp(cluster.now + 15)
+    by = pod_status.rfc3339(cluster.now + 15)
     meta = {"name": "node-1", "annotations": {"outlast.dev/leaving-at": by}}
     cluster.taints = {"node-1": {"metadata": meta, "spec": {"taints": [{"key": "outlast.dev/leaving"}]}}}
     reason = f"worker 1 leaves: its node node-1 is about to be terminated (outlast.dev/leaving, by {by})"

@@ -57,7 +57,7 @@ class Scene:
     def __init__(self, *script: Callable[[Scene], object]) -> None:
         self.cluster = Cluster(CRD, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}})
         self.script, self.said, self.clock = list(script), [], 0.0
-        self.waiter = Waiter(Workloads(self.cluster), "digits", self.said.append, waiting.Timing(lambda: self.clock, self.sleep))  # type: ignore[arg-type]
+        self.waiter = Waiter(Workloads(self.cluster), "digits", self.said.append, lambda: self.clock, self.sleep)  # type: ignore[arg-type]
 
     said: list[str]
 
@@ -223,7 +223,7 @@ def test_of_a_job_that_was_removed_while_the_api_server_was_away_the_store_knows
 def test_a_second_wait_attaches_to_the_same_job() -> None:
     scene = Scene(to("Running"), to("Succeeded"))
     scene.waiter.submit(scene.submit)  # its pod is killed here
-    again = Waiter(scene.waiter.workloads, "digits", scene.said.append, scene.waiter.timing)
+    again = Waiter(scene.waiter.workloads, "digits", scene.said.append, scene.waiter.now, scene.waiter.sleep)
     again.submit(scene.submit)
     assert again.wait().code is Code.SUCCEEDED
     assert scene.said[:2] == ["ElasticJob digits created", "ElasticJob digits unchanged"]

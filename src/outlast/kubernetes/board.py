@@ -174,8 +174,13 @@ class Client:
                     if version is not None and not existing:  # a watch does not report deletions from before it began
                         raise Absent(f"there is no ElasticJob {self._job}")
 
-                pace = api.Pace(check_exists, LONGEST_PAUSE_S)
-                for change in cluster.watch(ELASTIC_JOB, stop=watching, fields=f"metadata.name={self._job}", pace=pace):
+                for change in cluster.watch(
+                    ELASTIC_JOB,
+                    stop=watching,
+                    fields=f"metadata.name={self._job}",
+                    on_version=check_exists,
+                    longest_pause_s=LONGEST_PAUSE_S,
+                ):
                     if change.type == "deleted":
                         raise Absent(f"ElasticJob {self._job} does not exist any more")
                     existing.add(self._job)

@@ -34,7 +34,7 @@ from outlast.kubernetes.api.login import connect, load
 from outlast.kubernetes.api.requests import Document
 from outlast.kubernetes.api.stop import Stop, within
 from outlast.kubernetes.api.streams import Ended
-from outlast.kubernetes.api.watch import Change, Pace
+from outlast.kubernetes.api.watch import Change
 
 __all__ = [
     "CLAIM",
@@ -60,7 +60,6 @@ __all__ = [
     "Ended",
     "Kind",
     "LogOptions",
-    "Pace",
     "Stop",
     "connect",
     "kind_of",

@@ -7,7 +7,7 @@ functions here are thread-safe. Long calls end as soon as their `Stop` is set.
 from __future__ import annotations
 
 import email.utils
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -177,7 +177,8 @@ class Cluster(Api):
         everywhere: bool = False,
         labels: str = "",
         fields: str = "",
-        pace: watch.Pace = watch.PACE,
+        on_version: Callable[[str | None], None] = lambda _: None,
+        longest_pause_s: float = requests.LONGEST_PAUSE_S,
     ) -> Iterator[Change]:
         """Yield all existing documents, then every change, until `stop` is set.
 
@@ -185,8 +186,11 @@ class Cluster(Api):
         everything again, and reports documents that have vanished as deleted. While the server is down, the watch retries with
         growing pauses. Raises refusals, and Unanswered if the server is down before the first list is complete. Documents are
         parsed one at a time.
+
+        `on_version` receives the version up to which everything has been reported, on connecting and with each bookmark, and None
+        when the connection is lost. `longest_pause_s` is the maximum pause in seconds between two attempts to connect.
         """
-        return watch.changes(self, Selection(kind, namespace, everywhere, labels, fields), stop, pace)
+        return watch.changes(self, Selection(kind, namespace, everywhere, labels, fields), stop, on_version, longest_pause_s)
 
     # Pods
 

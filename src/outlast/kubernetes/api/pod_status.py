@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from outlast.base import units
@@ -78,6 +78,11 @@ def index(pod: Document) -> int:
 def timestamp(time: str | None) -> float:
     """Convert a time from Kubernetes to seconds since the epoch; 0 for None."""
     return datetime.fromisoformat(time).timestamp() if time else 0.0
+
+
+def rfc3339(when: float) -> str:
+    """Format seconds since the epoch as Kubernetes does, in whole seconds: `2026-01-01T00:02:00Z`."""
+    return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def created_at(pod: Document) -> float:

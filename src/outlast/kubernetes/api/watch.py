@@ -35,22 +35,9 @@ class Change:
     kind, apiVersion and metadata without annotations remain."""
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Settings of a watch: a callback for the state of its connection, and the maximum pause before it reconnects."""
-
-    on_version: Callable[[str | None], None] = lambda version: None
-    """Callback that receives the version up to which everything has been reported, on connecting and with each bookmark. It
-    receives None when the connection is lost."""
-    longest_pause_s: float = requests.LONGEST_PAUSE_S
-    """Maximum seconds between two attempts to connect."""
-
-
-PACE = Pace()
-
-
-def changes(api: Api, selection: Selection, stop: Stop, pace: Pace) -> Iterator[Change]:
-    on_version = pace.on_version
+def changes(
+    api: Api, selection: Selection, stop: Stop, on_version: Callable[[str | None], None], longest_pause_s: float
+) -> Iterator[Change]:
     reported = _Reported()
     version, listed, failures = "", False, 0
     while not stop.is_set():
@@ -80,7 +67,7 @@ def changes(api: Api, selection: Selection, stop: Stop, pace: Pace) -> Iterator[
             if not listed:
                 raise
         if failures:
-            stop.wait(min(requests.pause(failures), pace.longest_pause_s))
+            stop.wait(min(requests.pause(failures), longest_pause_s))
 
 
 def _one_connection(

@@ -15,7 +15,7 @@ import enum
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,12 +63,6 @@ class WaitResult:
     status: JobStatus
 
 
-@dataclass(frozen=True)
-class Timing:
-    now: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-
-
 @dataclass
 class Waiter:
     """Submits one job and waits for its end."""
@@ -76,7 +70,8 @@ class Waiter:
     workloads: Workloads
     name: str
     say: Callable[[str], None]
-    timing: Timing = field(default_factory=Timing)
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
     may_cancel: bool = False
     """Whether we may cancel the job of this name: either we have submitted it, or only we use the name."""
     defer_sigterm: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
@@ -103,9 +98,9 @@ class Waiter:
     def wait(self) -> WaitResult:
         """Wait for the end of the job."""
         last: JobStatus | None = None
-        reported_s = self.timing.now()
+        reported_s = self.now()
         while self._uid:
-            due = last is None or self.timing.now() - reported_s >= PROGRESS_S
+            due = last is None or self.now() - reported_s >= PROGRESS_S
             status = self._retry(lambda due=due: self._request_status(query_agents=due))  # type: ignore[misc]
             if status is None:
                 return self._ended_elsewhere(last)
@@ -113,9 +108,9 @@ class Waiter:
                 return self._result(status)
             if due or last is None or status.state is not last.state:
                 self.say(progress(status))
-                reported_s = self.timing.now()
+                reported_s = self.now()
             last = status
-            self.timing.sleep(POLL_S)
+            self.sleep(POLL_S)
         return self._ended_elsewhere(None)
 
     def on_sigterm(self, mode: str, read_step: ReadStep) -> WaitResult:
@@ -158,19 +153,19 @@ class Waiter:
     def _retry(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
         """Return the answer to a request, which is repeated while the API server is unavailable or does not serve the kind of
         a job that existed before."""
-        since = self.timing.now()
+        since = self.now()
         unserved: float | None = None
 
         def hopeless(error: ClusterError) -> bool:
             nonlocal unserved
-            now = self.timing.now()
+            now = self.now()
             if isinstance(error, NotServed):
                 unserved = now if unserved is None else unserved
                 return not self._uid or now - since > timeout_s or now - unserved > _UNSERVED_S
             unserved = None
             return not isinstance(error, Unanswered) or now - since > timeout_s
 
-        return backoff.until_answered(request, self.say, every_s=POLL_S, sleep=self.timing.sleep, hopeless=hopeless)
+        return backoff.until_answered(request, self.say, every_s=POLL_S, sleep=self.sleep, hopeless=hopeless)
 
     def _result(self, status: JobStatus) -> WaitResult:
         if status.state is State.SUCCEEDED:

@@ -16,9 +16,8 @@ from typing import Any
 
 from outlast.base.errors import Absent, ClusterError, Conflict, Forbidden, Refused, Taken
 from outlast.job.contract import OPERATOR, Label
-from outlast.kubernetes.api import owner_references
+from outlast.kubernetes.api import owner_references, pod_status
 from outlast.kubernetes.api.kinds import EVENT, ROLE, ROLE_BINDING, kind_of
-from outlast.kubernetes.operator import elasticjob_status
 from outlast.kubernetes.operator.plan import Deletion, Document, Event, Plan
 from outlast.kubernetes.operator.writer import Parallel, Writer
 
@@ -260,7 +259,7 @@ def _write_event(cluster: Writer, job: Mapping[str, Any], event: Event, now: flo
 
 def event_document(job: Mapping[str, Any], event: Event, now: float) -> Document:
     meta = job["metadata"]
-    namespace, time = meta.get("namespace", "default"), elasticjob_status.timestamp(now)
+    namespace, time = meta.get("namespace", "default"), pod_status.rfc3339(now)
     content = "\0".join((meta["uid"], event.type, event.reason, event.message, str(int(now // EVENT_WINDOW_S))))
     name = f"{meta['name']}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     involved = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": meta["name"], "namespace": namespace}

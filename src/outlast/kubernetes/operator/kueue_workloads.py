@@ -21,7 +21,6 @@ from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.api.owner_references import Identified, owned_by
 from outlast.kubernetes.manifests.scheduling import kueue
 from outlast.kubernetes.manifests.scheduling.kueue import Priority
-from outlast.kubernetes.operator import elasticjob_status
 from outlast.kubernetes.operator.plan import Deletion
 
 Document = dict[str, Any]
@@ -106,12 +105,11 @@ class WorkloadSlice(Identified):
                 return str(condition["message"]).rstrip(".")
         return ""
 
-    def condition(self, type_: str) -> Document | None:
-        return next((each for each in self._status.get("conditions") or () if each["type"] == type_), None)
+    def condition(self, type_: str) -> Mapping[str, Any] | None:
+        return next(pod_status.conditions(self.document, type_), None)
 
     def is_true(self, type_: str) -> bool:
-        condition = self.condition(type_)
-        return condition is not None and condition["status"] == "True"
+        return pod_status.condition(self.document, type_) is not None
 
     @property
     def _status(self) -> Mapping[str, Any]:
@@ -125,7 +123,7 @@ class WorkloadSlice(Identified):
         by_type = {each["type"]: each for each in self._status.get("conditions") or ()}
         for type_, is_true, reason, message in conditions:
             status, previous = "True" if is_true else "False", by_type.get(type_, {})
-            since = previous["lastTransitionTime"] if previous.get("status") == status else elasticjob_status.timestamp(now)
+            since = previous["lastTransitionTime"] if previous.get("status") == status else pod_status.rfc3339(now)
             by_type[type_] = {
                 "type": type_,
                 "status": status,
@@ -147,7 +145,7 @@ class WorkloadSlice(Identified):
             ("Requeued", reason in ("Preempted", "NodeFailures"), reason, message),  # other evictions: Kueue requeues by itself
         ]
         spent: Document = {}
-        if (admitted := self.condition("Admitted")) is not None and admitted["status"] == "True":
+        if admitted := pod_status.condition(self.document, "Admitted"):
             conditions.append(("Admitted", False, "NoReservation", "The workload has no reservation"))
             accumulated = int(self._status.get("accumulatedPastExecutionTimeSeconds") or 0)
             began = pod_status.timestamp(admitted["lastTransitionTime"]) or now

@@ -30,7 +30,7 @@ from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.plan import Document, Plan
 from outlast.kubernetes.operator.prometheus import Metrics
-from outlast.kubernetes.operator.watches import Intervals, Watches
+from outlast.kubernetes.operator.watches import Watches
 from outlast.kubernetes.operator.workqueue import WorkQueue
 from outlast.kubernetes.operator.writer import Background, NotLeader, Parallel, Writer
 
@@ -96,10 +96,15 @@ class Operator:
         self.queue: WorkQueue[Key] = WorkQueue(self._clock)
         self.cache = Cache(self.reconcilers, self._on_change)
         self.writer = Writer(cluster, self.cache, self.metrics, leadership.is_leader)
-        intervals = Intervals(self.settings.retry_s, self.settings.discovery_s)
-        namespace = self.settings.namespace
         self.watches = Watches(
-            cluster, self.cache, self.metrics, self._clock, self._queue_all, namespace=namespace, intervals=intervals
+            cluster,
+            self.cache,
+            self.metrics,
+            self._clock,
+            self._queue_all,
+            namespace=self.settings.namespace,
+            retry_s=self.settings.retry_s,
+            discovery_s=self.settings.discovery_s,
         )
         self._orphans = orphans
         self._parallel = Parallel(WRITERS_PER_WORKER * self.settings.workers)

@@ -234,16 +234,16 @@ class ReconcilePass:
         members = self.status.world.members if self.status.world and self.status.called is None else ()
         alive = {pod.index for pod in self.alive}
         inside = [id for id in members if id in alive]
-        facts = elasticjob_status.DerivedFields(
+        return elasticjob_status.write(
+            self.status,
             job=self.snapshot.name,
             # 0 once the job has ended: its workers end one after another, and each would cause a write.
             pods=self._worker_count() if self.status.finished is None else 0,
             world_size=len(inside) if self.status.result is None else 0,
             size_range=size_range,
-            checkpoint=checkpoint_url,
+            checkpoints=checkpoint_url,
             grace_s=grace_s,
         )
-        return elasticjob_status.write(self.status, facts)
 
     def is_member(self, pod: Pod) -> bool:
         """Return whether a pod is, or was, a member of the newest world. A later pod with the same index is not."""

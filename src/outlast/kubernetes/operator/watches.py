@@ -33,19 +33,10 @@ _JOIN_S = 0.5
 _GANGS = (VOLCANO_GROUP, POD_GROUP)
 
 
-@dataclass(frozen=True)
-class Intervals:
-    """Intervals of the watches, in seconds."""
-
-    retry_s: float = 1.0
-    """First pause before a failed watch is started again; doubled each time."""
-    discovery_s: float = 60.0
-    """Interval at which we look for Kueue and gang schedulers."""
-
-
 class Watches:
     """Threads that fill `cache`. They call `on_change` when the features of the cluster have changed: every job must then be
-    reconciled."""
+    reconciled. A failed watch is started again after `retry_s` seconds, doubled each time; Kueue and gang schedulers are looked
+    for every `discovery_s`."""
 
     def __init__(
         self,
@@ -56,10 +47,11 @@ class Watches:
         on_change: Callable[[], None],
         *,
         namespace: str | None,
-        intervals: Intervals,
+        retry_s: float,
+        discovery_s: float,
     ) -> None:
         self._cluster, self._cache, self._metrics, self._clock, self._on_change = cluster, cache, metrics, clock, on_change
-        self._namespace, self._intervals = namespace, intervals
+        self._namespace, self._retry_s, self._discovery_s = namespace, retry_s, discovery_s
         self._stop = api.Stop()
         self._served: tuple[Kind, ...] = ()
         """Kinds of Kueue and of gang schedulers that the cluster serves."""
@@ -119,7 +111,7 @@ class Watches:
             self._on_change()
 
     def _discover_periodically(self) -> None:
-        while not self._stop.wait(self._intervals.discovery_s):
+        while not self._stop.wait(self._discovery_s):
             try:
                 self.discover()
             except Exception as error:  # this must not end the process
@@ -157,7 +149,7 @@ class Watches:
                 bug = None if isinstance(error, ClusterError) else error
                 log.log(logging.ERROR if bug else logging.WARNING, "%s cannot be watched: %s", kind.resource, error, exc_info=bug)
             watch.failures += 1
-            self._stop.wait(backoff.exponential(watch.failures - 1, self._intervals.retry_s, WATCH_RETRY_S))
+            self._stop.wait(backoff.exponential(watch.failures - 1, self._retry_s, WATCH_RETRY_S))
 
     def _follow(self, watch: _Watch) -> None:
         kind = watch.kind
@@ -169,7 +161,8 @@ class Watches:
             kind,
             stop=self._stop,
             labels=Label.JOB if labelled else "",
-            pace=api.Pace(lambda version: self._set_version(watch, version), WATCH_RETRY_S),
+            on_version=lambda version: self._set_version(watch, version),
+            longest_pause_s=WATCH_RETRY_S,
             **scope,
         ):
             self._apply(kind, change)

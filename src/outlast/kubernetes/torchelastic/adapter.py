@@ -19,10 +19,10 @@ import yaml
 from outlast.base.errors import OutlastError
 from outlast.job import accelerators, contract
 from outlast.job.status import State
-from outlast.kubernetes.api import document_parsing
+from outlast.kubernetes.api import document_parsing, pod_status
 from outlast.kubernetes.manifests import names
 from outlast.kubernetes.manifests.scheduling import placement
-from outlast.kubernetes.operator import decide, elasticjob_status, observed_job
+from outlast.kubernetes.operator import decide, observed_job
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.observed_job import Limits, PlainJob
@@ -201,7 +201,7 @@ def _conditions(
     if message := "; ".join(filter(None, messages)):
         since = next(
             (each["lastTransitionTime"] for each in old_conditions if each["type"] == "Limited"),
-            elasticjob_status.timestamp(snapshot.now),
+            pod_status.rfc3339(snapshot.now),
         )
         limited = {"type": "Limited", "status": "True", "reason": "NotHonoured", "message": message}
         conditions.insert(0, {**limited, "lastTransitionTime": since})
