@@ -85,7 +85,6 @@ class Client:
         self._min_generation = member.generation
         self._report = Report(run=run, id=member.id, standing="waiting", since=time.time())
         self._revision, self._sent_revision = 0, 0
-        """Revision of the current report, and of the report that the API server last accepted."""
         self._owner: dict[str, Any] | None = None
         """Owner reference to the ElasticJob. None until the watch shows the job; reports are sent only after that."""
         self._workers = 1

@@ -22,9 +22,7 @@ from outlast.kubernetes.api.streams import Ended
 from outlast.kubernetes.api.watch import Change
 
 MANAGER = "outlast"
-"""Outlast's field manager in `managedFields`."""
 _WRITTEN_BY_SERVER = ("managedFields", "resourceVersion", "uid", "creationTimestamp", "generation", "selfLink")
-"""Metadata that the API server writes."""
 _WRITE = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
 
 
@@ -35,7 +33,6 @@ class LogOptions:
     container: str = ""
     follow: bool = False
     since_s: float | None = None
-    """Only the lines of the last `since_s` seconds."""
     since: str = ""
     """Only lines after this time, in the format of `timestamps`."""
     tail: int | None = None

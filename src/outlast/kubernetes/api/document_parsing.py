@@ -125,7 +125,6 @@ def _document(text: bytes, span: _Span, kind: Kind | None) -> Document:
 
 
 def _outline(text: bytes, outer: _Span, max_bytes: int | None) -> Document:
-    """Return the readable part of a document."""
     outline: Document = {}
     problems: list[str] = []
     for key, span in _members(text, outer.begin):
@@ -230,7 +229,6 @@ def _parse(text: bytes, span: _Span) -> Any:
 
 
 def _skip_space(text: bytes, at: int) -> int:
-    """Return the position of the next character that is not white space."""
     space = _SPACE.match(text, at)
     assert space is not None, "the pattern also matches an empty text"
     return space.end()

@@ -237,7 +237,6 @@ def started_at(pod: Document) -> float | None:
 
 
 WITHOUT_OUTLAST = "say inject: true in the job file, which brings it, or install it there (docs/guide/images.md)"
-"""The remedy for an image without Outlast."""
 _MISSING = re.compile(
     r"exec: \"(?P<runc>[^\"]+)\": (?:executable file not found|.*no such file or directory)"
     r"|executable file [`'\"](?P<crun>[^`'\"]+)[`'\"] not found"
@@ -284,7 +283,6 @@ def blocking_reason(pod: Document) -> str:
 
 
 def _unfinished_init(pod: Document) -> Document:
-    """Return the status of the first init container that has not succeeded yet, else an empty dict."""
     statuses_ = (pod.get("status") or {}).get("initContainerStatuses") or ()
     return next((each for each in statuses_ if (each["state"].get("terminated") or {}).get("exitCode") != 0), {})
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 
 CONNECT_S = 10.0
-"""Timeout for connecting to the API server in seconds."""
 READ_S = 65.0
 """Timeout for a response in seconds. The API server ends ordinary requests after 60 s."""
 _MAX_MESSAGE = 2**20
@@ -40,7 +39,6 @@ _MAX_CLIENTS = 32
 _ATTEMPTS = 4
 """Number of attempts for a request that had no effect or is idempotent."""
 LONGEST_PAUSE_S = 30.0
-"""Maximum seconds between two attempts."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,6 @@ class Request:
     repeat: bool = False
     """Whether the request may be repeated even if the server may have handled it."""
     tries: int | None = None
-    """Number of attempts; None for the default."""
     timeout_s: float | None = None
 
 

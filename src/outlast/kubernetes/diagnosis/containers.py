@@ -177,7 +177,6 @@ def _exception(snapshot: Snapshot, pods: Sequence[Document]) -> str:
 
 
 def _last_lines(snapshot: Snapshot, pods: Sequence[Document]) -> tuple[str, ...]:
-    """Return the last non-empty lines of the first non-empty log."""
     for pod in pods:
         lines = [line for line in snapshot.logs.get(pod_status.name(pod), ()) if line.strip()]
         if lines:

@@ -57,14 +57,12 @@ class Snapshot:
     pod_groups: tuple[Document, ...] = ()
     secrets: frozenset[str] = frozenset()
     config_maps: frozenset[str] = frozenset()
-    """Names of ConfigMaps."""
     logs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The last lines of logs, by the name of the pod."""
 
     # For a namespace
 
     version: str = ""
-    """The version of the API server."""
     namespace_document: Document | None = None
     quotas: tuple[Document, ...] = ()
     served_kinds: frozenset[Kind] = frozenset()

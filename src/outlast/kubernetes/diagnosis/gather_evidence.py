@@ -21,7 +21,6 @@ from outlast.kubernetes.diagnosis.evidence import Right, Snapshot
 from outlast.kubernetes.manifests.render_request import Document
 
 _LOG_LINES = 40
-"""Number of lines to read from the end of each log."""
 _MAX_LOGS = 6
 """Maximum number of logs to read: logs of failed pods first, then the newest logs."""
 _NAMED_AFTER_JOB = (kinds.ELASTIC_JOB, *dropins.KINDS)

@@ -36,9 +36,7 @@ _WORKER = "app.kubernetes.io/component=worker"
 WORKERS = f"app.kubernetes.io/component!={evaluation_job.COMPONENT}"
 """Label selector for workers, which excludes evaluations. Pods of a drop-in have the labels of their template."""
 _AGENT_TIMEOUT_S = 3.0
-"""Timeout of a request to an agent."""
 _MAX_CONCURRENT = 16
-"""Maximum number of concurrent requests to agents."""
 
 
 class Workloads:

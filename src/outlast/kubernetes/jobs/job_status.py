@@ -42,7 +42,6 @@ class Snapshot:
     older_workloads: Sequence[str] = ()
     """Names of workloads of this job that were made from earlier files and are not over."""
     query_error: str = ""
-    """Why agents could not be queried."""
     now: float = float("inf")
     """Seconds since the epoch."""
 
@@ -212,12 +211,10 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> 
 
 
 def _is_download(workload: Document) -> bool:
-    """Return whether a workload is a Job of `outlast data get`, which trains nothing."""
     return Label.DATASET in (workload["metadata"].get("labels") or {})
 
 
 def _no_pods_reason(snapshot: Snapshot) -> str:
-    """Return why a workload has no pods."""
     if condition := pods.condition(snapshot.workload, "FailedCreate") or pods.condition(snapshot.workload, "ReplicaFailure"):
         return f"its pods cannot be created: {condition.get('message')}"
     if parse_error := snapshot.workload.get(document_parsing.UNREADABLE):
@@ -241,7 +238,6 @@ def _statefulset_state(snapshot: Snapshot, newest: Mapping[int, Document], desir
 
 
 def _end_reason(snapshot: Snapshot, state: State) -> str:
-    """Return why a workload has ended in this state."""
     if state is State.SUCCEEDED:
         return "the data are complete" if _is_download(snapshot.workload) else "all workers are done"
     if _is_download(snapshot.workload):
@@ -255,7 +251,6 @@ def _end_reason(snapshot: Snapshot, state: State) -> str:
 
 
 def _failure(documents: Sequence[Document]) -> Failure | None:
-    """Return the latest failure of a worker."""
     failures = [(end.time, pods.index(pod), end) for pod in documents if (end := pods.end(pod)) is not None and end.counted]
     if not failures:
         return None

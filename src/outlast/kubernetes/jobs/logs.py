@@ -85,15 +85,12 @@ class FollowedJob:
     """The pods of a job to follow, and callbacks about the job."""
 
     labels: str
-    """Label selector for the pods."""
     is_over: Callable[[], bool]
     """Whether the job has ended; called every second in a separate thread."""
     selected: Callable[[api.Document], bool] = lambda _: True
-    """Whether to read the log of a pod."""
     is_finished: Callable[[str], bool] = lambda _: False
     """Whether the pod with this name writes nothing more once the job has ended, although the pod stays up."""
     no_pods_reason: Callable[[], str] = lambda: "they are not made yet"
-    """Why there are no pods."""
 
 
 def follow(
@@ -275,7 +272,6 @@ class _Reader:
         return time.monotonic() - self._last_line_at
 
     def _current_pod(self) -> api.Document | None:
-        """Return the current pod, or None if it is gone."""
         while not self._stop.is_set():
             try:
                 pod = self._cluster.find(api.POD, self.name, namespace=self.namespace)

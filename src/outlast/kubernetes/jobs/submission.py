@@ -251,7 +251,6 @@ def _training_spec(elastic_job: Document) -> Document:
 
 
 def _same_file(existing: Document, desired: Document) -> bool:
-    """Return whether two workloads were made from the same file."""
     meta, run = existing["metadata"], (desired["metadata"].get("labels") or {}).get(Label.RUN)
     if existing["kind"] != desired["kind"] or "deletionTimestamp" in meta:
         return False

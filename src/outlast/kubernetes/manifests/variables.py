@@ -64,7 +64,6 @@ def secret_source(name: str, key: str) -> Source:
 
 
 def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -> dict[str, Source]:
-    """Return the variables of `contract.Env`."""
     fields, name = request.spec, request.job.metadata.name
     output = volumes.output(fields, name)
     store = volumes.store_url(request.job)

@@ -32,7 +32,6 @@ class Worker:
     """The parameters of a worker's pod that depend on the topology."""
 
     index: variables.Source
-    """Source of the worker's index."""
     rendezvous: str
     restart: Literal["Never", "Always"] = "Never"
     subdomain: str = ""

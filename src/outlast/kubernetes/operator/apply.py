@@ -94,8 +94,6 @@ def carry_out(
 
 
 class _Execution:
-    """One plan being carried out."""
-
     def __init__(
         self,
         cluster: Writer,

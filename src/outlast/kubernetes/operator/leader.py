@@ -23,7 +23,6 @@ Document = dict[str, Any]
 DURATION_S = 15.0
 """Duration of the Lease after a renewal, in seconds."""
 RENEW_S = 5.0
-"""Interval between renewals."""
 RENEW_DEADLINE_S = 10.0
 """The leader stops acting this long after its last renewal: the rest of the duration is for requests in flight."""
 

@@ -149,7 +149,6 @@ class MemberReport:
 
     member: Member
     renewed: float
-    """When the Lease was last renewed."""
     failure: Failure | None
     """The failure in the member's generation, see `rendezvous.transports.sockets.Report`."""
     echo: bool = False
@@ -216,7 +215,6 @@ class JobSnapshot(Identified):
     observed_since: float
     """When the last of the watches was connected: silence before then may be due to us."""
     features: ClusterFeatures = field(default_factory=ClusterFeatures)
-    """Optional features of the cluster."""
     queue: kueue_workloads.Queue | None = None
     limits: Limits = Limits()
     nodes: Mapping[str, Document] = field(default_factory=dict)
@@ -396,5 +394,4 @@ def _losses(progress: Mapping[str, Any]) -> Losses:
 
 
 def _count(value: object) -> int | None:
-    """Return a reported count, or None if the value is not a count."""
     return value if is_count(value) and isinstance(value, int) else None

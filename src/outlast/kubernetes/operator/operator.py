@@ -119,7 +119,6 @@ class Operator:
         """Only one decision is computed at a time: several would not be faster in Python, and would starve the watches, so that
         renewals of Leases would be read too late."""
         self._pass_started_at: dict[Key, float] = {}
-        """Start times of the running passes."""
         self._threads: list[threading.Thread] = []
 
     def run(self, stop: threading.Event) -> int:

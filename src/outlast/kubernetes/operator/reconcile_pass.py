@@ -29,7 +29,6 @@ class ReconcilePass:
         self.snapshot, self.now = snapshot, snapshot.now
         self.status = dataclasses.replace(snapshot.status, run=snapshot.run)
         self.skip_rest = False
-        """Whether to skip the remaining rules."""
         self.deletes: dict[str, Deletion] = {}
         """Deletions by the uid of the pod."""
         self.creates: list[Document] = []

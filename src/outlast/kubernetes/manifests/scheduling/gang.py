@@ -21,7 +21,6 @@ GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 """Annotation of the pods of a gang, for Volcano."""
 SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
-"""Names of the schedulers."""
 GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
 """API groups by which a cluster shows that it has a scheduler; the first group that exists wins."""
 

@@ -149,14 +149,12 @@ def _succeeded(rec: ReconcilePass) -> list[Pod]:
 
 
 def _exited_on_deletion(rec: ReconcilePass, pod: Pod) -> bool:
-    """Return whether a worker exited after its deletion was requested."""
     if not pod.terminating or (end := rec.pod_ends.get(pod.uid)) is None:
         return False
     return end.time >= pod.killed_by - int(pod.document["metadata"].get("deletionGracePeriodSeconds") or 0)
 
 
 def _started_too_late(rec: ReconcilePass, pod: Pod) -> bool:
-    """Return whether a worker started after others had succeeded."""
     if not (done := _succeeded(rec)):
         return False
     if (started_at := pod_status.started_at(pod.document)) is None:
