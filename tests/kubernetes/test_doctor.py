@@ -76,18 +76,6 @@ def test_a_kernel_that_kills_a_container_as_a_whole_is_told(tmp_path: Path, writ
     assert found == ([("warn", "when this container's memory runs out")] if together else [])
 
 
-@pytest.mark.parametrize(
-    ("client", "outcome"), [("v1.36.0", "pass"), ("v1.32.4-dispatcher", "warn"), ("", "warn")], ids=lambda each: each or "broken"
-)
-def test_a_kubectl_of_another_age_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str, outcome: str) -> None:
-    program = tmp_path / "kubectl"
-    said = json.dumps({"clientVersion": {"gitVersion": client}})
-    program.write_text(f"#!/bin/sh\necho '{said}'\nexit {0 if client else 1}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert [check.outcome for check in machine.kubectl("v1.36.2")] == [outcome]
-
-
 # A cluster
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from outlast import __version__
 from outlast.base import units
 from outlast.job import accelerators
-from outlast.kubernetes.diagnosis import cluster, inspection, inspection_pods
+from outlast.kubernetes.diagnosis import inspection, inspection_pods
 from outlast.kubernetes.diagnosis.finding import Finding, passed, warned
 
 _MIN_FREE = 10 * 2**30
@@ -85,22 +85,6 @@ def devices() -> Finding:
             "devices", f"{row.query[0]} lists no devices: {error}", "see whether the driver is loaded (dmesg), or use CPUs"
         )
     return passed("devices", f"{len(names)} × {names[0]}")
-
-
-def kubectl(version: str) -> Iterator[Finding]:
-    """Check that this machine's kubectl, which Outlast does not require, is compatible with an API server of this version:
-    https://kubernetes.io/releases/version-skew-policy/#kubectl"""
-    if (program := shutil.which("kubectl")) is None:
-        return
-    done = subprocess.run([program, "version", "--client", "-o", "json"], capture_output=True, text=True, check=False)
-    client = json.loads(done.stdout)["clientVersion"]["gitVersion"] if not done.returncode else ""
-    if not client:
-        yield warned("kubectl", f"{program} does not run: {done.stderr.strip()}", "install it again; Outlast does not need it")
-    elif abs(cluster.minor(client) - cluster.minor(version)) > 1:
-        what = f"{client} and the server's {version} are more than one minor apart"
-        yield warned("kubectl", what, f"install kubectl 1.{cluster.minor(version)}; Outlast itself does not need it")
-    else:
-        yield passed("kubectl", client)
 
 
 def free(place: Path, name: str, minimum: int, remedy: str) -> Finding:

@@ -7,12 +7,11 @@ from typing import Any
 
 from outlast.job import contract, spec
 from outlast.kubernetes.api.kinds import Kind
-from outlast.kubernetes.manifests import configmaps_and_service, labels, names, variables, volumes, worker_pod
+from outlast.kubernetes.manifests import configmaps_and_service, labels, names, topologies, variables, volumes, worker_pod
 from outlast.kubernetes.manifests.installed import rbac
 from outlast.kubernetes.manifests.render_request import Request
 from outlast.kubernetes.manifests.scheduling import disruption, gang, kueue, placement
 from outlast.kubernetes.manifests.scheduling.kueue import Priority
-from outlast.kubernetes.manifests.topologies import elasticjob
 from outlast.kubernetes.operator.observed_job import JobSnapshot
 
 Document = dict[str, Any]
@@ -21,7 +20,7 @@ Document = dict[str, Any]
 def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
     """Return the objects that must exist before the first pod. Raises InvalidJob for a job that cannot be rendered as pods."""
     request = _request(snapshot)
-    elasticjob.documents(request)  # validates jobs from kubectl, which `outlast submit` has not checked
+    topologies.elasticjob(request)  # validates jobs from kubectl, which `outlast submit` has not checked
     worker = worker_pod.pod(request, _worker(snapshot, request), index=0, generation=0, file="")
     return (
         *configmaps_and_service.claims(request),  # without owner: they may hold data that others need
