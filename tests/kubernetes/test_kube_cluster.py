@@ -53,7 +53,7 @@ def test_unknown_fields_are_refused(cluster: api.Cluster) -> None:
     with pytest.raises(errors.Refused, match=r"cannot be applied: .dta: field not declared in schema"):
         cluster.apply(document, dry_run=True)
     with pytest.raises(errors.Refused, match='unknown field "dta"'):
-        cluster.create(document, dry_run=True)
+        cluster.create(document)
 
 
 def test_a_namespace_that_is_not_there_is_named(cluster: api.Cluster) -> None:

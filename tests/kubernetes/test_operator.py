@@ -661,7 +661,9 @@ def test_a_failed_pod_is_replaced_and_judged_once(world: World) -> None:
         "judged": [uid],
         "restarts": 1,
     }
-    assert operator.metrics.writes() == {"create Pod": 3, "delete Pod": 1, "update ElasticJob": 2}
+    exposition = operator.metrics.text(leads=True)
+    for kind, verb, count in (("Pod", "create", 3), ("Pod", "delete", 1), ("ElasticJob", "update", 2)):
+        assert f'outlast_operator_writes_total{{kind="{kind}",verb="{verb}"}} {count:.1f}' in exposition
 
 
 def test_watches_that_are_cut_and_forgotten_miss_nothing(world: World) -> None:

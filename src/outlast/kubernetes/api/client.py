@@ -79,12 +79,12 @@ class Cluster(Api):
         except requests.Expired:  # between two pages
             return [document for page, _ in self.pages(selection) for document in page]
 
-    def create(self, document: Document, *, dry_run: bool = False) -> Document:
+    def create(self, document: Document) -> Document:
         """Create a document. Raises Taken if a document of this name exists."""
         kind, name, namespace = _named(document)
         collection, path = self.address("create", kind, "", namespace)
         subject = replace(collection, name=name)
-        return self.document(Request(subject, "POST", path, {**_WRITE, **_dry(dry_run)}, document))
+        return self.document(Request(subject, "POST", path, _WRITE, document))
 
     def apply(
         self, document: Document, *, dry_run: bool = False, tries: int | None = None, timeout_s: float | None = None
@@ -93,7 +93,7 @@ class Cluster(Api):
         that retry with fresher data set `tries=1`."""
         kind, name, namespace = _named(document)
         subject, path = self.address("apply", kind, name, namespace)
-        params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **_dry(dry_run)}
+        params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
         content_type = "application/apply-patch+yaml"
         return self.document(
             Request(subject, "PATCH", path, params, document, content_type, repeat=True, tries=tries, timeout_s=timeout_s)
@@ -268,7 +268,6 @@ class Cluster(Api):
         return self.document(Request(Subject("get", server=self.server), "GET", path, repeat=True))
 
     def close(self) -> None:
-        """Close all connections."""
         self.connection.clients.close()
 
 
@@ -281,7 +280,3 @@ def without_server_fields(document: Document) -> Document:
 def _named(document: Mapping[str, Any]) -> tuple[Kind, str, str | None]:
     meta = document["metadata"]
     return kind_of(document), meta.get("name", ""), meta.get("namespace")
-
-
-def _dry(dry_run: bool) -> dict[str, str]:
-    return {"dryRun": "All"} if dry_run else {}

@@ -38,7 +38,6 @@ class Kind:
         return self.kind
 
     def document(self, metadata: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-        """Return a document of this kind."""
         return {"apiVersion": self.api_version, "kind": self.kind, "metadata": metadata, **fields}
 
 

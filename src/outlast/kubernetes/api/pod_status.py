@@ -201,7 +201,6 @@ def termination(pod: Document) -> dict[str, Any] | None:
 
 
 def running(pod: Document) -> bool:
-    """Return whether the worker is running."""
     return "running" in (container_status(pod).get("state") or {})
 
 

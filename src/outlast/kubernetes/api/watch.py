@@ -104,7 +104,6 @@ class _Reported:
         """By uid: version, key (namespace and name) and JSON text. Parsed documents would take ten times the memory."""
 
     def record(self, change: Change) -> None:
-        """Record a change that the watch reports."""
         if change.type == "deleted":
             self._outlines.pop(change.document["metadata"]["uid"], None)
         else:

@@ -9,7 +9,6 @@ from outlast.kubernetes.api import dropins
 
 
 def replicas(workload: Mapping[str, Any]) -> int:
-    """Return the number of workers that a workload requests."""
     if (drop_in := dropins.of(workload)) is not None:
         return drop_in.sizes(workload)[1]
     spec = workload.get("spec") or {}

@@ -82,7 +82,6 @@ class Snapshot:
 
     @property
     def agentless(self) -> bool:
-        """Whether the workload's pods run without Outlast's agent."""
         return workload_template.agentless(self.workload)
 
     def events_about(self, document: Document, *reasons: str) -> list[Document]:
@@ -107,7 +106,6 @@ class Snapshot:
         return self.kind == "ElasticJob" and not self.workload.get("status") and not self.pods
 
     def replicas(self) -> int:
-        """Return the number of workers that the workload requests."""
         return workload_template.replicas(self.workload)
 
 

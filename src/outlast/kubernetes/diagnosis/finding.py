@@ -30,7 +30,6 @@ class Finding:
 
     @property
     def failed(self) -> bool:
-        """Whether the finding keeps jobs from training."""
         return self.outcome == "fail"
 
 

@@ -33,7 +33,6 @@ EXTRAS = (
 
 
 def checks() -> Iterator[Finding]:
-    """Run all checks of this machine."""
     yield inspection_pods.finding_for(inspection.python())
     yield passed("outlast", f"{__version__}, {platform.platform()}")
     yield from torch(sys.executable)
@@ -63,7 +62,6 @@ def torch(interpreter: str) -> list[Finding]:
 
 
 def installed(name: str, modules: Sequence[str], needed_for: str) -> Finding:
-    """Check that an extra is installed."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         what = f"{', '.join(missing)} is not installed: needed for {needed_for}"

@@ -226,7 +226,6 @@ class KubernetesBackend:
         return False
 
     def scale(self, name: str, replicas: int) -> None:
-        """Set the number of workers."""
         workload, kind, title = self.workloads.active(name)
         low, high = self.workloads.size_range(workload) or (1, replicas)
         if not replicas and kind not in NAMED_AFTER_JOB:

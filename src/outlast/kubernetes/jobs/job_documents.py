@@ -262,16 +262,13 @@ def has_claim(workload: Document) -> bool:
 
 
 def job_sizes(job: Job) -> tuple[int, int]:
-    """Return the minimum and maximum number of workers that a job may have."""
     allowed = job.spec.workers.allowed()
     return allowed[0], allowed[-1]
 
 
 def job_name(workload: Document) -> str:
-    """Return the name of a workload's job."""
     return str((workload["metadata"].get("labels") or {}).get(Label.JOB) or workload["metadata"]["name"])
 
 
 def belongs_to(pod: Document, workload: Document) -> bool:
-    """Return whether a pod belongs to this workload."""
     return not owner_references.owners(pod) or owner_references.owned_by(pod, workload)

@@ -96,7 +96,6 @@ class Waiter:
         self._retry(attempt, _SUBMIT_S)
 
     def wait(self) -> WaitResult:
-        """Wait for the end of the job."""
         last: JobStatus | None = None
         reported_s = self.now()
         while self._uid:

@@ -18,7 +18,6 @@ Source = dict[str, object]
 
 
 def literal_source(value: str) -> Source:
-    """Return a literal value."""
     return {"value": value}
 
 

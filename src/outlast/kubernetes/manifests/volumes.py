@@ -115,7 +115,6 @@ def config_data(request: Request) -> Document:
 
 
 def job_file(job: spec.Job) -> str:
-    """Return the job file for a pod."""
     return spec.dump(document(job))
 
 

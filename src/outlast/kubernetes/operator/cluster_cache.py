@@ -35,8 +35,6 @@ Urgency = Literal["now", "later"]
 
 
 class Key(NamedTuple):
-    """Identifies a job."""
-
     kind: Kind
     namespace: str
     name: str
@@ -137,7 +135,6 @@ class KindCache:
         return previous is not None and self.newest(name) is None
 
     def add_written(self, document: Document) -> None:
-        """Store the response to one of our writes."""
         name, new = _name_of(document), _entry(self.kind, document)
         last = self.written.get(name)
         if new.version > self.delivered_version and (last is None or last.version < new.version):

@@ -163,7 +163,6 @@ class WorkloadSlice(Identified):
         return self.with_status(now, [("PodsReady", True, "Started", "Its workers train")])
 
     def with_finished(self, succeeded: bool, reason: str, now: float) -> Document:
-        """Return the Workload with Finished true."""
         return self.with_status(now, [("Finished", True, "Succeeded" if succeeded else "Failed", reason)])
 
 
@@ -191,7 +190,6 @@ class Queue:
 
     @property
     def admitted_workers(self) -> int:
-        """The number of workers that have quota."""
         return sum(workload.count for workload in self.admitted_slices)
 
     def largest_admitted(self, desired: int, sizes: Sequence[int]) -> int:

@@ -58,8 +58,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Pod(Identified):
-    """A pod of the job."""
-
     index: int
     node: str
     node_lost_at: float | None
@@ -79,7 +77,6 @@ class Pod(Identified):
 
     @property
     def terminating(self) -> bool:
-        """Whether the pod is being deleted."""
         return pod_status.terminating(self.document)
 
     @property
@@ -115,7 +112,6 @@ class Pod(Identified):
 
     @property
     def waiting_reason(self) -> str:
-        """Why the pod has not started."""
         return pod_status.waiting_reason(self.document)
 
     @property

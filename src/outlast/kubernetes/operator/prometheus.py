@@ -97,15 +97,6 @@ class Metrics:
             failed = (new.get("lastFailure") or {}).get("generation") == old.get("generation")
             self._recoveries.labels(failure_cause(new) if failed else "lost").observe(max(0.0, now - since))
 
-    def writes(self) -> dict[str, int]:
-        """Return the number of write requests so far, by verb and kind: `create Pod`."""
-        samples = [sample for metric in self._writes.collect() for sample in metric.samples]
-        return {f"{each.labels['verb']} {each.labels['kind']}": int(each.value) for each in samples}
-
-    def reconciles(self) -> int:
-        """Return the number of reconcile passes so far."""
-        return int(self._registry.get_sample_value("outlast_reconcile_seconds_count") or 0)
-
     def text(self, *, leads: bool, now: float | None = None) -> str:
         """Return all metrics in Prometheus' text format. `now`, in seconds since the epoch, is needed for ages; without it
         they are omitted."""

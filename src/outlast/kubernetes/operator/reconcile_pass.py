@@ -90,7 +90,6 @@ class ReconcilePass:
 
     @functools.cached_property
     def succeeded(self) -> list[Pod]:
-        """Pods whose worker has succeeded."""
         return [pod for pod in self.ended_pods if pod.succeeded]
 
     @functools.cached_property
@@ -117,7 +116,6 @@ class ReconcilePass:
 
     @property
     def committed(self) -> int:
-        """The newest step known to be committed."""
         return max([self.status.progress.committed, *(report.committed for report in self.snapshot.reports.values())])
 
     @property
@@ -181,12 +179,11 @@ class ReconcilePass:
         self.deletes.setdefault(pod.uid, Deletion(pod.name, pod.uid, reason, grace_s))
 
     def requeue_at(self, when: float | None) -> None:
-        """ReconcilePass again at this time."""
+        """Reconcile the job again at this time."""
         if when not in (None, math.inf):
             self._requeue_times.append(when)
 
     def finish(self, state: State, reason: str, code: int, end: End) -> None:
-        """End the job in this final state."""
         self.stop_training()
         self.update(finished=self.now, result=elasticjob_status.Result(reason, code))
         self.record("finished", state=str(state), reason=reason, step=self.step, code=code)
