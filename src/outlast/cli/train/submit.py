@@ -96,7 +96,7 @@ def submit(
         with rendering.rendered(job, topology, source=source, namespace=place.cluster.namespace) as (made, parcel):
             if parcel.sentence:
                 terminal.say(parcel.sentence)
-        for sentence in place.make_room(title, made, fresh=fresh, dry_run=True):
+        for sentence in place.submission.make_room(title, made, fresh=fresh, dry_run=True):
             terminal.say(sentence)
         for document in made:
             print(_change(place.cluster, document), flush=True)
@@ -104,9 +104,9 @@ def submit(
         return
     if wait:
         waiting = submit_wait.WaitOptions(outputs, on_terminate=on_terminate, keyed=bool(key))
-        apply = functools.partial(place.apply, job, source=source, take_over=take_over)
+        apply = functools.partial(place.submission.apply, job, source=source, take_over=take_over)
         raise typer.Exit(submit_wait.until_end(place, title, apply, waiting))
-    for sentence in place.apply(job, source=source, fresh=fresh, take_over=take_over):
+    for sentence in place.submission.apply(job, source=source, fresh=fresh, take_over=take_over):
         print(sentence, flush=True)
     _warn(place.cluster)
     options = find_job.suffix(namespace, context)

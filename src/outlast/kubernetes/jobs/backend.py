@@ -24,8 +24,6 @@ from outlast.kubernetes.jobs.submission import Submission, render_elasticjob
 from outlast.storage.runs import output as stored
 
 if TYPE_CHECKING:
-    from builtins import list as List
-
     from outlast.job.ledger import Events
     from outlast.job.spec import Job
 
@@ -50,9 +48,9 @@ class KubernetesBackend:
         selector: str = "",
     ) -> None:
         self.cluster = cluster
-        self.documents = documents
         self.everywhere, self.selector = everywhere, selector
         self.workloads = Workloads(cluster)
+        self.submission = Submission(self.workloads, documents)
         self.notices: list[str] = []
 
     # Reading jobs
@@ -207,18 +205,10 @@ class KubernetesBackend:
         """
         if chaos is not None:
             raise OutlastError(f"`outlast submit` carries out no schedule of faults; submit, then: outlast chaos NAME {chaos}")
-        for sentence in self.apply(job, source=source, fresh=fresh, take_over=take_over):
+        for sentence in self.submission.apply(job, source=source, fresh=fresh, take_over=take_over):
             say(sentence)
         workload = self.workloads.of(job.metadata.name)[0]
         return str((workload["metadata"].get("labels") or {}).get(Label.RUN, workload["metadata"]["name"]))
-
-    def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
-        """Submit a job, and yield a sentence for each step, see `Submission.apply`."""
-        return Submission(self.workloads, self.documents).apply(job, source=source, fresh=fresh, take_over=take_over)
-
-    def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> List[str]:
-        """End or remove workloads that are in the way of a new job, see `Submission.make_room`."""
-        return Submission(self.workloads, self.documents).make_room(name, documents, fresh=fresh, dry_run=dry_run)
 
     def ensure(self, name: str) -> bool:
         """Always False: nothing needs to be started on this machine, since controllers in the cluster drive the job."""

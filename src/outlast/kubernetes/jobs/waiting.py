@@ -1,7 +1,7 @@
 """Waiting for the end of a job in a cluster, as a step of a pipeline does. Decision: docs/decisions/0054-a-step-of-a-pipeline.md.
 
     waiter = Waiter(workloads, "digits", say=print)
-    waiter.submit(lambda: backend.apply(job, source=file))
+    waiter.submit(lambda: backend.submission.apply(job, source=file))
     result = waiter.wait()
 
 Only the end of the job ends the wait; the wait goes on while the API server is unavailable, or the job is suspended or queued.
