@@ -21,8 +21,8 @@ from outlast.job.failure import Failure
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import manifests
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.manifests import labels
-from outlast.kubernetes.manifests.installed import cel, crd, operator_deployment, rbac
+from outlast.kubernetes.manifests import configmaps_and_service, labels
+from outlast.kubernetes.manifests.installed import cel, crd, operator_deployment
 from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import disruption
 
@@ -536,7 +536,7 @@ OWNER = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "name": "a",
 
 
 def test_workers_may_say_that_they_are_there_and_read_their_job() -> None:
-    account, role, binding = rbac.worker_access("a", "team", 2, {"x": "y"}, OWNER)
+    account, role, binding = configmaps_and_service.worker_access("a", "team", 2, {"x": "y"}, OWNER)
     meta = {"name": "a-worker", "namespace": "team", "labels": {"x": "y"}, "ownerReferences": [OWNER]}
     assert [account["metadata"], role["metadata"], binding["metadata"]] == [meta] * 3
     assert account["automountServiceAccountToken"] is False
@@ -563,7 +563,7 @@ def test_the_operator_may_do_what_it_lets_workers_do() -> None:
     (held,) = [
         each["rules"] for each in INSTALLED if each["metadata"]["name"] == "outlast-operator" and each["kind"] == "ClusterRole"
     ]
-    given = rbac.worker_access("a", "team", 1, {}, OWNER)[1]["rules"]
+    given = configmaps_and_service.worker_access("a", "team", 1, {}, OWNER)[1]["rules"]
     assert triples(given) <= triples(held)
 
 
@@ -572,7 +572,7 @@ def test_the_operator_may_look_at_all_that_it_makes_beside_pods() -> None:
     (held,) = [
         each["rules"] for each in INSTALLED if each["metadata"]["name"] == "outlast-operator" and each["kind"] == "ClusterRole"
     ]
-    made = [*rbac.worker_access("a", "team", 1, {}, OWNER), disruption.budget("a", "team", 1, {}, OWNER)]
+    made = [*configmaps_and_service.worker_access("a", "team", 1, {}, OWNER), disruption.budget("a", "team", 1, {}, OWNER)]
     found = [kinds.kind_of(document) for document in made]
     wanted = {(kind.group, kind.plural, "get") for kind in (*found, kinds.SERVICE, kinds.VOLCANO_GROUP, kinds.POD_GROUP)}
     assert wanted <= triples(held)
@@ -591,7 +591,7 @@ def triples(rules: list[Document]) -> set[tuple[str, str, str]]:
 @each_minor
 def test_kubernetes_takes_what_is_made_for_a_job(version: str) -> None:
     budget = disruption.budget("a", "team", 2, {}, OWNER)
-    for document in [*rbac.worker_access("a", "team", 2, {}, OWNER), budget]:
+    for document in [*configmaps_and_service.worker_access("a", "team", 2, {}, OWNER), budget]:
         schemas.validate(document, version, strict=True)
 
 

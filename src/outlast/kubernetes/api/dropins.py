@@ -54,8 +54,6 @@ class DropIn:
     """Name of the training container in pods with several containers."""
     index: str
     """Label with the worker's index, on pods that the other controller created."""
-    replaced_deployment: str
-    """Usual Deployment of the replaced controller: `namespace/name`."""
     module: str
 
     @property
@@ -69,7 +67,6 @@ DROP_INS: list[DropIn] = [
         LEGACY_JOB,
         "elasticjob-worker",
         "replica-index",
-        "elastic-job/elastic-job-k8s-controller",
         "outlast.kubernetes.torchelastic.adapter",
     ),
 ]
@@ -79,7 +76,7 @@ KINDS = tuple(each.kind for each in DROP_INS)
 
 
 def has(workload: Document) -> bool:
-    """Return whether a drop-in runs this workload."""
+    """Return whether a drop-in runs this workload, so that its pods have no agent."""
     return _entry(workload) is not None
 
 

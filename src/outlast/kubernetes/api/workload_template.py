@@ -24,8 +24,3 @@ def template(workload: Mapping[str, Any]) -> dict[str, Any]:
     spec = workload.get("spec") or {}
     fields: dict[str, Any] = spec.get("template") or {}
     return fields
-
-
-def agentless(workload: Mapping[str, Any]) -> bool:
-    """Return whether the workload's pods run without Outlast's agent, since a drop-in runs the workload."""
-    return dropins.has(workload)

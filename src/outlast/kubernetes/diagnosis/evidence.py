@@ -80,10 +80,6 @@ class Snapshot:
     def kind(self) -> str:
         return str(self.workload.get("kind", ""))
 
-    @property
-    def agentless(self) -> bool:
-        return workload_template.agentless(self.workload)
-
     def events_about(self, document: Document, *reasons: str) -> list[Document]:
         """Return the events about a document, the newest last. With `reasons`, return only events with one of these reasons."""
         meta = document.get("metadata", {})

@@ -211,15 +211,10 @@ def conflicting_controllers(cluster: api.Cluster) -> list[str]:
 
 
 def _deployments(cluster: api.Cluster) -> list[Document]:
-    """Return all Deployments in the cluster. If listing is forbidden, return those with the usual names of replaced
-    controllers."""
+    """Return all Deployments in the cluster, or none if listing them is forbidden."""
     with contextlib.suppress(Forbidden):
         return cluster.list_(kinds.DEPLOYMENT, everywhere=True)
-    deployments = []
-    for namespace, name in (each.replaced_deployment.split("/") for each in dropins.DROP_INS):
-        with contextlib.suppress(Absent, Forbidden):
-            deployments.append(cluster.get(kinds.DEPLOYMENT, name, namespace=namespace))
-    return deployments
+    return []
 
 
 def _dry_run_error(cluster: api.Cluster) -> ClusterError | None:

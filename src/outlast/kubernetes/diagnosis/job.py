@@ -226,7 +226,7 @@ def suspended(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     if spec.get("suspend") and not queued and not _failed_condition(snapshot):
         yield passed("suspended", "it is suspended", f"go on with: outlast resume {snapshot.name}")
     elif snapshot.kind in ("StatefulSet", "ElasticJob") and snapshot.replicas() == 0:
-        scaled = snapshot.kind == "ElasticJob" and not snapshot.agentless
+        scaled = snapshot.kind == "ElasticJob" and not dropins.has(snapshot.workload)
         remedy = f"outlast scale {snapshot.name} 1" if scaled else f"outlast resume {snapshot.name}"
         yield passed("suspended", "its number of workers is 0", f"go on with: {remedy}")
     if deletion := snapshot.workload.get("metadata", {}).get("deletionTimestamp"):

@@ -11,7 +11,7 @@ from outlast.job import ownership
 from outlast.job.backend import LogLine
 from outlast.job.contract import Label
 from outlast.kubernetes import api, manifests
-from outlast.kubernetes.api import apply_documents, pod_status, workload_template
+from outlast.kubernetes.api import apply_documents, dropins, pod_status, workload_template
 from outlast.kubernetes.jobs import job_status
 from outlast.kubernetes.jobs import logs as podlogs
 from outlast.kubernetes.jobs.job_documents import Workloads, has_claim, job_name, workload_in
@@ -23,7 +23,7 @@ Document = api.Document
 def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Callable[[LogLine], None]) -> int:
     """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
     cluster, workload = workloads.cluster, workloads.existing(name)[0]
-    if workload_template.agentless(workload):
+    if dropins.has(workload):
         raise OutlastError(f"{name} is of {workload['apiVersion']} and has a script of its own; evaluate with that")
     if not has_claim(workload) and not workloads.store_url(name):
         raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")

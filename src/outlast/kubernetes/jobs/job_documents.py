@@ -153,7 +153,7 @@ class Workloads:
         own = [
             pod for pod in documents if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and belongs_to(pod, current)
         ]
-        metrics, unknown = self._metrics(own) if query_agents and not workload_template.agentless(current) else ({}, "")
+        metrics, unknown = self._metrics(own) if query_agents and not dropins.has(current) else ({}, "")
         processes, allowed_sizes = 1, None
         if (drop_in := dropins.of(current)) is not None:
             low, _, high = drop_in.sizes(current)

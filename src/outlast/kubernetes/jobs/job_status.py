@@ -103,7 +103,7 @@ def status(snapshot: Snapshot) -> JobStatus:
 def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
     """Return the observed status, completed by the one that the operator has written to the ElasticJob."""
     written = workload.get("status") or {}
-    if workload_template.agentless(workload):
+    if dropins.has(workload):
         fields_ = {"restarts": written.get("restarts"), "started": pods.timestamp(written.get("startTime")) or None}
         return observed.model_copy(update={key: value for key, value in fields_.items() if value is not None})
     if workload.get("kind") != "ElasticJob" or not written.get("state"):
@@ -323,7 +323,7 @@ def _environment(workload: Document) -> dict[str, str]:
 
 
 def _url(snapshot: Snapshot) -> str:
-    if workload_template.agentless(snapshot.workload):
+    if dropins.has(snapshot.workload):
         return ""
     if snapshot.workload.get("kind") == "ElasticJob":
         place = str((snapshot.workload.get("spec") or {}).get("output") or "")
@@ -334,7 +334,7 @@ def _url(snapshot: Snapshot) -> str:
 def _output(snapshot: Snapshot) -> str:
     if _is_download(snapshot.workload):
         return str((workload_template.template(snapshot.workload)["spec"]["containers"][0].get("command") or [""])[-1])
-    if workload_template.agentless(snapshot.workload):
+    if dropins.has(snapshot.workload):
         return ""  # wherever its script writes it
     return _url(snapshot) or f"{_environment(snapshot.workload).get(Env.OUTPUT, f'/out/{snapshot.name}')} in its pods"
 

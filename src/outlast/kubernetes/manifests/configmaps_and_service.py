@@ -1,4 +1,5 @@
-"""The objects besides the workload: ConfigMaps with the job file and the code, the headless Service, and claims."""
+"""The objects besides the workload: ConfigMaps with the job file and the code, the headless Service, claims, and the rights of
+workers."""
 
 from __future__ import annotations
 
@@ -88,3 +89,37 @@ def _storage(claim: Document) -> dict[str, str]:
         "StorageClass": claim["spec"].get("storageClassName") or "",
         "access mode": ", ".join(claim["spec"].get("accessModes", ())),
     }
+
+
+def worker_account(job: str) -> str:
+    """Return the name of the account of a job's workers, and of its Role."""
+    return f"{job}-worker"
+
+
+def worker_access(
+    job: str, namespace: str, max_workers: int, common: dict[str, str], owner: Document, *, bound_account: str = ""
+) -> list[Document]:
+    """Return the rights of one job's workers: to create and change their Leases, each by its name, and to read their job.
+    Rights to create objects by name work because the workers use server-side apply, which is authorized with the object's
+    name, unlike a POST. `bound_account` is the account of the workers' pods; default: the account that is created here."""
+    name = worker_account(job)
+    meta = {"name": name, "namespace": namespace, "labels": dict(common), "ownerReferences": [owner]}
+    leases = {
+        "apiGroups": [kinds.LEASE.group],
+        "resources": [kinds.LEASE.plural],
+        "verbs": ["create", "patch"],
+        "resourceNames": [contract.worker_name(job, index) for index in range(max_workers)],
+    }
+    own_job = {
+        "apiGroups": [kinds.ELASTIC_JOB.group],
+        "resources": [kinds.ELASTIC_JOB.plural],
+        "verbs": ["get", "list", "watch"],
+        "resourceNames": [job],
+    }
+    role = {"apiGroup": kinds.ROLE.group, "kind": kinds.ROLE.kind, "name": name}
+    subject = {"kind": kinds.SERVICE_ACCOUNT.kind, "name": bound_account or name, "namespace": namespace}
+    return [
+        kinds.SERVICE_ACCOUNT.document(meta, automountServiceAccountToken=False),
+        kinds.ROLE.document(meta, rules=[leases, own_job]),
+        kinds.ROLE_BINDING.document(meta, roleRef=role, subjects=[subject]),
+    ]

@@ -8,7 +8,6 @@ from typing import Any
 from outlast.job import contract, spec
 from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.manifests import configmaps_and_service, labels, names, topologies, variables, volumes, worker_pod
-from outlast.kubernetes.manifests.installed import rbac
 from outlast.kubernetes.manifests.render_request import Request
 from outlast.kubernetes.manifests.scheduling import disruption, gang, kueue, placement
 from outlast.kubernetes.manifests.scheduling.kueue import Priority
@@ -88,7 +87,7 @@ def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> worker_p
         index=variables.literal_source(str(index)),
         rendezvous=f"{contract.KUBERNETES}{snapshot.name}",
         subdomain=request.names.service,
-        account=rbac.account(snapshot.name),
+        account=configmaps_and_service.worker_account(snapshot.name),
         gang=_gang(snapshot, request),
         on_demand=index == 0 and request.spec.scheduling.worker0 == placement.ON_DEMAND,
     )
@@ -102,7 +101,7 @@ def _worker_access(snapshot: JobSnapshot, request: Request, *, bound_account: st
     # Workers that are still saving before they leave need their Leases, even if fewer workers are desired now.
     world = snapshot.status.world.members if snapshot.status.world else ()
     max_workers = max([request.spec.workers.max, *(1 + index for index in (*(pod.index for pod in snapshot.pods), *world))])
-    return rbac.worker_access(
+    return configmaps_and_service.worker_access(
         snapshot.name, _namespace(snapshot), max_workers, labels.common(request.job), snapshot.owner, bound_account=bound_account
     )
 
