@@ -223,9 +223,8 @@ class Client:
                 self._exclude(f"run {self._run_name} is over", contract.Exit.FAILED)
                 return
             if world and (called is None or called.generation < world.generation):
-                called = Called(
-                    world.generation, world.reason, False, world.at
-                )  # the call happened, even if we did not receive it
+                # The call happened, even if we did not receive it.
+                called = Called(world.generation, world.reason, False, world.at)
             self.called = called
             if world and world.generation > self._previous_generation:
                 self.world = world

@@ -58,8 +58,6 @@ _SPACE = re.compile(rb"[ \t\r\n]*+")
 
 
 class _Span(NamedTuple):
-    """The position of a value in the text."""
-
     begin: int
     end: int
     depth: int
@@ -152,7 +150,6 @@ def _metadata(text: bytes, outer: _Span, max_bytes: int | None, problems: list[s
 
 
 def _problem(name: str, span: _Span, max_bytes: int | None) -> str:
-    """Return why a value is omitted; empty if it is not omitted."""
     if span.depth > MAX_DEPTH:
         return f"its {name} is nested more than {MAX_DEPTH} levels deep; make it flatter"
     if max_bytes is not None and span.end - span.begin > max_bytes:
@@ -175,7 +172,6 @@ def _scalars(text: bytes, outer: _Span) -> Document:
 
 
 def _members(text: bytes, at: int) -> Iterator[tuple[str, _Span]]:
-    """Yield the keys and values of the object that begins at `at`."""
     at = _skip_mark(text, at, b"{")
     if text[at : at + 1] == b"}":
         return
@@ -190,7 +186,6 @@ def _members(text: bytes, at: int) -> Iterator[tuple[str, _Span]]:
 
 
 def _elements(text: bytes, at: int) -> Iterator[_Span]:
-    """Yield the values of the list that begins at `at`."""
     at = _skip_mark(text, at, b"[")
     if text[at : at + 1] == b"]":
         return
@@ -204,7 +199,6 @@ def _elements(text: bytes, at: int) -> Iterator[_Span]:
 
 
 def _value(text: bytes, begin: int) -> _Span:
-    """Return the span of the value that begins at `begin`."""
     if text[begin : begin + 1] not in (b"{", b"["):
         scalar = _SCALAR.match(text, begin)
         if scalar is None:

@@ -200,7 +200,6 @@ def failed_probes(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:
-    """Return the events of failed probes that may end a container."""
     return [
         each for each in snapshot.events_about(pod, "Unhealthy") if str(each.get("message")).startswith(("Startup", "Liveness"))
     ]

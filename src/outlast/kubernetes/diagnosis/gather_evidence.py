@@ -49,7 +49,6 @@ class _Reader:
         self.forbidden: dict[str, str] = {}
 
     def __call__(self, kind: Kind, labels: str = "") -> tuple[Document, ...]:
-        """Return the documents of a kind; empty if the kind is forbidden or not installed."""
         try:
             return tuple(self.cluster.list_(kind, namespace=self.namespace, labels=labels))
         except (NotServed, Absent):

@@ -321,5 +321,4 @@ class _JobPoll:
         return status.state in (State.SUCCEEDED, State.FAILED)
 
     def no_pods_reason(self) -> str:
-        """Return why the job has no pods, as far as its workload shows."""
         return job_status.status(self._workloads.snapshot(self._name, [self._workload], (), query_agents=False)).reason

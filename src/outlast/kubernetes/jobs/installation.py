@@ -136,7 +136,6 @@ def _check_single_operator(cluster: Cluster, namespace: str) -> None:
 
 
 def _wait_until_gone(cluster: Cluster, document: Document) -> bool:
-    """Wait until a document that is being deleted is gone; False on timeout."""
     with within(_DELETION_S) as stop:
         while not stop.is_set():
             now = apply_documents.existing(cluster, document)

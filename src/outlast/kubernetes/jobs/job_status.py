@@ -259,7 +259,6 @@ def _failure(documents: Sequence[Document]) -> Failure | None:
 
 
 def _earlier_restarts(pod: Document) -> int:
-    """Return the number of restarts of a container before its last termination."""
     return max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1)
 
 
@@ -317,7 +316,6 @@ def _warnings(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _environment(workload: Document) -> dict[str, str]:
-    """Return the variables with literal values of the container in the pods."""
     containers = (workload_template.template(workload).get("spec") or {}).get("containers") or ()
     return {each["name"]: each["value"] for c in containers for each in c.get("env") or () if "value" in each}
 

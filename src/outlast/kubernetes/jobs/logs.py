@@ -265,7 +265,6 @@ class _Reader:
                 return
 
     def finish(self) -> None:
-        """Read the lines that exist now, and do not wait for others."""
         self._finished.set()
 
     def quiet_s(self) -> float:

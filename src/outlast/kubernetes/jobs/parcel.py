@@ -125,7 +125,6 @@ def _pack_archive(job: spec.Job, path: Path, checksum: str, limit: int) -> Parce
 
 
 def _limit_and_alternatives(limit: int) -> str:
-    """Return a phrase about the size limit of a ConfigMap, and the alternatives."""
     by_kubectl, larger = "", ""
     if limit < CONFIG_MAP_BYTES:
         by_kubectl = " that kubectl apply takes"

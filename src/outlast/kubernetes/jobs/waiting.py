@@ -231,9 +231,8 @@ def reason_to_continue(pod: api.Document | None, owner: api.Document | None) -> 
     Workflow is gone."""
     spec = (owner or {}).get("spec") or {}
     deleting = owner is not None and "deletionTimestamp" in owner["metadata"]
-    if (
-        pod is None or deleting or spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0
-    ):  # 0: Kubeflow Pipelines terminates
+    terminated = spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0  # Kubeflow Pipelines sets 0
+    if pod is None or deleting or terminated:
         return ""
     if disruption := pod_status.disruption(pod):
         return f"the step's pod is evicted ({disruption.get('reason')}), and the step is to be run again"

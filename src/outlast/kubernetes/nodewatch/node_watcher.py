@@ -115,7 +115,6 @@ class Watcher:
         self._log_once(f"evicts {name}, which has {step.grace_s} s to end", name)
 
     def _log_once(self, sentence: str, key: str = "") -> None:
-        """Log a message once per notice."""
         if sentence and (key or sentence) not in self._logged:
             self._logged.add(key or sentence)
             log.warning("%s", sentence)

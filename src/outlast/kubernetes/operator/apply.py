@@ -108,7 +108,6 @@ class _Execution:
         """Sentences about objects that do not belong to this job but have names that its objects need."""
 
     def write_event(self, event: Event) -> None:
-        """Write an Event, possibly in the background."""
         self._background(functools.partial(_write_event, self.cluster, self.job, event, self.now))
 
     def prerequisites(self, plan: Plan) -> str:

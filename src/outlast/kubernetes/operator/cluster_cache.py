@@ -290,7 +290,6 @@ class Cache:
             return len(self._kinds[kind].watched)
 
     def _notify(self, kind: Kind, document: Document, urgency: Urgency = "now") -> None:
-        """Report the jobs that a change concerns."""
         namespace, name = _name_of(document)
         if kind in self.jobs:
             self.on_change(Key(kind, namespace, name), urgency)

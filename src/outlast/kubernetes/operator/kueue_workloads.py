@@ -289,7 +289,6 @@ class Queue:
         )
 
     def _free_name(self, pods: Sequence[Mapping[str, Any]]) -> str:
-        """Return a name that neither a Workload of the job nor an existing pod uses."""
         meta, taken = self.job["metadata"], {workload.name for workload in self.slices} | {_workload_name(pod) for pod in pods}
         names = (kueue.workload_name(meta["name"], meta["uid"], number) for number in range(len(taken) + 1))
         return next(name for name in names if name not in taken)

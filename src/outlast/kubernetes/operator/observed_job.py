@@ -289,7 +289,6 @@ def _document(job: Document) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)  # the same job is reconciled again and again
 def _parse(text: str) -> tuple[spec.Job | None, str]:
-    """Return the parsed job, or why it cannot be parsed."""
     try:
         return spec.of(json.loads(text)), ""
     except InvalidJob as error:
@@ -322,7 +321,6 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
 
 
 def _unready_since(node: Document) -> float | None:
-    """Return when a node stopped answering, or None if it answers."""
     for ready in pod_status.conditions(node, "Ready"):
         if ready["status"] != "True":
             return node.get(RECEIVED_AT) or pod_status.timestamp(ready.get("lastTransitionTime"))

@@ -264,7 +264,6 @@ class Operator:
             self.queue.add_at(key, plan.requeue_at)
 
     def _exists_as_other_kind(self, key: Key) -> bool:
-        """Return whether a job of another kind has this name and therefore these pods."""
         others = [Key(kind, key.namespace, key.name) for kind in self.reconcilers if kind != key.kind]
         return any(self.cache.job(other, self._clock()).job is not None for other in others)
 

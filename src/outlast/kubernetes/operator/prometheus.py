@@ -140,7 +140,6 @@ def _of(name: str) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
-    """Return a metric without samples yet."""
     name, help, labels = _of(name)
     family = CounterMetricFamily if METRICS[name].type == "counter" else GaugeMetricFamily
     return family(name, help, labels=labels)

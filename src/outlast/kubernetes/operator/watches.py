@@ -127,7 +127,6 @@ class Watches:
                 watch.start()
 
     def _watch(self, kind: Kind) -> None:
-        """Keep the cache of one kind up to date until `stop` is called."""
         watch = _Watch(kind)
         while not self._stop.is_set():
             self._cache.begin_listing(kind)

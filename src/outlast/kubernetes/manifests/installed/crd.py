@@ -42,7 +42,6 @@ def definition() -> Document:
 
 
 def _model(name: str, definitions: dict[str, Schema]) -> Schema:
-    """Return the structural schema of a model, with its rules."""
     model = definitions[name]
     result: Schema = {"type": "object", "description": _text(model["description"])}
     if model.get("required"):
