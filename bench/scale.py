@@ -43,7 +43,7 @@ from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.main import GC_THRESHOLD
 from outlast.kubernetes.operator.observed_job import RECEIVED_AT, Limits
-from outlast.kubernetes.operator.operator import Operator, Settings
+from outlast.kubernetes.operator.operator import Operator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 import simulated
@@ -264,7 +264,7 @@ def trains(jobs: int, workers: int, seconds: float, *, watched: bool) -> list[st
         cluster,  # type: ignore[arg-type]
         reconciler_by_kind.reconcilers(Limits()),
         Leadership(cluster, "bench", "default"),  # type: ignore[arg-type]
-        Settings(host="127.0.0.1"),
+        host="127.0.0.1",
     )
     stop = threading.Event()
     thread = threading.Thread(target=operator.run, args=(stop,))
@@ -272,12 +272,16 @@ def trains(jobs: int, workers: int, seconds: float, *, watched: bool) -> list[st
     while not (operator.leadership.is_leader() and not operator.cache.unsynced() and operator.queue.idle()):
         time.sleep(1)
     time.sleep(40.0)  # after its first look each job is due at another time
-    cpu, looked, written = process.cpu_times(), operator.metrics.reconciles(), cluster.written
+
+    def looks() -> float:
+        return operator.metrics.registry.get_sample_value("outlast_reconcile_seconds_count") or 0
+
+    cpu, looked, written = process.cpu_times(), looks(), cluster.written
     begun = time.monotonic()
     time.sleep(seconds)
     took, now = time.monotonic() - begun, process.cpu_times()
     used = (now.user + now.system - cpu.user - cpu.system) / took
-    looked, written, memory = operator.metrics.reconciles() - looked, cluster.written - written, process.memory_info().rss
+    looked, written, memory = looks() - looked, cluster.written - written, process.memory_info().rss
     stop.set()
     cluster.stop.set()
     thread.join(20)

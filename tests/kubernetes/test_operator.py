@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import apiserver
+import operators
 import prometheus_text
 from operators import World, pods_of
 from outlast.base import loglines
@@ -661,9 +662,7 @@ def test_a_failed_pod_is_replaced_and_judged_once(world: World) -> None:
         "judged": [uid],
         "restarts": 1,
     }
-    exposition = operator.metrics.text(leads=True)
-    for kind, verb, count in (("Pod", "create", 3), ("Pod", "delete", 1), ("ElasticJob", "update", 2)):
-        assert f'outlast_operator_writes_total{{kind="{kind}",verb="{verb}"}} {count:.1f}' in exposition
+    assert operators.writes(operator) == {"create Pod": 3, "delete Pod": 1, "update ElasticJob": 2}
 
 
 def test_watches_that_are_cut_and_forgotten_miss_nothing(world: World) -> None:
@@ -792,12 +791,12 @@ def test_a_stand_by_takes_over_when_the_leader_stops(world: World) -> None:
     world.settled(["a"])
     assert (first.leadership.is_leader(), second.leadership.is_leader()) == (True, False)
     world.api.until(lambda: second.leadership.is_standby and not first.leadership.is_standby)
-    assert second.metrics.writes() == {}
+    assert operators.writes(second) == {}
     assert world.stop(0) == 0
     world.api.until(lambda: second.leadership.is_leader())
     world.apply("b")
     world.settled(["a", "b"])
-    assert second.metrics.writes() == {"create Pod": 2, "update ElasticJob": 1}
+    assert operators.writes(second) == {"create Pod": 2, "update ElasticJob": 1}
 
 
 def test_who_loses_the_lease_ends_and_writes_nothing_more(world: World) -> None:
@@ -912,8 +911,8 @@ def test_pods_that_are_refused_are_not_there_and_their_job_says_why_once(world: 
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
     operator = world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
-    before, looks = world.status("a"), operator.metrics.reconciles()
-    world.api.until(lambda: operator.metrics.reconciles() >= looks + 3)
+    before, looks = world.status("a"), operators.looks(operator)
+    world.api.until(lambda: operators.looks(operator) >= looks + 3)
     assert (before["state"], before["replicas"], world.status("a")) == ("Pending", 0, before)
     assert sum("/a/status" in write for write in world.writes()) == 2, (
         "when it is taken up, and when it is known that they are refused"
@@ -950,8 +949,8 @@ def test_what_pods_need_and_is_refused_is_said_by_their_job(world: World) -> Non
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
     operator = world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
-    before, looks = world.status("a"), operator.metrics.reconciles()
-    world.api.until(lambda: operator.metrics.reconciles() >= looks + 3)
+    before, looks = world.status("a"), operators.looks(operator)
+    world.api.until(lambda: operators.looks(operator) >= looks + 3)
     assert (before["state"], world.status("a")) == ("Pending", before)
     with world.api.lock:
         events = [each for key, each in world.api.documents.items() if key[0] == "events"]

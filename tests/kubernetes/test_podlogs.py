@@ -87,8 +87,8 @@ def followed(cluster: Cluster | kube.Cluster, **options: Any) -> tuple[list[LogL
         assert isinstance(cluster, Cluster)
         return not cluster.after_cut and all(pod["status"]["phase"] == "Succeeded" for pod in cluster.pods.values())
 
-    course = podlogs.FollowedJob("job=train", options.pop("over", over))
-    return list(podlogs.follow(cluster, course, **{"say": said.append, **options})), said  # type: ignore[arg-type]
+    follower = podlogs.Follower(cluster, "job=train", options.pop("over", over), **{"say": said.append, **options})  # type: ignore[arg-type]
+    return list(follower.lines()), said
 
 
 Connected = tuple[apiserver.ApiServer, kube.Cluster]

@@ -167,10 +167,18 @@ class KubernetesBackend:
         began = any(pod_status.has_started(pod) for pod in selected_pods)
         if follow and (began or job_status.final_state(workloads[0]) is None):
             poll = _JobPoll(self.workloads, name)
-            followed = podlogs.FollowedJob(
-                f"{Label.JOB}={name},{WORKERS}", poll.is_over, selected, poll.finished_pods.__contains__, poll.no_pods_reason
+            follower = podlogs.Follower(
+                self.cluster,
+                f"{Label.JOB}={name},{WORKERS}",
+                poll.is_over,
+                selected=selected,
+                is_finished=poll.finished_pods.__contains__,
+                no_pods_reason=poll.no_pods_reason,
+                tail=tail,
+                since_s=since_s,
+                say=say,
             )
-            yield from podlogs.follow(self.cluster, followed, tail=tail, since_s=since_s, say=say)
+            yield from follower.lines()
         elif began:
             yield from podlogs.merge(self.cluster, selected_pods, tail=tail, since_s=since_s, say=say)
         elif url := self.workloads.store_url(name):

@@ -40,7 +40,7 @@ def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Call
 
     labels = f"batch.kubernetes.io/job-name={title}"
     try:
-        for line in podlogs.follow(cluster, podlogs.FollowedJob(labels, over), say=say):
+        for line in podlogs.Follower(cluster, labels, over, say=say).lines():
             show(line)
     except KeyboardInterrupt:
         cluster.delete(api.JOB, title)

@@ -13,7 +13,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from outlast.base import backoff
 from outlast.base.errors import Absent, Refused, Unanswered
@@ -80,41 +79,27 @@ def _existing_lines(
                     yield stamped[0], LogLine(index, stamped[1])
 
 
-@dataclass(frozen=True)
-class FollowedJob:
-    """The pods of a job to follow, and callbacks about the job."""
-
-    labels: str
-    is_over: Callable[[], bool]
-    """Whether the job has ended; called every second in a separate thread."""
-    selected: Callable[[api.Document], bool] = lambda _: True
-    is_finished: Callable[[str], bool] = lambda _: False
-    """Whether the pod with this name writes nothing more once the job has ended, although the pod stays up."""
-    no_pods_reason: Callable[[], str] = lambda: "they are not made yet"
-
-
-def follow(
-    cluster: api.Cluster,
-    followed: FollowedJob,
-    *,
-    tail: int | None = None,
-    since_s: float | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> Iterator[LogLine]:
-    """Yield the lines of all present and future pods, until the job is over and all logs have been read. `say` is called with
-    the reason for waiting whenever it changes, and when the cluster does not answer. Once the job is over, the iteration ends
-    even if some pods do not: a pod that writes nothing for `_QUIET_S` is no longer waited for."""
-    return _Follower(cluster, followed, say, tail, since_s).lines()
-
-
-class _Follower:
-    """Follows the logs of a job's pods: one thread watches the pods, one polls whether the job is over, and one per pod reads its
-    log."""
+class Follower:
+    """Follows the logs of the pods with these labels: one thread watches the pods, one polls whether the job is over, and one per
+    pod reads its log. Of these pods, `selected` are followed. Once the job is over, a pod that `is_finished` names writes nothing
+    more although it stays up. `say` is called with the reason for waiting whenever it changes, and when the cluster does not
+    answer."""
 
     def __init__(
-        self, cluster: api.Cluster, followed: FollowedJob, say: Callable[[str], None], tail: int | None, since_s: float | None
+        self,
+        cluster: api.Cluster,
+        labels: str,
+        is_over: Callable[[], bool],
+        *,
+        selected: Callable[[api.Document], bool] = lambda _: True,
+        is_finished: Callable[[str], bool] = lambda _: False,
+        no_pods_reason: Callable[[], str] = lambda: "they are not made yet",
+        tail: int | None = None,
+        since_s: float | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._cluster, self._followed, self._say = cluster, followed, say
+        self._cluster, self._labels, self._is_over, self._selected = cluster, labels, is_over, selected
+        self._is_finished, self._no_pods_reason, self._say = is_finished, no_pods_reason, say
         self._tail, self._since_s = tail, since_s
         self._stop, self._job_is_over, self._pods_exist = api.Stop(), threading.Event(), threading.Event()
         self._items: queue.Queue[LogLine | api.Change | str | BaseException | None] = queue.Queue(_QUEUE)
@@ -123,6 +108,8 @@ class _Follower:
         self._reported: dict[str, str] = {}
 
     def lines(self) -> Iterator[LogLine]:
+        """Yield the lines of all present and future pods, until the job is over and all logs have been read, or the pods that are
+        left write nothing for `_QUIET_S`."""
         deadline = 0.0  # deadline for the logs that still go on; 0 while the job is not over
         try:
             for pod in backoff.until_answered(self._list, self._say, every_s=_POLL_S):
@@ -145,7 +132,7 @@ class _Follower:
                 if self._job_is_over.is_set():
                     deadline = deadline or time.monotonic() + _MAX_FOLLOW_S
                     for reader in self._readers.values():
-                        if self._followed.is_finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > deadline:
+                        if self._is_finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > deadline:
                             reader.finish()
         finally:
             self._stop.set()
@@ -159,7 +146,7 @@ class _Follower:
         return self._job_is_over.is_set() and not reads and self._items.empty()
 
     def _list(self) -> Sequence[api.Document]:
-        return self._cluster.list_(api.POD, labels=self._followed.labels)
+        return self._cluster.list_(api.POD, labels=self._labels)
 
     def _put(self, item: LogLine | api.Change | str | BaseException | None) -> None:
         while not self._stop.is_set():
@@ -182,7 +169,7 @@ class _Follower:
     def _watch(self) -> None:
         while not self._stop.is_set():
             with contextlib.suppress(Unanswered):  # its first list; later it retries by itself, and the other thread says so
-                for change in self._cluster.watch(api.POD, labels=self._followed.labels, stop=self._stop):
+                for change in self._cluster.watch(api.POD, labels=self._labels, stop=self._stop):
                     self._put(change)
             self._stop.wait(_PAUSE_S)
 
@@ -194,9 +181,9 @@ class _Follower:
             nonlocal waiting
             if self._stop.is_set():
                 return ()
-            if self._followed.is_over():
+            if self._is_over():
                 return self._list()
-            if not self._pods_exist.is_set() and waiting != (waiting := f"waiting for pods: {self._followed.no_pods_reason()}"):
+            if not self._pods_exist.is_set() and waiting != (waiting := f"waiting for pods: {self._no_pods_reason()}"):
                 self._put(waiting)
             return None
 
@@ -210,7 +197,7 @@ class _Follower:
         """Start to read the log of a pod that has started; report why a pod is still waiting."""
         self._pods_exist.set()
         uid = pod["metadata"]["uid"]
-        if uid in self._readers or not self._followed.selected(pod):
+        if uid in self._readers or not self._selected(pod):
             return
         if pod_status.has_started(pod):
             tail, since_s = (self._tail, self._since_s) if first else (None, None)

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from outlast.base import backoff, probes
 from outlast.base.clock import Clock
@@ -57,38 +56,28 @@ PENDING_EVENTS = 1000
 """Maximum number of Events waiting to be written, as in client-go's recorder."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the operator."""
-
-    namespace: str | None = None
-    """The only namespace that the operator serves. Default: all."""
-    workers: int = 8
-    """Number of jobs that are reconciled concurrently."""
-    host: str = ""
-    """Address on which the probes are served. Default: all addresses."""
-    port: int = 0
-    retry_s: float = 1.0
-    """First pause before a failure is retried; doubled each time."""
-    discovery_s: float = 60.0
-    """Interval at which the operator looks for Kueue and gang schedulers."""
-
-
 class Operator:
-    """The operator in this process. `run` returns the exit code."""
+    """The operator in this process, for all namespaces or one. `run` returns the exit code. It reconciles `workers` jobs at a
+    time, serves the probes at `host` and `port`, pauses `retry_s` before a failure is retried, doubled each time, and looks for
+    Kueue and gang schedulers every `discovery_s`."""
 
     def __init__(
         self,
         cluster: api.Cluster,
         reconcilers: Mapping[Kind, Reconciler],
         leadership: Leadership,
-        settings: Settings | None = None,
         *,
+        namespace: str | None = None,
+        workers: int = 8,
+        host: str = "",
+        port: int = 0,
+        retry_s: float = 1.0,
+        discovery_s: float = 60.0,
         orphans: Orphans | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.cluster, self.reconcilers, self.leadership = cluster, dict(reconcilers), leadership
-        self.settings = settings or Settings()
+        self._workers, self._host, self._port, self._retry_s = workers, host, port, retry_s
         self.metrics = Metrics()
         self.address = ""
         """Address of the probes, once `run` has started."""
@@ -102,12 +91,12 @@ class Operator:
             self.metrics,
             self._clock,
             self._queue_all,
-            namespace=self.settings.namespace,
-            retry_s=self.settings.retry_s,
-            discovery_s=self.settings.discovery_s,
+            namespace=namespace,
+            retry_s=retry_s,
+            discovery_s=discovery_s,
         )
         self._orphans = orphans
-        self._parallel = Parallel(WRITERS_PER_WORKER * self.settings.workers)
+        self._parallel = Parallel(WRITERS_PER_WORKER * workers)
         self._background = Background(PENDING_EVENTS)
         self._failures: dict[Key, int] = {}
         """Number of consecutive failed passes."""
@@ -123,13 +112,13 @@ class Operator:
 
     def run(self, stop: threading.Event) -> int:
         """Run until `stop` is set, the Lease is lost or a thread has ended. Returns 0 if `stop` was set, else 1."""
-        self.address = probes.serve(self.health, self._exposition, host=self.settings.host, port=self.settings.port)
+        self.address = probes.serve(self.health, self._exposition, host=self._host, port=self._port)
         log.info("probes and metrics are served on %s", self.address)
         release_lease = threading.Event()
         election = threading.Thread(target=self.leadership.run, args=(release_lease,), name="lease", daemon=True)
         workers = [
             threading.Thread(target=self._work, name=f"worker {n}", daemon=True)  # one that hangs must not keep the process
-            for n in range(self.settings.workers)
+            for n in range(self._workers)
         ]
         self.watches.start()
         election.start()
@@ -269,7 +258,7 @@ class Operator:
 
     def _retry_later(self, key: Key, error: Exception, *, bug: bool = False) -> None:
         count = self._failures[key] = self._failures.get(key, 0) + 1
-        pause = backoff.exponential(count - 1, self.settings.retry_s, MAX_BACKOFF_S)
+        pause = backoff.exponential(count - 1, self._retry_s, MAX_BACKOFF_S)
         self.metrics.count_error()
         sentence = "%s; the next try is in %.0f s"
         if bug:

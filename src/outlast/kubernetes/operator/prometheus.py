@@ -55,15 +55,15 @@ class Metrics:
         self._now: float | None = None
         self._jobs: dict[tuple[str, str, str], _Job] = {}
         """The jobs that exist, by kind, namespace and name."""
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        self._reconciles = Histogram(*_of("outlast_reconcile_seconds"), buckets=_RECONCILE_BUCKETS, registry=self._registry)
-        self._restarts = Counter(*_of("outlast_restarts_total"), registry=self._registry)
-        self._interruptions = Counter(*_of("outlast_interruptions_total"), registry=self._registry)
-        self._recoveries = Histogram(*_of("outlast_recovery_seconds"), buckets=_RECOVERY_BUCKETS, registry=self._registry)
-        self._writes = Counter(*_of("outlast_operator_writes_total"), registry=self._registry)
-        self._errors = Counter(*_of("outlast_operator_errors_total"), registry=self._registry)
-        self._leader = Gauge(*_of("outlast_operator_leader"), registry=self._registry)
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._reconciles = Histogram(*_of("outlast_reconcile_seconds"), buckets=_RECONCILE_BUCKETS, registry=self.registry)
+        self._restarts = Counter(*_of("outlast_restarts_total"), registry=self.registry)
+        self._interruptions = Counter(*_of("outlast_interruptions_total"), registry=self.registry)
+        self._recoveries = Histogram(*_of("outlast_recovery_seconds"), buckets=_RECOVERY_BUCKETS, registry=self.registry)
+        self._writes = Counter(*_of("outlast_operator_writes_total"), registry=self.registry)
+        self._errors = Counter(*_of("outlast_operator_errors_total"), registry=self.registry)
+        self._leader = Gauge(*_of("outlast_operator_leader"), registry=self.registry)
 
     def count_write(self, kind: str, verb: str) -> None:
         self._writes.labels(kind, verb).inc()
@@ -108,7 +108,7 @@ class Metrics:
         they are omitted."""
         self._leader.set(leads)
         self._now = now
-        return generate_latest(self._registry).decode()
+        return generate_latest(self.registry).decode()
 
     def collect(self) -> Iterator[Metric]:
         """Implements `prometheus_client.registry.Collector`."""
