@@ -61,6 +61,8 @@ def status(snapshot: Snapshot) -> JobStatus:
     low, high = snapshot.allowed_sizes or (desired, desired)
     reported = snapshot.metrics.values()
     ends = [end for pod in snapshot.pods if (end := pods.end(pod)) is not None and end.code != 0]
+    # Of each pod's restarts, the last follows the end that `ends` has.
+    earlier_restarts = sum(max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1) for pod in snapshot.pods)
     state, reason = _state(snapshot, newest, desired)
     committed = round(max((m.get("committed_step", 0) for m in reported), default=0))
     result = JobStatus(
@@ -78,7 +80,7 @@ def status(snapshot: Snapshot) -> JobStatus:
         step=round(max((m.get("step", 0) for m in reported), default=0)),
         steps=round(max((m.get("target_step", 0) for m in reported), default=0)) or None,
         told="data" if _is_download(snapshot.workload) else "log" if any(m.get("step_logged") for m in reported) else "",
-        restarts=sum(end.counted for end in ends) + sum(_earlier_restarts(pod) for pod in snapshot.pods),
+        restarts=sum(end.counted for end in ends) + earlier_restarts,
         interruptions=sum(not end.counted for end in ends),
         checkpoint=CheckpointStatus(step=committed, path="", time=0.0) if committed else None,
         snapshot=_snapshot(reported),
@@ -256,10 +258,6 @@ def _failure(documents: Sequence[Document]) -> Failure | None:
         return None
     when, index, end = max(failures, key=lambda each: each[:2])
     return Failure(worker=index, code=end.code, reason=f"worker {index} {end.sentence}", time=when)
-
-
-def _earlier_restarts(pod: Document) -> int:
-    return max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1)
 
 
 def _snapshot(reported: Collection[Metrics]) -> SnapshotStatus | None:

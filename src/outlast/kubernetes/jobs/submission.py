@@ -46,11 +46,6 @@ def _release_owner(url: str) -> str:
     return f"took the run in {url} from {owner}" if owner else f"no unfinished run in {url} has an owner"
 
 
-def new_run(job: Job) -> str:
-    """Return a unique id for a submission: the same file may be submitted again."""
-    return f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}"
-
-
 _REMEDY = "submit under another --name, or in another namespace (-n)"
 
 
@@ -73,7 +68,7 @@ class Submission:
                     yield self._resume_existing(existing, from_file, ended)
                     return
         # Each submission owns the run under a new id: an earlier one of the same file may have ended or be stopped.
-        documents = self.documents(job, source, new_run(job), fresh)
+        documents = self.documents(job, source, f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}", fresh)
         workload = workload_in(documents)
         if run := (from_file["metadata"].get("labels") or {}).get(Label.RUN):
             workload["metadata"].setdefault("annotations", {})[FILE_ANNOTATION] = run

@@ -60,7 +60,7 @@ def single_pod_job(request: Request) -> list[Document]:
         )
     request = request.with_zero_as_suspended().limited_to(1)
     worker = worker_pod.Worker(
-        index=variables.literal_source("0"),
+        index="0",
         rendezvous=rendezvous_endpoint.single_worker_endpoint(request),
         has_peers=False,
         on_demand=request.spec.scheduling.worker0 == placement.ON_DEMAND,

@@ -7,7 +7,7 @@ from typing import Any
 
 from outlast.job import contract, spec
 from outlast.kubernetes.api.kinds import Kind
-from outlast.kubernetes.manifests import configmaps_and_service, labels, names, topologies, variables, volumes, worker_pod
+from outlast.kubernetes.manifests import configmaps_and_service, labels, names, topologies, volumes, worker_pod
 from outlast.kubernetes.manifests.render_request import Request
 from outlast.kubernetes.manifests.scheduling import disruption, gang, kueue, placement
 from outlast.kubernetes.manifests.scheduling.kueue import Priority
@@ -84,7 +84,7 @@ def _request(snapshot: JobSnapshot) -> Request:
 
 def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> worker_pod.Worker:
     return worker_pod.Worker(
-        index=variables.literal_source(str(index)),
+        index=str(index),
         rendezvous=f"{contract.KUBERNETES}{snapshot.name}",
         subdomain=request.names.service,
         account=configmaps_and_service.worker_account(snapshot.name),

@@ -309,6 +309,8 @@ def write(
     world, progress = status.world, status.progress
     goodput = progress.goodput
     trains = world is not None and status.called is None and status.result is None
+    committed = {"step": progress.committed, "path": checkpoints, "time": _ms(progress.committed_at)}
+    checkpoint = {**committed, "bytes": progress.bytes or None}
     fields: Document = {
         "observedGeneration": status.observed_generation,
         "state": str(status.state) if status.state else None,
@@ -327,7 +329,7 @@ def write(
         "progressTime": pod_status.rfc3339(progress.time) if progress.time else None,
         "restarts": status.restarts,
         "interruptions": status.interruptions,
-        "checkpoint": _checkpoint_document(progress, checkpoints) if progress.committed else None,
+        "checkpoint": checkpoint if progress.committed else None,
         "snapshot": dict(zip(("step", "every"), progress.snapshot, strict=True)) if progress.snapshot[0] else None,
         "goodput": goodput,
         "goodputText": units.percent(goodput) if goodput is not None else None,
@@ -370,10 +372,6 @@ def _accounting_document(progress: Progress) -> Document | None:
     mark = {"step": progress.mark[0], "time": _ms(progress.mark[1])} if progress.mark else None
     lost = dataclasses.asdict(progress.losses) if progress.losses else None
     return {"reported": mark, "lost": lost} if mark or lost else None
-
-
-def _checkpoint_document(progress: Progress, path: str) -> Document:
-    return {"step": progress.committed, "path": path, "time": _ms(progress.committed_at), "bytes": progress.bytes or None}
 
 
 def _counted_document(status: Status) -> Document:

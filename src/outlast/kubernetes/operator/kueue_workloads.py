@@ -329,12 +329,8 @@ def queue_of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
     """Return the queue of a job, or None without Kueue, or for a job that has neither a queue nor Workloads."""
     if features.kueue is None:
         return None
-    own = (each for each in features.kueue.workloads if owned_by(each, job))
-    slices = tuple(
-        sorted(
-            (WorkloadSlice(each) for each in own), key=lambda workload: (_created(workload), len(workload.name), workload.name)
-        )
-    )
+    own = [WorkloadSlice(each) for each in features.kueue.workloads if owned_by(each, job)]
+    slices = tuple(sorted(own, key=lambda each: (pod_status.created_at(each.document), len(each.name), each.name)))
     name = kueue.queue_name(job)
     return Queue(name, job, features.kueue, slices) if name or slices else None
 
@@ -342,10 +338,6 @@ def queue_of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
 def unsynced(job: Mapping[str, Any], features: ClusterFeatures) -> bool:
     """Return whether a job is in a queue but Kueue's objects are not synced yet."""
     return kueue.GROUP in features.groups and features.kueue is None and bool(kueue.queue_name(job))
-
-
-def _created(workload: WorkloadSlice) -> str:
-    return str(workload.document["metadata"].get("creationTimestamp") or "")
 
 
 def _workload_name(pod: Mapping[str, Any]) -> str:

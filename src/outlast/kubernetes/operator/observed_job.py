@@ -111,15 +111,6 @@ class Pod(Identified):
         return pod_status.phase(self.document) == "Succeeded" or exited_with_0
 
     @property
-    def waiting_reason(self) -> str:
-        return pod_status.waiting_reason(self.document)
-
-    @property
-    def stuck_reason(self) -> str:
-        """Why the pod cannot start, if that needs people's attention."""
-        return pod_status.blocking_reason(self.document)
-
-    @property
     def finalizer_problem(self) -> str:
         """A sentence if the finalizers of another controller keep a terminated pod; else empty."""
         meta = self.document["metadata"]
@@ -157,7 +148,7 @@ class MemberReport:
     time: float = 0.0
     """Time of `step` by the member's clock; 0 if not reported."""
     lease_s: float = LEASE_S
-    """Duration of the Lease in seconds, at most LONGEST_S."""
+    """Duration of the Lease in seconds, at most MAX_LEASE_S."""
     snapshot: tuple[int, int] = (0, 0)
     """Step of the newest complete snapshot in memory, and the number of steps between two snapshots; 0: none, or unknown."""
     attempt: int = 0
