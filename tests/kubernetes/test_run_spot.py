@@ -23,7 +23,7 @@ from imds import Imds
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.kubernetes import api as kube
-from outlast.kubernetes.api import pod_status
+from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.nodewatch.metadata import Metadata
 from outlast.kubernetes.nodewatch.node_watcher import Watcher
 from outlast.kubernetes.operator import reconciler_by_kind
@@ -157,7 +157,7 @@ def test_training_goes_on_elsewhere_without_a_step_lost_and_no_restart_is_counte
     before = set(training.nodes)
     stop = threading.Event()
     with imds.serving(Imds()) as service, contextlib.closing(kube.connect(namespace="default")) as cluster:
-        found = cluster.get(kube.NODE, going)
+        found = cluster.get(kinds.NODE, going)
         watcher = Watcher(found, Metadata(service.address, timeout_s=30), cluster, clock=time.time)
 
         def watch() -> None:

@@ -26,7 +26,7 @@ from nodes import T0, a_node, a_pod
 from outlast.job import contract
 from outlast.job.contract import Annotation, Env, LeavingKind
 from outlast.kubernetes import api as kube
-from outlast.kubernetes.api import pod_status
+from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.nodewatch import node_watcher, notices
 from outlast.kubernetes.nodewatch.metadata import Metadata
 from outlast.kubernetes.nodewatch.node_watcher import Watcher
@@ -50,7 +50,7 @@ class Drill:
     def make(self) -> None:
         """Start the watcher, or start it again."""
         source = Metadata(self.service.address, timeout_s=30)
-        self.watcher = Watcher(self.cluster.get(kube.NODE, "n1"), source, self.cluster, clock=lambda: self.now)
+        self.watcher = Watcher(self.cluster.get(kinds.NODE, "n1"), source, self.cluster, clock=lambda: self.now)
 
     @property
     def node(self) -> Document:
@@ -202,7 +202,7 @@ def test_maintenance_that_has_begun_gives_each_pod_its_own_grace(drill: Drill) -
 def test_a_watcher_that_starts_in_maintenance_evicts_nobody_before_it_knows_how_long_that_lasts(drill: Drill) -> None:
     begun = notices.Notice(LeavingKind.MAINTENANCE, T0 - 3600, "maintenance")
     drill.api.put({**drill.node, "spec": {**drill.node["spec"]}})
-    drill.cluster.patch(kube.NODE, "n1", notices.node_patch(drill.cluster.get(kube.NODE, "n1"), begun))
+    drill.cluster.patch(kinds.NODE, "n1", notices.node_patch(drill.cluster.get(kinds.NODE, "n1"), begun))
     drill.service.refused = True
     drill.make()
     drill.until(T0 + 10)

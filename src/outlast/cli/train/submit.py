@@ -140,11 +140,11 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
 def _change(cluster: Cluster, document: Document) -> str:
     """Describe the result of a dry run for one document: created, changed (with a diff) or unchanged."""
     from outlast.kubernetes import api
-    from outlast.kubernetes.api import apply_documents
+    from outlast.kubernetes.api import apply_documents, kinds
     from outlast.kubernetes.manifests import configmaps_and_service
 
     old = apply_documents.existing(cluster, document)
-    if old is not None and api.kind_of(document) is api.CLAIM:
+    if old is not None and kinds.kind_of(document) is kinds.CLAIM:
         return configmaps_and_service.existing_claim(document, old)
     done = apply_documents.apply(cluster, document, old=old, dry_run=True)
     verb = "is" if done.what == "unchanged" else "would be"

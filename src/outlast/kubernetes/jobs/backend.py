@@ -16,7 +16,7 @@ from outlast.job.backend import LogLine, not_ended
 from outlast.job.contract import Label
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api
-from outlast.kubernetes.api import dropins, pod_status
+from outlast.kubernetes.api import dropins, kinds, pod_status
 from outlast.kubernetes.jobs import evaluation, fault_injection, job_status
 from outlast.kubernetes.jobs import logs as podlogs
 from outlast.kubernetes.jobs.job_documents import KINDS, NAMED_AFTER_JOB, WORKERS, Workloads, job_name
@@ -63,7 +63,7 @@ class KubernetesBackend:
             by_name.setdefault((workload["metadata"].get("namespace", ""), job_name(workload)), []).append(workload)
         pods: dict[str, list[Document]] = {}
         labels = f"{Label.JOB},{WORKERS}"
-        for pod in self.cluster.list_(api.POD, everywhere=self.everywhere, labels=labels) if by_name else ():
+        for pod in self.cluster.list_(kinds.POD, everywhere=self.everywhere, labels=labels) if by_name else ():
             pods.setdefault(pod["metadata"].get("namespace", ""), []).append(pod)
         statuses = [
             job_status.status(self.workloads.snapshot(name, each, pods.get(namespace, ()), query_agents=False))
@@ -234,9 +234,9 @@ class KubernetesBackend:
             )
         if kind in dropins.KINDS:
             self.workloads.set_replicas(kind, title, None, replicas)
-        elif kind is api.STATEFUL_SET and job_status.is_suspended(workload):
+        elif kind is kinds.STATEFUL_SET and job_status.is_suspended(workload):
             self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.REPLICAS: str(replicas)}}})
-        elif kind in (api.ELASTIC_JOB, api.STATEFUL_SET):
+        elif kind in (kinds.ELASTIC_JOB, kinds.STATEFUL_SET):
             self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
         elif workload["spec"].get("completionMode") == "Indexed":
             self.cluster.patch(kind, title, {"spec": {"parallelism": replicas, "completions": replicas}})
@@ -257,7 +257,7 @@ class KubernetesBackend:
             raise OutlastError(
                 f"{name} is not suspended ({self.status(name).state}); outlast status {name} shows where it stands"
             )
-        if kind is api.ELASTIC_JOB and not workload["spec"].get("suspend"):
+        if kind is kinds.ELASTIC_JOB and not workload["spec"].get("suspend"):
             low, _ = self.workloads.size_range(workload) or (1, 1)
             raise OutlastError(f"{name} is to have 0 workers, which suspends it; go on with: outlast scale {name} {low}")
         self.workloads.set_suspended(workload, False)
@@ -307,7 +307,7 @@ class _JobPoll:
 
     def __init__(self, workloads: Workloads, name: str) -> None:
         self._workloads, self._name = workloads, name
-        self._kinds: Sequence[api.Kind] = KINDS
+        self._kinds: Sequence[kinds.Kind] = KINDS
         self._queried_at = -_AGENT_POLL_S
         self._workload: Document = {}
         self.finished_pods: set[str] = set()
@@ -318,10 +318,10 @@ class _JobPoll:
         workloads = self._workloads.of(self._name, self._kinds) or self._workloads.of(self._name)
         if not workloads or job_status.final_state(workloads[0]) is not None:
             return True
-        self._workload, self._kinds = workloads[0], [api.kind_of(workloads[0])]
+        self._workload, self._kinds = workloads[0], [kinds.kind_of(workloads[0])]
         if job_status.is_suspended(workloads[0]):
             return not any(pod_status.running(pod) for pod in self._workloads.pods(self._name))
-        if self._kinds != [api.STATEFUL_SET] or time.monotonic() - self._queried_at < _AGENT_POLL_S:
+        if self._kinds != [kinds.STATEFUL_SET] or time.monotonic() - self._queried_at < _AGENT_POLL_S:
             return False
         status = self._workloads.status(self._name)
         self._queried_at = time.monotonic()

@@ -18,7 +18,7 @@ from outlast.base import backoff
 from outlast.base.errors import Absent, Refused, Unanswered
 from outlast.job.backend import LogLine
 from outlast.kubernetes import api
-from outlast.kubernetes.api import pod_status
+from outlast.kubernetes.api import kinds, pod_status
 
 _QUEUE = 10_000
 """Maximum number of items (log lines, changes of pods, messages) that wait to be handled."""
@@ -146,7 +146,7 @@ class Follower:
         return self._job_is_over.is_set() and not reads and self._items.empty()
 
     def _list(self) -> Sequence[api.Document]:
-        return self._cluster.list_(api.POD, labels=self._labels)
+        return self._cluster.list_(kinds.POD, labels=self._labels)
 
     def _put(self, item: LogLine | api.Change | str | BaseException | None) -> None:
         while not self._stop.is_set():
@@ -169,7 +169,7 @@ class Follower:
     def _watch(self) -> None:
         while not self._stop.is_set():
             with contextlib.suppress(Unanswered):  # its first list; later it retries by itself, and the other thread says so
-                for change in self._cluster.watch(api.POD, labels=self._labels, stop=self._stop):
+                for change in self._cluster.watch(kinds.POD, labels=self._labels, stop=self._stop):
                     self._put(change)
             self._stop.wait(_PAUSE_S)
 
@@ -260,7 +260,7 @@ class _Reader:
     def _current_pod(self) -> api.Document | None:
         while not self._stop.is_set():
             try:
-                pod = self._cluster.find(api.POD, self.name, namespace=self.namespace)
+                pod = self._cluster.find(kinds.POD, self.name, namespace=self.namespace)
                 return pod if pod and pod["metadata"]["uid"] == self._uid else None
             except Unanswered:
                 self._stop.wait(_PAUSE_S)

@@ -24,7 +24,7 @@ from outlast.base.errors import Absent, ClusterError, Forbidden, NotFound, NotSe
 from outlast.job.contract import Env
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api
-from outlast.kubernetes.api import kubeconfig, pod_status
+from outlast.kubernetes.api import kinds, kubeconfig, pod_status
 from outlast.kubernetes.jobs import job_status
 from outlast.kubernetes.jobs.job_documents import Workloads
 
@@ -77,7 +77,7 @@ class Waiter:
     defer_sigterm: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """A context manager that defers SIGTERM: once the job exists, SIGTERM must not arrive before we have noted that the job is
     ours."""
-    _kind: api.Kind = api.ELASTIC_JOB
+    _kind: kinds.Kind = kinds.ELASTIC_JOB
     _title: str = ""
     _uid: str = ""
 
@@ -90,7 +90,7 @@ class Waiter:
                     self.say(sentence)
                 for workload in self.workloads.of(self.name)[:1]:  # none: somebody has already removed it
                     meta = workload["metadata"]
-                    self._kind, self._title, self._uid = api.kind_of(workload), meta["name"], meta["uid"]
+                    self._kind, self._title, self._uid = kinds.kind_of(workload), meta["name"], meta["uid"]
                 self.may_cancel = True
 
         self._retry(attempt, _SUBMIT_S)
@@ -145,7 +145,7 @@ class Waiter:
         if workload["metadata"]["uid"] != self._uid:
             return None
         ended = job_status.final_state(workload) is not None
-        query_agents = query_agents or ended or self._kind is api.STATEFUL_SET  # only its agents know its end
+        query_agents = query_agents or ended or self._kind is kinds.STATEFUL_SET  # only its agents know its end
         snapshot = self.workloads.snapshot(self.name, [workload], self.workloads.pods(self.name), query_agents=query_agents)
         return job_status.status(snapshot)
 
@@ -253,7 +253,7 @@ def own_pod(
     unknown = (OSError, Absent, Forbidden, NotServed)
     try:
         namespace = Path(kubeconfig.ACCOUNT, "namespace").read_text().strip()
-        pod = cluster.find(api.POD, name, namespace=namespace)
+        pod = cluster.find(kinds.POD, name, namespace=namespace)
     except unknown:
         return None, None
     if pod is None:
@@ -262,7 +262,7 @@ def own_pod(
         pod = {**last, "metadata": {"deletionTimestamp": "", **last["metadata"]}}
     owners = pod["metadata"].get("ownerReferences") or ()
     try:
-        workflow = next(each["name"] for each in owners if each["kind"] == api.WORKFLOW.kind)
-        return pod, cluster.get(api.WORKFLOW, workflow, namespace=namespace)
+        workflow = next(each["name"] for each in owners if each["kind"] == kinds.WORKFLOW.kind)
+        return pod, cluster.get(kinds.WORKFLOW, workflow, namespace=namespace)
     except (StopIteration, *unknown):
         return pod, None

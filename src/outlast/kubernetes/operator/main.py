@@ -21,6 +21,7 @@ from outlast.base.loglines import write_log
 from outlast.job import contract
 from outlast.job.contract import Env, Pod
 from outlast.kubernetes import api
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests.installed import operator_deployment
 from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE
 from outlast.kubernetes.operator import reconciler_by_kind
@@ -85,7 +86,7 @@ def own_image(cluster: api.Cluster, env: Mapping[str, str]) -> str:
     ClusterError."""
     if Env.POD not in env:
         return OPERATOR_IMAGE
-    pod = cluster.get(api.POD, env[Env.POD], namespace=env.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE)
+    pod = cluster.get(kinds.POD, env[Env.POD], namespace=env.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE)
     return str(next(each["image"] for each in pod["spec"]["containers"] if each["name"] == operator_deployment.CONTAINER))
 
 
