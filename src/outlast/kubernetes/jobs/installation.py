@@ -231,17 +231,13 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     installed = documents(namespace=namespace, watch=True)
     desired = [each for each in installed if each["kind"] != kinds.CRD.kind]
     definitions = [kinds.CRD.document({"name": kind.resource}) for kind in _JOBS]
-    if crds:
-        yield from (_delete(cluster, each) for each in definitions)
-    remaining = (
-        []
-        if crds
-        else [
-            each
-            for each in definitions
-            if (existing := apply_documents.existing(cluster, each)) is not None and ownership.owned(existing)
-        ]
-    )
+    remaining: list[Document] = []
+    for each in definitions:
+        old = apply_documents.existing(cluster, each)
+        if crds:
+            yield _delete(cluster, each, old)
+        elif old is not None and ownership.owned(old):
+            remaining.append(each)
     for document in reversed(desired):
         old = apply_documents.existing(cluster, document)
         if old is None:
@@ -252,16 +248,15 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
         elif remaining and document["metadata"]["name"] in operator_deployment.USER_ROLES:
             yield Outcome("kept", document, "users have their rights to ElasticJobs from it; --crds removes it")
         else:
-            yield _delete(cluster, document)
+            yield _delete(cluster, document, old)
     for each in remaining:
         yield Outcome("kept", each, "ElasticJobs would be deleted with it; --crds removes it")
 
 
-def _delete(cluster: Cluster, document: Document) -> Outcome:
-    meta = document["metadata"]
-    existing = apply_documents.existing(cluster, document)
-    if existing is not None and not ownership.owned(existing):
+def _delete(cluster: Cluster, document: Document, old: Document | None) -> Outcome:
+    if old is not None and not ownership.owned(old):
         return Outcome("kept", document, "somebody else made it")
+    meta = document["metadata"]
     try:
         cluster.delete(kind_of(document), meta["name"], namespace=meta.get("namespace"))
     except Absent:
@@ -275,7 +270,7 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome
         if reason := _reason_to_keep(cluster, namespace):
             yield Outcome("kept", namespace, reason)
             return
-        _delete(cluster, namespace)
+        _delete(cluster, namespace, namespace)
     if apply_documents.existing(cluster, namespace):
         yield Outcome("deleting", namespace, "what is in it ends first")
     yield (
