@@ -102,8 +102,12 @@ class World:
 
     def apply(self, *names: str) -> None:
         for name in names:
-            head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob"}
-            self.api.put({**head, "metadata": {"name": name}, "spec": {"image": "i"}})
+            self.api.put(ELASTIC_JOB.document({"name": name}, spec={"image": "i"}))
+
+    def submit(self, name: str = "a", **fields: Any) -> None:
+        """Create a job that can be rendered: of two workers, unless `fields` of its specification say otherwise."""
+        spec = {"image": "i", "module": "m", "workers": {"replicas": 2}, **fields}
+        self.api.put(ELASTIC_JOB.document({"name": name, "generation": 1}, spec=spec))
 
     def pods(self) -> list[str]:
         with self.api.lock:
