@@ -412,21 +412,24 @@ def failed_three_times_at_step_7(**failure: object) -> Cluster:
     return cluster
 
 
-def test_a_script_that_fails_at_one_step_ends_the_job() -> None:
-    cluster = failed_three_times_at_step_7()
-    assert cluster.status["reason"] == "rank 0 on worker 0 failed at step 7; this step has failed 3 times in a row"
-    assert cluster.status["conditions"][-1]["type"] == "Failed"
-    assert cluster.status["conditions"][-1]["reason"] == "NoProgress"
+HUNG = {"reason": "rank 0 on worker 0 hung: no progress for 750 s", "code": 137, "hung": True, "cause": "hang"}
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        ({}, "rank 0 on worker 0 failed at step 7; this step has failed 3 times in a row"),
+        (HUNG, "rank 0 on worker 0 hung: no progress for 750 s; it has hung here 3 times in a row"),
+    ],
+)
+def test_a_script_that_fails_or_hangs_at_one_step_ends_the_job(failure: dict[str, Any], said: str) -> None:
+    cluster = failed_three_times_at_step_7(**failure)
+    assert cluster.status["reason"] == said
+    assert cluster.status["lastFailure"].get("cause") == failure.get("cause")
+    last = cluster.status["conditions"][-1]
+    assert (last["type"], last["reason"]) == ("Failed", "NoProgress")
     cluster.until(lambda c: not c.alive())
     assert cluster.status["replicas"] == 0
-
-
-def test_a_script_that_hangs_at_one_step_ends_the_job() -> None:
-    hung = {"reason": "rank 0 on worker 0 hung: no progress for 750 s", "code": 137, "hung": True, "cause": "hang"}
-    cluster = failed_three_times_at_step_7(**hung)
-    assert cluster.status["reason"] == "rank 0 on worker 0 hung: no progress for 750 s; it has hung here 3 times in a row"
-    assert cluster.status["conditions"][-1]["reason"] == "NoProgress"
-    assert cluster.status["lastFailure"]["cause"] == "hang"
 
 
 def test_no_words_of_a_script_change_why_its_job_ended() -> None:

@@ -52,6 +52,11 @@ def resources(api: apiserver.ApiServer) -> list[str]:
     return sorted(resource for resource, namespace, _ in api.documents if namespace)
 
 
+def the(api: apiserver.ApiServer, resource: str) -> list[kube.Document]:
+    found = (document for (kind, *_), document in api.documents.items() if kind == resource)
+    return sorted(found, key=lambda each: int(each["metadata"]["resourceVersion"]))
+
+
 def test_a_dry_run_says_what_would_be_made_and_makes_nothing(api: apiserver.ApiServer, outlast: Outlast) -> None:
     code, out, _ = outlast("submit", "job.yaml", "--as", "indexed-job", "--dry-run")
     assert code == 0
@@ -159,15 +164,10 @@ def test_the_same_file_again_goes_on_with_what_was_suspended_and_keeps_what_was_
 
 def test_what_has_ended_is_not_run_again(api: apiserver.ApiServer, outlast: Outlast) -> None:
     outlast("submit", "job.yaml", "--as", "indexed-job")
-    (job,) = (document for (kind, *_), document in api.documents.items() if kind == "jobs.batch")
+    (job,) = the(api, "jobs.batch")
     job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
     _, out, _ = outlast("submit", "job.yaml", "--as", "indexed-job")
     assert out.splitlines()[0].endswith("has ended (Succeeded) and is not run again; --fresh does")
-
-
-def the(api: apiserver.ApiServer, resource: str) -> list[kube.Document]:
-    found = (document for (kind, *_), document in api.documents.items() if kind == resource)
-    return sorted(found, key=lambda each: int(each["metadata"]["resourceVersion"]))
 
 
 def test_a_job_that_has_failed_goes_on_when_the_same_file_is_submitted(api: apiserver.ApiServer, outlast: Outlast) -> None:
@@ -311,7 +311,7 @@ def test_who_takes_over_is_another_owner_although_the_file_is_the_same(
     monkeypatch.setattr(stored.store, "open_", lambda url: place)
 
     def word() -> str:
-        (job,) = (each for (kind, *_), each in api.documents.items() if kind == "jobs.batch")
+        (job,) = the(api, "jobs.batch")
         assert "OUTLAST_FRESH" not in str(job)
         return str(job["metadata"]["labels"]["outlast.dev/run"])
 
@@ -372,12 +372,11 @@ def test_a_claim_that_is_not_there_is_made_and_stays(api: apiserver.ApiServer, o
 
 def test_what_is_made_beside_a_job_goes_with_it(api: apiserver.ApiServer, outlast: Outlast) -> None:
     outlast("submit", "job.yaml", "--as", "indexed-job")
-    (name,) = (name for resource, _, name in api.documents if resource == "jobs.batch")
-    uid = api.documents["jobs.batch", "default", name]["metadata"]["uid"]
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid}
-    beside = [each for (resource, *_), each in api.documents.items() if resource in ("configmaps", "services")]
+    (job,) = the(api, "jobs.batch")
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": job["metadata"]["name"], "uid": job["metadata"]["uid"]}
+    beside = [*the(api, "configmaps"), *the(api, "services")]
     assert [each["metadata"]["ownerReferences"] for each in beside] == [[owner], [owner]]
-    api.remove("jobs.batch", name)  # as when its time after its end is over
+    api.remove("jobs.batch", job["metadata"]["name"])  # as when its time after its end is over
     assert resources(api) == []
 
 
@@ -391,11 +390,9 @@ def test_what_an_earlier_run_leaves_is_not_lost_by_the_next(api: apiserver.ApiSe
     outlast("submit", "job.yaml", "--as", "indexed-job")
     key = ("services", "default", "train-rdzv")
     gone = {"apiVersion": "batch/v1", "kind": "Job", "name": "train-00000000", "uid": "gone"}
-    for (resource, *_), each in list(api.documents.items()):
-        if resource == "services":
-            each["metadata"]["ownerReferences"] = [gone]
-        elif resource == "jobs.batch":
-            api.remove("jobs.batch", each["metadata"]["name"])
+    (job,), (service,) = the(api, "jobs.batch"), the(api, "services")
+    service["metadata"]["ownerReferences"] = [gone]
+    api.remove("jobs.batch", job["metadata"]["name"])
     before = api.documents[key]["metadata"]["uid"]
     assert "Service train-rdzv created" in outlast("submit", "job.yaml", "--as", "indexed-job")[1]
     after = api.documents[key]["metadata"]
@@ -482,7 +479,7 @@ def test_watching_a_status_waits_for_an_api_server_that_is_away(
 def test_following_a_job_that_has_ended_says_how_although_its_logs_are_gone(api: apiserver.ApiServer, outlast: Outlast) -> None:
     words = ("submit", "job.yaml", "--as", "indexed-job", "--set", "output=/out")
     outlast(*words)
-    job = next(document for (resource, *_), document in api.documents.items() if resource == "jobs.batch")
+    (job,) = the(api, "jobs.batch")
     job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
     code, _, err = outlast(*words, "--follow")
     assert code == 0
