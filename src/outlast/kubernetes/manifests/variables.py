@@ -53,7 +53,7 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
     fields, name = request.spec, request.job.metadata.name
     output = volumes.output(fields, name)
     store = volumes.store_url(request.job)
-    key = {"secretKeyRef": {"name": request.names.service, "key": KEY, "optional": True}}
+    key: Source = {"secretKeyRef": {"name": request.names.service, "key": KEY, "optional": True}}
     return {
         Env.NAMESPACE: field_source("metadata.namespace"),
         Env.ADDRESS: field_source("status.podIP"),

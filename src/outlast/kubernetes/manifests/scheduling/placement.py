@@ -23,6 +23,14 @@ _SPOT_TAINTS = (
     "spotInstance",
 )
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_OLD_NAMES = {
+    "beta.kubernetes.io/instance-type": "node.kubernetes.io/instance-type",
+    "beta.kubernetes.io/arch": "kubernetes.io/arch",
+    "beta.kubernetes.io/os": "kubernetes.io/os",
+}
+"""Deprecated labels of nodes, with their replacements."""
+
+
 ON_DEMAND = "on-demand"
 """Value of `scheduling.worker0` that keeps worker 0 off spot machines."""
 
@@ -33,7 +41,7 @@ def pod(job: spec.Job, *, has_peers: bool, on_demand: bool = False) -> Document:
     fields = job.spec
     if on_demand:
         fields = fields.model_copy(update={"scheduling": fields.scheduling.model_copy(update={"spot": "avoid"})})
-    exact = {name: value for name, value in fields.node_selector.items() if "," not in value}
+    exact = {name: value for name, value in _nodes(fields).items() if "," not in value}
     constraints: Document = {}
     if fields.scheduling.priority_class_name:
         constraints["priorityClassName"] = fields.scheduling.priority_class_name
@@ -50,11 +58,15 @@ def pod(job: spec.Job, *, has_peers: bool, on_demand: bool = False) -> Document:
     return constraints
 
 
+def _nodes(fields: spec.Spec) -> dict[str, str]:
+    return {_OLD_NAMES.get(name, name): value for name, value in fields.node_selector.items()}
+
+
 def _affinity(fields: spec.Spec) -> Document:
     """Node affinity: one of the terms of `required` must match, with all its expressions."""
     alternatives = [
         {"key": name, "operator": "In", "values": [each.strip() for each in value.split(",") if each.strip()]}
-        for name, value in fields.node_selector.items()
+        for name, value in _nodes(fields).items()
         if "," in value
     ]
     terms = [alternatives] if alternatives else []
