@@ -86,7 +86,7 @@ READ = {
     "environment.conda": ("worker/prepare/phases.py: .conda", "worker/prepare/phases.py: .conda"),
     "compile.cache": ("worker/prepare/phases.py: compile.cache", "worker/prepare/phases.py: compile.cache"),
     "compile.warm_up": ("worker/prepare/phases.py: compile.warm_up", "worker/prepare/phases.py: compile.warm_up"),
-    "env": ("local/worker_processes.py: self._job.spec.env", "kubernetes/manifests/variables.py: fields.env"),
+    "env": ("local/worker_processes.py: self._job.spec.env", "kubernetes/manifests/variables.py: request.spec.env"),
     "suspend": ("local/backend.py: spec.suspend", "kubernetes/manifests/worker_pod.py: .suspend"),
     "active_deadline_seconds": (
         "local/launcher.py: .active_deadline_seconds",
