@@ -360,6 +360,7 @@ def operate(namespace: str) -> None:
     from outlast.kubernetes.operator.leader import Leadership
     from outlast.kubernetes.operator.observed_job import Limits
     from outlast.kubernetes.operator.operator import Operator
+    from outlast.kubernetes.operator.watches import Settings
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     cluster = api.connect()
@@ -367,9 +368,7 @@ def operate(namespace: str) -> None:
         cluster,
         reconciler_by_kind.reconcilers(Limits()),
         Leadership(cluster, "bench", namespace),
-        namespace=namespace,
-        host="127.0.0.1",
-        workers=THREADS,
+        Settings(namespace=namespace, host="127.0.0.1", workers=THREADS),
     )
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

@@ -34,9 +34,8 @@ import psutil
 from outlast.base.errors import Absent
 from outlast.job import contract
 from outlast.kubernetes import api, board
-from outlast.kubernetes.api import kinds, watch
+from outlast.kubernetes.api import kinds, pod_status, watch
 from outlast.kubernetes.api.kinds import Kind
-from outlast.kubernetes.operator import elasticjob_status as memory
 from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.cluster_cache import Cache, Key, trimmed
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
@@ -44,6 +43,7 @@ from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.main import GC_THRESHOLD
 from outlast.kubernetes.operator.observed_job import RECEIVED_AT, Limits
 from outlast.kubernetes.operator.operator import Operator
+from outlast.kubernetes.operator.watches import Settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 import simulated
@@ -171,7 +171,7 @@ class Simulated:
         texts += [(kinds.LEASE, json.dumps(whole(each))) for each in cluster.all("Lease")]
         for number in range(jobs):
             for kind, text in texts:
-                told = f'"progressTime": "{memory.timestamp(time.time() - number % 100)}"'  # each is told at another time
+                told = f'"progressTime": "{pod_status.rfc3339(time.time() - number % 100)}"'  # each is told at another time
                 made = re.sub(r"\btrain\b(?!ing)", f"job-{number:05}", re.sub(r'"progressTime": "[^"]*"', told, text))
                 made = made.replace(uid, f"{number:08x}").replace("-uid", f"-{number}")
                 line = self._line(made)
@@ -264,7 +264,7 @@ def trains(jobs: int, workers: int, seconds: float, *, watched: bool) -> list[st
         cluster,  # type: ignore[arg-type]
         reconciler_by_kind.reconcilers(Limits()),
         Leadership(cluster, "bench", "default"),  # type: ignore[arg-type]
-        host="127.0.0.1",
+        Settings(host="127.0.0.1"),
     )
     stop = threading.Event()
     thread = threading.Thread(target=operator.run, args=(stop,))

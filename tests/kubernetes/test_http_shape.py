@@ -29,6 +29,7 @@ from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.observed_job import Limits
 from outlast.kubernetes.operator.operator import Operator
+from outlast.kubernetes.operator.watches import Settings
 
 JOB = {
     "apiVersion": contract.API_VERSION,
@@ -114,7 +115,7 @@ def operating(mock: Mock, kubeconfig: Path) -> Iterator[None]:
     apiserver.kubeconfig(kubeconfig, mock.url)
     with contextlib.closing(api.connect(namespace="outlast-system")) as cluster:
         leadership = Leadership(cluster, "operator-1", "outlast-system", interval_s=60, duration_s=180)
-        operator = Operator(cluster, reconciler_by_kind.reconcilers(Limits()), leadership, host="127.0.0.1")
+        operator = Operator(cluster, reconciler_by_kind.reconcilers(Limits()), leadership, Settings(host="127.0.0.1"))
         stop = threading.Event()
         thread = threading.Thread(target=operator.run, args=(stop,))
         thread.start()

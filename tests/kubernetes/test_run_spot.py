@@ -30,6 +30,7 @@ from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.observed_job import Limits
 from outlast.kubernetes.operator.operator import Operator
+from outlast.kubernetes.operator.watches import Settings
 
 Document = dict[str, Any]
 Final = Callable[..., dict[str, object]]
@@ -122,7 +123,7 @@ def training(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kubelets
         kubelets = Kubelets(api, pods, config)
         cluster = stack.enter_context(contextlib.closing(kube.connect(namespace="default")))
         leadership = Leadership(cluster, "operator", "default")
-        operator = Operator(cluster, reconciler_by_kind.reconcilers(Limits()), leadership, host="127.0.0.1")
+        operator = Operator(cluster, reconciler_by_kind.reconcilers(Limits()), leadership, Settings(host="127.0.0.1"))
         stop = threading.Event()
         deciding = threading.Thread(target=operator.run, args=(stop,))
         spec = {"image": "i", "script": "exact.py", "args": list(ARGS), "workers": {"replicas": 2, "min": 2, "max": 2}}

@@ -20,6 +20,7 @@ from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.operator import Operator
 from outlast.kubernetes.operator.plan import Deletion, Document, Plan
+from outlast.kubernetes.operator.watches import Settings
 
 
 def pods_of(looked: CachedJob, *, count: int) -> Plan:
@@ -81,7 +82,8 @@ class World:
 
         leadership = Leadership(cluster, me, "default", interval_s=every_s, duration_s=duration_s)
         reconcilers = how.pop("reconcilers", {ELASTIC_JOB: decider})
-        operator = Operator(cluster, reconcilers, leadership, host="127.0.0.1", retry_s=0.02, **how)
+        settings = Settings(host="127.0.0.1", retry_s=0.02, discovery_s=how.pop("discovery_s", 60.0))
+        operator = Operator(cluster, reconcilers, leadership, settings, **how)
         stop, codes = threading.Event(), list[int]()
         thread = threading.Thread(target=lambda: codes.append(operator.run(stop)))
         thread.start()

@@ -178,7 +178,6 @@ class Client:
                     stop=watching,
                     fields=f"metadata.name={self._job}",
                     on_version=check_exists,
-                    longest_pause_s=LONGEST_PAUSE_S,
                 ):
                     if change.type == "deleted":
                         raise Absent(f"ElasticJob {self._job} does not exist any more")

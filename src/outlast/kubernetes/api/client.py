@@ -175,7 +175,6 @@ class Cluster(Api):
         labels: str = "",
         fields: str = "",
         on_version: Callable[[str | None], None] = lambda _: None,
-        longest_pause_s: float = requests.LONGEST_PAUSE_S,
     ) -> Iterator[Change]:
         """Yield all existing documents, then every change, until `stop` is set.
 
@@ -185,9 +184,9 @@ class Cluster(Api):
         parsed one at a time.
 
         `on_version` receives the version up to which everything has been reported, on connecting and with each bookmark, and None
-        when the connection is lost. `longest_pause_s` is the maximum pause in seconds between two attempts to connect.
+        when the connection is lost.
         """
-        return watch.changes(self, Selection(kind, namespace, everywhere, labels, fields), stop, on_version, longest_pause_s)
+        return watch.changes(self, Selection(kind, namespace, everywhere, labels, fields), stop, on_version)
 
     # Pods
 

@@ -23,6 +23,8 @@ _SILENCE_S = 150.0
 """Timeout in seconds of a connection without any event, bookmark or end."""
 _STABLE_S = 30.0
 """Seconds after which a connection that the server ends is no failure, even without events."""
+_LONGEST_PAUSE_S = 1.0
+"""Maximum seconds between two attempts to connect: workers must hear soon of a new world."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,7 @@ class Change:
     kind, apiVersion and metadata without annotations remain."""
 
 
-def changes(
-    api: Api, selection: Selection, stop: Stop, on_version: Callable[[str | None], None], longest_pause_s: float
-) -> Iterator[Change]:
+def changes(api: Api, selection: Selection, stop: Stop, on_version: Callable[[str | None], None]) -> Iterator[Change]:
     reported = _Reported()
     version, listed, failures = "", False, 0
     while not stop.is_set():
@@ -67,7 +67,7 @@ def changes(
             if not listed:
                 raise
         if failures:
-            stop.wait(min(requests.pause(failures), longest_pause_s))
+            stop.wait(min(requests.pause(failures), _LONGEST_PAUSE_S))
 
 
 def _one_connection(

@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from outlast.base import backoff
 from outlast.base.errors import Absent, Refused, Unanswered
@@ -79,28 +80,24 @@ def _existing_lines(
                     yield stamped[0], LogLine(index, stamped[1])
 
 
+@dataclass
 class Follower:
-    """Follows the logs of the pods with these labels: one thread watches the pods, one polls whether the job is over, and one per
-    pod reads its log. Of these pods, `selected` are followed. Once the job is over, a pod that `is_finished` names writes nothing
-    more although it stays up. `say` is called with the reason for waiting whenever it changes, and when the cluster does not
-    answer."""
+    """Follows the logs of pods: one thread watches the pods, one polls whether the job is over, and one per pod reads its log."""
 
-    def __init__(
-        self,
-        cluster: api.Cluster,
-        labels: str,
-        is_over: Callable[[], bool],
-        *,
-        selected: Callable[[api.Document], bool] = lambda _: True,
-        is_finished: Callable[[str], bool] = lambda _: False,
-        no_pods_reason: Callable[[], str] = lambda: "they are not made yet",
-        tail: int | None = None,
-        since_s: float | None = None,
-        say: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._cluster, self._labels, self._is_over, self._selected = cluster, labels, is_over, selected
-        self._is_finished, self._no_pods_reason, self._say = is_finished, no_pods_reason, say
-        self._tail, self._since_s = tail, since_s
+    cluster: api.Cluster
+    labels: str
+    is_over: Callable[[], bool]
+    """Whether the job has ended; called every second in a separate thread."""
+    selected: Callable[[api.Document], bool] = lambda _: True
+    is_finished: Callable[[str], bool] = lambda _: False
+    """Whether the pod with this name writes nothing more once the job has ended, although the pod stays up."""
+    no_pods_reason: Callable[[], str] = lambda: "they are not made yet"
+    tail: int | None = None
+    since_s: float | None = None
+    say: Callable[[str], None] = lambda _: None
+    """Called with the reason for waiting whenever it changes, and when the cluster does not answer."""
+
+    def __post_init__(self) -> None:
         self._stop, self._job_is_over, self._pods_exist = api.Stop(), threading.Event(), threading.Event()
         self._items: queue.Queue[LogLine | api.Change | str | BaseException | None] = queue.Queue(_QUEUE)
         self._readers: dict[str, _Reader] = {}
@@ -112,7 +109,7 @@ class Follower:
         left write nothing for `_QUIET_S`."""
         deadline = 0.0  # deadline for the logs that still go on; 0 while the job is not over
         try:
-            for pod in backoff.until_answered(self._list, self._say, every_s=_POLL_S):
+            for pod in backoff.until_answered(self._list, self.say, every_s=_POLL_S):
                 self._handle_pod(pod, first=True)
             self._run(self._watch)
             self._run(self._wait_for_the_end)
@@ -126,13 +123,13 @@ class Follower:
                     if item.type != "deleted":
                         self._handle_pod(item.document, first=False)
                 elif isinstance(item, str):
-                    self._say(item)
+                    self.say(item)
                 elif isinstance(item, BaseException):
                     raise item
                 if self._job_is_over.is_set():
                     deadline = deadline or time.monotonic() + _MAX_FOLLOW_S
                     for reader in self._readers.values():
-                        if self._is_finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > deadline:
+                        if self.is_finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > deadline:
                             reader.finish()
         finally:
             self._stop.set()
@@ -146,7 +143,7 @@ class Follower:
         return self._job_is_over.is_set() and not reads and self._items.empty()
 
     def _list(self) -> Sequence[api.Document]:
-        return self._cluster.list_(kinds.POD, labels=self._labels)
+        return self.cluster.list_(kinds.POD, labels=self.labels)
 
     def _put(self, item: LogLine | api.Change | str | BaseException | None) -> None:
         while not self._stop.is_set():
@@ -169,7 +166,7 @@ class Follower:
     def _watch(self) -> None:
         while not self._stop.is_set():
             with contextlib.suppress(Unanswered):  # its first list; later it retries by itself, and the other thread says so
-                for change in self._cluster.watch(kinds.POD, labels=self._labels, stop=self._stop):
+                for change in self.cluster.watch(kinds.POD, labels=self.labels, stop=self._stop):
                     self._put(change)
             self._stop.wait(_PAUSE_S)
 
@@ -181,9 +178,9 @@ class Follower:
             nonlocal waiting
             if self._stop.is_set():
                 return ()
-            if self._is_over():
+            if self.is_over():
                 return self._list()
-            if not self._pods_exist.is_set() and waiting != (waiting := f"waiting for pods: {self._no_pods_reason()}"):
+            if not self._pods_exist.is_set() and waiting != (waiting := f"waiting for pods: {self.no_pods_reason()}"):
                 self._put(waiting)
             return None
 
@@ -197,15 +194,15 @@ class Follower:
         """Start to read the log of a pod that has started; report why a pod is still waiting."""
         self._pods_exist.set()
         uid = pod["metadata"]["uid"]
-        if uid in self._readers or not self._selected(pod):
+        if uid in self._readers or not self.selected(pod):
             return
         if pod_status.has_started(pod):
-            tail, since_s = (self._tail, self._since_s) if first else (None, None)
-            reader = self._readers[uid] = _Reader(self._cluster, pod, self._put, self._stop, tail=tail, since_s=since_s)
+            tail, since_s = (self.tail, self.since_s) if first else (None, None)
+            reader = self._readers[uid] = _Reader(self.cluster, pod, self._put, self._stop, tail=tail, since_s=since_s)
             self._threads.append(self._run(reader.read))
         elif (why := pod_status.waiting_reason(pod)) and self._reported.get(uid) != why:
             self._reported[uid] = why
-            self._say(f"worker {pod_status.index(pod)} {why}")
+            self.say(f"worker {pod_status.index(pod)} {why}")
 
 
 class _Reader:

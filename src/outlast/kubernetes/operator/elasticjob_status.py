@@ -1,7 +1,7 @@
 """The operator keeps its state of a job in the job's `.status`; this module defines the fields, and reads and writes them.
 
-    job_status.read(status)      -> Status
-    job_status.write(Status, ...) -> the new status
+    elasticjob_status.read(status)      -> Status
+    elasticjob_status.write(Status, ...) -> the new status
 
 Readers (`outlast status`, kubectl) find the fields of `outlast.job.status.JobStatus`; the job's agents watch `rendezvous`. Times
 in `rendezvous`, `failures`, `accounting` and `ledger` are seconds since the epoch, all others are in Kubernetes' format. Pure.

@@ -28,6 +28,7 @@ from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.observed_job import Limits
 from outlast.kubernetes.operator.operator import Operator
+from outlast.kubernetes.operator.watches import Settings
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, con
     """Run the operator until SIGTERM or SIGINT, then exit. Raises OutlastError if the operator cannot start."""
     write_log(text=text)
     gc.set_threshold(GC_THRESHOLD)
-    probe_port = port(os.environ)
+    settings = Settings(namespace, workers, port=port(os.environ))
     cluster = api.connect(context)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -104,14 +105,7 @@ def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, con
     orphans = functools.partial(reconciler_by_kind.orphans, limits)
     agent_image = functools.cache(functools.partial(own_image, cluster, os.environ))
     operator = Operator(
-        cluster,
-        reconciler_by_kind.reconcilers(limits, agent_image),
-        leadership,
-        namespace=namespace,
-        workers=workers,
-        port=probe_port,
-        orphans=orphans,
-        clock=clock(cluster),
+        cluster, reconciler_by_kind.reconcilers(limits, agent_image), leadership, settings, orphans=orphans, clock=clock(cluster)
     )
     code = operator.run(stop)
     cluster.close()

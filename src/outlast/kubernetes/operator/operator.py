@@ -29,7 +29,7 @@ from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.plan import Document, Plan
 from outlast.kubernetes.operator.prometheus import Metrics
-from outlast.kubernetes.operator.watches import Watches
+from outlast.kubernetes.operator.watches import Settings, Watches
 from outlast.kubernetes.operator.workqueue import WorkQueue
 from outlast.kubernetes.operator.writer import Background, NotLeader, Parallel, Writer
 
@@ -57,27 +57,20 @@ PENDING_EVENTS = 1000
 
 
 class Operator:
-    """The operator in this process, for all namespaces or one. `run` returns the exit code. It reconciles `workers` jobs at a
-    time, serves the probes at `host` and `port`, pauses `retry_s` before a failure is retried, doubled each time, and looks for
-    Kueue and gang schedulers every `discovery_s`."""
+    """The operator in this process. `run` returns the exit code."""
 
     def __init__(
         self,
         cluster: api.Cluster,
         reconcilers: Mapping[Kind, Reconciler],
         leadership: Leadership,
+        settings: Settings,
         *,
-        namespace: str | None = None,
-        workers: int = 8,
-        host: str = "",
-        port: int = 0,
-        retry_s: float = 1.0,
-        discovery_s: float = 60.0,
         orphans: Orphans | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.cluster, self.reconcilers, self.leadership = cluster, dict(reconcilers), leadership
-        self._workers, self._host, self._port, self._retry_s = workers, host, port, retry_s
+        self._settings = settings
         self.metrics = Metrics()
         self.address = ""
         """Address of the probes, once `run` has started."""
@@ -85,18 +78,9 @@ class Operator:
         self.queue: WorkQueue[Key] = WorkQueue(self._clock)
         self.cache = Cache(self.reconcilers, self._on_change)
         self.writer = Writer(cluster, self.cache, self.metrics, leadership.is_leader)
-        self.watches = Watches(
-            cluster,
-            self.cache,
-            self.metrics,
-            self._clock,
-            self._queue_all,
-            namespace=namespace,
-            retry_s=retry_s,
-            discovery_s=discovery_s,
-        )
+        self.watches = Watches(cluster, self.cache, self.metrics, self._clock, self._queue_all, settings)
         self._orphans = orphans
-        self._parallel = Parallel(WRITERS_PER_WORKER * workers)
+        self._parallel = Parallel(WRITERS_PER_WORKER * settings.workers)
         self._background = Background(PENDING_EVENTS)
         self._failures: dict[Key, int] = {}
         """Number of consecutive failed passes."""
@@ -112,13 +96,13 @@ class Operator:
 
     def run(self, stop: threading.Event) -> int:
         """Run until `stop` is set, the Lease is lost or a thread has ended. Returns 0 if `stop` was set, else 1."""
-        self.address = probes.serve(self.health, self._exposition, host=self._host, port=self._port)
+        self.address = probes.serve(self.health, self._exposition, host=self._settings.host, port=self._settings.port)
         log.info("probes and metrics are served on %s", self.address)
         release_lease = threading.Event()
         election = threading.Thread(target=self.leadership.run, args=(release_lease,), name="lease", daemon=True)
         workers = [
             threading.Thread(target=self._work, name=f"worker {n}", daemon=True)  # one that hangs must not keep the process
-            for n in range(self._workers)
+            for n in range(self._settings.workers)
         ]
         self.watches.start()
         election.start()
@@ -258,7 +242,7 @@ class Operator:
 
     def _retry_later(self, key: Key, error: Exception, *, bug: bool = False) -> None:
         count = self._failures[key] = self._failures.get(key, 0) + 1
-        pause = backoff.exponential(count - 1, self._retry_s, MAX_BACKOFF_S)
+        pause = backoff.exponential(count - 1, self._settings.retry_s, MAX_BACKOFF_S)
         self.metrics.count_error()
         sentence = "%s; the next try is in %.0f s"
         if bug:

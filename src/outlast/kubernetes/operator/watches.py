@@ -33,10 +33,26 @@ _JOIN_S = 0.5
 _GANGS = (VOLCANO_GROUP, POD_GROUP)
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the operator."""
+
+    namespace: str | None = None
+    """The only namespace that the operator serves. Default: all."""
+    workers: int = 8
+    """Number of jobs that are reconciled concurrently."""
+    host: str = ""
+    """Address on which the probes are served. Default: all addresses."""
+    port: int = 0
+    retry_s: float = 1.0
+    """First pause before a failure is retried; doubled each time."""
+    discovery_s: float = 60.0
+    """Interval at which the operator looks for Kueue and gang schedulers."""
+
+
 class Watches:
     """Threads that fill `cache`. They call `on_change` when the features of the cluster have changed: every job must then be
-    reconciled. A failed watch is started again after `retry_s` seconds, doubled each time; Kueue and gang schedulers are looked
-    for every `discovery_s`."""
+    reconciled."""
 
     def __init__(
         self,
@@ -45,13 +61,10 @@ class Watches:
         metrics: Metrics,
         clock: Clock,
         on_change: Callable[[], None],
-        *,
-        namespace: str | None,
-        retry_s: float,
-        discovery_s: float,
+        settings: Settings,
     ) -> None:
         self._cluster, self._cache, self._metrics, self._clock, self._on_change = cluster, cache, metrics, clock, on_change
-        self._namespace, self._retry_s, self._discovery_s = namespace, retry_s, discovery_s
+        self._settings = settings
         self._stop = api.Stop()
         self._served: tuple[Kind, ...] = ()
         """Kinds of Kueue and of gang schedulers that the cluster serves."""
@@ -111,7 +124,7 @@ class Watches:
             self._on_change()
 
     def _discover_periodically(self) -> None:
-        while not self._stop.wait(self._discovery_s):
+        while not self._stop.wait(self._settings.discovery_s):
             try:
                 self.discover()
             except Exception as error:  # this must not end the process
@@ -148,20 +161,19 @@ class Watches:
                 bug = None if isinstance(error, ClusterError) else error
                 log.log(logging.ERROR if bug else logging.WARNING, "%s cannot be watched: %s", kind.resource, error, exc_info=bug)
             watch.failures += 1
-            self._stop.wait(backoff.exponential(watch.failures - 1, self._retry_s, WATCH_RETRY_S))
+            self._stop.wait(backoff.exponential(watch.failures - 1, self._settings.retry_s, WATCH_RETRY_S))
 
     def _follow(self, watch: _Watch) -> None:
         kind = watch.kind
         scope: dict[str, Any] = {}
         if kind.namespaced:
-            scope = {"namespace": self._namespace} if self._namespace else {"everywhere": True}
+            scope = {"namespace": self._settings.namespace} if self._settings.namespace else {"everywhere": True}
         labelled = kind in (POD, LEASE) or kind in (versions[0] for versions in kueue.VERSIONS)
         for change in self._cluster.watch(
             kind,
             stop=self._stop,
             labels=Label.JOB if labelled else "",
             on_version=lambda version: self._set_version(watch, version),
-            longest_pause_s=WATCH_RETRY_S,
             **scope,
         ):
             self._apply(kind, change)
