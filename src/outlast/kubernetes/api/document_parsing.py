@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from outlast.kubernetes.api import dropins
-from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE, POD, Kind
+from outlast.kubernetes.api.kinds import LEASE, POD, Kind
 
 Document = dict[str, Any]
 
@@ -26,9 +26,7 @@ MAX_BYTES = 128 * 1024
 """Maximum size of a job's spec in bytes of JSON."""
 _METADATA_FACTOR = 3
 """Maximum size of metadata, as a multiple of the document's maximum size: Kubernetes accepts 256 KiB of annotations."""
-FREE_FORM = (ELASTIC_JOB, *dropins.KINDS)
-"""Kinds with free-form fields, which may be nested deeply. The schema of other kinds limits their nesting."""
-_MAX_BYTES: dict[Kind, int] = {**dict.fromkeys((*FREE_FORM, LEASE), MAX_BYTES), POD: 4 * MAX_BYTES}
+_MAX_BYTES: dict[Kind, int] = {**dict.fromkeys((*dropins.ELASTIC_JOBS, LEASE), MAX_BYTES), POD: 4 * MAX_BYTES}
 """Maximum size of a document in bytes, for kinds that users create and the operator caches. A pod contains its job's file."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 """Metadata fields that the API server writes, or whose size it limits."""
@@ -109,7 +107,7 @@ def page(text: bytes, kind: Kind) -> tuple[Document, Iterator[Document]]:
 
 def _is_small(size: int, kind: Kind | None) -> bool:
     """Return whether a text of this size can be parsed without measuring it."""
-    return kind not in FREE_FORM and (kind is None or size <= _MAX_BYTES.get(kind, size))
+    return kind not in dropins.ELASTIC_JOBS and (kind is None or size <= _MAX_BYTES.get(kind, size))
 
 
 def _document(text: bytes, span: _Span, kind: Kind | None) -> Document:

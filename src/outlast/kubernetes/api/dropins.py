@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from outlast.kubernetes.api.kinds import LEGACY_JOB, Kind
+from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
 
 Document = Mapping[str, Any]
 
@@ -73,6 +73,8 @@ DROP_INS: list[DropIn] = [
 
 
 KINDS = tuple(each.kind for each in DROP_INS)
+ELASTIC_JOBS = (ELASTIC_JOB, *KINDS)
+"""Kinds of jobs that the operator runs. A workload of such a kind has the name of its job, and free-form fields."""
 
 
 def has(workload: Document) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from outlast.kubernetes.api import document_parsing, requests
+from outlast.kubernetes.api import document_parsing, dropins, requests
 from outlast.kubernetes.api.error_mapping import Subject
 from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.api.requests import Document, Request
@@ -65,7 +65,7 @@ class Api:
         if the list has expired; the earlier pages are then useless."""
         kind = selection.kind
         subject, path = self.address("list", kind, "", selection.namespace, everywhere=selection.everywhere)
-        params = {**selection.selectors(), "limit": str(_PAGE_OF_JOBS if kind in document_parsing.FREE_FORM else _PAGE)}
+        params = {**selection.selectors(), "limit": str(_PAGE_OF_JOBS if kind in dropins.ELASTIC_JOBS else _PAGE)}
         while True:
             content = self.connection.answer(Request(subject, "GET", path, params, repeat=True)).content
             with requests.parsing(content, subject):

@@ -23,8 +23,6 @@ from outlast.kubernetes.manifests.render_request import Document
 _LOG_LINES = 40
 _MAX_LOGS = 6
 """Maximum number of logs to read: logs of failed pods first, then the newest logs."""
-_NAMED_AFTER_JOB = (kinds.ELASTIC_JOB, *dropins.KINDS)
-"""Kinds of workloads that have the name of their job. Other workloads have the job's label."""
 
 RIGHTS = (
     *(Right(verb, kinds.JOB) for verb in ("create", "list", "delete", "patch")),
@@ -78,7 +76,7 @@ def job(cluster: api.Cluster, name: str) -> Snapshot:
     queried."""
     namespace_, selector = cluster.namespace, f"{Label.JOB}={name}"
     read = _Reader(cluster, namespace_)
-    workloads = [each for kind in _NAMED_AFTER_JOB for each in read(kind) if pod_status.name(each) == name]
+    workloads = [each for kind in dropins.ELASTIC_JOBS for each in read(kind) if pod_status.name(each) == name]
     workloads += [each for kind in (kinds.JOB, kinds.STATEFUL_SET) for each in read(kind, selector)]
     # Use the newest workload, but prefer an ElasticJob to objects that its operator has created.
     workloads.sort(key=lambda each: (each.get("kind") == kinds.ELASTIC_JOB.kind, each["metadata"]["creationTimestamp"]))

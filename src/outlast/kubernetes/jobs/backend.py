@@ -19,7 +19,7 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import dropins, kinds, pod_status
 from outlast.kubernetes.jobs import evaluation, fault_injection, job_status
 from outlast.kubernetes.jobs import logs as podlogs
-from outlast.kubernetes.jobs.job_documents import KINDS, NAMED_AFTER_JOB, WORKERS, Workloads, job_name
+from outlast.kubernetes.jobs.job_documents import KINDS, WORKERS, Workloads, job_name
 from outlast.kubernetes.jobs.submission import Submission, render_elasticjob
 from outlast.storage.runs import output as stored
 
@@ -226,7 +226,7 @@ class KubernetesBackend:
     def scale(self, name: str, replicas: int) -> None:
         workload, kind, title = self.workloads.active(name)
         low, high = self.workloads.size_range(workload) or (1, replicas)
-        if not replicas and kind not in NAMED_AFTER_JOB:
+        if not replicas and kind not in dropins.ELASTIC_JOBS:
             raise OutlastError(f"0 workers train nothing; outlast suspend {name} saves, and holds the job until outlast resume")
         if replicas and not low <= replicas <= high:
             raise OutlastError(

@@ -209,16 +209,13 @@ def jobs(cluster: Cluster) -> list[str]:
     """Return all ElasticJobs of the definitions that are ours, as `namespace/name`. Raises Forbidden: a user who may not list
     jobs may not delete them."""
     elastic_jobs: list[Document] = []
-    for kind in _JOBS:
+    for kind in dropins.ELASTIC_JOBS:
         definition = cluster.find(kinds.CRD, kind.resource)
         if definition is not None and not ownership.owned(definition):
             continue
         with contextlib.suppress(NotServed, Absent):
             elastic_jobs += cluster.list_(kind, everywhere=True)
     return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in elastic_jobs]
-
-
-_JOBS = (kinds.ELASTIC_JOB, *dropins.KINDS)
 
 
 def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Outcome]:
@@ -230,7 +227,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     _check_single_operator(cluster, namespace)
     installed = documents(namespace=namespace, watch=True)
     desired = [each for each in installed if each["kind"] != kinds.CRD.kind]
-    definitions = [kinds.CRD.document({"name": kind.resource}) for kind in _JOBS]
+    definitions = [kinds.CRD.document({"name": kind.resource}) for kind in dropins.ELASTIC_JOBS]
     remaining: list[Document] = []
     for each in definitions:
         old = apply_documents.existing(cluster, each)

@@ -26,12 +26,10 @@ if TYPE_CHECKING:
 
 Document = api.Document
 
-KINDS = (kinds.ELASTIC_JOB, *dropins.KINDS, kinds.JOB, kinds.STATEFUL_SET)
+KINDS = (*dropins.ELASTIC_JOBS, kinds.JOB, kinds.STATEFUL_SET)
 """Kinds of workload that a job can be."""
 COMPANIONS = (kinds.CONFIG_MAP, kinds.SERVICE, kinds.POD_GROUP, kinds.VOLCANO_GROUP)
 """Kinds of objects that are created along with a workload and deleted with it. Claims are kept: they hold data and output."""
-NAMED_AFTER_JOB = (kinds.ELASTIC_JOB, *dropins.KINDS)
-"""Kinds of workload that have the name of their job; workloads of all other kinds only carry it as a label."""
 _WORKER = "app.kubernetes.io/component=worker"
 WORKERS = f"app.kubernetes.io/component!={evaluation_job.COMPONENT}"
 """Label selector for workers, which excludes evaluations. Pods of a drop-in have the labels of their template."""
@@ -57,7 +55,7 @@ class Workloads:
             if kind in self._unserved:
                 continue
             try:  # a user who may create only some of these kinds has jobs of those kinds only
-                if kind in NAMED_AFTER_JOB:
+                if kind in dropins.ELASTIC_JOBS:
                     fields, own = f"metadata.name={name}" if name else "", ""
                 else:
                     fields, own = "", f"{Label.JOB}{f'={name}' if name else ''},{_WORKER}"

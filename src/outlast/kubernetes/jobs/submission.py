@@ -14,9 +14,9 @@ from outlast.job import ownership
 from outlast.job.contract import Label
 from outlast.job.status import State
 from outlast.kubernetes import api
-from outlast.kubernetes.api import apply_documents, kinds, owner_references
+from outlast.kubernetes.api import apply_documents, dropins, kinds, owner_references
 from outlast.kubernetes.jobs import job_status
-from outlast.kubernetes.jobs.job_documents import COMPANIONS, KINDS, NAMED_AFTER_JOB, Workloads, has_claim, job_name, workload_in
+from outlast.kubernetes.jobs.job_documents import COMPANIONS, KINDS, Workloads, has_claim, job_name, workload_in
 from outlast.kubernetes.manifests import configmaps_and_service
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Submission:
             if old is not None and kind is kinds.CLAIM:
                 yield configmaps_and_service.existing_claim(document, old)
                 continue
-            if kind not in NAMED_AFTER_JOB:  # includes objects created since `make_room`
+            if kind not in dropins.ELASTIC_JOBS:  # includes objects created since `make_room`
                 ownership.check(old, {Label.JOB: job.metadata.name}, instead=_REMEDY)
             result = apply_documents.apply(self.cluster, document, old=old)
             yield f"{title} {result.what}"
@@ -234,7 +234,7 @@ class Submission:
             if (fresh or (same and job_status.final_state(old))) and not dry_run:  # nothing trains an ElasticJob that has ended
                 self.workloads.delete(kind, old, grace_s=None)
                 self.workloads.wait_until_gone(kind, old)
-        own = [each for each in documents if kinds.kind_of(each) not in (kinds.CLAIM, *NAMED_AFTER_JOB)]
+        own = [each for each in documents if kinds.kind_of(each) not in (kinds.CLAIM, *dropins.ELASTIC_JOBS)]
         apply_documents.check(self.cluster, own, {Label.JOB: name}, instead=_REMEDY)
         return sentences
 
