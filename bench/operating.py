@@ -359,7 +359,8 @@ def operate(namespace: str) -> None:
     from outlast.kubernetes.operator import reconciler_by_kind
     from outlast.kubernetes.operator.leader import Leadership
     from outlast.kubernetes.operator.observed_job import Limits
-    from outlast.kubernetes.operator.operator import Operator, Settings
+    from outlast.kubernetes.operator.operator import Operator
+    from outlast.kubernetes.operator.watches import Settings
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     cluster = api.connect()
@@ -375,7 +376,14 @@ def operate(namespace: str) -> None:
     def answer() -> None:
         for _ in sys.stdin:
             ready = made.leadership.is_leader() and not made.cache.unsynced()
-            print(json.dumps({"ready": ready, "writes": made.metrics.writes(), "looks": made.metrics.reconciles()}), flush=True)
+            samples = [each for metric in made.metrics.registry.collect() for each in metric.samples]
+            writes = {
+                f"{each.labels['verb']} {each.labels['kind']}": int(each.value)
+                for each in samples
+                if each.name == "outlast_operator_writes_total"
+            }
+            looks = next(int(each.value) for each in samples if each.name == "outlast_reconcile_seconds_count")
+            print(json.dumps({"ready": ready, "writes": writes, "looks": looks}), flush=True)
 
     threading.Thread(target=answer, daemon=True).start()
     sys.exit(made.run(stop))

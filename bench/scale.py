@@ -25,7 +25,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,16 @@ import psutil
 from outlast.base.errors import Absent
 from outlast.job import contract
 from outlast.kubernetes import api, board
-from outlast.kubernetes.api import kinds, watch
+from outlast.kubernetes.api import kinds, pod_status, watch
 from outlast.kubernetes.api.kinds import Kind
-from outlast.kubernetes.operator import elasticjob_status as memory
 from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.cluster_cache import Cache, Key, trimmed
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.main import GC_THRESHOLD
 from outlast.kubernetes.operator.observed_job import RECEIVED_AT, Limits
-from outlast.kubernetes.operator.operator import Operator, Settings
+from outlast.kubernetes.operator.operator import Operator
+from outlast.kubernetes.operator.watches import Settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 import simulated
@@ -171,7 +171,7 @@ class Simulated:
         texts += [(kinds.LEASE, json.dumps(whole(each))) for each in cluster.all("Lease")]
         for number in range(jobs):
             for kind, text in texts:
-                told = f'"progressTime": "{memory.timestamp(time.time() - number % 100)}"'  # each is told at another time
+                told = f'"progressTime": "{pod_status.rfc3339(time.time() - number % 100)}"'  # each is told at another time
                 made = re.sub(r"\btrain\b(?!ing)", f"job-{number:05}", re.sub(r'"progressTime": "[^"]*"', told, text))
                 made = made.replace(uid, f"{number:08x}").replace("-uid", f"-{number}")
                 line = self._line(made)
@@ -211,7 +211,7 @@ class Simulated:
 
     # what the operator asks for
 
-    def watch(self, kind: Kind, *, pace: api.Pace, **_: Any) -> Iterator[api.Change]:
+    def watch(self, kind: Kind, *, on_version: Callable[[str | None], None], **_: Any) -> Iterator[api.Change]:
         reported = watch._Reported()
 
         def change(line: bytes) -> api.Change:
@@ -221,7 +221,7 @@ class Simulated:
 
         yield from (change(line) for line in self.first[kind])
         self.first[kind] = []
-        pace.on_version(str(next(self.versions)))
+        on_version(str(next(self.versions)))
         yield from (change(line) for line in (self.renewed() if kind == kinds.LEASE else self.queued(kind)))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:
@@ -272,12 +272,16 @@ def trains(jobs: int, workers: int, seconds: float, *, watched: bool) -> list[st
     while not (operator.leadership.is_leader() and not operator.cache.unsynced() and operator.queue.idle()):
         time.sleep(1)
     time.sleep(40.0)  # after its first look each job is due at another time
-    cpu, looked, written = process.cpu_times(), operator.metrics.reconciles(), cluster.written
+
+    def looks() -> float:
+        return operator.metrics.registry.get_sample_value("outlast_reconcile_seconds_count") or 0
+
+    cpu, looked, written = process.cpu_times(), looks(), cluster.written
     begun = time.monotonic()
     time.sleep(seconds)
     took, now = time.monotonic() - begun, process.cpu_times()
     used = (now.user + now.system - cpu.user - cpu.system) / took
-    looked, written, memory = operator.metrics.reconciles() - looked, cluster.written - written, process.memory_info().rss
+    looked, written, memory = looks() - looked, cluster.written - written, process.memory_info().rss
     stop.set()
     cluster.stop.set()
     thread.join(20)

@@ -6,7 +6,7 @@ python docs/reference/metrics.py > docs/reference/metrics.md
 from __future__ import annotations
 
 from outlast.job.prometheus_metrics import OPERATOR, TABLE, WORKER
-from outlast.kubernetes.manifests.installed import monitoring
+from outlast.kubernetes.manifests.installed import operator_deployment
 
 HEAD = """\
 # Metrics
@@ -58,8 +58,10 @@ def page() -> str:
             if row.source == source
         ]
         sections.append("\n".join([f"## {source.capitalize()}", "", text, "| metric | type | |", "|---|---|---|", *rows, ""]))
+    _, alerts, _ = operator_deployment.files()["monitoring/monitoring.yaml"]
     rules = [
-        f"| `{each['alert']}` | `{each['expr']}` | {each['for']} | {each['labels']['severity']} |" for each in monitoring.alerts()
+        f"| `{each['alert']}` | `{each['expr']}` | {each['for']} | {each['labels']['severity']} |"
+        for each in alerts["spec"]["groups"][0]["rules"]
     ]
     sections.append("\n".join(["## Alerts", "", "| alert | when | for | severity |", "|---|---|---|---|", *rules, ""]))
     return "\n".join(sections)

@@ -11,13 +11,13 @@ import pytest
 from kubernetes_validate import utils as schemas
 
 import apiserver
-from outlast.kubernetes import api as kube
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import dataset_job
 from outlast.kubernetes.manifests.dataset_job import Download
 
 Outlast = Callable[..., tuple[int, str, str]]
 NEWEST = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-1]
-JOB = (kube.JOB.resource, "n", "data-cifar10")
+JOB = (kinds.JOB.resource, "n", "data-cifar10")
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_it_is_created_and_seen_by_the_commands_for_jobs(team: apiserver.ApiServ
     assert "data-cifar10: Succeeded: the data are complete\n" in outlast("status", "data-cifar10", "-n", "n")[1]
     listed = json.loads(outlast("list", "-n", "n", "-o", "json")[1])
     assert [(each["name"], each["state"]) for each in listed] == [("data-cifar10", "Succeeded")]
-    team.remove(kube.POD.resource, "data-cifar10-x", "n")
+    team.remove(kinds.POD.resource, "data-cifar10-x", "n")
     assert outlast(*GET, "--to", "/efs/c10")[1].startswith("Job data-cifar10 brings cifar10 to /efs/c10\n"), "it is run again"
 
 

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from outlast.kubernetes.manifests.installed import rbac
+from outlast.kubernetes.manifests.installed import operator_deployment
 from published_schemas import ROOT, Document, validate
 
 KUBEFLOW = ROOT / "examples" / "kubeflow"
@@ -77,7 +77,8 @@ def test_a_profile_limits_what_a_quota_counts_and_all_else_is_in_its_namespace()
 
 def test_owners_of_profiles_may_what_viewers_and_editors_of_namespaces_may() -> None:
     roles = documents("rights")
-    assert [each["rules"] for each in roles] == [each["rules"] for each in rbac.user_roles()]
+    installed = {each["metadata"]["name"]: each for each in operator_deployment.files()["rbac.yaml"]}
+    assert [each["rules"] for each in roles] == [installed[name]["rules"] for name in operator_deployment.USER_ROLES]
     labels = [label for each in roles for label in each["metadata"]["labels"]]
     assert labels == [f"rbac.authorization.kubeflow.org/aggregate-to-kubeflow-{role}" for role in ("view", "edit")]
 

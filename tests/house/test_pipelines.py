@@ -25,7 +25,7 @@ from kubernetes_validate import utils as schemas
 import apiserver
 from outlast.job import spec
 from outlast.kubernetes import api as kube
-from outlast.kubernetes.api import pod_status
+from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.jobs import waiting
 from outlast.kubernetes.jobs.outcome import OUTPUTS
 from outlast.kubernetes.manifests import labels, volumes
@@ -45,13 +45,13 @@ class Ending(apiserver.ApiServer):
         super().__init__(unserved=("scheduling.x-k8s.io",))
 
     def put(self, document: Document) -> Document:
-        if document["kind"] == kube.ELASTIC_JOB.kind and "status" not in document:
+        if document["kind"] == kinds.ELASTIC_JOB.kind and "status" not in document:
             ended = {"state": "Succeeded", "run": "gpt-1", "step": 8, "finished": pod_status.timestamp(apiserver.NOW) + 2.5}
             document = {**document, "status": ended}
         return super().put(document)
 
     def jobs(self) -> list[Document]:
-        return [each for key, each in self.documents.items() if key[0] == kube.ELASTIC_JOB.resource]
+        return [each for key, each in self.documents.items() if key[0] == kinds.ELASTIC_JOB.resource]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract, spec
 from outlast.job.shipping import archives, code_files, ignore
 from outlast.kubernetes import manifests
-from outlast.kubernetes.jobs.parcel import CLIENT_APPLY_BYTES, CONFIG_MAP_BYTES, choose, pack
+from outlast.kubernetes.jobs.parcel import CLIENT_APPLY_BYTES, CONFIG_MAP_BYTES, pack
 from outlast.kubernetes.manifests import volumes
 from outlast.storage import store
 from outlast.worker.prepare import phases
@@ -291,22 +291,23 @@ def test_what_may_not_be_read_is_said(tmp_path: Path) -> None:
 
 # Where it goes
 
-CHECKSUM = "1a2b3c4d" + "0" * 56
-
 
 @pytest.mark.parametrize(
-    ("output", "size", "way"),
+    ("output", "limit", "way"),
     [
-        (None, CONFIG_MAP_BYTES, "ConfigMap train-code-1a2b3c4d"),
-        ("s3://bucket/runs", CONFIG_MAP_BYTES, "ConfigMap train-code-1a2b3c4d"),
-        ("s3://bucket/runs/", CONFIG_MAP_BYTES + 1, f"s3://bucket/runs/code/{CHECKSUM}.tar.gz"),
-        (None, CONFIG_MAP_BYTES + 1, "None"),
-        ("/shared/runs", CONFIG_MAP_BYTES + 1, "None"),
+        (None, CONFIG_MAP_BYTES, "ConfigMap train-code-"),
+        ("s3://bucket/runs", CONFIG_MAP_BYTES, "ConfigMap train-code-"),
+        ("s3://bucket/runs/", 1, "s3://bucket/runs/code/"),
     ],
 )
-def test_small_code_goes_into_a_config_map_and_the_rest_into_the_store(output: str | None, size: int, way: str) -> None:
-    job = a_job(Path("/code"), **({"output": output} if output else {}))
-    assert str(choose(job, size=size, checksum=CHECKSUM, suffix=".tar.gz")) == way
+def test_small_code_goes_into_a_config_map_and_the_rest_into_the_store(
+    tmp_path: Path, output: str | None, limit: int, way: str
+) -> None:
+    write(tmp_path, {"train.py": "print(1)"})
+    with pack(a_job(tmp_path, **({"output": output} if output else {})), limit=limit) as parcel:
+        assert parcel.sentence.partition(" -> ")[2].startswith(way)
+        assert parcel.url.startswith("s3://") == (limit == 1)
+        assert bool(parcel.code) == (limit > 1)
 
 
 def test_code_travels_with_its_checksum_and_without_what_is_no_code(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ spec:
 """
 
 READ = {
-    "api_version": ("job/spec/model.py: api_version: Literal", "kubernetes/manifests/topologies/elasticjob.py: API_VERSION"),
-    "kind": ("job/spec/model.py: kind: Literal", "kubernetes/manifests/topologies/elasticjob.py: KIND"),
+    "api_version": ("job/spec/model.py: api_version: Literal", "kubernetes/api/kinds.py: API_VERSION"),
+    "kind": ("job/spec/model.py: kind: Literal", "kubernetes/api/kinds.py: KIND"),
     "metadata.name": ("local/backend.py: metadata.name", "kubernetes/manifests/variables.py: metadata.name"),
-    "metadata.namespace": (None, "kubernetes/manifests/topologies/__init__.py: namespace"),
+    "metadata.namespace": (None, "kubernetes/manifests/topologies.py: namespace"),
     "metadata.labels": (None, "kubernetes/manifests/labels.py: metadata.labels"),
     "metadata.annotations": (None, "kubernetes/manifests/labels.py: metadata.annotations"),
     "image": (None, "kubernetes/manifests/worker_pod.py: .image"),
@@ -49,7 +49,7 @@ READ = {
     "output": ("local/output_dir.py: spec.output", "kubernetes/manifests/volumes.py: .output"),
     "workers.replicas": (
         "local/worker_processes.py: workers.replicas",
-        "kubernetes/manifests/topologies/indexed_job.py: replicas",
+        "kubernetes/manifests/topologies.py: replicas",
     ),
     "workers.step": ("job/spec/model.py: self.step", "job/spec/model.py: self.step"),
     "workers.sizes": ("job/spec/model.py: self.sizes", "job/spec/model.py: self.sizes"),
@@ -86,7 +86,7 @@ READ = {
     "environment.conda": ("worker/prepare/phases.py: .conda", "worker/prepare/phases.py: .conda"),
     "compile.cache": ("worker/prepare/phases.py: compile.cache", "worker/prepare/phases.py: compile.cache"),
     "compile.warm_up": ("worker/prepare/phases.py: compile.warm_up", "worker/prepare/phases.py: compile.warm_up"),
-    "env": ("local/worker_processes.py: self._job.spec.env", "kubernetes/manifests/variables.py: fields.env"),
+    "env": ("local/worker_processes.py: self._job.spec.env", "kubernetes/manifests/variables.py: request.spec.env"),
     "suspend": ("local/backend.py: spec.suspend", "kubernetes/manifests/worker_pod.py: .suspend"),
     "active_deadline_seconds": (
         "local/launcher.py: .active_deadline_seconds",

@@ -57,7 +57,7 @@ def test_all_that_happens_to_a_job_is_one_account_which_everybody_shows() -> Non
         generation = cluster.status["generation"]
         harm(cluster)
         cluster.until(lambda c, g=generation, n=workers: c.status["generation"] > g and trains(n)(c), 600)
-        assert cluster.status["startTime"] == elasticjob_status.timestamp(BEGAN + 1), what
+        assert cluster.status["startTime"] == pod_status.rfc3339(BEGAN + 1), what
     cluster.run(20)
     cluster.change(suspend=True)
     cluster.until(lambda c: not c.pods)

@@ -43,8 +43,7 @@ def cluster(api: apiserver.ApiServer, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def a_job(api: apiserver.ApiServer, name: str = "train", **status: Any) -> Document:
     """An ElasticJob that is there."""
-    head = {"apiVersion": kinds.ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": name}}
-    return api.put({**head, "spec": {"image": "i"}, **({"status": status} if status else {})})
+    return api.put(kinds.ELASTIC_JOB.document({"name": name}, spec={"image": "i"}, **({"status": status} if status else {})))
 
 
 def a_pod(job: Document, index: int = 0, **more: Any) -> Document:
@@ -57,11 +56,11 @@ def a_pod(job: Document, index: int = 0, **more: Any) -> Document:
         "labels": {Label.JOB: name, Label.WORKER: str(index)},
         "ownerReferences": [owner],
     }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"containers": []}, **more}
+    return kinds.POD.document(meta, spec={"containers": []}, **more)
 
 
 def a_service() -> Document:
-    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "train", "namespace": "default"}, "spec": {}}
+    return kinds.SERVICE.document({"name": "train", "namespace": "default"}, spec={})
 
 
 def writes(api: apiserver.ApiServer) -> list[str]:
@@ -80,7 +79,7 @@ def test_a_plan_is_done_in_its_order(api: apiserver.ApiServer, cluster: kube.Clu
     old = api.put(a_pod(job, 1))
     plan = Plan(
         prerequisites=(a_service(),),
-        apply=({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "namespace": "default"}},),
+        apply=(kinds.CONFIG_MAP.document({"name": "c", "namespace": "default"}),),
         status={"state": "Running"},
         deletes=(Deletion("train-worker-1", old["metadata"]["uid"], "it is surplus"),),
         creates=(a_pod(job, 0),),
@@ -108,8 +107,7 @@ def test_what_one_part_of_a_plan_makes_is_asked_for_at_once_and_no_binding_befor
         return False
 
     api.prescribe("POST .*/(services|roles|pods)", *[meet] * 6)
-    rbac = "rbac.authorization.k8s.io/v1"
-    role = {"apiVersion": rbac, "kind": "Role", "metadata": {"name": "train", "namespace": "default"}, "rules": []}
+    role = kinds.ROLE.document({"name": "train", "namespace": "default"}, rules=[])
     ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "train"}
     services = [{**a_service(), "metadata": {"name": name, "namespace": "default"}} for name in ("a", "b")]
     plan = Plan(
@@ -259,10 +257,9 @@ def test_what_others_have_made_is_not_changed_when_the_job_changes(
 ) -> None:
     """A PodDisruptionBudget of the application that has the job's name protects that, and does not go with the job."""
     job = a_job(api)
-    head = {"apiVersion": kind.api_version, "kind": kind.kind}
-    ours = {**head, "metadata": an_owned_service(job)["metadata"], "spec": {"minAvailable": 1, "selector": {"a": "job"}}}
+    ours = kind.document(an_owned_service(job)["metadata"], spec={"minAvailable": 1, "selector": {"a": "job"}})
     meta = (a_service() if owner is None else an_owned_service(job, **owner))["metadata"]
-    theirs = {**head, "metadata": dict(meta), "spec": {"minAvailable": 3, "selector": {"a": "web"}}}
+    theirs = kind.document(dict(meta), spec={"minAvailable": 3, "selector": {"a": "web"}})
     api.put(theirs)
     for plan in (Plan(prerequisites=(ours,)), Plan(apply=(ours,)), Plan(apply=(ours,), status={"n": 1})):
         assert act(cluster, job, plan, NOW) == Outcome(None)
@@ -292,9 +289,8 @@ def test_rights_that_others_have_given_are_not_handed_to_pods(
     kind: kinds.Kind, api: apiserver.ApiServer, cluster: kube.Cluster
 ) -> None:
     job = a_job(api)
-    head = {"apiVersion": kind.api_version, "kind": kind.kind}
-    owned = {**head, "metadata": an_owned_service(job)["metadata"]}
-    api.put(theirs := {**head, "metadata": {"name": "train", "namespace": "default"}, "rules": [{"verbs": ["*"]}]})
+    owned = kind.document(an_owned_service(job)["metadata"])
+    api.put(theirs := kind.document({"name": "train", "namespace": "default"}, rules=[{"verbs": ["*"]}]))
     with pytest.raises(errors.Refused) as caught:
         act(cluster, job, Plan(prerequisites=(owned,), creates=(a_pod(job),)), NOW)
     said = f"{kind.kind} train exists and does not belong to this job; delete it, or give the job another name"
@@ -377,10 +373,8 @@ def test_the_same_event_within_ten_minutes_is_one() -> None:
 
 
 def test_what_is_said_again_is_counted(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    job, plan = (
-        a_job(api),
-        Plan(events=(Event("Normal", "WorkerInterrupted", "worker 1 was told to leave; it is created again"),)),
-    )
+    job = a_job(api)
+    plan = Plan(events=(Event("Normal", "WorkerInterrupted", "worker 1 was told to leave; it is created again"),))
     for after in (0, 60, 120, 600):
         act(cluster, job, plan, NOW + after)
     told = [(each["count"], each["firstTimestamp"][11:19], each["lastTimestamp"][11:19]) for each in cluster.list_(kinds.EVENT)]

@@ -105,7 +105,7 @@ def test_it_is_scaled_suspended_resumed_and_cancelled(team: Team) -> None:
 def test_a_job_of_ours_is_not_taken_for_it(team: Team) -> None:
     ours = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "cifar"}, "spec": {}}
     with pytest.raises(AlreadyRunning, match="cifar is there already, as ElasticJob cifar of another file"):
-        team.place.make_room("cifar", [ours], fresh=False)
+        team.place.submission.make_room("cifar", [ours], fresh=False)
 
 
 def forever(handler: BaseHTTPRequestHandler) -> bool:

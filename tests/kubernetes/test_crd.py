@@ -21,14 +21,15 @@ from outlast.job.failure import Failure
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import manifests
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.manifests import labels
-from outlast.kubernetes.manifests.installed import cel, crd, operator_deployment, rbac
+from outlast.kubernetes.manifests import configmaps_and_service, labels
+from outlast.kubernetes.manifests.installed import cel, crd, operator_deployment
 from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import disruption
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = runpy.run_path(str(ROOT / "deploy" / "render.py"))
-SCHEMA = crd.schema()
+(VERSION,) = crd.definition()["spec"]["versions"]
+SCHEMA = VERSION["schema"]["openAPIV3Schema"]
 SPEC = SCHEMA["properties"]["spec"]
 
 Schema = dict[str, Any]
@@ -82,7 +83,7 @@ def test_metadata_says_nothing_but_the_name() -> None:
     assert set(SCHEMA["properties"]["metadata"]["properties"]) == {"name"}
 
 
-@pytest.mark.parametrize(("length", "said"), [(51, []), (52, [cel.NAME["message"]])])
+@pytest.mark.parametrize(("length", "said"), [(51, []), (52, [SCHEMA["x-kubernetes-validations"][0]["message"]])])
 def test_the_name_of_each_worker_is_a_host_name(length: int, said: list[str]) -> None:
     document = {**HEAD, "metadata": {"name": "j" * length}, "spec": {"module": "m"}}
     assert list(broken_rules(document)) == said
@@ -114,21 +115,20 @@ def test_patterns_are_those_that_the_api_server_can_read() -> None:
 
 
 def test_it_can_be_scaled_and_looked_at() -> None:
-    (version,) = crd.definition()["spec"]["versions"]
-    scale = version["subresources"]["scale"]
+    scale = VERSION["subresources"]["scale"]
     assert scale == {
         "specReplicasPath": ".spec.workers.replicas",
         "statusReplicasPath": ".status.replicas",
         "labelSelectorPath": ".status.selector",
     }
-    assert version["subresources"]["status"] == {}
-    for path in [*scale.values(), *(column["jsonPath"] for column in version["additionalPrinterColumns"])]:
+    assert VERSION["subresources"]["status"] == {}
+    for path in [*scale.values(), *(column["jsonPath"] for column in VERSION["additionalPrinterColumns"])]:
         assert path in PARTS or path == ".metadata.creationTimestamp"
     assert (PARTS[".spec.workers"]["default"], PARTS[".spec.workers.replicas"]["default"]) == ({}, 1)
     names = crd.definition()["spec"]["names"]
     assert (names["shortNames"], names["plural"]) == (["ej", "ejob"], "elasticjobs")
     assert names["categories"] == ["all", "training"]
-    columns = [(each["name"], each.get("priority", 0)) for each in version["additionalPrinterColumns"]]
+    columns = [(each["name"], each.get("priority", 0)) for each in VERSION["additionalPrinterColumns"]]
     shown = ["State", "Workers", "Step", "Progress", "Restarts", "Goodput", "Age"]
     assert columns == [*((name, 0) for name in shown), ("Reason", 1)]
 
@@ -536,7 +536,7 @@ OWNER = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "name": "a",
 
 
 def test_workers_may_say_that_they_are_there_and_read_their_job() -> None:
-    account, role, binding = rbac.worker_access("a", "team", 2, {"x": "y"}, OWNER)
+    account, role, binding = configmaps_and_service.worker_access("a", "team", 2, {"x": "y"}, OWNER)
     meta = {"name": "a-worker", "namespace": "team", "labels": {"x": "y"}, "ownerReferences": [OWNER]}
     assert [account["metadata"], role["metadata"], binding["metadata"]] == [meta] * 3
     assert account["automountServiceAccountToken"] is False
@@ -563,7 +563,7 @@ def test_the_operator_may_do_what_it_lets_workers_do() -> None:
     (held,) = [
         each["rules"] for each in INSTALLED if each["metadata"]["name"] == "outlast-operator" and each["kind"] == "ClusterRole"
     ]
-    given = rbac.worker_access("a", "team", 1, {}, OWNER)[1]["rules"]
+    given = configmaps_and_service.worker_access("a", "team", 1, {}, OWNER)[1]["rules"]
     assert triples(given) <= triples(held)
 
 
@@ -572,7 +572,7 @@ def test_the_operator_may_look_at_all_that_it_makes_beside_pods() -> None:
     (held,) = [
         each["rules"] for each in INSTALLED if each["metadata"]["name"] == "outlast-operator" and each["kind"] == "ClusterRole"
     ]
-    made = [*rbac.worker_access("a", "team", 1, {}, OWNER), disruption.budget("a", "team", 1, {}, OWNER)]
+    made = [*configmaps_and_service.worker_access("a", "team", 1, {}, OWNER), disruption.budget("a", "team", 1, {}, OWNER)]
     found = [kinds.kind_of(document) for document in made]
     wanted = {(kind.group, kind.plural, "get") for kind in (*found, kinds.SERVICE, kinds.VOLCANO_GROUP, kinds.POD_GROUP)}
     assert wanted <= triples(held)
@@ -591,7 +591,7 @@ def triples(rules: list[Document]) -> set[tuple[str, str, str]]:
 @each_minor
 def test_kubernetes_takes_what_is_made_for_a_job(version: str) -> None:
     budget = disruption.budget("a", "team", 2, {}, OWNER)
-    for document in [*rbac.worker_access("a", "team", 2, {}, OWNER), budget]:
+    for document in [*configmaps_and_service.worker_access("a", "team", 2, {}, OWNER), budget]:
         schemas.validate(document, version, strict=True)
 
 
@@ -609,7 +609,7 @@ def test_a_drain_leaves_a_job_its_fewest_workers_and_waits_for_none_that_is_not_
 
 
 def test_users_of_a_namespace_may_use_its_elasticjobs() -> None:
-    found = {document["metadata"]["name"]: document for document in rbac.user_roles()}
+    found = {document["metadata"]["name"]: document for document in operator_deployment.files()["rbac.yaml"]}
     prefix = "rbac.authorization.k8s.io/aggregate-to-"
     assert found["outlast-view"]["metadata"]["labels"][f"{prefix}view"] == "true"
     assert {f"{prefix}edit", f"{prefix}admin"} <= found["outlast-edit"]["metadata"]["labels"].keys()

@@ -13,8 +13,8 @@ import pytest
 
 import simulated
 from outlast.job.contract import Annotation, Env, Label
-from outlast.kubernetes.api import kinds
-from outlast.kubernetes.operator import elasticjob_status, prometheus
+from outlast.kubernetes.api import kinds, pod_status
+from outlast.kubernetes.operator import prometheus
 from outlast.kubernetes.operator.observed_job import Limits
 from outlast.kubernetes.operator.plan import Plan
 from outlast.kubernetes.operator.prometheus import Metrics
@@ -283,8 +283,8 @@ def test_a_worker_that_has_to_go_is_counted_once_however_often_the_operator_dies
 def test_a_pod_that_was_killed_because_somebody_deleted_it_is_no_failure() -> None:
     cluster = training(2, steps=10_000, restarts={"limit": 0})
     deleted = pod(cluster, 1)
-    deleted["metadata"]["deletionTimestamp"] = elasticjob_status.timestamp(cluster.now + 1)
-    ended = {"exitCode": 137, "reason": "Error", "finishedAt": elasticjob_status.timestamp(cluster.now)}
+    deleted["metadata"]["deletionTimestamp"] = pod_status.rfc3339(cluster.now + 1)
+    ended = {"exitCode": 137, "reason": "Error", "finishedAt": pod_status.rfc3339(cluster.now)}
     deleted["status"] = {"phase": "Failed", "containerStatuses": [{"name": "worker", "state": {"terminated": ended}}]}
     cluster.agents.pop(deleted["metadata"]["uid"])
     cluster.look()
@@ -412,21 +412,24 @@ def failed_three_times_at_step_7(**failure: object) -> Cluster:
     return cluster
 
 
-def test_a_script_that_fails_at_one_step_ends_the_job() -> None:
-    cluster = failed_three_times_at_step_7()
-    assert cluster.status["reason"] == "rank 0 on worker 0 failed at step 7; this step has failed 3 times in a row"
-    assert cluster.status["conditions"][-1]["type"] == "Failed"
-    assert cluster.status["conditions"][-1]["reason"] == "NoProgress"
+HUNG = {"reason": "rank 0 on worker 0 hung: no progress for 750 s", "code": 137, "hung": True, "cause": "hang"}
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        ({}, "rank 0 on worker 0 failed at step 7; this step has failed 3 times in a row"),
+        (HUNG, "rank 0 on worker 0 hung: no progress for 750 s; it has hung here 3 times in a row"),
+    ],
+)
+def test_a_script_that_fails_or_hangs_at_one_step_ends_the_job(failure: dict[str, Any], said: str) -> None:
+    cluster = failed_three_times_at_step_7(**failure)
+    assert cluster.status["reason"] == said
+    assert cluster.status["lastFailure"].get("cause") == failure.get("cause")
+    last = cluster.status["conditions"][-1]
+    assert (last["type"], last["reason"]) == ("Failed", "NoProgress")
     cluster.until(lambda c: not c.alive())
     assert cluster.status["replicas"] == 0
-
-
-def test_a_script_that_hangs_at_one_step_ends_the_job() -> None:
-    hung = {"reason": "rank 0 on worker 0 hung: no progress for 750 s", "code": 137, "hung": True, "cause": "hang"}
-    cluster = failed_three_times_at_step_7(**hung)
-    assert cluster.status["reason"] == "rank 0 on worker 0 hung: no progress for 750 s; it has hung here 3 times in a row"
-    assert cluster.status["conditions"][-1]["reason"] == "NoProgress"
-    assert cluster.status["lastFailure"]["cause"] == "hang"
 
 
 def test_no_words_of_a_script_change_why_its_job_ended() -> None:
@@ -536,7 +539,7 @@ def test_a_pod_that_is_being_deleted_is_gone_once_its_containers_have_ended() ->
     going = pod(cluster, 1)
     cluster.end(going, 75)
     going["status"]["phase"] = "Running"
-    going["metadata"] |= {"deletionTimestamp": elasticjob_status.timestamp(cluster.now + 100), "deletionGracePeriodSeconds": 105}
+    going["metadata"] |= {"deletionTimestamp": pod_status.rfc3339(cluster.now + 100), "deletionGracePeriodSeconds": 105}
     cluster.put(going)
     plan = cluster.look()
     assert [(each.name, each.grace_s) for each in plan.deletes] == [("train-worker-1", 0)]
@@ -562,7 +565,7 @@ def test_a_pod_that_finalizers_of_others_keep_is_deleted_once_and_named() -> Non
     kept = pod(cluster, 0)
     cluster.end(kept, 137)
     kept["metadata"] |= {
-        "deletionTimestamp": elasticjob_status.timestamp(cluster.now),
+        "deletionTimestamp": pod_status.rfc3339(cluster.now),
         "deletionGracePeriodSeconds": 0,
         "finalizers": ["a/b"],
     }
@@ -833,7 +836,7 @@ def test_nodes_that_refuse_pods_are_not_asked_every_second_and_nobody_is_blamed(
         for each in cluster.pods:
             if each["status"]["phase"] == "Running":
                 cluster.agents.pop(each["metadata"]["uid"], None)
-                times = {"lastTransitionTime": elasticjob_status.timestamp(cluster.now), "type": "Ready", "status": "False"}
+                times = {"lastTransitionTime": pod_status.rfc3339(cluster.now), "type": "Ready", "status": "False"}
                 each["status"] = {"phase": "Failed", "reason": reason, "conditions": [times]}
         cluster.look()
     assert 8 <= cluster.made["train-worker-0"] <= 12
@@ -906,7 +909,7 @@ def test_a_job_of_the_same_name_waits_for_the_pods_of_the_one_before() -> None:
 def test_pods_that_only_have_the_label_of_the_job_are_in_nobodys_way() -> None:
     cluster = a_cluster(2)
     labels = {Label.JOB: "train", Label.WORKER: "0"}
-    meta = {"name": "train-8d1f-0-x7k2p", "labels": labels, "creationTimestamp": elasticjob_status.timestamp(BEGAN)}
+    meta = {"name": "train-8d1f-0-x7k2p", "labels": labels, "creationTimestamp": pod_status.rfc3339(BEGAN)}
     cluster.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {}, "status": {"phase": "Succeeded"}})
     cluster.until(lambda c: len(c.status.get("world") or ()) == 2)  # an Indexed Job of this name was there before
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outlast.kubernetes.operator.elasticjob_status import timestamp
+from outlast.kubernetes.api.pod_status import rfc3339
 from outlast.kubernetes.operator.observed_job import RECEIVED_AT
 from simulated import Cluster, Killed, trains
 
@@ -185,7 +185,7 @@ def test_an_outage_of_the_api_server_costs_nothing_while_all_hear_each_other():
 def test_a_node_that_is_not_ready_trains_on_while_its_worker_is_heard():
     cluster = a_job()
     document = cluster.documents["Node", node(cluster, 2)]
-    document["status"] = {"conditions": [{"type": "Ready", "status": "Unknown", "lastTransitionTime": timestamp(cluster.now)}]}
+    document["status"] = {"conditions": [{"type": "Ready", "status": "Unknown", "lastTransitionTime": rfc3339(cluster.now)}]}
     cluster.run(120)
     assert world(cluster) == (1, [0, 1, 2])
     document["spec"] = {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}

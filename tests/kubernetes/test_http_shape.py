@@ -28,7 +28,8 @@ from outlast.kubernetes.nodewatch.metadata import Metadata
 from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.observed_job import Limits
-from outlast.kubernetes.operator.operator import Operator, Settings
+from outlast.kubernetes.operator.operator import Operator
+from outlast.kubernetes.operator.watches import Settings
 
 JOB = {
     "apiVersion": contract.API_VERSION,
@@ -173,7 +174,7 @@ def test_each_kind_is_listed_and_watched_from_there(kubeconfig: Path) -> None:
     with Mock({}) as mock, operating(mock, kubeconfig):
         mock.until(lambda: len(mock.requests(action="WATCH")) == 5)
     watch = {"watch": "true", "resourceVersion": "50", "allowWatchBookmarks": "true"}
-    for action, params in (("LIST", {"limit": "500"}), ("WATCH", watch)):
+    for action, params in (("LIST", {"limit": "100"}), ("WATCH", watch)):
         few = {"limit": "20"} if action == "LIST" else params  # one job may be as large as a page of pods
         asked = [each for each in mock.requests(action=action) if each.resource and each.resource.plural]
         assert {str(each.resource.plural) for each in asked if each.resource} == heard.keys()

@@ -20,7 +20,7 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.diagnosis import gather_evidence
 from outlast.kubernetes.jobs import installation
-from outlast.kubernetes.manifests.installed import nodewatch_daemonset, operator_deployment
+from outlast.kubernetes.manifests.installed import operator_deployment
 
 Outlast = Callable[..., tuple[int, str, str]]
 
@@ -41,6 +41,13 @@ def established(cluster: FakeCluster) -> FakeCluster:
 def bring(cluster: FakeCluster, **options: Any) -> list[str]:
     wanted = installation.documents(**{key: value for key, value in options.items() if key != "dry_run"})
     return [str(done) for done in installation.ensure(cluster, wanted, dry_run=options.get("dry_run", False))]  # type: ignore[arg-type]
+
+
+def installed(**options: Any) -> FakeCluster:
+    """A cluster that has everything."""
+    cluster = established(FakeCluster())
+    bring(cluster, **options)
+    return cluster
 
 
 WHOLE = [
@@ -83,8 +90,7 @@ WATCHER = [
 
 
 def test_the_node_watcher_comes_and_goes_with_the_rest() -> None:
-    cluster = established(FakeCluster())
-    bring(cluster)
+    cluster = installed()
     fresh = [each for each in bring(cluster, watch=True) if not each.startswith("unchanged")]
     assert fresh == [f"created    {each}" for each in WATCHER]
     daemons = cluster.get(kinds.DAEMON_SET, "outlast-node-watch", namespace="outlast-node-watch")
@@ -97,7 +103,9 @@ def test_the_node_watcher_comes_and_goes_with_the_rest() -> None:
 
 def test_the_node_watcher_is_no_root_and_has_no_more_rights_than_it_uses() -> None:
     made = {
-        each["kind"]: each for each in installation.documents(watch=True) if each["metadata"]["name"] == nodewatch_daemonset.NAME
+        each["kind"]: each
+        for each in installation.documents(watch=True)
+        if each["metadata"]["name"] == operator_deployment.NODE_WATCH
     }
     found = {
         (verb, resource) for rule in made["ClusterRole"]["rules"] for verb in rule["verbs"] for resource in rule["resources"]
@@ -124,16 +132,14 @@ def test_the_operator_can_be_kept_off_spot_machines() -> None:
 
 
 def test_installing_again_changes_nothing() -> None:
-    cluster = established(FakeCluster())
-    bring(cluster)
+    cluster = installed()
     before = copy.deepcopy(cluster.documents)
     assert bring(cluster) == [f"unchanged  {each}" for each in WHOLE]
     assert cluster.documents == before
 
 
 def test_another_image_changes_the_deployment_alone() -> None:
-    cluster = established(FakeCluster())
-    bring(cluster)
+    cluster = installed()
     changed = [each for each in bring(cluster, image="example.com/operator:2") if not each.startswith("unchanged")]
     assert changed == ["changed    Deployment outlast-operator in outlast-system"]
     deployment = cluster.get(kinds.DEPLOYMENT, "outlast-operator", namespace="outlast-system")
@@ -155,13 +161,9 @@ def test_everything_is_in_the_namespace_that_is_asked_for() -> None:
         installation.check_namespace("default")
 
 
-def a_namespace(name: str = "outlast-system", **labels: str) -> Document:
-    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
-
-
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_a_namespace_that_was_there_before_stays_as_it_was(dry_run: bool) -> None:
-    cluster = established(FakeCluster(a_namespace(team="ours")))
+    cluster = established(FakeCluster(kinds.NAMESPACE.document({"name": "outlast-system", "labels": {"team": "ours"}})))
     before = copy.deepcopy(cluster.get(kinds.NAMESPACE, "outlast-system"))
     told = bring(cluster, dry_run=dry_run)
     assert told == ["unchanged  Namespace outlast-system: it was there before", *(f"created    {each}" for each in WHOLE[1:])]
@@ -232,8 +234,7 @@ def test_a_namespace_that_does_not_go_is_told_and_nothing_put_into_it() -> None:
 
 
 def test_another_operators_rights_are_neither_taken_nor_deleted() -> None:
-    cluster = established(FakeCluster())
-    bring(cluster, namespace="op1")
+    cluster = installed(namespace="op1")
     before = copy.deepcopy(cluster.documents)
     said = (
         "the operator of this cluster is in namespace op1; pass --namespace op1, or take it away first: outlast uninstall --nam"
@@ -256,13 +257,8 @@ def test_another_operators_rights_are_neither_taken_nor_deleted() -> None:
 )
 def test_nothing_is_installed_while_the_archived_controller_runs(name: str, image: str, replicas: int, runs: bool) -> None:
     containers = [{"name": "manager", "image": image}]
-    controller = {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": name, "namespace": "elastic-job"},
-        "spec": {"replicas": replicas, "template": {"spec": {"containers": containers}}},
-    }
-    cluster = established(FakeCluster(controller))
+    spec = {"replicas": replicas, "template": {"spec": {"containers": containers}}}
+    cluster = established(FakeCluster(kinds.DEPLOYMENT.document({"name": name, "namespace": "elastic-job"}, spec=spec)))
     if not runs:
         assert bring(cluster) == [f"created    {each}" for each in WHOLE]
         return
@@ -272,8 +268,7 @@ def test_nothing_is_installed_while_the_archived_controller_runs(name: str, imag
 
 
 def test_a_binding_that_an_operator_has_left_behind_is_taken_over() -> None:
-    cluster = established(FakeCluster())
-    bring(cluster, namespace="op1")
+    cluster = installed(namespace="op1")
     cluster.delete(kinds.DEPLOYMENT, "outlast-operator", namespace="op1")
     assert "changed    ClusterRoleBinding outlast-operator" in bring(cluster)
     assert gather_evidence.operator_namespace(cluster.get(kinds.CLUSTER_ROLE_BINDING, "outlast-operator")) == "outlast-system"
@@ -307,14 +302,8 @@ def remove(cluster: FakeCluster, **options: Any) -> list[str]:
     return [str(done) for done in installation.remove(cluster, **options)]  # type: ignore[arg-type]
 
 
-def a_job(namespace: str = "team") -> Document:
-    meta = {"name": "train", "namespace": namespace}
-    return {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": meta, "spec": {}}
-
-
 def test_uninstalling_takes_all_but_the_definition_and_the_rights_to_it_the_last_first() -> None:
-    cluster = established(FakeCluster())
-    bring(cluster)
+    cluster = installed()
     rights = "users have their rights to ElasticJobs from it; --crds removes it"
     users = ("ClusterRole outlast-view", "ClusterRole outlast-edit")
     definitions = ["elasticjobs.outlast.dev", "elasticjobs.elastic.pytorch.org"]
@@ -333,8 +322,7 @@ def test_uninstalling_takes_all_but_the_definition_and_the_rights_to_it_the_last
 
 
 def test_without_the_definition_no_rights_to_it_are_kept() -> None:
-    cluster = established(FakeCluster())
-    bring(cluster)
+    cluster = installed()
     for kind in (kinds.ELASTIC_JOB, kinds.LEGACY_JOB):
         cluster.delete(kinds.CRD, kind.resource)
     remove(cluster)
@@ -342,8 +330,7 @@ def test_without_the_definition_no_rights_to_it_are_kept() -> None:
 
 
 def test_with_crds_nothing_is_left_and_again_there_is_nothing_to_do() -> None:
-    cluster = established(FakeCluster())
-    bring(cluster)
+    cluster = installed()
     remove(cluster, crds=True)
     assert cluster.documents == {}
     assert {each.split()[0] for each in remove(cluster, crds=True)} == {"absent"}
@@ -361,10 +348,9 @@ def test_with_crds_nothing_is_left_and_again_there_is_nothing_to_do() -> None:
     ids=str,
 )  # fmt: skip
 def test_a_namespace_in_which_others_live_is_kept(kind: kinds.Kind, labels: dict[str, str]) -> None:
-    cluster = established(FakeCluster())
-    bring(cluster)
+    cluster = installed()
     meta = {"name": "theirs", "namespace": "outlast-system", "labels": labels}
-    cluster.put({"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta})
+    cluster.put(kind.document(meta))
     kept = [each for each in remove(cluster) if "Namespace" in each]
     assert kept == [f"kept       Namespace outlast-system: there is more in it: {kind} theirs"]
 
@@ -377,12 +363,11 @@ def test_a_namespace_whose_secrets_may_not_be_seen_is_kept() -> None:
 
 
 def test_what_every_namespace_has_does_not_keep_it() -> None:
-    cluster = established(FakeCluster())
-    bring(cluster)
-    token = {"kind": "Secret", "type": "kubernetes.io/service-account-token", "metadata": {"name": "default-token"}}
-    published = [{"kind": "ConfigMap", "metadata": {"name": name}} for name in ("kube-root-ca.crt", "openshift-service-ca.crt")]
-    for each in (token, *published):
-        cluster.put({**each, "apiVersion": "v1", "metadata": {**each["metadata"], "namespace": "outlast-system"}})  # type: ignore[dict-item]
+    cluster = installed()
+    where = {"namespace": "outlast-system"}
+    cluster.put(kinds.SECRET.document({"name": "default-token", **where}, type="kubernetes.io/service-account-token"))
+    for name in ("kube-root-ca.crt", "openshift-service-ca.crt"):
+        cluster.put(kinds.CONFIG_MAP.document({"name": name, **where}))
     assert "deleted    Namespace outlast-system" in remove(cluster)
 
 
@@ -409,22 +394,11 @@ def test_install_counts_what_it_has_done(cluster: FakeCluster, outlast: Outlast)
 
 def test_install_that_waits_for_an_operator_that_cannot_run_says_why(cluster: FakeCluster, outlast: Outlast) -> None:
     waits = {"waiting": {"reason": "ImagePullBackOff", "message": "ghcr.io/outlast/operator:0.1: not found"}}
-    cluster.put(
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {
-                "name": "operator-a",
-                "namespace": "outlast-system",
-                "labels": {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/component": "operator"},
-            },
-            "spec": {"containers": [{"name": "operator"}]},
-            "status": {
-                "phase": "Pending",
-                "containerStatuses": [{"name": "operator", "image": operator_deployment.OPERATOR_IMAGE, "state": waits}],
-            },
-        }
-    )
+    labels = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/component": "operator"}
+    meta = {"name": "operator-a", "namespace": "outlast-system", "labels": labels}
+    container = {"name": "operator", "image": operator_deployment.OPERATOR_IMAGE, "state": waits}
+    status = {"phase": "Pending", "containerStatuses": [container]}
+    cluster.put(kinds.POD.document(meta, spec={"containers": [{"name": "operator"}]}, status=status))
     code, _, err = outlast("install", "--wait", "--timeout", "1")
     assert code == 1
     assert err.startswith(
@@ -449,7 +423,7 @@ def test_uninstall_does_not_delete_jobs_that_it_was_not_told_to(
     cluster: FakeCluster, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outlast("install")
-    cluster.put(a_job())
+    cluster.put(kinds.ELASTIC_JOB.document({"name": "train", "namespace": "team"}, spec={}))
     code, out, err = outlast("uninstall", "--crds")
     assert (code, out) == (2, "")
     assert err == "Error: 1 ElasticJob of fake would be deleted with --crds (team/train); add --yes to confirm\n"

@@ -12,6 +12,7 @@ import pytest
 
 from outlast.base import errors
 from outlast.kubernetes import api
+from outlast.kubernetes.api import kinds
 
 pytestmark = pytest.mark.cluster
 
@@ -28,7 +29,7 @@ def cluster() -> Iterator[api.Cluster]:
     cluster = api.connect(namespace=namespace)
     cluster.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
     yield cluster
-    cluster.delete(api.NAMESPACE, namespace)
+    cluster.delete(kinds.NAMESPACE, namespace)
     cluster.close()
 
 
@@ -41,7 +42,7 @@ def pod(cluster: api.Cluster) -> str:
     spec = {"terminationGracePeriodSeconds": 1, "containers": [container]}
     cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "server"}, "spec": spec})
     with api.within(120) as stop:
-        for change in cluster.watch(api.POD, stop=stop):
+        for change in cluster.watch(kinds.POD, stop=stop):
             states = change.document.get("status", {}).get("containerStatuses") or ()
             if any(state["ready"] for state in states):
                 return "server"
@@ -53,7 +54,7 @@ def test_unknown_fields_are_refused(cluster: api.Cluster) -> None:
     with pytest.raises(errors.Refused, match=r"cannot be applied: .dta: field not declared in schema"):
         cluster.apply(document, dry_run=True)
     with pytest.raises(errors.Refused, match='unknown field "dta"'):
-        cluster.create(document, dry_run=True)
+        cluster.create(document)
 
 
 def test_a_namespace_that_is_not_there_is_named(cluster: api.Cluster) -> None:

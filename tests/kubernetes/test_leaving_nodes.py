@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from outlast.job.contract import LEAVING, Annotation
-from outlast.kubernetes.api import kinds
-from outlast.kubernetes.operator import cluster_cache, elasticjob_status, leaving_nodes
+from outlast.kubernetes.api import kinds, pod_status
+from outlast.kubernetes.operator import cluster_cache, leaving_nodes
 from outlast.kubernetes.operator.leaving_nodes import Departure
 from simulated import Cluster, trains
 
@@ -111,7 +111,7 @@ def notice(cluster: Cluster, index: int, left_s: float | None, kind: str = "spot
     document = cluster.documents["Node", node]
     document["spec"] = {"taints": [{"key": LEAVING, "value": kind, "effect": "NoSchedule"}]}
     if left_s is not None:
-        document["metadata"]["annotations"] = {Annotation.LEAVING_AT: elasticjob_status.timestamp(cluster.now + left_s)}
+        document["metadata"]["annotations"] = {Annotation.LEAVING_AT: pod_status.rfc3339(cluster.now + left_s)}
     return node
 
 
@@ -154,14 +154,14 @@ def test_all_workers_of_a_node_leave_it_together() -> None:
 def test_a_deadline_that_comes_later_shortens_a_deletion_that_has_begun() -> None:
     cluster = training()
     pod = cluster.documents["Pod", "train-worker-1"]
-    pod["metadata"] |= {"deletionTimestamp": elasticjob_status.timestamp(cluster.now + 105), "deletionGracePeriodSeconds": 105}
+    pod["metadata"] |= {"deletionTimestamp": pod_status.rfc3339(cluster.now + 105), "deletionGracePeriodSeconds": 105}
     cluster.look()
     notice(cluster, 1, 15)
     plan = cluster.look()
     [deletion] = plan.deletes
     assert (deletion.name, deletion.grace_s) == ("train-worker-1", 12)
     assert cluster.status["rendezvous"]["leaving"][0]["worker"] == 1
-    pod["metadata"] |= {"deletionTimestamp": elasticjob_status.timestamp(cluster.now + 12), "deletionGracePeriodSeconds": 12}
+    pod["metadata"] |= {"deletionTimestamp": pod_status.rfc3339(cluster.now + 12), "deletionGracePeriodSeconds": 12}
     assert not cluster.look().deletes, "once is enough"
 
 
@@ -180,6 +180,6 @@ def test_a_recommendation_that_is_withdrawn_in_time_costs_nothing() -> None:
 def test_a_pod_can_carry_the_deadline_where_nobody_may_write_to_nodes() -> None:
     cluster = training()
     pod = cluster.documents["Pod", "train-worker-0"]
-    pod["metadata"]["annotations"][Annotation.LEAVING_AT] = elasticjob_status.timestamp(cluster.now + 40)
+    pod["metadata"]["annotations"][Annotation.LEAVING_AT] = pod_status.rfc3339(cluster.now + 40)
     [deletion] = cluster.look().deletes
     assert (deletion.name, deletion.grace_s) == ("train-worker-0", 37)

@@ -838,7 +838,7 @@ def test_laying_over_twice_is_laying_over_once(base: Document, patch: Document) 
 def test_the_operator_makes_the_same_pods() -> None:
     job = a_job("a", workers={"replicas": 2})
     asked = render_request.Request(job, names.Names("a", "0" * 8), "run-1")
-    worker = worker_pod.Worker(variables.literal_source("1"), "kubernetes://", account="outlast-worker")
+    worker = worker_pod.Worker("1", "kubernetes://", account="outlast-worker")
     made = worker_pod.pod(asked, worker, index=1, generation=4, file="spec: {}")
     assert made["metadata"]["name"] == "a-worker-1"
     assert {"outlast.dev/worker": "1", "outlast.dev/generation": "4", "outlast.dev/run": "run-1"}.items() <= made["metadata"][
@@ -863,7 +863,7 @@ def test_an_image_gets_outlast_unless_its_name_or_the_job_says_that_it_has_it(
 ) -> None:
     job = a_job("a", image=image, **({} if inject is None else {"inject": inject}))
     asked = render_request.Request(job, names.Names("a", "0" * 8), "run-1", agent_image="registry/operator:7")
-    worker = worker_pod.Worker(variables.literal_source("0"), "kubernetes://", account="outlast-worker")
+    worker = worker_pod.Worker("0", "kubernetes://", account="outlast-worker")
     made = worker_pod.pod(asked, worker, index=0, generation=0, file="spec: {}")
     schemas.validate(made, MINORS[-1], strict=True)
     assert list(unrestricted(made["spec"])) == []

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import promql_parser
 import pytest
-import yaml
 
 from outlast.job.contract import Pod
 from outlast.job.prometheus_metrics import METRICS, TABLE, WORKER
 from outlast.kubernetes.manifests import labels
-from outlast.kubernetes.manifests.installed import monitoring, operator_deployment
+from outlast.kubernetes.manifests.installed import operator_deployment
 
+MONITOR, RULE, DASHBOARD = operator_deployment.files(operator_namespace="here")["monitoring/monitoring.yaml"]
+BOARD = json.loads(DASHBOARD["data"]["outlast.json"])
 SUFFIXES = {"summary": ("_sum", "_count"), "histogram": ("_sum", "_count", "_bucket")}
 SERIES = {f"{row.name}{suffix}": row for row in TABLE for suffix in SUFFIXES.get(row.type, ("",))}
 """The row of the table for each name that a query may use."""
@@ -23,13 +23,12 @@ SERIES = {f"{row.name}{suffix}": row for row in TABLE for suffix in SUFFIXES.get
 
 def queries() -> Iterator[tuple[str, str]]:
     """Each query, and the text that shows its labels. Prometheus adds the namespace to what it reads from a worker."""
-    for alert in monitoring.alerts():
+    for alert in RULE["spec"]["groups"][0]["rules"]:
         yield alert["expr"], " ".join(alert["annotations"].values())
-    board = monitoring.dashboard()
-    for panel in board["panels"]:
+    for panel in BOARD["panels"]:
         for target in panel["targets"]:
             yield target["expr"], target["legendFormat"]
-    for variable in board["templating"]["list"]:
+    for variable in BOARD["templating"]["list"]:
         if found := re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]):
             yield found[1], f"{{{{{found[2]}}}}}"
 
@@ -55,22 +54,23 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
 
 
 def test_the_monitor_selects_operator_and_workers_and_the_sidecar_finds_the_dashboard() -> None:
-    monitor, rule, board = monitoring.documents({"a": "b"}, "here")
-    assert {each["metadata"]["namespace"] for each in (monitor, rule, board)} == {"here"}
-    wanted = monitor["spec"]["selector"]
+    assert {each["metadata"]["namespace"] for each in (MONITOR, RULE, DASHBOARD)} == {"here"}
+    wanted = MONITOR["spec"]["selector"]
     ((component,),) = (wanted["matchExpressions"],)
-    operator = operator_deployment.deployment()["spec"]["template"]
+    operator = operator_deployment.files()["operator.yaml"][0]["spec"]["template"]
     for pod in (operator["metadata"]["labels"], {"app.kubernetes.io/name": "outlast", **labels.selector("train")}):
         assert pod.items() >= wanted["matchLabels"].items()
         assert pod[component["key"]] in component["values"]
     (port,) = operator["spec"]["containers"][0]["ports"]
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    (endpoint,) = MONITOR["spec"]["podMetricsEndpoints"]
     assert (endpoint["port"], endpoint["honorLabels"]) == (port["name"], True)
     assert port["containerPort"] == Pod.PROBE_PORT
-    assert board["metadata"]["labels"] == {"a": "b", "grafana_dashboard": "1"}
-    assert json.loads(board["data"]["outlast.json"]) == monitoring.dashboard()
+    assert DASHBOARD["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
-def test_deploy_holds_what_the_table_makes() -> None:
-    written = Path(__file__).parents[2] / "deploy" / "monitoring" / "monitoring.yaml"
-    assert list(yaml.safe_load_all(written.read_text())) == monitoring.documents(operator_deployment.LABELS)
+def test_panels_lie_side_by_side_and_have_numbers_of_their_own() -> None:
+    panels = BOARD["panels"]
+    assert len({each["id"] for each in panels}) == len(panels)
+    places = [each["gridPos"] for each in panels]
+    assert [(each["x"], each["y"]) for each in places] == [(8 * (n % 3), 8 * (n // 3)) for n in range(len(panels))]
+    assert {(each["w"], each["h"]) for each in places} == {(8, 8)}, "Grafana's grid has 24 columns"

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import apiserver
+import operators
 import prometheus_text
 from operators import World, pods_of
 from outlast.base import loglines
@@ -58,7 +59,7 @@ def a_document(kind: kinds.Kind, name: str, version: int, *, uid: str = "", job:
         meta |= {"namespace": "default"}
     if kind in (POD, LEASE):
         meta |= {"labels": {Label.JOB: job}}
-    return cluster_cache.trimmed(kind, {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, **more})
+    return cluster_cache.trimmed(kind, kind.document(meta, **more))
 
 
 # ------------------------------------------------------------------------------------------------------------- what is known
@@ -661,7 +662,7 @@ def test_a_failed_pod_is_replaced_and_judged_once(world: World) -> None:
         "judged": [uid],
         "restarts": 1,
     }
-    assert operator.metrics.writes() == {"create Pod": 3, "delete Pod": 1, "update ElasticJob": 2}
+    assert operators.writes(operator) == {"create Pod": 3, "delete Pod": 1, "update ElasticJob": 2}
 
 
 def test_watches_that_are_cut_and_forgotten_miss_nothing(world: World) -> None:
@@ -736,29 +737,23 @@ def test_operators_that_are_stopped_anywhere_and_started_again_make_no_second_po
 
 
 def test_a_kueue_that_was_installed_a_moment_ago_is_found_by_the_first_job_that_names_a_queue(world: World) -> None:
-    world.start(
-        reconcilers={ELASTIC_JOB: functools.partial(reconciler_by_kind.elastic_job, Limits())}
-    )  # looks around once a minute
+    world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))  # looks around once a minute
     world.api.until(lambda: any("scheduling.x-k8s.io" in asked for asked in world.api.asked))
     world.api.unserved = ()
-    head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "train"}}
-    world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}, "scheduling": {"queue": "q"}}})
+    world.submit("train", scheduling={"queue": "q"})
     world.api.until(lambda: any(key[0] == "workloads.kueue.x-k8s.io" for key in world.api.documents))
     assert world.pods() == []
 
 
 def test_a_kueue_that_is_installed_later_is_found_asked_and_obeyed(world: World) -> None:
     api = world.api
-    world.start(reconcilers={ELASTIC_JOB: functools.partial(reconciler_by_kind.elastic_job, Limits())}, discovery_s=0.05)
-    head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "train"}}
-    workers, scheduling = {"replicas": 2, "min": 2}, {"queue": "research", "priorityClassName": "high"}
-    api.put({**head, "spec": {"image": "i", "module": "m", "workers": workers, "scheduling": scheduling}})
+    world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()), discovery_s=0.05)
+    scheduling = {"queue": "research", "priorityClassName": "high"}
+    world.submit("train", workers={"replicas": 2, "min": 2}, scheduling=scheduling)
     world.settled(["train"])
 
-    head = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "ResourceFlavor", "metadata": {"name": "spot"}}
-    api.put({**head, "spec": {"nodeLabels": {"pool": "spot"}}})
-    head = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "high"}}
-    api.put({**head, "value": 9})
+    api.put(kinds.FLAVOR_V1BETA2.document({"name": "spot"}, spec={"nodeLabels": {"pool": "spot"}}))
+    api.put(kinds.PRIORITY_CLASS.document({"name": "high"}, value=9))
     api.unserved = ()
 
     def workloads() -> list[Document]:
@@ -790,12 +785,12 @@ def test_a_stand_by_takes_over_when_the_leader_stops(world: World) -> None:
     world.settled(["a"])
     assert (first.leadership.is_leader(), second.leadership.is_leader()) == (True, False)
     world.api.until(lambda: second.leadership.is_standby and not first.leadership.is_standby)
-    assert second.metrics.writes() == {}
+    assert operators.writes(second) == {}
     assert world.stop(0) == 0
     world.api.until(lambda: second.leadership.is_leader())
     world.apply("b")
     world.settled(["a", "b"])
-    assert second.metrics.writes() == {"create Pod": 2, "update ElasticJob": 1}
+    assert operators.writes(second) == {"create Pod": 2, "update ElasticJob": 1}
 
 
 def test_who_loses_the_lease_ends_and_writes_nothing_more(world: World) -> None:
@@ -827,8 +822,7 @@ def test_the_process_ends_with_its_code_its_whole_log_and_a_write_that_hangs(
         return False
 
     world.api.prescribe("POST .*/pods", hangs, hangs)
-    spec = {"image": "i", "module": "m", "workers": {"replicas": 2}}
-    world.api.put({"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a"}, "spec": spec})
+    world.submit()
     here = {contract.Env.NAMESPACE: "default", contract.Env.PROBE_PORT: "0"}
     command = [Path(sys.executable).with_name("outlast"), "operator"]
     with subprocess.Popen(command, env={**os.environ, **here}, stdout=subprocess.PIPE, text=True) as process_:
@@ -890,13 +884,8 @@ def test_a_decider_that_never_settles_is_slowed_down_and_named(world: World, cap
     world.apply("a")
     world.api.until(lambda: "passes in a row found something to do" in caplog.text)
     assert len(world.writes()) <= operator.BUSY_PASSES + 3
-    world.api.put(
-        {
-            **(job := world.api.documents[ELASTIC_JOB.resource, "default", "a"]),
-            "spec": {"image": "j"},
-            "metadata": dict(job["metadata"]),
-        }
-    )
+    job = world.api.documents[ELASTIC_JOB.resource, "default", "a"]
+    world.api.put({**job, "spec": {"image": "j"}, "metadata": dict(job["metadata"])})
     time.sleep(0.1)  # during which it would be looked at again, because it has changed
     assert len(world.writes()) <= operator.BUSY_PASSES + 3
 
@@ -904,18 +893,25 @@ def test_a_decider_that_never_settles_is_slowed_down_and_named(world: World, cap
 QUOTA = apiserver.status(403, "Forbidden", 'pods "a-worker-0" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2')
 
 
-def test_pods_that_are_refused_are_not_there_and_their_job_says_why_once(world: World) -> None:
-    head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
-    world.api.prescribe("^POST .*/pods", *[QUOTA] * 1000)
-    world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
+NO_SERVICE = 'services "a-rdzv" is forbidden: exceeded quota: q, requested: services=1, used: services=0, limited: services=0'
+
+
+@pytest.mark.parametrize(
+    ("refused", "answer", "writes"),
+    [
+        ("pods", QUOTA, 2),  # when it is taken up, and when it is known that they are refused
+        ("services", apiserver.status(403, "Forbidden", NO_SERVICE), 1),
+    ],
+)
+def test_what_is_refused_is_said_once_by_its_job_and_made_later(world: World, refused: str, answer: Any, writes: int) -> None:
+    world.api.prescribe(f"^POST .*/{refused}", *[answer] * 1000)
+    world.submit()
     operator = world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
-    before, looks = world.status("a"), operator.metrics.reconciles()
-    world.api.until(lambda: operator.metrics.reconciles() >= looks + 3)
+    before, looks = world.status("a"), operators.looks(operator)
+    world.api.until(lambda: operators.looks(operator) >= looks + 3)
     assert (before["state"], before["replicas"], world.status("a")) == ("Pending", 0, before)
-    assert sum("/a/status" in write for write in world.writes()) == 2, (
-        "when it is taken up, and when it is known that they are refused"
-    )
+    assert sum("/a/status" in write for write in world.writes()) == writes
     with world.api.lock:
         events = [each for key, each in world.api.documents.items() if key[0] == "events"]
         world.api.prescribed.clear()
@@ -927,9 +923,8 @@ def test_pods_that_are_refused_are_not_there_and_their_job_says_why_once(world: 
 
 def test_pods_get_the_agent_from_the_image_that_the_operator_runs_in(world: World) -> None:
     containers = [{"name": "istio-proxy", "image": "proxy:1"}, {"name": "operator", "image": "mirror.example.com/operator:7"}]
-    world.api.put({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "me"}, "spec": {"containers": containers}})
-    head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
-    world.api.put({**head, "spec": {"image": "pytorch/pytorch", "module": "m"}})
+    world.api.put(POD.document({"name": "me"}, spec={"containers": containers}))
+    world.submit(image="pytorch/pytorch")
     world.api.prescribe("^GET .*/pods/me", *[apiserver.status(500, "InternalError", "a bad moment")] * 6)
     environ = {contract.Env.POD: "me", contract.Env.NAMESPACE: "default"}
     image = functools.cache(functools.partial(main.own_image, world.connect(), environ))
@@ -941,30 +936,11 @@ def test_pods_get_the_agent_from_the_image_that_the_operator_runs_in(world: Worl
     assert main.own_image(world.connect(), {}) == Limits().agent_image, "a process outside of pods"
 
 
-def test_what_pods_need_and_is_refused_is_said_by_their_job(world: World) -> None:
-    refusal = 'services "a-rdzv" is forbidden: exceeded quota: q, requested: services=1, used: services=0, limited: services=0'
-    head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
-    world.api.prescribe("^POST .*/services", *[apiserver.status(403, "Forbidden", refusal)] * 1000)
-    world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
-    operator = world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
-    world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
-    before, looks = world.status("a"), operator.metrics.reconciles()
-    world.api.until(lambda: operator.metrics.reconciles() >= looks + 3)
-    assert (before["state"], world.status("a")) == ("Pending", before)
-    with world.api.lock:
-        events = [each for key, each in world.api.documents.items() if key[0] == "events"]
-        world.api.prescribed.clear()
-    assert {(each["reason"], each["message"]) for each in events} == {("FailedCreate", before["reason"])}
-    world.api.until(lambda: world.status("a")["replicas"] == 2)
-    assert "quota" not in world.status("a")["reason"]
-
-
 @pytest.mark.parametrize("labels", [{}, {Label.JOB: "a", Label.WORKER: "0"}])
 def test_a_pod_that_is_not_of_the_job_is_named_in_its_status_and_not_counted(world: World, labels: Document) -> None:
     meta = {"name": "a-worker-0", "namespace": "default", "labels": labels}  # with ours, a job that was deleted left it an orphan
-    world.api.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"containers": []}})
-    head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
-    world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
+    world.api.put(POD.document(meta, spec={"containers": []}))
+    world.submit()
     world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
     world.api.until(lambda: "Pod a-worker-0 exists and does not belong to this job" in world.status("a").get("reason", ""))
     assert (world.status("a")["state"], world.status("a")["replicas"]) == ("Pending", 1)

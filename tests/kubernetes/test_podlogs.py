@@ -16,6 +16,7 @@ from outlast.base.errors import Absent, NotFound, Refused, Unanswered
 from outlast.job.backend import LogLine
 from outlast.job.contract import Env
 from outlast.kubernetes import api as kube
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.jobs import backend
 from outlast.kubernetes.jobs import logs as podlogs
 from outlast.storage import store
@@ -53,13 +54,13 @@ class Cluster:
         self.changes: queue.Queue[kube.Change] = queue.Queue()
         self.lock = threading.Lock()
 
-    def find(self, kind: kube.Kind, name: str, *, namespace: str) -> Document | None:
+    def find(self, kind: kinds.Kind, name: str, *, namespace: str) -> Document | None:
         return self.pods.get(name)
 
-    def list_(self, kind: kube.Kind, *, labels: str) -> list[Document]:
+    def list_(self, kind: kinds.Kind, *, labels: str) -> list[Document]:
         return list(self.pods.values())
 
-    def watch(self, kind: kube.Kind, *, labels: str, stop: kube.Stop) -> Iterator[kube.Change]:
+    def watch(self, kind: kinds.Kind, *, labels: str, stop: kube.Stop) -> Iterator[kube.Change]:
         while not stop.is_set():
             try:
                 yield self.changes.get(timeout=0.02)
@@ -87,8 +88,8 @@ def followed(cluster: Cluster | kube.Cluster, **options: Any) -> tuple[list[LogL
         assert isinstance(cluster, Cluster)
         return not cluster.after_cut and all(pod["status"]["phase"] == "Succeeded" for pod in cluster.pods.values())
 
-    course = podlogs.FollowedJob("job=train", options.pop("over", over))
-    return list(podlogs.follow(cluster, course, **{"say": said.append, **options})), said  # type: ignore[arg-type]
+    follower = podlogs.Follower(cluster, "job=train", options.pop("over", over), **{"say": said.append, **options})  # type: ignore[arg-type]
+    return list(follower.lines()), said
 
 
 Connected = tuple[apiserver.ApiServer, kube.Cluster]

@@ -23,14 +23,14 @@ from imds import Imds
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.kubernetes import api as kube
-from outlast.kubernetes.nodewatch import notices
+from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.nodewatch.metadata import Metadata
 from outlast.kubernetes.nodewatch.node_watcher import Watcher
 from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.observed_job import Limits
 from outlast.kubernetes.operator.operator import Operator
-from outlast.kubernetes.operator.operator import Settings as OperatorSettings
+from outlast.kubernetes.operator.watches import Settings
 
 Document = dict[str, Any]
 Final = Callable[..., dict[str, object]]
@@ -73,7 +73,7 @@ class Kubelets:
             if going:
                 self.api.remove("pods", name)
             else:
-                done = {"exitCode": process.returncode, "finishedAt": notices.utc(time.time())}
+                done = {"exitCode": process.returncode, "finishedAt": pod_status.rfc3339(time.time())}
                 phase = "Failed" if process.returncode else "Succeeded"
                 self._report(pod, phase, {"terminated": done}, pod["spec"]["nodeName"])
 
@@ -123,7 +123,7 @@ def training(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kubelets
         kubelets = Kubelets(api, pods, config)
         cluster = stack.enter_context(contextlib.closing(kube.connect(namespace="default")))
         leadership = Leadership(cluster, "operator", "default")
-        operator = Operator(cluster, reconciler_by_kind.reconcilers(Limits()), leadership, OperatorSettings(host="127.0.0.1"))
+        operator = Operator(cluster, reconciler_by_kind.reconcilers(Limits()), leadership, Settings(host="127.0.0.1"))
         stop = threading.Event()
         deciding = threading.Thread(target=operator.run, args=(stop,))
         spec = {"image": "i", "script": "exact.py", "args": list(ARGS), "workers": {"replicas": 2, "min": 2, "max": 2}}
@@ -157,7 +157,7 @@ def test_training_goes_on_elsewhere_without_a_step_lost_and_no_restart_is_counte
     before = set(training.nodes)
     stop = threading.Event()
     with imds.serving(Imds()) as service, contextlib.closing(kube.connect(namespace="default")) as cluster:
-        found = cluster.get(kube.NODE, going)
+        found = cluster.get(kinds.NODE, going)
         watcher = Watcher(found, Metadata(service.address, timeout_s=30), cluster, clock=time.time)
 
         def watch() -> None:
@@ -167,7 +167,7 @@ def test_training_goes_on_elsewhere_without_a_step_lost_and_no_restart_is_counte
         watching = threading.Thread(target=watch)
         watching.start()
         begun = time.time()
-        service.documents[imds.SPOT] = imds.spot(notices.utc(begun + notice_s))
+        service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(begun + notice_s))
         pods.wait(lambda: api.documents["nodes", "", going]["spec"].get("taints"), "the taint")
         print(f"tainted after {time.time() - begun:.2f} s")
         pods.wait(lambda: training.ended, "the end of its worker")

@@ -14,7 +14,7 @@ from imds import Imds
 from outlast.job import contract
 from outlast.job.contract import Annotation
 from outlast.kubernetes import api
-from outlast.kubernetes.nodewatch import notices
+from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.nodewatch.metadata import Metadata
 from outlast.kubernetes.nodewatch.node_watcher import Watcher
 from waits import until
@@ -27,8 +27,8 @@ Document = dict[str, Any]
 class OwnPods(api.Cluster):
     """A cluster of which the watcher sees the pods of one namespace only: others on the node are none of a test's business."""
 
-    def list_(self, kind: api.Kind, **options: Any) -> list[Document]:
-        if kind == api.POD:
+    def list_(self, kind: kinds.Kind, **options: Any) -> list[Document]:
+        if kind == kinds.POD:
             options |= {"everywhere": False, "namespace": self.namespace}
         return super().list_(kind, **options)
 
@@ -39,7 +39,7 @@ def cluster() -> Iterator[api.Cluster]:
     own = OwnPods(found.connection, context=found.context, namespace=found.namespace)
     own.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": own.namespace}})
     yield own
-    own.delete(api.NAMESPACE, own.namespace)
+    own.delete(kinds.NAMESPACE, own.namespace)
     own.close()
 
 
@@ -56,13 +56,13 @@ def a_pod(name: str, node: str) -> Document:
 
 
 def test_a_node_is_tainted_drained_against_a_budget_and_taken_back(cluster: api.Cluster) -> None:
-    before = next(each for each in cluster.list_(api.NODE) if not each["spec"].get("unschedulable"))
+    before = next(each for each in cluster.list_(kinds.NODE) if not each["spec"].get("unschedulable"))
     name = before["metadata"]["name"]
     for pod in ("free", "kept"):
         cluster.create(a_pod(pod, name))
     budget = {"minAvailable": 1, "selector": {"matchLabels": {"app": "kept"}}}
     cluster.create({"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": "kept"}, "spec": budget})
-    until(lambda: all(each["status"]["phase"] == "Running" for each in cluster.list_(api.POD)))
+    until(lambda: all(each["status"]["phase"] == "Running" for each in cluster.list_(kinds.POD)))
     later = [0.0]
     with imds.serving(Imds()) as service:
         source = Metadata(service.address, timeout_s=30)
@@ -70,23 +70,23 @@ def test_a_node_is_tainted_drained_against_a_budget_and_taken_back(cluster: api.
         try:
             watcher.tick()
             begun = time.time()
-            service.documents[imds.SPOT] = imds.spot(notices.utc(begun + 45))
+            service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(begun + 45))
             while time.time() < begun + 45:
                 time.sleep(watcher.tick())
-                gone = [each["metadata"]["name"] for each in cluster.list_(api.POD) if each["status"]["phase"] == "Running"]
+                gone = [each["metadata"]["name"] for each in cluster.list_(kinds.POD) if each["status"]["phase"] == "Running"]
                 if not gone:
                     break
             assert time.time() < begun + 45
-            node = cluster.get(api.NODE, name)
+            node = cluster.get(kinds.NODE, name)
             assert node["spec"]["unschedulable"]
             assert contract.LEAVING in [each["key"] for each in node["spec"]["taints"]]
-            assert node["metadata"]["annotations"][Annotation.LEAVING_AT] == notices.utc(begun + 45)
+            assert node["metadata"]["annotations"][Annotation.LEAVING_AT] == pod_status.rfc3339(begun + 45)
         finally:
             service.documents.pop(imds.SPOT, None)
             later[0] = 120.0
             watcher.tick()
             time.sleep(1.1)
             watcher.tick()
-    after = cluster.get(api.NODE, name)
+    after = cluster.get(kinds.NODE, name)
     assert after["spec"].get("taints") == before["spec"].get("taints")
     assert not after["spec"].get("unschedulable")

@@ -26,6 +26,7 @@ from nodes import T0, a_node, a_pod
 from outlast.job import contract
 from outlast.job.contract import Annotation, Env, LeavingKind
 from outlast.kubernetes import api as kube
+from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.nodewatch import node_watcher, notices
 from outlast.kubernetes.nodewatch.metadata import Metadata
 from outlast.kubernetes.nodewatch.node_watcher import Watcher
@@ -49,7 +50,7 @@ class Drill:
     def make(self) -> None:
         """Start the watcher, or start it again."""
         source = Metadata(self.service.address, timeout_s=30)
-        self.watcher = Watcher(self.cluster.get(kube.NODE, "n1"), source, self.cluster, clock=lambda: self.now)
+        self.watcher = Watcher(self.cluster.get(kinds.NODE, "n1"), source, self.cluster, clock=lambda: self.now)
 
     @property
     def node(self) -> Document:
@@ -117,11 +118,11 @@ def test_a_node_is_told_at_once_and_empty_before_its_deadline(drill: Drill) -> N
     notice_s = 120
     drill.until(T0 + 10.5)
     assert not drill.leaves
-    drill.service.documents[imds.SPOT] = imds.spot(notices.utc(T0 + 10 + notice_s))
+    drill.service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(T0 + 10 + notice_s))
     drill.until(T0 + 10 + notice_s)
     assert drill.heard_at - (T0 + 10.5) <= 2.0  # told
     said = drill.node["metadata"]["annotations"]
-    assert said[Annotation.LEAVING_AT] == notices.utc(T0 + 10 + notice_s)
+    assert said[Annotation.LEAVING_AT] == pod_status.rfc3339(T0 + 10 + notice_s)
     assert said[Annotation.LEAVING_REASON] == "AWS terminates this spot machine"
     assert drill.node["spec"]["unschedulable"]
     assert drill.node["spec"]["taints"] == [{"key": contract.LEAVING, "value": "spot", "effect": "NoSchedule"}]
@@ -140,7 +141,7 @@ def test_without_a_notice_nothing_is_touched(drill: Drill) -> None:
 
 def test_a_worker_that_does_not_leave_is_evicted_with_what_is_left(drill: Drill) -> None:
     drill.workers_save_s = 1000.0
-    drill.service.documents[imds.SPOT] = imds.spot(notices.utc(T0 + 120))
+    drill.service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(T0 + 120))
     drill.until(T0 + 120)
     at, grace_s = drill.left["train-worker-0"]
     assert T0 + 90 <= at <= T0 + 92
@@ -154,7 +155,7 @@ def test_a_budget_is_respected_until_the_pod_would_be_lost(drill: Drill) -> None
         return bool(apiserver._plain(*apiserver.status(429, "TooManyRequests", "the disruption budget web"))(handler))
 
     drill.api.prescribe("POST .*/pods/web/eviction", kept)
-    drill.service.documents[imds.SPOT] = imds.spot(notices.utc(T0 + 120))
+    drill.service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(T0 + 120))
     drill.until(T0 + 120)
     at, grace_s = drill.left["web"]
     assert T0 + 88 <= at <= T0 + 92
@@ -180,10 +181,10 @@ def test_a_recommendation_that_is_withdrawn_is_taken_back(drill: Drill) -> None:
 def test_an_interruption_after_a_recommendation_brings_a_deadline(drill: Drill) -> None:
     drill.service.documents[imds.REBALANCE] = '{"noticeTime": "2026-01-01T00:00:00Z"}'
     drill.until(T0 + 60)
-    drill.service.documents[imds.SPOT] = imds.spot(notices.utc(T0 + 180))
+    drill.service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(T0 + 180))
     drill.until(T0 + 180)
     assert drill.node["spec"]["taints"][0]["value"] == "spot"
-    assert drill.node["metadata"]["annotations"][Annotation.LEAVING_AT] == notices.utc(T0 + 180)
+    assert drill.node["metadata"]["annotations"][Annotation.LEAVING_AT] == pod_status.rfc3339(T0 + 180)
     assert pods(drill) == ["kube-proxy"]
 
 
@@ -201,7 +202,7 @@ def test_maintenance_that_has_begun_gives_each_pod_its_own_grace(drill: Drill) -
 def test_a_watcher_that_starts_in_maintenance_evicts_nobody_before_it_knows_how_long_that_lasts(drill: Drill) -> None:
     begun = notices.Notice(LeavingKind.MAINTENANCE, T0 - 3600, "maintenance")
     drill.api.put({**drill.node, "spec": {**drill.node["spec"]}})
-    drill.cluster.patch(kube.NODE, "n1", notices.node_patch(drill.cluster.get(kube.NODE, "n1"), begun))
+    drill.cluster.patch(kinds.NODE, "n1", notices.node_patch(drill.cluster.get(kinds.NODE, "n1"), begun))
     drill.service.refused = True
     drill.make()
     drill.until(T0 + 10)
@@ -234,7 +235,7 @@ def test_a_metadata_service_that_fails_is_said_once_and_survived(
         assert len(drill.service.asked) - asked <= 20  # with growing pauses
         drill.service.silent.clear()
         drill.service.refused, source.address, source.timeout_s = False, drill.service.address, 30
-        drill.service.documents[imds.SPOT] = imds.spot(notices.utc(T0 + 500))
+        drill.service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(T0 + 500))
         drill.until(T0 + 500)
     assert "AWS's metadata service answers again" in said(caplog)
     assert pods(drill) == ["kube-proxy"]
@@ -243,7 +244,7 @@ def test_a_metadata_service_that_fails_is_said_once_and_survived(
 def test_an_api_server_that_is_away_or_forbids_is_said_once_and_asked_again(
     drill: Drill, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drill.service.documents[imds.SPOT] = imds.spot(notices.utc(T0 + 120))
+    drill.service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(T0 + 120))
     drill.api.may = lambda asked: not asked.startswith("PATCH")
     with caplog.at_level(logging.INFO):
         drill.until(T0 + 20)
@@ -260,13 +261,13 @@ def test_an_api_server_that_is_away_or_forbids_is_said_once_and_asked_again(
 
 def test_a_node_that_is_written_by_others_meanwhile_is_marked_all_the_same(drill: Drill) -> None:
     drill.api.prescribe("PATCH .*/nodes/n1", *[apiserver.status(409, "Conflict", "the object has been modified")] * 3)
-    drill.service.documents[imds.SPOT] = imds.spot(notices.utc(T0 + 120))
+    drill.service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(T0 + 120))
     drill.watcher.tick()
     assert drill.leaves
 
 
 def test_a_watcher_that_is_killed_goes_on_where_it_was(drill: Drill) -> None:
-    drill.service.documents[imds.SPOT] = imds.spot(notices.utc(T0 + 120))
+    drill.service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(T0 + 120))
 
     def again() -> None:
         drill.make()
@@ -289,7 +290,7 @@ def test_the_command_watches_until_it_is_told_to_stop(drill: Drill, tmp_path: Pa
             drill.api.until(lambda: "is watched" in log.read_text() or process.poll() is not None)
             assert "node n1 is watched every 0.2 s" in log.read_text()
             drill.api.until(lambda: f"GET {imds.SCHEDULED}" in drill.service.asked)
-            drill.service.documents[imds.SPOT] = imds.spot(notices.utc(time.time() + 800), "stop")
+            drill.service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(time.time() + 800), "stop")
             drill.api.until(lambda: drill.leaves)
             process.terminate()
             assert process.wait(60) == 0

@@ -15,6 +15,7 @@ import apiserver
 from outlast.base.errors import Superseded
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api as kube
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.jobs import backend, job_documents
 from outlast.storage import runs, store
 from outlast.storage.checkpoints import register, register_rules
@@ -47,8 +48,13 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.A
         yield api
 
 
-def kinds(api: apiserver.ApiServer) -> list[str]:
+def resources(api: apiserver.ApiServer) -> list[str]:
     return sorted(resource for resource, namespace, _ in api.documents if namespace)
+
+
+def the(api: apiserver.ApiServer, resource: str) -> list[kube.Document]:
+    found = (document for (kind, *_), document in api.documents.items() if kind == resource)
+    return sorted(found, key=lambda each: int(each["metadata"]["resourceVersion"]))
 
 
 def test_a_dry_run_says_what_would_be_made_and_makes_nothing(api: apiserver.ApiServer, outlast: Outlast) -> None:
@@ -56,7 +62,7 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing(api: apiserver.ApiS
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == ["ConfigMap", "Service", "Job"]
     assert all(line.endswith("would be created") for line in out.splitlines())
-    assert kinds(api) == []
+    assert resources(api) == []
 
 
 def test_who_submits_is_told_when_what_leaving_workers_save_ends_with_them(
@@ -74,7 +80,7 @@ def test_a_job_is_applied_and_the_same_again_changes_nothing(api: apiserver.ApiS
     assert code == 0
     assert "StatefulSet train created" in out
     assert out.endswith("look at train in namespace default with: outlast logs -f train\n")
-    assert kinds(api) == ["configmaps", "secrets", "services", "statefulsets.apps"]
+    assert resources(api) == ["configmaps", "secrets", "services", "statefulsets.apps"]
     _, out, _ = outlast("submit", "job.yaml", "--as", "statefulset")
     assert out.splitlines()[0] == "StatefulSet train runs this very file already"
     _, out, _ = outlast("submit", "job.yaml", "--as", "statefulset", "--dry-run", "--set", "workers.replicas=1")
@@ -97,7 +103,7 @@ def test_workers_that_meet_at_worker_0_are_given_a_key_that_stays_while_the_job_
     assert "Secret train-rdzv unchanged" in out
     assert api.documents["secrets", "default", "train-rdzv"]["stringData"] == secret["stringData"]
     outlast("cancel", "train", "-n", "default")
-    assert kinds(api) == []
+    assert resources(api) == []
 
 
 def test_who_may_make_no_secret_is_told_what_that_means(api: apiserver.ApiServer, outlast: Outlast) -> None:
@@ -116,7 +122,7 @@ def test_the_workers_of_an_operated_job_are_given_a_key_too(api: apiserver.ApiSe
     assert secret["metadata"]["labels"]["outlast.dev/job"] == "train"
     assert secret["metadata"]["ownerReferences"][0]["kind"] == "ElasticJob"
     outlast("cancel", "train", "-n", "default")
-    assert kinds(api) == []
+    assert resources(api) == []
 
 
 def test_a_train_job_of_kubeflow_is_submitted_as_it_is(
@@ -139,7 +145,7 @@ def test_a_train_job_of_kubeflow_is_submitted_as_it_is(
 def test_one_worker_needs_no_key(api: apiserver.ApiServer, outlast: Outlast) -> None:
     for topology in ("job", "elasticjob"):
         outlast("submit", "job.yaml", "--as", topology, "--name", topology, "--set", "workers={replicas: 1, min: 1, max: 1}")
-    assert "secrets" not in kinds(api)
+    assert "secrets" not in resources(api)
 
 
 @pytest.mark.parametrize("topology", ["statefulset", "indexed-job"])
@@ -158,15 +164,10 @@ def test_the_same_file_again_goes_on_with_what_was_suspended_and_keeps_what_was_
 
 def test_what_has_ended_is_not_run_again(api: apiserver.ApiServer, outlast: Outlast) -> None:
     outlast("submit", "job.yaml", "--as", "indexed-job")
-    (job,) = (document for (kind, *_), document in api.documents.items() if kind == "jobs.batch")
+    (job,) = the(api, "jobs.batch")
     job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
     _, out, _ = outlast("submit", "job.yaml", "--as", "indexed-job")
     assert out.splitlines()[0].endswith("has ended (Succeeded) and is not run again; --fresh does")
-
-
-def the(api: apiserver.ApiServer, resource: str) -> list[kube.Document]:
-    found = (document for (kind, *_), document in api.documents.items() if kind == resource)
-    return sorted(found, key=lambda each: int(each["metadata"]["resourceVersion"]))
 
 
 def test_a_job_that_has_failed_goes_on_when_the_same_file_is_submitted(api: apiserver.ApiServer, outlast: Outlast) -> None:
@@ -209,7 +210,7 @@ def test_a_job_that_has_succeeded_goes_on_when_it_asks_for_more_steps(
     submit = functools.partial(outlast, "submit", "job.yaml", "--as", topology, "--set")
 
     def newest() -> kube.Document:
-        return the(api, kube.ELASTIC_JOB.resource if topology == "elasticjob" else "jobs.batch")[-1]
+        return the(api, kinds.ELASTIC_JOB.resource if topology == "elasticjob" else "jobs.batch")[-1]
 
     def ended(word: str) -> str:
         """The run that its workers take up; it ends with success, at step 60."""
@@ -282,11 +283,11 @@ def test_an_elastic_job_that_has_ended_is_made_anew_and_its_run_goes_on(
 ) -> None:
     api.unserved = ()
     outlast("submit", "job.yaml")
-    (first,) = the(api, kube.ELASTIC_JOB.resource)
+    (first,) = the(api, kinds.ELASTIC_JOB.resource)
     first["status"] = {"state": state}
     code, out, err = outlast("submit", "job.yaml", *options)
     assert (code, out.splitlines()[0]) == (0, said), err
-    (second,) = the(api, kube.ELASTIC_JOB.resource)
+    (second,) = the(api, kinds.ELASTIC_JOB.resource)
     assert (second["metadata"]["uid"] == first["metadata"]["uid"]) == ("is not run again" in said)
     assert ((second["metadata"].get("annotations") or {}).get("outlast.dev/fresh") == "true") == ("--fresh" in options)
 
@@ -300,7 +301,7 @@ def test_a_changed_file_is_refused_while_the_job_is_there(api: apiserver.ApiServ
     code, out, _ = outlast("submit", "job.yaml", "--as", "indexed-job", "--set", "env={A: b}", "--fresh")
     assert code == 0
     assert "is ended first" in out
-    assert kinds(api).count("jobs.batch") == 1
+    assert resources(api).count("jobs.batch") == 1
 
 
 def test_who_takes_over_is_another_owner_although_the_file_is_the_same(
@@ -310,7 +311,7 @@ def test_who_takes_over_is_another_owner_although_the_file_is_the_same(
     monkeypatch.setattr(stored.store, "open_", lambda url: place)
 
     def word() -> str:
-        (job,) = (each for (kind, *_), each in api.documents.items() if kind == "jobs.batch")
+        (job,) = the(api, "jobs.batch")
         assert "OUTLAST_FRESH" not in str(job)
         return str(job["metadata"]["labels"]["outlast.dev/run"])
 
@@ -366,18 +367,17 @@ def test_a_claim_that_is_there_is_used_and_never_changed(api: apiserver.ApiServe
 def test_a_claim_that_is_not_there_is_made_and_stays(api: apiserver.ApiServer, outlast: Outlast) -> None:
     assert "PersistentVolumeClaim data created" in outlast("submit", "job.yaml", *CLAIMING)[1]
     outlast("cancel", "train", "-n", "default")
-    assert kinds(api) == ["persistentvolumeclaims"]
+    assert resources(api) == ["persistentvolumeclaims"]
 
 
 def test_what_is_made_beside_a_job_goes_with_it(api: apiserver.ApiServer, outlast: Outlast) -> None:
     outlast("submit", "job.yaml", "--as", "indexed-job")
-    (name,) = (name for resource, _, name in api.documents if resource == "jobs.batch")
-    uid = api.documents["jobs.batch", "default", name]["metadata"]["uid"]
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid}
-    beside = [each for (resource, *_), each in api.documents.items() if resource in ("configmaps", "services")]
+    (job,) = the(api, "jobs.batch")
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": job["metadata"]["name"], "uid": job["metadata"]["uid"]}
+    beside = [*the(api, "configmaps"), *the(api, "services")]
     assert [each["metadata"]["ownerReferences"] for each in beside] == [[owner], [owner]]
-    api.remove("jobs.batch", name)  # as when its time after its end is over
-    assert kinds(api) == []
+    api.remove("jobs.batch", job["metadata"]["name"])  # as when its time after its end is over
+    assert resources(api) == []
 
 
 def test_a_claim_belongs_to_no_workload(api: apiserver.ApiServer, outlast: Outlast) -> None:
@@ -390,11 +390,9 @@ def test_what_an_earlier_run_leaves_is_not_lost_by_the_next(api: apiserver.ApiSe
     outlast("submit", "job.yaml", "--as", "indexed-job")
     key = ("services", "default", "train-rdzv")
     gone = {"apiVersion": "batch/v1", "kind": "Job", "name": "train-00000000", "uid": "gone"}
-    for (resource, *_), each in list(api.documents.items()):
-        if resource == "services":
-            each["metadata"]["ownerReferences"] = [gone]
-        elif resource == "jobs.batch":
-            api.remove("jobs.batch", each["metadata"]["name"])
+    (job,), (service,) = the(api, "jobs.batch"), the(api, "services")
+    service["metadata"]["ownerReferences"] = [gone]
+    api.remove("jobs.batch", job["metadata"]["name"])
     before = api.documents[key]["metadata"]["uid"]
     assert "Service train-rdzv created" in outlast("submit", "job.yaml", "--as", "indexed-job")[1]
     after = api.documents[key]["metadata"]
@@ -408,7 +406,7 @@ def test_what_is_left_of_a_job_that_is_gone_can_be_cancelled(api: apiserver.ApiS
         api.put({"apiVersion": "v1", "kind": kind, "metadata": {"name": "train-rest", "labels": labels}})
     code, out, _ = outlast("cancel", "train", "-n", "default")
     assert (code, out) == (0, "train was gone already; its remaining objects are deleted\n")
-    assert kinds(api) == []
+    assert resources(api) == []
     code, _, err = outlast("cancel", "train", "-n", "default")
     assert (code, err.partition(";")[0]) == (2, "Error: there is no job train in namespace default of here")
 
@@ -453,7 +451,7 @@ def test_a_job_that_is_not_here_is_looked_for_in_the_cluster(api: apiserver.ApiS
     code, out, _ = outlast("cancel", "train", "-n", "default")
     stays = "its output stays in s3://bucket/runs/train"
     assert (code, out) == (0, f"train is cancelled; {stays}; outlast submit FILE goes on from what is saved\n")
-    assert kinds(api) == []
+    assert resources(api) == []
 
 
 def test_watching_a_status_waits_for_an_api_server_that_is_away(
@@ -481,7 +479,7 @@ def test_watching_a_status_waits_for_an_api_server_that_is_away(
 def test_following_a_job_that_has_ended_says_how_although_its_logs_are_gone(api: apiserver.ApiServer, outlast: Outlast) -> None:
     words = ("submit", "job.yaml", "--as", "indexed-job", "--set", "output=/out")
     outlast(*words)
-    job = next(document for (resource, *_), document in api.documents.items() if resource == "jobs.batch")
+    (job,) = the(api, "jobs.batch")
     job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
     code, _, err = outlast(*words, "--follow")
     assert code == 0

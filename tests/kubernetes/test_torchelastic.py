@@ -16,13 +16,13 @@ from kubernetes_validate import utils as schemas
 from elastic_jobs import START, WORKSHOP, a_job, text
 from operators import World
 from outlast.job.spec import job_file as job_files
-from outlast.kubernetes.api import kinds, owner_references
-from outlast.kubernetes.operator import elasticjob_status, reconciler_by_kind
+from outlast.kubernetes.api import kinds, owner_references, pod_status
+from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.observed_job import NNODES, Limits
 from outlast.kubernetes.operator.plan import Document, Plan
-from outlast.kubernetes.torchelastic import adapter, definition, torchrun_pod
+from outlast.kubernetes.torchelastic import adapter, torchrun_pod
 from outlast.rendezvous.root_cause import PLAIN_PODS
 
 MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
@@ -139,7 +139,7 @@ def test_worker_0_can_be_kept_off_spot_machines_and_the_templates_affinity_stays
 
 @pytest.mark.parametrize("version", MINORS)
 def test_kubernetes_takes_what_is_made(version: str) -> None:
-    for document in (definition.definition(), torchrun_pod.pod(a_job(), 0), torchrun_pod.service(a_job())):
+    for document in (adapter.definition(), torchrun_pod.pod(a_job(), 0), torchrun_pod.service(a_job())):
         schemas.validate(document, version, strict=True)
         assert str(kinds.kind_of(document))
 
@@ -232,7 +232,8 @@ def test_what_cannot_be_honoured_is_said() -> None:
 
 # The definition
 
-SCHEMA = definition.schema()
+(VERSION,) = adapter.definition()["spec"]["versions"]
+SCHEMA = VERSION["schema"]["openAPIV3Schema"]
 
 
 def test_the_definition_takes_the_jobs_that_there_are() -> None:
@@ -676,7 +677,7 @@ def test_a_worker_on_a_node_that_is_lost_is_made_again_elsewhere() -> None:
 
 def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count() -> None:
     cluster = running()
-    by = elasticjob_status.timestamp(cluster.now + 15)
+    by = pod_status.rfc3339(cluster.now + 15)
     meta = {"name": "node-1", "annotations": {"outlast.dev/leaving-at": by}}
     cluster.taints = {"node-1": {"metadata": meta, "spec": {"taints": [{"key": "outlast.dev/leaving"}]}}}
     reason = f"worker 1 leaves: its node node-1 is about to be terminated (outlast.dev/leaving, by {by})"
@@ -993,12 +994,9 @@ def test_a_job_whose_done_workers_are_scaled_away_has_not_succeeded() -> None:
 
 
 def test_the_definition_keeps_what_users_and_the_operator_write_apart() -> None:
-    (version,) = definition.definition()["spec"]["versions"]
-    assert version["subresources"]["status"] == {}
+    assert VERSION["subresources"]["status"] == {}
     assert SCHEMA["properties"]["spec"]["properties"]["replicaSpecs"]["x-kubernetes-preserve-unknown-fields"], "a Master is said"
-    assert not {"shortNames", "categories"} & definition.definition()["spec"]["names"].keys(), (
-        "those are of elasticjobs.outlast.dev"
-    )
+    assert not {"shortNames", "categories"} & adapter.definition()["spec"]["names"].keys(), "those are of elasticjobs.outlast.dev"
 
 
 def test_a_pod_of_somebody_else_is_not_touched_and_told() -> None:

@@ -21,7 +21,7 @@ from outlast.cli.train import submit_wait as step
 from outlast.job import contract, spec
 from outlast.job.status import CheckpointStatus, JobStatus, State, StoreStatus
 from outlast.kubernetes import api as kube
-from outlast.kubernetes.api import kubeconfig
+from outlast.kubernetes.api import kinds, kubeconfig
 from outlast.kubernetes.jobs import outcome, waiting
 from outlast.kubernetes.jobs.job_documents import Workloads
 from outlast.kubernetes.jobs.waiting import Code, Waiter
@@ -41,12 +41,12 @@ class Cluster(FakeCluster):
 
     away = unserved = forbidden_now = False
 
-    def _may(self, kind: kube.Kind) -> None:
+    def _may(self, kind: kinds.Kind) -> None:
         if self.away:
             raise Unanswered("https://fake does not answer")
         if self.forbidden_now:
             raise Forbidden("you may not get elasticjobs")
-        if self.unserved and kind is kube.ELASTIC_JOB:
+        if self.unserved and kind is kinds.ELASTIC_JOB:
             raise NotServed("elasticjobs are not known here")
         super()._may(kind)
 
@@ -57,7 +57,7 @@ class Scene:
     def __init__(self, *script: Callable[[Scene], object]) -> None:
         self.cluster = Cluster(CRD, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}})
         self.script, self.said, self.clock = list(script), [], 0.0
-        self.waiter = Waiter(Workloads(self.cluster), "digits", self.said.append, waiting.Timing(lambda: self.clock, self.sleep))  # type: ignore[arg-type]
+        self.waiter = Waiter(Workloads(self.cluster), "digits", self.said.append, lambda: self.clock, self.sleep)  # type: ignore[arg-type]
 
     said: list[str]
 
@@ -75,7 +75,7 @@ class Scene:
     spec: Document = {}  # noqa: RUF012
 
     def submit(self) -> Iterator[str]:
-        kind, meta = kube.ELASTIC_JOB, self.job()["metadata"]
+        kind, meta = kinds.ELASTIC_JOB, self.job()["metadata"]
         if self.cluster.find(kind, meta["name"]) is None:
             self.cluster.put(self.job())
             yield "ElasticJob digits created"
@@ -105,7 +105,7 @@ def back(scene: Scene) -> None:
 
 
 def gone(scene: Scene) -> None:
-    scene.cluster.delete(kube.ELASTIC_JOB, "digits")
+    scene.cluster.delete(kinds.ELASTIC_JOB, "digits")
 
 
 def test_a_wait_ends_with_the_job_and_tells_how_far_it_is_at_a_calm_pace() -> None:
@@ -223,7 +223,7 @@ def test_of_a_job_that_was_removed_while_the_api_server_was_away_the_store_knows
 def test_a_second_wait_attaches_to_the_same_job() -> None:
     scene = Scene(to("Running"), to("Succeeded"))
     scene.waiter.submit(scene.submit)  # its pod is killed here
-    again = Waiter(scene.waiter.workloads, "digits", scene.said.append, scene.waiter.timing)
+    again = Waiter(scene.waiter.workloads, "digits", scene.said.append, scene.waiter.now, scene.waiter.sleep)
     again.submit(scene.submit)
     assert again.wait().code is Code.SUCCEEDED
     assert scene.said[:2] == ["ElasticJob digits created", "ElasticJob digits unchanged"]
@@ -270,7 +270,7 @@ def test_sigterm_cancels_the_job_unless_the_step_is_to_be_run_again(
     scene = Scene()
     scene.waiter.submit(scene.submit)
     ended = scene.waiter.on_sigterm("cancel", lambda: (pod, owner))
-    assert (ended.code, scene.cluster.find(kube.ELASTIC_JOB, "digits") is None) == (Code.TERMINATED, not sentence)
+    assert (ended.code, scene.cluster.find(kinds.ELASTIC_JOB, "digits") is None) == (Code.TERMINATED, not sentence)
     assert ended.sentence == (
         f"SIGTERM: digits is not cancelled: {sentence}" if sentence else "SIGTERM: digits is cancelled; what it has saved stays"
     )
@@ -285,13 +285,13 @@ def test_a_step_knows_its_pod_and_the_workflow_that_owns_it_also_when_the_pod_wa
     environ = {"KUBERNETES_SERVICE_HOST": "h", contract.Env.POD: "step"}
     owner = {"kind": "Workflow", "name": "w", "uid": "u"}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "step", "namespace": "team", "ownerReferences": [owner]}}
-    workflow = {"apiVersion": kube.WORKFLOW.api_version, "kind": "Workflow", "metadata": {"name": "w", "namespace": "team"}}
-    cluster = FakeCluster(pod, workflow, served=(kube.WORKFLOW,))
+    workflow = {"apiVersion": kinds.WORKFLOW.api_version, "kind": "Workflow", "metadata": {"name": "w", "namespace": "team"}}
+    cluster = FakeCluster(pod, workflow, served=(kinds.WORKFLOW,))
     before, found = waiting.own_pod(cluster, environ)  # type: ignore[arg-type]
     assert (before and before["metadata"]["name"], found and found["metadata"]["name"]) == ("step", "w")
-    cluster.delete(kube.POD, "step")
+    cluster.delete(kinds.POD, "step")
     assert waiting.reason_to_continue(*waiting.own_pod(cluster, environ, last=before)).endswith("Workflow w goes on")  # type: ignore[arg-type]
-    cluster.delete(kube.WORKFLOW, "w")
+    cluster.delete(kinds.WORKFLOW, "w")
     assert waiting.reason_to_continue(*waiting.own_pod(cluster, environ, last=before)) == ""  # type: ignore[arg-type]
     assert waiting.own_pod(cluster, environ) == waiting.own_pod(cluster, {}) == (None, None)  # type: ignore[arg-type]
 
@@ -306,7 +306,7 @@ def test_sigterm_leaves_what_is_not_ours_and_what_is_to_be_left() -> None:
     assert terminated(scene) == "SIGTERM: digits has ended already (Succeeded)"
     scene.cluster.put({**scene.job("Running"), "metadata": {**scene.job()["metadata"], "uid": "another"}})
     assert terminated(scene).endswith("is not cancelled: somebody else has submitted it again")
-    assert scene.cluster.find(kube.ELASTIC_JOB, "digits") is not None
+    assert scene.cluster.find(kinds.ELASTIC_JOB, "digits") is not None
     gone(scene)
     assert terminated(scene) == "SIGTERM: digits is gone already"
     scene = Scene(*[nothing] * 10)
@@ -318,7 +318,7 @@ def test_sigterm_leaves_what_is_not_ours_and_what_is_to_be_left() -> None:
 
 def terminated(scene: Scene, mode: str = "cancel", pod: Document | None = None) -> str:
     def look() -> tuple[Document | None, Document | None]:
-        scene.cluster._may(kube.POD)
+        scene.cluster._may(kinds.POD)
         return pod, None
 
     return scene.waiter.on_sigterm(mode, look).sentence
@@ -330,7 +330,7 @@ def test_at_sigterm_during_an_outage_the_pod_is_read_before_anything_is_cancelle
         scene.waiter.submit(scene.submit)
         away(scene)
         assert ("is evicted" in terminated(scene, pod=pod)) is left
-        assert (scene.cluster.find(kube.ELASTIC_JOB, "digits") is not None) is left
+        assert (scene.cluster.find(kinds.ELASTIC_JOB, "digits") is not None) is left
     scene = Scene(lambda scene: setattr(scene.cluster, "unserved", False))
     scene.waiter.submit(scene.submit)
     scene.cluster.unserved = True  # an API server that has just started
@@ -442,7 +442,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.A
 
 
 def jobs(api: apiserver.ApiServer) -> dict[str, Document]:
-    return {key[2]: each for key, each in api.documents.items() if key[0] == kube.ELASTIC_JOB.resource}
+    return {key[2]: each for key, each in api.documents.items() if key[0] == kinds.ELASTIC_JOB.resource}
 
 
 def ends(api: apiserver.ApiServer, monkeypatch: pytest.MonkeyPatch, state: str) -> None:

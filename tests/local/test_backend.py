@@ -19,6 +19,7 @@ from outlast.job.backend import Backend
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api as kube
 from outlast.kubernetes import manifests
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.jobs import backend as kubernetes
 from outlast.local import backend as local
 
@@ -125,7 +126,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         cluster = kube.connect(namespace=namespace)
         cluster.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
         yield Place(kubernetes.KubernetesBackend(cluster, documents=indexed), file, lambda: None)
-        cluster.delete(kube.NAMESPACE, namespace)
+        cluster.delete(kinds.NAMESPACE, namespace)
         cluster.close()
 
 

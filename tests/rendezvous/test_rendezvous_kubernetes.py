@@ -19,6 +19,7 @@ from outlast.base import errors
 from outlast.job import contract, ledger
 from outlast.job.workerfiles import progress_file
 from outlast.kubernetes import api, board
+from outlast.kubernetes.api import kinds
 from outlast.rendezvous import transport
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import World
@@ -381,7 +382,7 @@ def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[a
     named = {"name": "worker", "namespace": namespace}
     rules = [
         {
-            "apiGroups": [api.LEASE.group],
+            "apiGroups": [kinds.LEASE.group],
             "resources": ["leases"],
             "verbs": ["create", "patch"],
             "resourceNames": ["train-worker-0"],
@@ -405,7 +406,7 @@ def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[a
                 "kind": "RoleBinding",
                 "metadata": named,
                 "subjects": [subject],
-                "roleRef": {"apiGroup": api.ROLE.group, "kind": "Role", "name": "worker"},
+                "roleRef": {"apiGroup": kinds.ROLE.group, "kind": "Role", "name": "worker"},
             },
             {**job, "metadata": {"name": "train", "namespace": namespace}},
             {**job, "metadata": {"name": "other", "namespace": namespace}},
@@ -422,11 +423,11 @@ def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[a
         monkeypatch.setenv(contract.Env.MEMBER, "uid-of-the-pod")
         monkeypatch.setenv(contract.Env.NAMESPACE, namespace)
         worker = api.connect(namespace=namespace)
-        until(lambda: worker.may("patch", api.LEASE, name="train-worker-0"))  # the authorizer hears of roles a moment later
+        until(lambda: worker.may("patch", kinds.LEASE, name="train-worker-0"))  # the authorizer hears of roles a moment later
         yield admin, worker
         worker.close()
     finally:
-        admin.delete(api.NAMESPACE, namespace)
+        admin.delete(kinds.NAMESPACE, namespace)
         admin.close()
 
 
@@ -438,30 +439,30 @@ def test_an_account_of_exactly_two_rules_is_enough_for_a_member(account, tmp_pat
     client.report("waiting", address="10.0.0.7:4711")
 
     def reported() -> Document:
-        found = admin.list_(api.LEASE)
+        found = admin.list_(kinds.LEASE)
         return json.loads(found[0]["metadata"]["annotations"][contract.Annotation.REPORT]) if found else {}
 
     until(reported)
     first_s = time.monotonic() - begun
-    lease = admin.get(api.LEASE, "train-worker-0")
+    lease = admin.get(kinds.LEASE, "train-worker-0")
     assert lease["spec"]["holderIdentity"] == "uid-of-the-pod"
-    assert lease["metadata"]["ownerReferences"][0]["uid"] == admin.get(api.ELASTIC_JOB, "train")["metadata"]["uid"]
+    assert lease["metadata"]["ownerReferences"][0]["uid"] == admin.get(kinds.ELASTIC_JOB, "train")["metadata"]["uid"]
     begun = time.monotonic()
     client.report("training", generation=1)
     until(lambda: reported()["standing"] == "training")
     report_s = time.monotonic() - begun
     begun = time.monotonic()
     change = {"status": {"rendezvous": {"run": "run", "world": a_world(2)}}}
-    admin.patch(api.ELASTIC_JOB, "train", change, subresource="status")
+    admin.patch(kinds.ELASTIC_JOB, "train", change, subresource="status")
     until(lambda: client.world)
     heard_s = time.monotonic() - begun
     assert client.world == World(2, (0,), "10.0.0.1:5", "all here", 5.0)
-    admin.delete(api.ELASTIC_JOB, "train")
+    admin.delete(kinds.ELASTIC_JOB, "train")
     until(lambda: client.closed)
     assert client.closed == sockets.Closed("the job was deleted", contract.Exit.INTERRUPTED)
     client.close()
     assert capfd.readouterr().out == "outlast | the job was deleted\n"
-    until(lambda: not admin.list_(api.LEASE), 60)
+    until(lambda: not admin.list_(kinds.LEASE), 60)
     print(f"first report {first_s:.3f} s, report {report_s:.3f} s, world heard {heard_s:.3f} s")
 
 
@@ -474,7 +475,7 @@ def test_with_these_rules_a_pod_that_was_replaced_sees_it(account, tmp_path: Pat
         monkeypatch.setenv(contract.Env.MEMBER, uid)
         made.append(transport.client("kubernetes://train", transport.Member("run", 0, tmp_path, 1)))
         made[-1].report("waiting")
-        until(lambda uid=uid: [lease for lease in admin.list_(api.LEASE) if lease["spec"]["holderIdentity"] == uid])
+        until(lambda uid=uid: [lease for lease in admin.list_(kinds.LEASE) if lease["spec"]["holderIdentity"] == uid])
     old, new = made
     until(lambda: old.closed)
     assert old.closed == sockets.Closed("pod new is worker 0 now, in the place of this one", contract.Exit.INTERRUPTED)
@@ -487,7 +488,7 @@ def test_with_these_rules_a_pod_that_was_replaced_sees_it(account, tmp_path: Pat
 def test_an_account_of_exactly_two_rules_can_do_nothing_else(account) -> None:
     _, worker = account
     named = {"name": "train-worker-0"}
-    lease = {"apiVersion": api.LEASE.api_version, "kind": api.LEASE.kind, "metadata": named, "spec": {}}
+    lease = {"apiVersion": kinds.LEASE.api_version, "kind": kinds.LEASE.kind, "metadata": named, "spec": {}}
     other = {**lease, "metadata": {"name": "train-worker-1"}}
     worker.apply(lease)
     for refused in (
@@ -495,16 +496,16 @@ def test_an_account_of_exactly_two_rules_can_do_nothing_else(account) -> None:
         lambda: worker.create({**lease, "metadata": {"generateName": "train-worker-"}}),
         lambda: worker.apply(other),
         lambda: worker.apply({**other, "metadata": {"name": "outlast-operator", "namespace": "kube-system"}}),
-        lambda: worker.get(api.LEASE, "train-worker-0"),
-        lambda: worker.list_(api.LEASE),
-        lambda: worker.delete(api.LEASE, "train-worker-0"),
-        lambda: worker.list_(api.ELASTIC_JOB),
-        lambda: worker.list_(api.ELASTIC_JOB, fields="metadata.name=other"),
-        lambda: worker.get(api.ELASTIC_JOB, "other"),
-        lambda: worker.patch(api.ELASTIC_JOB, "train", {"metadata": {"labels": {"a": "b"}}}),
-        lambda: worker.patch(api.ELASTIC_JOB, "train", {"status": {"run": "mine"}}, subresource="status"),
-        lambda: worker.list_(api.POD),
-        lambda: worker.list_(api.SECRET),
+        lambda: worker.get(kinds.LEASE, "train-worker-0"),
+        lambda: worker.list_(kinds.LEASE),
+        lambda: worker.delete(kinds.LEASE, "train-worker-0"),
+        lambda: worker.list_(kinds.ELASTIC_JOB),
+        lambda: worker.list_(kinds.ELASTIC_JOB, fields="metadata.name=other"),
+        lambda: worker.get(kinds.ELASTIC_JOB, "other"),
+        lambda: worker.patch(kinds.ELASTIC_JOB, "train", {"metadata": {"labels": {"a": "b"}}}),
+        lambda: worker.patch(kinds.ELASTIC_JOB, "train", {"status": {"run": "mine"}}, subresource="status"),
+        lambda: worker.list_(kinds.POD),
+        lambda: worker.list_(kinds.SECRET),
     ):
         with pytest.raises(errors.Forbidden):
             refused()

@@ -18,8 +18,9 @@ from outlast.kubernetes.api.kinds import ELASTIC_JOB
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
-from outlast.kubernetes.operator.operator import Operator, Settings
+from outlast.kubernetes.operator.operator import Operator
 from outlast.kubernetes.operator.plan import Deletion, Document, Plan
+from outlast.kubernetes.operator.watches import Settings
 
 
 def pods_of(looked: CachedJob, *, count: int) -> Plan:
@@ -54,6 +55,18 @@ def pods_of(looked: CachedJob, *, count: int) -> Plan:
     return Plan(status=status if status != known else None, deletes=deletes, creates=creates)
 
 
+def writes(operator: Operator) -> dict[str, int]:
+    """Return the number of an operator's writes so far, by verb and kind: `create Pod`."""
+    samples = [each for metric in operator.metrics.registry.collect() for each in metric.samples]
+    counts = [each for each in samples if each.name == "outlast_operator_writes_total"]
+    return {f"{each.labels['verb']} {each.labels['kind']}": int(each.value) for each in counts}
+
+
+def looks(operator: Operator) -> int:
+    """Return the number of an operator's reconcile passes so far."""
+    return int(operator.metrics.registry.get_sample_value("outlast_reconcile_seconds_count") or 0)
+
+
 class World:
     """Small API server, and the operators that run against it."""
 
@@ -68,8 +81,9 @@ class World:
             return pods_of(looked, count=count)
 
         leadership = Leadership(cluster, me, "default", interval_s=every_s, duration_s=duration_s)
+        reconcilers = how.pop("reconcilers", {ELASTIC_JOB: decider})
         settings = Settings(host="127.0.0.1", retry_s=0.02, discovery_s=how.pop("discovery_s", 60.0))
-        operator = Operator(cluster, how.pop("reconcilers", {ELASTIC_JOB: decider}), leadership, settings, **how)
+        operator = Operator(cluster, reconcilers, leadership, settings, **how)
         stop, codes = threading.Event(), list[int]()
         thread = threading.Thread(target=lambda: codes.append(operator.run(stop)))
         thread.start()
@@ -90,8 +104,12 @@ class World:
 
     def apply(self, *names: str) -> None:
         for name in names:
-            head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob"}
-            self.api.put({**head, "metadata": {"name": name}, "spec": {"image": "i"}})
+            self.api.put(ELASTIC_JOB.document({"name": name}, spec={"image": "i"}))
+
+    def submit(self, name: str = "a", **fields: Any) -> None:
+        """Create a job that can be rendered: of two workers, unless `fields` of its specification say otherwise."""
+        spec = {"image": "i", "module": "m", "workers": {"replicas": 2}, **fields}
+        self.api.put(ELASTIC_JOB.document({"name": name, "generation": 1}, spec=spec))
 
     def pods(self) -> list[str]:
         with self.api.lock:

@@ -6,14 +6,16 @@ import re
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from outlast.job import contract
-from outlast.kubernetes.manifests.installed import rbac
+from outlast.kubernetes.manifests.installed import operator_deployment
 
 Right = tuple[str, str, str]
 """Verb, group and resource."""
 VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+INSTALLED = operator_deployment.files(operator_namespace="default")
 RULES: dict[str, list[dict[str, Any]]] = {
-    each["kind"]: each["rules"] for each in rbac.operator({"name": contract.OPERATOR}, "default") if "rules" in each
+    each["kind"]: each["rules"]
+    for each in INSTALLED["rbac.yaml"]
+    if "rules" in each and each["metadata"]["name"] not in operator_deployment.USER_ROLES
 }
 
 
@@ -49,7 +51,7 @@ def needed(asked: str) -> tuple[Right, str, str] | None:
 
 def node_watch(asked: str) -> bool:
     """Return whether the role of the node watcher permits a request."""
-    rules = [rule for each in rbac.node_watch({"name": "w"}, "w") for rule in each.get("rules", ())]
+    rules = [rule for each in INSTALLED["node-watch/node-watch.yaml"] for rule in each.get("rules", ())]
     found = needed(asked)
     return found is None or found[0] in rights(rules)
 

@@ -20,7 +20,7 @@ from outlast.kubernetes.api import document_parsing, kinds, pod_status
 from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.board import PROGRESS_S
 from outlast.kubernetes.manifests.scheduling import kueue
-from outlast.kubernetes.operator import elasticjob_status, observed_job
+from outlast.kubernetes.operator import observed_job
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.decide import decide
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures, KueueObjects, WorkloadSlice
@@ -149,7 +149,7 @@ class Cluster:
                     "name": "train",
                     "namespace": "team",
                     "generation": 1,
-                    "creationTimestamp": elasticjob_status.timestamp(BEGAN),
+                    "creationTimestamp": pod_status.rfc3339(BEGAN),
                 },
                 "spec": {"image": "i", "module": "m", "workers": workers, **fields},
             }
@@ -279,7 +279,7 @@ class Cluster:
         if self.kueue:
             self.kueue.allows(pod)
         self.made[name] = self.made.get(name, 0) + 1
-        pod["metadata"]["creationTimestamp"] = elasticjob_status.timestamp(self.now)
+        pod["metadata"]["creationTimestamp"] = pod_status.rfc3339(self.now)
         pod["status"] = {"phase": "Pending"}
         well = [n["metadata"]["name"] for n in self.all("Node") if not n["spec"].get("taints")]
         busy = [p["spec"].get("nodeName") for p in self.pods]
@@ -304,9 +304,7 @@ class Cluster:
         if grace_s == 0 or (pod["status"]["phase"] in ("Succeeded", "Failed")) or "nodeName" not in pod["spec"]:
             self.gone(pod)
             return
-        pod["metadata"].setdefault(
-            "deletionTimestamp", elasticjob_status.timestamp(self.now + (30 if grace_s is None else grace_s))
-        )
+        pod["metadata"].setdefault("deletionTimestamp", pod_status.rfc3339(self.now + (30 if grace_s is None else grace_s)))
         agent = self.agents.get(uid)
         if agent is None:
             if self.answers(pod):
@@ -337,9 +335,7 @@ class Cluster:
     def end(self, pod: Document, code: int, *, reason: str = "", disrupted: str = "") -> None:
         """End the container of a pod."""
         phase = "Succeeded" if code == 0 else "Failed"
-        state = {
-            "terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": elasticjob_status.timestamp(self.now)}
-        }
+        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": pod_status.rfc3339(self.now)}}
         pod["status"] = {"phase": phase, "containerStatuses": [{"name": "trainer", "state": state}]}
         if disrupted:
             pod["status"]["conditions"] = [
@@ -347,7 +343,7 @@ class Cluster:
                     "type": "DisruptionTarget",
                     "status": "True",
                     "reason": disrupted,
-                    "lastTransitionTime": elasticjob_status.timestamp(self.now),
+                    "lastTransitionTime": pod_status.rfc3339(self.now),
                 }
             ]
         self.agents.pop(pod["metadata"]["uid"], None)
@@ -356,9 +352,7 @@ class Cluster:
 
     def end_beside(self, pod: Document, code: int, *, reason: str = "") -> None:
         """End the worker's container of a pod, but not its other container."""
-        state = {
-            "terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": elasticjob_status.timestamp(self.now)}
-        }
+        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": pod_status.rfc3339(self.now)}}
         beside = {"name": "proxy", "state": {"running": {}}}
         pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "trainer", "state": state}, beside]}
         self.agents.pop(pod["metadata"]["uid"], None)
@@ -450,7 +444,7 @@ class Cluster:
                         {
                             "name": "trainer",
                             "ready": False,
-                            "state": {"running": {"startedAt": elasticjob_status.timestamp(self.now)}},
+                            "state": {"running": {"startedAt": pod_status.rfc3339(self.now)}},
                         }
                     ],
                 }
@@ -653,7 +647,7 @@ class Cluster:
                 },
                 "spec": {
                     "holderIdentity": agent.uid,
-                    "renewTime": elasticjob_status.timestamp(self.now),
+                    "renewTime": pod_status.rfc3339(self.now),
                     "leaseDurationSeconds": lasts_s,
                 },
                 RECEIVED_AT: self.clock(),
@@ -721,7 +715,7 @@ class Kueue:
         for document in self.cluster.all("Workload"):
             if "creationTimestamp" not in document["metadata"]:
                 self.serial += 1
-                document["metadata"]["creationTimestamp"] = elasticjob_status.timestamp(BEGAN + self.serial)
+                document["metadata"]["creationTimestamp"] = pod_status.rfc3339(BEGAN + self.serial)
                 document["spec"]["podSets"][0].setdefault("count", 1)
         waiting = [share for share in self.shares() if share.is_pending and share.document["spec"].get("active", True)]
         for share in [] if self.held else sorted(waiting, key=lambda each: str(each.document["metadata"]["creationTimestamp"])):
@@ -777,9 +771,7 @@ def stored(value: Any) -> Any:
 
 def ready(well: bool, now: float) -> Document:
     return {
-        "conditions": [
-            {"type": "Ready", "status": "True" if well else "Unknown", "lastTransitionTime": elasticjob_status.timestamp(now)}
-        ]
+        "conditions": [{"type": "Ready", "status": "True" if well else "Unknown", "lastTransitionTime": pod_status.rfc3339(now)}]
     }
 
 

@@ -75,12 +75,12 @@ def _jobs(ctx: typer.Context) -> Iterator[str]:
 
 
 def _namespaces(ctx: typer.Context) -> Iterator[str]:
-    from outlast.kubernetes import api
+    from outlast.kubernetes.api import kinds
 
     for entry in _kubeconfig():
         if name := entry["context"].get("namespace"):
             yield name
-    yield from _answered(ctx, lambda cluster: (each["metadata"]["name"] for each in cluster.list_(api.NAMESPACE)))
+    yield from _answered(ctx, lambda cluster: (each["metadata"]["name"] for each in cluster.list_(kinds.NAMESPACE)))
 
 
 def _kubeconfig() -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The metrics of a job for Prometheus: one table of names, types, labels and units, and the text that a worker answers with.
 
 The operator and the agents expose what is in `TABLE` and nothing else. docs/reference/metrics.md shows it; the alerts and the
-dashboard (`kubernetes.manifests.installed.monitoring`) name nothing else. Names follow Prometheus' conventions: base units, and
-`_total` for counters. https://prometheus.io/docs/practices/naming/
+dashboard (`kubernetes/manifests/installed/monitoring.yaml`) name nothing else. Names follow Prometheus' conventions: base units,
+and `_total` for counters. https://prometheus.io/docs/practices/naming/
 """
 
 from __future__ import annotations

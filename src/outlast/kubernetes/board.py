@@ -85,7 +85,6 @@ class Client:
         self._min_generation = member.generation
         self._report = Report(run=run, id=member.id, standing="waiting", since=time.time())
         self._revision, self._sent_revision = 0, 0
-        """Revision of the current report, and of the report that the API server last accepted."""
         self._owner: dict[str, Any] | None = None
         """Owner reference to the ElasticJob. None until the watch shows the job; reports are sent only after that."""
         self._workers = 1
@@ -174,8 +173,12 @@ class Client:
                     if version is not None and not existing:  # a watch does not report deletions from before it began
                         raise Absent(f"there is no ElasticJob {self._job}")
 
-                pace = api.Pace(check_exists, LONGEST_PAUSE_S)
-                for change in cluster.watch(ELASTIC_JOB, stop=watching, fields=f"metadata.name={self._job}", pace=pace):
+                for change in cluster.watch(
+                    ELASTIC_JOB,
+                    stop=watching,
+                    fields=f"metadata.name={self._job}",
+                    on_version=check_exists,
+                ):
                     if change.type == "deleted":
                         raise Absent(f"ElasticJob {self._job} does not exist any more")
                     existing.add(self._job)
@@ -219,9 +222,8 @@ class Client:
                 self._exclude(f"run {self._run_name} is over", contract.Exit.FAILED)
                 return
             if world and (called is None or called.generation < world.generation):
-                called = Called(
-                    world.generation, world.reason, False, world.at
-                )  # the call happened, even if we did not receive it
+                # The call happened, even if we did not receive it.
+                called = Called(world.generation, world.reason, False, world.at)
             self.called = called
             if world and world.generation > self._previous_generation:
                 self.world = world
@@ -341,28 +343,18 @@ class Client:
     def _lease(self) -> dict[str, Any]:
         report = self._report if self._report.generation else dataclasses.replace(self._report, generation=self._min_generation)
         progress_record, duration_s = self._progress(), contract.MESH_LEASE_S if report.mesh else contract.LEASE_S
-        return {
-            "apiVersion": LEASE.api_version,
-            "kind": LEASE.kind,
-            "metadata": {
-                "name": contract.worker_name(self._job, self.id),
-                "labels": {
-                    contract.Label.JOB: self._job,
-                    contract.Label.WORKER: str(self.id),
-                    "app.kubernetes.io/managed-by": "outlast",
-                },
-                "annotations": {
-                    contract.Annotation.REPORT: json.dumps(dataclasses.asdict(report)),
-                    **({contract.Annotation.PROGRESS: json.dumps(progress_record)} if progress_record else {}),
-                },
-                "ownerReferences": [self._owner],
-            },
-            "spec": {
-                "holderIdentity": self._member,
-                "leaseDurationSeconds": math.ceil(max(duration_s, 3 * self._workers / contract.RENEWALS_PER_S)),
-                "renewTime": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
-            },
+        labels = {contract.Label.JOB: self._job, contract.Label.WORKER: str(self.id), "app.kubernetes.io/managed-by": "outlast"}
+        annotations = {contract.Annotation.REPORT: json.dumps(dataclasses.asdict(report))}
+        if progress_record:
+            annotations[contract.Annotation.PROGRESS] = json.dumps(progress_record)
+        name = contract.worker_name(self._job, self.id)
+        meta = {"name": name, "labels": labels, "annotations": annotations, "ownerReferences": [self._owner]}
+        fields = {
+            "holderIdentity": self._member,
+            "leaseDurationSeconds": math.ceil(max(duration_s, 3 * self._workers / contract.RENEWALS_PER_S)),
+            "renewTime": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
         }
+        return LEASE.document(meta, spec=fields)
 
     def _progress(self) -> dict[str, Any] | None:
         """Return the progress of this worker's training processes. None for scripts that do not call `training.progress`, and

@@ -98,11 +98,9 @@ def _sections(
 
 def _of(cluster: Cluster) -> Iterator[Finding]:
     from outlast.kubernetes.diagnosis import cluster as judged
-    from outlast.kubernetes.diagnosis import gather_evidence, machine
+    from outlast.kubernetes.diagnosis import gather_evidence
 
-    seen = gather_evidence.namespace(cluster)
-    yield from judged.checks(seen)
-    yield from machine.kubectl(seen.version)
+    yield from judged.checks(gather_evidence.namespace(cluster))
 
 
 def _reached(checks: Iterator[Finding]) -> Iterator[Finding]:

@@ -88,6 +88,7 @@ def node_watch(
     from outlast.base.errors import OutlastError
     from outlast.base.loglines import write_log
     from outlast.kubernetes import api
+    from outlast.kubernetes.api import kinds
     from outlast.kubernetes.nodewatch.metadata import Metadata
     from outlast.kubernetes.nodewatch.node_watcher import Watcher
 
@@ -101,7 +102,7 @@ def node_watch(
         signal.signal(number, lambda *_: stop.set())
     cluster = api.connect(context)
     source = Metadata(metadata.rstrip("/"), rebalance)
-    watcher = Watcher(cluster.get(api.NODE, node), source, cluster, clock=Clock(), interval_s=interval_s)
+    watcher = Watcher(cluster.get(kinds.NODE, node), source, cluster, clock=Clock(), interval_s=interval_s)
     source.read(Clock()())  # a disabled service becomes visible as a container that does not start
     logging.getLogger(__name__).info("node %s is watched every %g s", node, interval_s)
     while not stop.wait(watcher.tick()):

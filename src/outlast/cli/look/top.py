@@ -103,14 +103,13 @@ def _measured(processes: Iterable[Any]) -> list[tuple[float, int]]:
 
 
 def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
-    from outlast.kubernetes import api
-    from outlast.kubernetes.api import pod_status
+    from outlast.kubernetes.api import kinds, pod_status
 
     running = [pod for pod in place.pods(name) if not pod_status.finished(pod)]
     notes: list[str] = []
-    usage = _usage(place, api.POD_METRICS, notes, labels=f"{contract.Label.JOB}={name}")
+    usage = _usage(place, kinds.POD_METRICS, notes, labels=f"{contract.Label.JOB}={name}")
     nodes = sorted({pod["spec"]["nodeName"] for pod in running if pod["spec"].get("nodeName")})
-    node_usage = _usage(place, api.NODE_METRICS, notes) if nodes else {}
+    node_usage = _usage(place, kinds.NODE_METRICS, notes) if nodes else {}
     workers = []
     for pod in running:
         containers = [each.get("resources") or {} for each in pod["spec"]["containers"]]
@@ -128,7 +127,7 @@ def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
     rows = []
     for node in nodes:
         try:
-            has = place.cluster.get(api.NODE, node)["status"].get("allocatable") or {}
+            has = place.cluster.get(kinds.NODE, node)["status"].get("allocatable") or {}
         except Forbidden as error:
             notes.append(str(error))
             break

@@ -96,7 +96,7 @@ def submit(
         with rendering.rendered(job, topology, source=source, namespace=place.cluster.namespace) as (made, parcel):
             if parcel.sentence:
                 terminal.say(parcel.sentence)
-        for sentence in place.make_room(title, made, fresh=fresh, dry_run=True):
+        for sentence in place.submission.make_room(title, made, fresh=fresh, dry_run=True):
             terminal.say(sentence)
         for document in made:
             print(_change(place.cluster, document), flush=True)
@@ -104,9 +104,9 @@ def submit(
         return
     if wait:
         waiting = submit_wait.WaitOptions(outputs, on_terminate=on_terminate, keyed=bool(key))
-        apply = functools.partial(place.apply, job, source=source, take_over=take_over)
+        apply = functools.partial(place.submission.apply, job, source=source, take_over=take_over)
         raise typer.Exit(submit_wait.until_end(place, title, apply, waiting))
-    for sentence in place.apply(job, source=source, fresh=fresh, take_over=take_over):
+    for sentence in place.submission.apply(job, source=source, fresh=fresh, take_over=take_over):
         print(sentence, flush=True)
     _warn(place.cluster)
     options = find_job.suffix(namespace, context)
@@ -140,11 +140,11 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
 def _change(cluster: Cluster, document: Document) -> str:
     """Describe the result of a dry run for one document: created, changed (with a diff) or unchanged."""
     from outlast.kubernetes import api
-    from outlast.kubernetes.api import apply_documents
+    from outlast.kubernetes.api import apply_documents, kinds
     from outlast.kubernetes.manifests import configmaps_and_service
 
     old = apply_documents.existing(cluster, document)
-    if old is not None and api.kind_of(document) is api.CLAIM:
+    if old is not None and kinds.kind_of(document) is kinds.CLAIM:
         return configmaps_and_service.existing_claim(document, old)
     done = apply_documents.apply(cluster, document, old=old, dry_run=True)
     verb = "is" if done.what == "unchanged" else "would be"

@@ -1,7 +1,7 @@
 """Client for the API server of a Kubernetes cluster. Documents are plain dicts.
 
     cluster = api.connect()
-    for pod in cluster.list_(api.POD, labels="outlast.dev/job=train"): ...
+    for pod in cluster.list_(kinds.POD, labels="outlast.dev/job=train"): ...
 
 `client` has the requests, `paths` their paths and pages, `watch` watches, `streams` commands in pods, `login` the connection to a
 cluster, `error_mapping` the errors, `kinds` the kinds of documents, and `pod_status` the functions that read pods. `pod_status`,
@@ -9,61 +9,20 @@ cluster, `error_mapping` the errors, `kinds` the kinds of documents, and `pod_st
 """
 
 from outlast.kubernetes.api.client import Cluster, LogOptions, without_server_fields
-from outlast.kubernetes.api.kinds import (
-    CLAIM,
-    CONFIG_MAP,
-    ELASTIC_JOB,
-    JOB,
-    LEASE,
-    NAMESPACE,
-    NODE,
-    NODE_METRICS,
-    POD,
-    POD_GROUP,
-    POD_METRICS,
-    ROLE,
-    SECRET,
-    SERVICE,
-    STATEFUL_SET,
-    VOLCANO_GROUP,
-    WORKFLOW,
-    Kind,
-    kind_of,
-)
 from outlast.kubernetes.api.login import connect, load
 from outlast.kubernetes.api.requests import Document
 from outlast.kubernetes.api.stop import Stop, within
 from outlast.kubernetes.api.streams import Ended
-from outlast.kubernetes.api.watch import Change, Pace
+from outlast.kubernetes.api.watch import Change
 
 __all__ = [
-    "CLAIM",
-    "CONFIG_MAP",
-    "ELASTIC_JOB",
-    "JOB",
-    "LEASE",
-    "NAMESPACE",
-    "NODE",
-    "NODE_METRICS",
-    "POD",
-    "POD_GROUP",
-    "POD_METRICS",
-    "ROLE",
-    "SECRET",
-    "SERVICE",
-    "STATEFUL_SET",
-    "VOLCANO_GROUP",
-    "WORKFLOW",
     "Change",
     "Cluster",
     "Document",
     "Ended",
-    "Kind",
     "LogOptions",
-    "Pace",
     "Stop",
     "connect",
-    "kind_of",
     "load",
     "within",
     "without_server_fields",

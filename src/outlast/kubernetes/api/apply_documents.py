@@ -28,7 +28,6 @@ class Applied:
     old: Document | None
     """The object before the change; None if it did not exist."""
     new: Document
-    """The object after the change."""
 
     @property
     def what(self) -> str:

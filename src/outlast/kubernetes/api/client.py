@@ -7,7 +7,7 @@ functions here are thread-safe. Long calls end as soon as their `Stop` is set.
 from __future__ import annotations
 
 import email.utils
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,9 +22,7 @@ from outlast.kubernetes.api.streams import Ended
 from outlast.kubernetes.api.watch import Change
 
 MANAGER = "outlast"
-"""Outlast's field manager in `managedFields`."""
 _WRITTEN_BY_SERVER = ("managedFields", "resourceVersion", "uid", "creationTimestamp", "generation", "selfLink")
-"""Metadata that the API server writes."""
 _WRITE = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
 
 
@@ -35,7 +33,6 @@ class LogOptions:
     container: str = ""
     follow: bool = False
     since_s: float | None = None
-    """Only the lines of the last `since_s` seconds."""
     since: str = ""
     """Only lines after this time, in the format of `timestamps`."""
     tail: int | None = None
@@ -82,12 +79,12 @@ class Cluster(Api):
         except requests.Expired:  # between two pages
             return [document for page, _ in self.pages(selection) for document in page]
 
-    def create(self, document: Document, *, dry_run: bool = False) -> Document:
+    def create(self, document: Document) -> Document:
         """Create a document. Raises Taken if a document of this name exists."""
         kind, name, namespace = _named(document)
         collection, path = self.address("create", kind, "", namespace)
         subject = replace(collection, name=name)
-        return self.document(Request(subject, "POST", path, {**_WRITE, **_dry(dry_run)}, document))
+        return self.document(Request(subject, "POST", path, _WRITE, document))
 
     def apply(
         self, document: Document, *, dry_run: bool = False, tries: int | None = None, timeout_s: float | None = None
@@ -96,7 +93,7 @@ class Cluster(Api):
         that retry with fresher data set `tries=1`."""
         kind, name, namespace = _named(document)
         subject, path = self.address("apply", kind, name, namespace)
-        params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **_dry(dry_run)}
+        params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
         content_type = "application/apply-patch+yaml"
         return self.document(
             Request(subject, "PATCH", path, params, document, content_type, repeat=True, tries=tries, timeout_s=timeout_s)
@@ -177,7 +174,7 @@ class Cluster(Api):
         everywhere: bool = False,
         labels: str = "",
         fields: str = "",
-        pace: watch.Pace = watch.PACE,
+        on_version: Callable[[str | None], None] = lambda _: None,
     ) -> Iterator[Change]:
         """Yield all existing documents, then every change, until `stop` is set.
 
@@ -185,8 +182,11 @@ class Cluster(Api):
         everything again, and reports documents that have vanished as deleted. While the server is down, the watch retries with
         growing pauses. Raises refusals, and Unanswered if the server is down before the first list is complete. Documents are
         parsed one at a time.
+
+        `on_version` receives the version up to which everything has been reported, on connecting and with each bookmark, and None
+        when the connection is lost.
         """
-        return watch.changes(self, Selection(kind, namespace, everywhere, labels, fields), stop, pace)
+        return watch.changes(self, Selection(kind, namespace, everywhere, labels, fields), stop, on_version)
 
     # Pods
 
@@ -267,7 +267,6 @@ class Cluster(Api):
         return self.document(Request(Subject("get", server=self.server), "GET", path, repeat=True))
 
     def close(self) -> None:
-        """Close all connections."""
         self.connection.clients.close()
 
 
@@ -280,7 +279,3 @@ def without_server_fields(document: Document) -> Document:
 def _named(document: Mapping[str, Any]) -> tuple[Kind, str, str | None]:
     meta = document["metadata"]
     return kind_of(document), meta.get("name", ""), meta.get("namespace")
-
-
-def _dry(dry_run: bool) -> dict[str, str]:
-    return {"dryRun": "All"} if dry_run else {}

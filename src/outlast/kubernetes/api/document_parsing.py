@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from outlast.kubernetes.api import dropins
-from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE, POD, Kind
+from outlast.kubernetes.api.kinds import LEASE, POD, Kind
 
 Document = dict[str, Any]
 
@@ -26,9 +26,7 @@ MAX_BYTES = 128 * 1024
 """Maximum size of a job's spec in bytes of JSON."""
 _METADATA_FACTOR = 3
 """Maximum size of metadata, as a multiple of the document's maximum size: Kubernetes accepts 256 KiB of annotations."""
-FREE_FORM = (ELASTIC_JOB, *dropins.KINDS)
-"""Kinds with free-form fields, which may be nested deeply. The schema of other kinds limits their nesting."""
-_MAX_BYTES: dict[Kind, int] = {**dict.fromkeys((*FREE_FORM, LEASE), MAX_BYTES), POD: 4 * MAX_BYTES}
+_MAX_BYTES: dict[Kind, int] = {**dict.fromkeys((*dropins.ELASTIC_JOBS, LEASE), MAX_BYTES), POD: 4 * MAX_BYTES}
 """Maximum size of a document in bytes, for kinds that users create and the operator caches. A pod contains its job's file."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 """Metadata fields that the API server writes, or whose size it limits."""
@@ -58,8 +56,6 @@ _SPACE = re.compile(rb"[ \t\r\n]*+")
 
 
 class _Span(NamedTuple):
-    """The position of a value in the text."""
-
     begin: int
     end: int
     depth: int
@@ -111,7 +107,7 @@ def page(text: bytes, kind: Kind) -> tuple[Document, Iterator[Document]]:
 
 def _is_small(size: int, kind: Kind | None) -> bool:
     """Return whether a text of this size can be parsed without measuring it."""
-    return kind not in FREE_FORM and (kind is None or size <= _MAX_BYTES.get(kind, size))
+    return kind not in dropins.ELASTIC_JOBS and (kind is None or size <= _MAX_BYTES.get(kind, size))
 
 
 def _document(text: bytes, span: _Span, kind: Kind | None) -> Document:
@@ -125,7 +121,6 @@ def _document(text: bytes, span: _Span, kind: Kind | None) -> Document:
 
 
 def _outline(text: bytes, outer: _Span, max_bytes: int | None) -> Document:
-    """Return the readable part of a document."""
     outline: Document = {}
     problems: list[str] = []
     for key, span in _members(text, outer.begin):
@@ -153,7 +148,6 @@ def _metadata(text: bytes, outer: _Span, max_bytes: int | None, problems: list[s
 
 
 def _problem(name: str, span: _Span, max_bytes: int | None) -> str:
-    """Return why a value is omitted; empty if it is not omitted."""
     if span.depth > MAX_DEPTH:
         return f"its {name} is nested more than {MAX_DEPTH} levels deep; make it flatter"
     if max_bytes is not None and span.end - span.begin > max_bytes:
@@ -176,7 +170,6 @@ def _scalars(text: bytes, outer: _Span) -> Document:
 
 
 def _members(text: bytes, at: int) -> Iterator[tuple[str, _Span]]:
-    """Yield the keys and values of the object that begins at `at`."""
     at = _skip_mark(text, at, b"{")
     if text[at : at + 1] == b"}":
         return
@@ -191,7 +184,6 @@ def _members(text: bytes, at: int) -> Iterator[tuple[str, _Span]]:
 
 
 def _elements(text: bytes, at: int) -> Iterator[_Span]:
-    """Yield the values of the list that begins at `at`."""
     at = _skip_mark(text, at, b"[")
     if text[at : at + 1] == b"]":
         return
@@ -205,7 +197,6 @@ def _elements(text: bytes, at: int) -> Iterator[_Span]:
 
 
 def _value(text: bytes, begin: int) -> _Span:
-    """Return the span of the value that begins at `begin`."""
     if text[begin : begin + 1] not in (b"{", b"["):
         scalar = _SCALAR.match(text, begin)
         if scalar is None:
@@ -230,7 +221,6 @@ def _parse(text: bytes, span: _Span) -> Any:
 
 
 def _skip_space(text: bytes, at: int) -> int:
-    """Return the position of the next character that is not white space."""
     space = _SPACE.match(text, at)
     assert space is not None, "the pattern also matches an empty text"
     return space.end()

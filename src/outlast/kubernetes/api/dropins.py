@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from outlast.kubernetes.api.kinds import LEGACY_JOB, Kind
+from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
 
 Document = Mapping[str, Any]
 
@@ -54,8 +54,6 @@ class DropIn:
     """Name of the training container in pods with several containers."""
     index: str
     """Label with the worker's index, on pods that the other controller created."""
-    replaced_deployment: str
-    """Usual Deployment of the replaced controller: `namespace/name`."""
     module: str
 
     @property
@@ -69,17 +67,18 @@ DROP_INS: list[DropIn] = [
         LEGACY_JOB,
         "elasticjob-worker",
         "replica-index",
-        "elastic-job/elastic-job-k8s-controller",
         "outlast.kubernetes.torchelastic.adapter",
     ),
 ]
 
 
 KINDS = tuple(each.kind for each in DROP_INS)
+ELASTIC_JOBS = (ELASTIC_JOB, *KINDS)
+"""Kinds of jobs that the operator runs. A workload of such a kind has the name of its job, and free-form fields."""
 
 
 def has(workload: Document) -> bool:
-    """Return whether a drop-in runs this workload."""
+    """Return whether a drop-in runs this workload, so that its pods have no agent."""
     return _entry(workload) is not None
 
 

@@ -102,7 +102,6 @@ def _status(body: bytes) -> Mapping[str, Any]:
 
 
 def _forbidden(match: re.Match[str]) -> str:
-    """Return a sentence about a missing right: verb, resource and namespace."""
     resource = f"{match['resource']}.{match['group']}" if match["group"] else match["resource"]
     where = f" in namespace {match['namespace']}" if match["namespace"] else " in the whole cluster" if match["scope"] else ""
     return (

@@ -37,6 +37,9 @@ class Kind:
     def __str__(self) -> str:
         return self.kind
 
+    def document(self, metadata: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+        return {"apiVersion": self.api_version, "kind": self.kind, "metadata": metadata, **fields}
+
 
 POD = Kind("v1", "Pod", "pods")
 SERVICE = Kind("v1", "Service", "services")

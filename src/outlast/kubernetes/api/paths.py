@@ -6,18 +6,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from outlast.kubernetes.api import document_parsing, requests
+from outlast.kubernetes.api import document_parsing, dropins, requests
 from outlast.kubernetes.api.error_mapping import Subject
 from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.api.requests import Document, Request
 
-_PAGE = 500
-"""Number of documents per page of `list_`, as in kubectl."""
-_FIRST = 20
-"""Number of documents in the first page of a kind whose documents may have any size, such as jobs. An API server needs minutes
-for 500 documents of 1 MiB each. While pages stay short, each page has twice as many documents as the previous one."""
-_PAGE_BYTES = 8 * 2**20
-"""Maximum size of a page in bytes. A larger page is requested again with a quarter of the documents."""
+_PAGE, _PAGE_OF_JOBS = 100, 20
+"""Number of documents per page, and of jobs, which users may make 1 MiB large each: an API server needs minutes for 500 of those,
+and a page must fit into the operator's memory."""
 
 
 @dataclass(frozen=True)
@@ -69,24 +65,15 @@ class Api:
         if the list has expired; the earlier pages are then useless."""
         kind = selection.kind
         subject, path = self.address("list", kind, "", selection.namespace, everywhere=selection.everywhere)
-        token, limit = "", _FIRST if kind in document_parsing.FREE_FORM else _PAGE
+        params = {**selection.selectors(), "limit": str(_PAGE_OF_JOBS if kind in dropins.ELASTIC_JOBS else _PAGE)}
         while True:
-            params = {**selection.selectors(), "limit": str(limit), **({"continue": token} if token else {})}
-            try:
-                max_bytes = _PAGE_BYTES if limit > 3 else None
-                answer = self.connection.answer(Request(subject, "GET", path, params, repeat=True, max_bytes=max_bytes))
-            except requests.TooLong:
-                limit //= 4
-                continue
-            content: bytes = answer.extensions.pop("whole", None) or answer.content
+            content = self.connection.answer(Request(subject, "GET", path, params, repeat=True)).content
             with requests.parsing(content, subject):
                 meta, items = document_parsing.page(content, kind)
-            token = meta.get("continue") or ""
             yield _items(items, kind, content, subject), str(meta.get("resourceVersion", ""))
-            if not token:
+            if not (token := meta.get("continue")):
                 return
-            if len(content) < _PAGE_BYTES // 4:
-                limit = min(_PAGE, 2 * limit)
+            params["continue"] = token
 
     def document(self, request: Request) -> Document:
         return requests.parse(self.connection.answer(request).content, request.subject)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from outlast.base import units
@@ -78,6 +78,11 @@ def index(pod: Document) -> int:
 def timestamp(time: str | None) -> float:
     """Convert a time from Kubernetes to seconds since the epoch; 0 for None."""
     return datetime.fromisoformat(time).timestamp() if time else 0.0
+
+
+def rfc3339(when: float) -> str:
+    """Format seconds since the epoch as Kubernetes does, in whole seconds: `2026-01-01T00:02:00Z`."""
+    return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def created_at(pod: Document) -> float:
@@ -196,7 +201,6 @@ def termination(pod: Document) -> dict[str, Any] | None:
 
 
 def running(pod: Document) -> bool:
-    """Return whether the worker is running."""
     return "running" in (container_status(pod).get("state") or {})
 
 
@@ -232,7 +236,6 @@ def started_at(pod: Document) -> float | None:
 
 
 WITHOUT_OUTLAST = "say inject: true in the job file, which brings it, or install it there (docs/guide/images.md)"
-"""The remedy for an image without Outlast."""
 _MISSING = re.compile(
     r"exec: \"(?P<runc>[^\"]+)\": (?:executable file not found|.*no such file or directory)"
     r"|executable file [`'\"](?P<crun>[^`'\"]+)[`'\"] not found"
@@ -279,7 +282,6 @@ def blocking_reason(pod: Document) -> str:
 
 
 def _unfinished_init(pod: Document) -> Document:
-    """Return the status of the first init container that has not succeeded yet, else an empty dict."""
     statuses_ = (pod.get("status") or {}).get("initContainerStatuses") or ()
     return next((each for each in statuses_ if (each["state"].get("terminated") or {}).get("exitCode") != 0), {})
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 
 CONNECT_S = 10.0
-"""Timeout for connecting to the API server in seconds."""
 READ_S = 65.0
 """Timeout for a response in seconds. The API server ends ordinary requests after 60 s."""
 _MAX_MESSAGE = 2**20
@@ -40,7 +39,6 @@ _MAX_CLIENTS = 32
 _ATTEMPTS = 4
 """Number of attempts for a request that had no effect or is idempotent."""
 LONGEST_PAUSE_S = 30.0
-"""Maximum seconds between two attempts."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,7 @@ class Request:
     repeat: bool = False
     """Whether the request may be repeated even if the server may have handled it."""
     tries: int | None = None
-    """Number of attempts; None for the default."""
     timeout_s: float | None = None
-    max_bytes: int | None = None
-    """Maximum size in bytes of the body of a successful response. The body is then in the extension `whole`; a longer body
-    raises TooLong."""
 
 
 class Clients:
@@ -121,18 +115,12 @@ class Connection:
             answer = None
             try:
                 client = self.clients.for_thread()
-                answer = client.send(client.build_request(request.method, request.path, **options), stream=True)
-                try:
-                    _read(answer, request.subject, request.max_bytes)
-                finally:
-                    answer.close()
+                answer = client.send(client.build_request(request.method, request.path, **options))
                 self._record_warnings(answer)
                 if answer.is_success:
                     return answer
                 cluster_error = error_for(answer.status_code, answer.content, request.subject)
                 retry = answer.status_code == 429 or (request.repeat and isinstance(cluster_error, Unanswered))
-            except TooLong:
-                raise
             except Exception as error:
                 cluster_error = connection_error(error, request.subject)
                 retry = isinstance(error, httpx2.ConnectError) or (request.repeat and isinstance(error, httpx2.TransportError))
@@ -210,10 +198,6 @@ class Expired(Refused):
     """The rest of a list has expired (HTTP 410)."""
 
 
-class TooLong(Refused):
-    """A response is longer than the limit."""
-
-
 def error_for(status: int, body: bytes, subject: Subject) -> ClusterError:
     """Return the error for a response other than 2xx. Raises Gone."""
     if status == 410 and subject.verb == "list":
@@ -274,20 +258,6 @@ def parsing(content: bytes, subject: Subject) -> Iterator[None]:
         raise Unanswered(
             f"{subject.server} does not answer as an API server: {excerpt!r}; look at the context's server"
         ) from error
-
-
-def _read(answer: httpx2.Response, subject: Subject, max_bytes: int | None) -> None:
-    """Read a response to its end. Raises TooLong if a successful response has more than `max_bytes` bytes."""
-    if max_bytes is None or not answer.is_success:
-        answer.read()
-        return
-    parts, size = [], 0
-    for part in answer.iter_bytes():
-        parts.append(part)
-        size += len(part)
-        if size > max_bytes:
-            raise TooLong(f"{subject.description}: the answer takes more than {max_bytes >> 20} MiB")
-    answer.extensions["whole"] = b"".join(parts)
 
 
 def _lines(answer: httpx2.Response, subject: Subject, stop: Stop) -> Iterator[bytes]:

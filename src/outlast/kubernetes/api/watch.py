@@ -23,6 +23,8 @@ _SILENCE_S = 150.0
 """Timeout in seconds of a connection without any event, bookmark or end."""
 _STABLE_S = 30.0
 """Seconds after which a connection that the server ends is no failure, even without events."""
+_LONGEST_PAUSE_S = 1.0
+"""Maximum seconds between two attempts to connect: workers must hear soon of a new world."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +37,7 @@ class Change:
     kind, apiVersion and metadata without annotations remain."""
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Settings of a watch: a callback for the state of its connection, and the maximum pause before it reconnects."""
-
-    on_version: Callable[[str | None], None] = lambda version: None
-    """Callback that receives the version up to which everything has been reported, on connecting and with each bookmark. It
-    receives None when the connection is lost."""
-    longest_pause_s: float = requests.LONGEST_PAUSE_S
-    """Maximum seconds between two attempts to connect."""
-
-
-PACE = Pace()
-
-
-def changes(api: Api, selection: Selection, stop: Stop, pace: Pace) -> Iterator[Change]:
-    on_version = pace.on_version
+def changes(api: Api, selection: Selection, stop: Stop, on_version: Callable[[str | None], None]) -> Iterator[Change]:
     reported = _Reported()
     version, listed, failures = "", False, 0
     while not stop.is_set():
@@ -80,7 +67,7 @@ def changes(api: Api, selection: Selection, stop: Stop, pace: Pace) -> Iterator[
             if not listed:
                 raise
         if failures:
-            stop.wait(min(requests.pause(failures), pace.longest_pause_s))
+            stop.wait(min(requests.pause(failures), _LONGEST_PAUSE_S))
 
 
 def _one_connection(
@@ -117,7 +104,6 @@ class _Reported:
         """By uid: version, key (namespace and name) and JSON text. Parsed documents would take ten times the memory."""
 
     def record(self, change: Change) -> None:
-        """Record a change that the watch reports."""
         if change.type == "deleted":
             self._outlines.pop(change.document["metadata"]["uid"], None)
         else:

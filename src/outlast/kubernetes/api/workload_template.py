@@ -9,7 +9,6 @@ from outlast.kubernetes.api import dropins
 
 
 def replicas(workload: Mapping[str, Any]) -> int:
-    """Return the number of workers that a workload requests."""
     if (drop_in := dropins.of(workload)) is not None:
         return drop_in.sizes(workload)[1]
     spec = workload.get("spec") or {}
@@ -25,8 +24,3 @@ def template(workload: Mapping[str, Any]) -> dict[str, Any]:
     spec = workload.get("spec") or {}
     fields: dict[str, Any] = spec.get("template") or {}
     return fields
-
-
-def agentless(workload: Mapping[str, Any]) -> bool:
-    """Return whether the workload's pods run without Outlast's agent, since a drop-in runs the workload."""
-    return dropins.has(workload)

@@ -61,9 +61,8 @@ def causes(snapshot: Snapshot, now: float) -> list[Finding]:
     findings = [each for rule in RULES for each in rule(snapshot, now)]
     findings.sort(key=lambda each: each.name in _CONSEQUENCES)
     if any(each.name == "suspended" for each in findings):
-        findings = [
-            each for each in findings if each.name in ("suspended", "deleted")
-        ]  # the others explain the suspension, or are outdated
+        # The others explain the suspension, or are outdated.
+        findings = [each for each in findings if each.name in ("suspended", "deleted")]
     if any(each.failed for each in findings):
         findings = [each for each in findings if each.failed or each.name != "starting"]
     return findings or [_healthy(snapshot)]

@@ -34,7 +34,6 @@ def claims(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def claimed(pod: Document) -> list[str]:
-    """Return the names of the claims that a pod uses."""
     volumes = pod["spec"].get("volumes", [])
     ephemeral = [f"{pod_status.name(pod)}-{volume['name']}" for volume in volumes if "ephemeral" in volume]
     return [volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume] + ephemeral

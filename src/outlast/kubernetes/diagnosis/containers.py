@@ -177,7 +177,6 @@ def _exception(snapshot: Snapshot, pods: Sequence[Document]) -> str:
 
 
 def _last_lines(snapshot: Snapshot, pods: Sequence[Document]) -> tuple[str, ...]:
-    """Return the last non-empty lines of the first non-empty log."""
     for pod in pods:
         lines = [line for line in snapshot.logs.get(pod_status.name(pod), ()) if line.strip()]
         if lines:
@@ -201,7 +200,6 @@ def failed_probes(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:
-    """Return the events of failed probes that may end a container."""
     return [
         each for each in snapshot.events_about(pod, "Unhealthy") if str(each.get("message")).startswith(("Startup", "Liveness"))
     ]

@@ -57,14 +57,12 @@ class Snapshot:
     pod_groups: tuple[Document, ...] = ()
     secrets: frozenset[str] = frozenset()
     config_maps: frozenset[str] = frozenset()
-    """Names of ConfigMaps."""
     logs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The last lines of logs, by the name of the pod."""
 
     # For a namespace
 
     version: str = ""
-    """The version of the API server."""
     namespace_document: Document | None = None
     quotas: tuple[Document, ...] = ()
     served_kinds: frozenset[Kind] = frozenset()
@@ -81,11 +79,6 @@ class Snapshot:
     @property
     def kind(self) -> str:
         return str(self.workload.get("kind", ""))
-
-    @property
-    def agentless(self) -> bool:
-        """Whether the workload's pods run without Outlast's agent."""
-        return workload_template.agentless(self.workload)
 
     def events_about(self, document: Document, *reasons: str) -> list[Document]:
         """Return the events about a document, the newest last. With `reasons`, return only events with one of these reasons."""
@@ -109,7 +102,6 @@ class Snapshot:
         return self.kind == "ElasticJob" and not self.workload.get("status") and not self.pods
 
     def replicas(self) -> int:
-        """Return the number of workers that the workload requests."""
         return workload_template.replicas(self.workload)
 
 

@@ -21,7 +21,6 @@ class Finding:
     name: str
     """Machine-readable name: `image`, `unschedulable`, `out-of-memory`, ..."""
     what: str
-    """The finding in one sentence."""
     remedy: str = ""
     """Text about the necessary action; empty if none is necessary."""
     evidence: tuple[str, ...] = ()
@@ -31,7 +30,6 @@ class Finding:
 
     @property
     def failed(self) -> bool:
-        """Whether the finding keeps jobs from training."""
         return self.outcome == "fail"
 
 

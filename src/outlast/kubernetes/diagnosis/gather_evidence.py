@@ -21,11 +21,8 @@ from outlast.kubernetes.diagnosis.evidence import Right, Snapshot
 from outlast.kubernetes.manifests.render_request import Document
 
 _LOG_LINES = 40
-"""Number of lines to read from the end of each log."""
 _MAX_LOGS = 6
 """Maximum number of logs to read: logs of failed pods first, then the newest logs."""
-_NAMED_AFTER_JOB = (kinds.ELASTIC_JOB, *dropins.KINDS)
-"""Kinds of workloads that have the name of their job. Other workloads have the job's label."""
 
 RIGHTS = (
     *(Right(verb, kinds.JOB) for verb in ("create", "list", "delete", "patch")),
@@ -50,7 +47,6 @@ class _Reader:
         self.forbidden: dict[str, str] = {}
 
     def __call__(self, kind: Kind, labels: str = "") -> tuple[Document, ...]:
-        """Return the documents of a kind; empty if the kind is forbidden or not installed."""
         try:
             return tuple(self.cluster.list_(kind, namespace=self.namespace, labels=labels))
         except (NotServed, Absent):
@@ -80,7 +76,7 @@ def job(cluster: api.Cluster, name: str) -> Snapshot:
     queried."""
     namespace_, selector = cluster.namespace, f"{Label.JOB}={name}"
     read = _Reader(cluster, namespace_)
-    workloads = [each for kind in _NAMED_AFTER_JOB for each in read(kind) if pod_status.name(each) == name]
+    workloads = [each for kind in dropins.ELASTIC_JOBS for each in read(kind) if pod_status.name(each) == name]
     workloads += [each for kind in (kinds.JOB, kinds.STATEFUL_SET) for each in read(kind, selector)]
     # Use the newest workload, but prefer an ElasticJob to objects that its operator has created.
     workloads.sort(key=lambda each: (each.get("kind") == kinds.ELASTIC_JOB.kind, each["metadata"]["creationTimestamp"]))
@@ -212,15 +208,10 @@ def conflicting_controllers(cluster: api.Cluster) -> list[str]:
 
 
 def _deployments(cluster: api.Cluster) -> list[Document]:
-    """Return all Deployments in the cluster. If listing is forbidden, return those with the usual names of replaced
-    controllers."""
+    """Return all Deployments in the cluster, or none if listing them is forbidden."""
     with contextlib.suppress(Forbidden):
         return cluster.list_(kinds.DEPLOYMENT, everywhere=True)
-    deployments = []
-    for namespace, name in (each.replaced_deployment.split("/") for each in dropins.DROP_INS):
-        with contextlib.suppress(Absent, Forbidden):
-            deployments.append(cluster.get(kinds.DEPLOYMENT, name, namespace=namespace))
-    return deployments
+    return []
 
 
 def _dry_run_error(cluster: api.Cluster) -> ClusterError | None:

@@ -174,7 +174,6 @@ def _reported(cluster: Cluster, pods: Sequence[str]) -> list[Finding]:
 
 
 def _unfinished(cluster: Cluster, name: str, options: Options) -> Iterator[Finding]:
-    """Yield the reasons why the pods did not finish."""
     snapshot = gather_evidence.workload(cluster, name, cluster.namespace, labels=f"{LABEL}={name}", kind=kinds.POD)
     causes = [each for each in diagnosis.causes(snapshot, time.time()) if each.failed and each.name != "absent"]
     what = f"they had not ended after {options.timeout_s:.0f} s"

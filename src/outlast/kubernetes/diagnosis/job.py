@@ -123,9 +123,8 @@ def _queued(snapshot: Snapshot, workload: Document, queue: str) -> Finding:
         what = f"queue {queue} has room, and waits for {joined(str(each.get('name')) for each in checks) or 'its checks'}"
         evidence = tuple(f"{each.get('name')}: {each.get('state')}: {each.get('message', '')}" for each in checks)
         return Finding("queue", what, "see what these checks wait for", evidence)
-    growing = any(
-        pod_status.condition(each, "Admitted") for each in snapshot.kueue_workloads
-    )  # an ElasticJob with additional workers
+    # An ElasticJob has another Workload for additional workers.
+    growing = any(pod_status.condition(each, "Admitted") for each in snapshot.kueue_workloads)
     what = f"queue {queue} has not admitted {'all of its workers' if growing else 'it'}"
     if evicted:
         what = f"queue {queue} has evicted it ({evicted.get('reason', '')})"
@@ -226,7 +225,7 @@ def suspended(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     if spec.get("suspend") and not queued and not _failed_condition(snapshot):
         yield passed("suspended", "it is suspended", f"go on with: outlast resume {snapshot.name}")
     elif snapshot.kind in ("StatefulSet", "ElasticJob") and snapshot.replicas() == 0:
-        scaled = snapshot.kind == "ElasticJob" and not snapshot.agentless
+        scaled = snapshot.kind == "ElasticJob" and not dropins.has(snapshot.workload)
         remedy = f"outlast scale {snapshot.name} 1" if scaled else f"outlast resume {snapshot.name}"
         yield passed("suspended", "its number of workers is 0", f"go on with: {remedy}")
     if deletion := snapshot.workload.get("metadata", {}).get("deletionTimestamp"):
@@ -268,10 +267,9 @@ def permanent_failure(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     if (failed := _failed_condition(snapshot)) is None:
         return
     reason = str(failed.get("reason", ""))
+    # The message of an ElasticJob may quote a script's error.
     elastic_job = str(snapshot.workload.get("apiVersion")).startswith(f"{contract.GROUP}/")
-    mentions_deadline = (
-        "deadline" in f"{reason} {failed.get('message', '')}".lower()
-    )  # Outlast's message may quote a script's error
+    mentions_deadline = "deadline" in f"{reason} {failed.get('message', '')}".lower()
     if (mentions_deadline and not elastic_job) or reason == End.STARTUP_DEADLINE:
         reason = End.DEADLINE.value
     what = _REASONS.get(reason, f"it has failed: {failed.get('message') or reason}")

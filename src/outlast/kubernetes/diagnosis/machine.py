@@ -16,7 +16,7 @@ from pathlib import Path
 from outlast import __version__
 from outlast.base import units
 from outlast.job import accelerators
-from outlast.kubernetes.diagnosis import cluster, inspection, inspection_pods
+from outlast.kubernetes.diagnosis import inspection, inspection_pods
 from outlast.kubernetes.diagnosis.finding import Finding, passed, warned
 
 _MIN_FREE = 10 * 2**30
@@ -33,7 +33,6 @@ EXTRAS = (
 
 
 def checks() -> Iterator[Finding]:
-    """Run all checks of this machine."""
     yield inspection_pods.finding_for(inspection.python())
     yield passed("outlast", f"{__version__}, {platform.platform()}")
     yield from torch(sys.executable)
@@ -63,7 +62,6 @@ def torch(interpreter: str) -> list[Finding]:
 
 
 def installed(name: str, modules: Sequence[str], needed_for: str) -> Finding:
-    """Check that an extra is installed."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         what = f"{', '.join(missing)} is not installed: needed for {needed_for}"
@@ -85,22 +83,6 @@ def devices() -> Finding:
             "devices", f"{row.query[0]} lists no devices: {error}", "see whether the driver is loaded (dmesg), or use CPUs"
         )
     return passed("devices", f"{len(names)} × {names[0]}")
-
-
-def kubectl(version: str) -> Iterator[Finding]:
-    """Check that this machine's kubectl, which Outlast does not require, is compatible with an API server of this version:
-    https://kubernetes.io/releases/version-skew-policy/#kubectl"""
-    if (program := shutil.which("kubectl")) is None:
-        return
-    done = subprocess.run([program, "version", "--client", "-o", "json"], capture_output=True, text=True, check=False)
-    client = json.loads(done.stdout)["clientVersion"]["gitVersion"] if not done.returncode else ""
-    if not client:
-        yield warned("kubectl", f"{program} does not run: {done.stderr.strip()}", "install it again; Outlast does not need it")
-    elif abs(cluster.minor(client) - cluster.minor(version)) > 1:
-        what = f"{client} and the server's {version} are more than one minor apart"
-        yield warned("kubectl", what, f"install kubectl 1.{cluster.minor(version)}; Outlast itself does not need it")
-    else:
-        yield passed("kubectl", client)
 
 
 def free(place: Path, name: str, minimum: int, remedy: str) -> Finding:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-from outlast.job import contract, spec
+from outlast.job import spec
 from outlast.kubernetes import manifests
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests.render_request import Document
 
 NAME = "outlast-doctor"
@@ -20,8 +20,6 @@ def worker(image: str = "ghcr.io/outlast/outlast:0.1", secrets: Sequence[str] = 
     fields = {"image": image, "inject": False, "module": "train", "resources": {"cpu": CORES, "memory": MEMORY}}
     spec_fields = {**fields, "secrets": [{"name": each} for each in secrets]}
     pod_metadata = {"name": NAME, **metadata}
-    job = spec.parse(
-        json.dumps({"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": pod_metadata, "spec": spec_fields})
-    )
+    job = spec.of(kinds.ELASTIC_JOB.document(pod_metadata, spec=spec_fields))
     template = manifests.render(job, "job")[-1]["spec"]["template"]
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**pod_metadata, **template["metadata"]}, "spec": template["spec"]}
+    return kinds.POD.document({**pod_metadata, **template["metadata"]}, spec=template["spec"])

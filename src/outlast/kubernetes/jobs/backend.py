@@ -16,16 +16,14 @@ from outlast.job.backend import LogLine, not_ended
 from outlast.job.contract import Label
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api
-from outlast.kubernetes.api import dropins, pod_status
+from outlast.kubernetes.api import dropins, kinds, pod_status
 from outlast.kubernetes.jobs import evaluation, fault_injection, job_status
 from outlast.kubernetes.jobs import logs as podlogs
-from outlast.kubernetes.jobs.job_documents import KINDS, NAMED_AFTER_JOB, WORKERS, Workloads, job_name
+from outlast.kubernetes.jobs.job_documents import KINDS, WORKERS, Workloads, job_name
 from outlast.kubernetes.jobs.submission import Submission, render_elasticjob
 from outlast.storage.runs import output as stored
 
 if TYPE_CHECKING:
-    from builtins import list as List
-
     from outlast.job.ledger import Events
     from outlast.job.spec import Job
 
@@ -50,9 +48,9 @@ class KubernetesBackend:
         selector: str = "",
     ) -> None:
         self.cluster = cluster
-        self.documents = documents
         self.everywhere, self.selector = everywhere, selector
         self.workloads = Workloads(cluster)
+        self.submission = Submission(self.workloads, documents)
         self.notices: list[str] = []
 
     # Reading jobs
@@ -65,7 +63,7 @@ class KubernetesBackend:
             by_name.setdefault((workload["metadata"].get("namespace", ""), job_name(workload)), []).append(workload)
         pods: dict[str, list[Document]] = {}
         labels = f"{Label.JOB},{WORKERS}"
-        for pod in self.cluster.list_(api.POD, everywhere=self.everywhere, labels=labels) if by_name else ():
+        for pod in self.cluster.list_(kinds.POD, everywhere=self.everywhere, labels=labels) if by_name else ():
             pods.setdefault(pod["metadata"].get("namespace", ""), []).append(pod)
         statuses = [
             job_status.status(self.workloads.snapshot(name, each, pods.get(namespace, ()), query_agents=False))
@@ -169,10 +167,18 @@ class KubernetesBackend:
         began = any(pod_status.has_started(pod) for pod in selected_pods)
         if follow and (began or job_status.final_state(workloads[0]) is None):
             poll = _JobPoll(self.workloads, name)
-            followed = podlogs.FollowedJob(
-                f"{Label.JOB}={name},{WORKERS}", poll.is_over, selected, poll.finished_pods.__contains__, poll.no_pods_reason
+            follower = podlogs.Follower(
+                self.cluster,
+                f"{Label.JOB}={name},{WORKERS}",
+                poll.is_over,
+                selected=selected,
+                is_finished=poll.finished_pods.__contains__,
+                no_pods_reason=poll.no_pods_reason,
+                tail=tail,
+                since_s=since_s,
+                say=say,
             )
-            yield from podlogs.follow(self.cluster, followed, tail=tail, since_s=since_s, say=say)
+            yield from follower.lines()
         elif began:
             yield from podlogs.merge(self.cluster, selected_pods, tail=tail, since_s=since_s, say=say)
         elif url := self.workloads.store_url(name):
@@ -207,18 +213,10 @@ class KubernetesBackend:
         """
         if chaos is not None:
             raise OutlastError(f"`outlast submit` carries out no schedule of faults; submit, then: outlast chaos NAME {chaos}")
-        for sentence in self.apply(job, source=source, fresh=fresh, take_over=take_over):
+        for sentence in self.submission.apply(job, source=source, fresh=fresh, take_over=take_over):
             say(sentence)
         workload = self.workloads.of(job.metadata.name)[0]
         return str((workload["metadata"].get("labels") or {}).get(Label.RUN, workload["metadata"]["name"]))
-
-    def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
-        """Submit a job, and yield a sentence for each step, see `Submission.apply`."""
-        return Submission(self.workloads, self.documents).apply(job, source=source, fresh=fresh, take_over=take_over)
-
-    def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> List[str]:
-        """End or remove workloads that are in the way of a new job, see `Submission.make_room`."""
-        return Submission(self.workloads, self.documents).make_room(name, documents, fresh=fresh, dry_run=dry_run)
 
     def ensure(self, name: str) -> bool:
         """Always False: nothing needs to be started on this machine, since controllers in the cluster drive the job."""
@@ -226,10 +224,9 @@ class KubernetesBackend:
         return False
 
     def scale(self, name: str, replicas: int) -> None:
-        """Set the number of workers."""
         workload, kind, title = self.workloads.active(name)
         low, high = self.workloads.size_range(workload) or (1, replicas)
-        if not replicas and kind not in NAMED_AFTER_JOB:
+        if not replicas and kind not in dropins.ELASTIC_JOBS:
             raise OutlastError(f"0 workers train nothing; outlast suspend {name} saves, and holds the job until outlast resume")
         if replicas and not low <= replicas <= high:
             raise OutlastError(
@@ -237,9 +234,9 @@ class KubernetesBackend:
             )
         if kind in dropins.KINDS:
             self.workloads.set_replicas(kind, title, None, replicas)
-        elif kind is api.STATEFUL_SET and job_status.is_suspended(workload):
+        elif kind is kinds.STATEFUL_SET and job_status.is_suspended(workload):
             self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.REPLICAS: str(replicas)}}})
-        elif kind in (api.ELASTIC_JOB, api.STATEFUL_SET):
+        elif kind in (kinds.ELASTIC_JOB, kinds.STATEFUL_SET):
             self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
         elif workload["spec"].get("completionMode") == "Indexed":
             self.cluster.patch(kind, title, {"spec": {"parallelism": replicas, "completions": replicas}})
@@ -260,7 +257,7 @@ class KubernetesBackend:
             raise OutlastError(
                 f"{name} is not suspended ({self.status(name).state}); outlast status {name} shows where it stands"
             )
-        if kind is api.ELASTIC_JOB and not workload["spec"].get("suspend"):
+        if kind is kinds.ELASTIC_JOB and not workload["spec"].get("suspend"):
             low, _ = self.workloads.size_range(workload) or (1, 1)
             raise OutlastError(f"{name} is to have 0 workers, which suspends it; go on with: outlast scale {name} {low}")
         self.workloads.set_suspended(workload, False)
@@ -310,7 +307,7 @@ class _JobPoll:
 
     def __init__(self, workloads: Workloads, name: str) -> None:
         self._workloads, self._name = workloads, name
-        self._kinds: Sequence[api.Kind] = KINDS
+        self._kinds: Sequence[kinds.Kind] = KINDS
         self._queried_at = -_AGENT_POLL_S
         self._workload: Document = {}
         self.finished_pods: set[str] = set()
@@ -321,10 +318,10 @@ class _JobPoll:
         workloads = self._workloads.of(self._name, self._kinds) or self._workloads.of(self._name)
         if not workloads or job_status.final_state(workloads[0]) is not None:
             return True
-        self._workload, self._kinds = workloads[0], [api.kind_of(workloads[0])]
+        self._workload, self._kinds = workloads[0], [kinds.kind_of(workloads[0])]
         if job_status.is_suspended(workloads[0]):
             return not any(pod_status.running(pod) for pod in self._workloads.pods(self._name))
-        if self._kinds != [api.STATEFUL_SET] or time.monotonic() - self._queried_at < _AGENT_POLL_S:
+        if self._kinds != [kinds.STATEFUL_SET] or time.monotonic() - self._queried_at < _AGENT_POLL_S:
             return False
         status = self._workloads.status(self._name)
         self._queried_at = time.monotonic()
@@ -332,5 +329,4 @@ class _JobPoll:
         return status.state in (State.SUCCEEDED, State.FAILED)
 
     def no_pods_reason(self) -> str:
-        """Return why the job has no pods, as far as its workload shows."""
         return job_status.status(self._workloads.snapshot(self._name, [self._workload], (), query_agents=False)).reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outlast.base.errors import Absent, OutlastError
 from outlast.job import ownership
 from outlast.job.contract import Label
-from outlast.kubernetes import api
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.jobs import job_status
 from outlast.kubernetes.jobs.job_documents import Workloads
 from outlast.kubernetes.manifests import dataset_job
@@ -18,11 +18,11 @@ def get(workloads: Workloads, request: dataset_job.Download) -> str:
     if not cluster.has_namespace():
         raise workloads.no_namespace()
     name, (to, claim, _) = request.name, request.target()
-    if claim and cluster.find(api.CLAIM, claim) is None:
+    if claim and cluster.find(kinds.CLAIM, claim) is None:
         raise Absent(
             f"there is no claim {claim} in namespace {cluster.namespace}; create it, or choose another (--claim NAME:/PATH)"
         )
-    existing = cluster.find(api.JOB, name)
+    existing = cluster.find(kinds.JOB, name)
     ownership.check(
         existing,
         {Label.DATASET: name},
@@ -36,8 +36,8 @@ def get(workloads: Workloads, request: dataset_job.Download) -> str:
             raise OutlastError(
                 f"Job {name} brings it to another place ({command[-1]}); wait for its end, or: outlast cancel {name}"
             )
-        workloads.delete(api.JOB, existing, grace_s=None)
-        workloads.wait_until_gone(api.JOB, existing)
+        workloads.delete(kinds.JOB, existing, grace_s=None)
+        workloads.wait_until_gone(kinds.JOB, existing)
     document["metadata"]["namespace"] = cluster.namespace
     cluster.create(document)
     return f"Job {name} brings {request.dataset.partition('#')[0]} to {to}"

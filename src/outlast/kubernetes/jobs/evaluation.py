@@ -11,7 +11,7 @@ from outlast.job import ownership
 from outlast.job.backend import LogLine
 from outlast.job.contract import Label
 from outlast.kubernetes import api, manifests
-from outlast.kubernetes.api import apply_documents, pod_status, workload_template
+from outlast.kubernetes.api import apply_documents, dropins, kinds, pod_status, workload_template
 from outlast.kubernetes.jobs import job_status
 from outlast.kubernetes.jobs import logs as podlogs
 from outlast.kubernetes.jobs.job_documents import Workloads, has_claim, job_name, workload_in
@@ -23,7 +23,7 @@ Document = api.Document
 def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Callable[[LogLine], None]) -> int:
     """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
     cluster, workload = workloads.cluster, workloads.existing(name)[0]
-    if workload_template.agentless(workload):
+    if dropins.has(workload):
         raise OutlastError(f"{name} is of {workload['apiVersion']} and has a script of its own; evaluate with that")
     if not has_claim(workload) and not workloads.store_url(name):
         raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
@@ -33,19 +33,19 @@ def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Call
     print(f"outlast | Job {title} evaluates {name}", file=sys.stderr, flush=True)
 
     def over() -> bool:
-        return job_status.final_state(cluster.get(api.JOB, title)) is not None
+        return job_status.final_state(cluster.get(kinds.JOB, title)) is not None
 
     def say(sentence: str) -> None:
         print(f"outlast | {sentence.replace('worker 0', 'the evaluation')}", file=sys.stderr, flush=True)
 
     labels = f"batch.kubernetes.io/job-name={title}"
     try:
-        for line in podlogs.follow(cluster, podlogs.FollowedJob(labels, over), say=say):
+        for line in podlogs.Follower(cluster, labels, over, say=say).lines():
             show(line)
     except KeyboardInterrupt:
-        cluster.delete(api.JOB, title)
+        cluster.delete(kinds.JOB, title)
         raise
-    ends = [end for pod in cluster.list_(api.POD, labels=labels) if (end := pod_status.end(pod)) is not None]
+    ends = [end for pod in cluster.list_(kinds.POD, labels=labels) if (end := pod_status.end(pod)) is not None]
     if not ends:
         raise OutlastError(f"Job {title} ended without a pod; look at it with: kubectl describe job {title}")
     return ends[-1].code if ends[-1].code >= 0 else 1
@@ -65,7 +65,7 @@ def _template(workloads: Workloads, workload: Document) -> Document:
     run = str((workload.get("status") or {}).get("run") or "") or None
     documents = manifests.render(job.model_copy(update={"spec": job.spec.model_copy(update=single_worker)}), "job", run=run)
     for document in documents:
-        if api.kind_of(document) is api.CONFIG_MAP:
+        if kinds.kind_of(document) is kinds.CONFIG_MAP:
             old = apply_documents.existing(workloads.cluster, document)
             ownership.check(old, {Label.JOB: job_name(workload)}, instead="have it renamed or removed")
             workloads.adopt(apply_documents.apply(workloads.cluster, document, old=old).new, workload)

@@ -13,7 +13,7 @@ from pathlib import Path
 from outlast.base.errors import NotFound, OutlastError
 from outlast.job import faults
 from outlast.kubernetes import api
-from outlast.kubernetes.api import pod_status
+from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.jobs import fault_in_pod
 
 _NO_PROCESS = 3
@@ -27,10 +27,10 @@ def inject(cluster: api.Cluster, pod: api.Document, action: str, rng: random.Ran
     name, namespace = meta["name"], meta["namespace"]
     match faults.check(action):
         case "kill-worker":
-            cluster.delete(api.POD, name, namespace=namespace, grace_s=0, uid=meta["uid"])
+            cluster.delete(kinds.POD, name, namespace=namespace, grace_s=0, uid=meta["uid"])
             return f"killed {worker}: deleted pod {name} without grace"
         case "term":
-            cluster.delete(api.POD, name, namespace=namespace, uid=meta["uid"])
+            cluster.delete(kinds.POD, name, namespace=namespace, uid=meta["uid"])
             return f"terminated {worker}: deleted pod {name}"
         case "evict":
             cluster.evict(name, namespace=namespace, uid=meta["uid"])

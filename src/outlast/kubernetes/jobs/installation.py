@@ -25,7 +25,7 @@ from outlast.kubernetes.api import apply_documents, dropins, kinds, pod_status, 
 from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.diagnosis import cluster as conditions
 from outlast.kubernetes.diagnosis import gather_evidence
-from outlast.kubernetes.manifests.installed import nodewatch_daemonset, operator_deployment, rbac
+from outlast.kubernetes.manifests.installed import operator_deployment
 from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE, Document
 
 if TYPE_CHECKING:
@@ -136,7 +136,6 @@ def _check_single_operator(cluster: Cluster, namespace: str) -> None:
 
 
 def _wait_until_gone(cluster: Cluster, document: Document) -> bool:
-    """Wait until a document that is being deleted is gone; False on timeout."""
     with within(_DELETION_S) as stop:
         while not stop.is_set():
             now = apply_documents.existing(cluster, document)
@@ -210,16 +209,13 @@ def jobs(cluster: Cluster) -> list[str]:
     """Return all ElasticJobs of the definitions that are ours, as `namespace/name`. Raises Forbidden: a user who may not list
     jobs may not delete them."""
     elastic_jobs: list[Document] = []
-    for kind in _JOBS:
+    for kind in dropins.ELASTIC_JOBS:
         definition = cluster.find(kinds.CRD, kind.resource)
         if definition is not None and not ownership.owned(definition):
             continue
         with contextlib.suppress(NotServed, Absent):
             elastic_jobs += cluster.list_(kind, everywhere=True)
     return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in elastic_jobs]
-
-
-_JOBS = (kinds.ELASTIC_JOB, *dropins.KINDS)
 
 
 def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Outcome]:
@@ -231,40 +227,33 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     _check_single_operator(cluster, namespace)
     installed = documents(namespace=namespace, watch=True)
     desired = [each for each in installed if each["kind"] != kinds.CRD.kind]
-    crd = {"apiVersion": kinds.CRD.api_version, "kind": kinds.CRD.kind}
-    definitions = [{**crd, "metadata": {"name": kind.resource}} for kind in _JOBS]
-    if crds:
-        yield from (_delete(cluster, each) for each in definitions)
-    remaining = (
-        []
-        if crds
-        else [
-            each
-            for each in definitions
-            if (existing := apply_documents.existing(cluster, each)) is not None and ownership.owned(existing)
-        ]
-    )
-    roles = [each["metadata"]["name"] for each in rbac.user_roles()]
+    definitions = [kinds.CRD.document({"name": kind.resource}) for kind in dropins.ELASTIC_JOBS]
+    remaining: list[Document] = []
+    for each in definitions:
+        old = apply_documents.existing(cluster, each)
+        if crds:
+            yield _delete(cluster, each, old)
+        elif old is not None and ownership.owned(old):
+            remaining.append(each)
     for document in reversed(desired):
         old = apply_documents.existing(cluster, document)
         if old is None:
-            if not document["metadata"]["name"].startswith(nodewatch_daemonset.NAME):
+            if not document["metadata"]["name"].startswith(operator_deployment.NODE_WATCH):
                 yield Outcome("absent", document)
         elif document["kind"] == kinds.NAMESPACE.kind:
             yield from _remove_namespace(cluster, old)
-        elif remaining and document["metadata"]["name"] in roles:
+        elif remaining and document["metadata"]["name"] in operator_deployment.USER_ROLES:
             yield Outcome("kept", document, "users have their rights to ElasticJobs from it; --crds removes it")
         else:
-            yield _delete(cluster, document)
+            yield _delete(cluster, document, old)
     for each in remaining:
         yield Outcome("kept", each, "ElasticJobs would be deleted with it; --crds removes it")
 
 
-def _delete(cluster: Cluster, document: Document) -> Outcome:
-    meta = document["metadata"]
-    existing = apply_documents.existing(cluster, document)
-    if existing is not None and not ownership.owned(existing):
+def _delete(cluster: Cluster, document: Document, old: Document | None) -> Outcome:
+    if old is not None and not ownership.owned(old):
         return Outcome("kept", document, "somebody else made it")
+    meta = document["metadata"]
     try:
         cluster.delete(kind_of(document), meta["name"], namespace=meta.get("namespace"))
     except Absent:
@@ -278,7 +267,7 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome
         if reason := _reason_to_keep(cluster, namespace):
             yield Outcome("kept", namespace, reason)
             return
-        _delete(cluster, namespace)
+        _delete(cluster, namespace, namespace)
     if apply_documents.existing(cluster, namespace):
         yield Outcome("deleting", namespace, "what is in it ends first")
     yield (

@@ -17,7 +17,7 @@ from outlast.base.errors import Absent, ClusterError, Forbidden, NotFound, NotSe
 from outlast.job.contract import Label, Pod
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api
-from outlast.kubernetes.api import dropins, owner_references, pod_status, workload_template
+from outlast.kubernetes.api import dropins, kinds, owner_references, pod_status, workload_template
 from outlast.kubernetes.jobs import job_status
 from outlast.kubernetes.manifests import evaluation_job
 
@@ -26,19 +26,15 @@ if TYPE_CHECKING:
 
 Document = api.Document
 
-KINDS = (api.ELASTIC_JOB, *dropins.KINDS, api.JOB, api.STATEFUL_SET)
+KINDS = (*dropins.ELASTIC_JOBS, kinds.JOB, kinds.STATEFUL_SET)
 """Kinds of workload that a job can be."""
-COMPANIONS = (api.CONFIG_MAP, api.SERVICE, api.POD_GROUP, api.VOLCANO_GROUP)
+COMPANIONS = (kinds.CONFIG_MAP, kinds.SERVICE, kinds.POD_GROUP, kinds.VOLCANO_GROUP)
 """Kinds of objects that are created along with a workload and deleted with it. Claims are kept: they hold data and output."""
-NAMED_AFTER_JOB = (api.ELASTIC_JOB, *dropins.KINDS)
-"""Kinds of workload that have the name of their job; workloads of all other kinds only carry it as a label."""
 _WORKER = "app.kubernetes.io/component=worker"
 WORKERS = f"app.kubernetes.io/component!={evaluation_job.COMPONENT}"
 """Label selector for workers, which excludes evaluations. Pods of a drop-in have the labels of their template."""
 _AGENT_TIMEOUT_S = 3.0
-"""Timeout of a request to an agent."""
 _MAX_CONCURRENT = 16
-"""Maximum number of concurrent requests to agents."""
 
 
 class Workloads:
@@ -46,20 +42,20 @@ class Workloads:
 
     def __init__(self, cluster: api.Cluster) -> None:
         self.cluster = cluster
-        self._unserved: set[api.Kind] = set()
+        self._unserved: set[kinds.Kind] = set()
 
     def list_(
-        self, name: str = "", kinds: Sequence[api.Kind] = KINDS, *, everywhere: bool = False, selector: str = ""
+        self, name: str = "", of_kinds: Sequence[kinds.Kind] = KINDS, *, everywhere: bool = False, selector: str = ""
     ) -> list[Document]:
         """Return the workloads of one job, or of all jobs that a label selector matches, also of all namespaces."""
         workloads: list[Document] = []
-        denied: dict[api.Kind, Forbidden] = {}
+        denied: dict[kinds.Kind, Forbidden] = {}
         listed = 0
-        for kind in kinds:
+        for kind in of_kinds:
             if kind in self._unserved:
                 continue
             try:  # a user who may create only some of these kinds has jobs of those kinds only
-                if kind in NAMED_AFTER_JOB:
+                if kind in dropins.ELASTIC_JOBS:
                     fields, own = f"metadata.name={name}" if name else "", ""
                 else:
                     fields, own = "", f"{Label.JOB}{f'={name}' if name else ''},{_WORKER}"
@@ -71,12 +67,12 @@ class Workloads:
             except Forbidden as error:
                 denied[kind] = error
         if denied and not listed:
-            raise denied.get(api.JOB) or next(iter(denied.values()))
+            raise denied.get(kinds.JOB) or next(iter(denied.values()))
         return workloads
 
-    def of(self, name: str, kinds: Sequence[api.Kind] = KINDS) -> list[Document]:
+    def of(self, name: str, of_kinds: Sequence[kinds.Kind] = KINDS) -> list[Document]:
         """Return the workloads of a job, the newest first."""
-        return sorted(self.list_(name, kinds), key=lambda each: each["metadata"]["creationTimestamp"], reverse=True)
+        return sorted(self.list_(name, of_kinds), key=lambda each: each["metadata"]["creationTimestamp"], reverse=True)
 
     def existing(self, name: str) -> list[Document]:
         if workloads := self.of(name):
@@ -96,16 +92,16 @@ class Workloads:
         instead = f"create it (kubectl create namespace {namespace}), or choose another with -n"
         return Absent(f"there is no namespace {namespace} in {context}; {instead}")
 
-    def active(self, name: str) -> tuple[Document, api.Kind, str]:
+    def active(self, name: str) -> tuple[Document, kinds.Kind, str]:
         """Return the current workload of a job. Raises OutlastError if the job has ended."""
         workload = self.existing(name)[0]
         if (state := job_status.final_state(workload)) is not None:
             more = "goes on with it" if state is State.FAILED else "--fresh runs it again"
             raise OutlastError(f"{name} has ended ({state}); outlast submit FILE {more}")
-        return workload, api.kind_of(workload), workload["metadata"]["name"]
+        return workload, kinds.kind_of(workload), workload["metadata"]["name"]
 
     def pods(self, name: str) -> list[Document]:
-        return self.cluster.list_(api.POD, labels=f"{Label.JOB}={name},{WORKERS}")
+        return self.cluster.list_(kinds.POD, labels=f"{Label.JOB}={name},{WORKERS}")
 
     def own_pods(self, workload: Document) -> list[Document]:
         return [pod for pod in self.pods(job_name(workload)) if belongs_to(pod, workload)]
@@ -122,7 +118,7 @@ class Workloads:
                 return spec.parse(text)
             volumes = workload_template.template(workload)["spec"].get("volumes") or ()
             name = next((v["configMap"]["name"] for v in volumes if v["name"] == "config" and "configMap" in v), "")
-            return spec.parse(self.cluster.get(api.CONFIG_MAP, name)["data"]["job.yaml"]) if name else None
+            return spec.parse(self.cluster.get(kinds.CONFIG_MAP, name)["data"]["job.yaml"]) if name else None
         except (OutlastError, KeyError):
             return None
 
@@ -155,7 +151,7 @@ class Workloads:
         own = [
             pod for pod in documents if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and belongs_to(pod, current)
         ]
-        metrics, unknown = self._metrics(own) if query_agents and not workload_template.agentless(current) else ({}, "")
+        metrics, unknown = self._metrics(own) if query_agents and not dropins.has(current) else ({}, "")
         processes, allowed_sizes = 1, None
         if (drop_in := dropins.of(current)) is not None:
             low, _, high = drop_in.sizes(current)
@@ -183,8 +179,8 @@ class Workloads:
 
     def set_suspended(self, workload: Document, value: bool) -> None:
         """Suspend or resume a workload in the way that its kind requires."""
-        kind, title = api.kind_of(workload), workload["metadata"]["name"]
-        if kind not in (api.STATEFUL_SET, *dropins.KINDS):
+        kind, title = kinds.kind_of(workload), workload["metadata"]["name"]
+        if kind not in (kinds.STATEFUL_SET, *dropins.KINDS):
             self.cluster.patch(kind, title, {"spec": {"suspend": value}})
         elif not value:
             annotation = (workload["metadata"].get("annotations") or {}).get(job_status.REPLICAS)
@@ -194,7 +190,7 @@ class Workloads:
             now = drop_in.sizes(workload)[1] if drop_in else workload["spec"].get("replicas", 1)
             self.set_replicas(kind, title, str(now), 0)
 
-    def set_replicas(self, kind: api.Kind, title: str, former: str | None, replicas: int) -> None:
+    def set_replicas(self, kind: kinds.Kind, title: str, former: str | None, replicas: int) -> None:
         """Set the number of pods of a workload that has no field for suspension, and record the former number in an
         annotation."""
         drop_in = dropins.of({"apiVersion": kind.api_version, "kind": kind.kind})
@@ -208,34 +204,34 @@ class Workloads:
         if uid not in [owner["uid"] for owner in owners]:
             owner = {"apiVersion": workload["apiVersion"], "kind": workload["kind"], "name": workload["metadata"]["name"]}
             change = {"metadata": {"ownerReferences": [*owners, {**owner, "uid": uid}]}}
-            self.cluster.patch(api.kind_of(document), meta["name"], change, namespace=meta.get("namespace"))
+            self.cluster.patch(kinds.kind_of(document), meta["name"], change, namespace=meta.get("namespace"))
 
     def remove(self, name: str, *, grace_s: float | None) -> None:
         workloads, companions = self.of(name), list(self.companions(name))
         for workload in workloads or (() if companions else self.existing(name)):
-            self.delete(api.kind_of(workload), workload, grace_s=grace_s)
+            self.delete(kinds.kind_of(workload), workload, grace_s=grace_s)
         for kind, document in companions:
             with contextlib.suppress(Absent):
                 self.cluster.delete(kind, document["metadata"]["name"], uid=document["metadata"]["uid"])
 
-    def companions(self, name: str) -> Iterator[tuple[api.Kind, Document]]:
+    def companions(self, name: str) -> Iterator[tuple[kinds.Kind, Document]]:
         """Yield the objects created along with a job's workloads, which may still exist when the workloads are gone."""
         component = f"app.kubernetes.io/component={evaluation_job.COMPONENT}"
-        for kind, labels in [*((kind, "") for kind in COMPANIONS), (api.JOB, f",{component}")]:
+        for kind, labels in [*((kind, "") for kind in COMPANIONS), (kinds.JOB, f",{component}")]:
             with contextlib.suppress(NotServed, Forbidden):
                 for document in self.cluster.list_(kind, labels=f"{Label.JOB}={name}{labels}"):
                     yield kind, document
 
-    def delete(self, kind: api.Kind, workload: Document, *, grace_s: float | None) -> None:
+    def delete(self, kind: kinds.Kind, workload: Document, *, grace_s: float | None) -> None:
         meta = workload["metadata"]
         with contextlib.suppress(Absent):
             self.cluster.delete(kind, meta["name"], uid=meta["uid"])
         if grace_s is not None:
             for pod in self.pods(job_name(workload)):
                 with contextlib.suppress(Absent):
-                    self.cluster.delete(api.POD, pod["metadata"]["name"], grace_s=grace_s)
+                    self.cluster.delete(kinds.POD, pod["metadata"]["name"], grace_s=grace_s)
 
-    def wait_until_gone(self, kind: api.Kind, workload: Document) -> None:
+    def wait_until_gone(self, kind: kinds.Kind, workload: Document) -> None:
         """Wait until a workload and its pods are gone, for at most their grace period plus a minute. Raises Unanswered on
         timeout."""
         meta = workload["metadata"]
@@ -252,7 +248,7 @@ class Workloads:
 
 def workload_in(documents: Sequence[Document]) -> Document:
     """Return the workload among the documents of a job."""
-    return next(document for document in documents if api.kind_of(document) in KINDS)
+    return next(document for document in documents if kinds.kind_of(document) in KINDS)
 
 
 def has_claim(workload: Document) -> bool:
@@ -264,16 +260,13 @@ def has_claim(workload: Document) -> bool:
 
 
 def job_sizes(job: Job) -> tuple[int, int]:
-    """Return the minimum and maximum number of workers that a job may have."""
     allowed = job.spec.workers.allowed()
     return allowed[0], allowed[-1]
 
 
 def job_name(workload: Document) -> str:
-    """Return the name of a workload's job."""
     return str((workload["metadata"].get("labels") or {}).get(Label.JOB) or workload["metadata"]["name"])
 
 
 def belongs_to(pod: Document, workload: Document) -> bool:
-    """Return whether a pod belongs to this workload."""
     return not owner_references.owners(pod) or owner_references.owned_by(pod, workload)

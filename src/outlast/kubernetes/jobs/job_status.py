@@ -42,7 +42,6 @@ class Snapshot:
     older_workloads: Sequence[str] = ()
     """Names of workloads of this job that were made from earlier files and are not over."""
     query_error: str = ""
-    """Why agents could not be queried."""
     now: float = float("inf")
     """Seconds since the epoch."""
 
@@ -62,6 +61,8 @@ def status(snapshot: Snapshot) -> JobStatus:
     low, high = snapshot.allowed_sizes or (desired, desired)
     reported = snapshot.metrics.values()
     ends = [end for pod in snapshot.pods if (end := pods.end(pod)) is not None and end.code != 0]
+    # Of each pod's restarts, the last follows the end that `ends` has.
+    earlier_restarts = sum(max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1) for pod in snapshot.pods)
     state, reason = _state(snapshot, newest, desired)
     committed = round(max((m.get("committed_step", 0) for m in reported), default=0))
     result = JobStatus(
@@ -79,7 +80,7 @@ def status(snapshot: Snapshot) -> JobStatus:
         step=round(max((m.get("step", 0) for m in reported), default=0)),
         steps=round(max((m.get("target_step", 0) for m in reported), default=0)) or None,
         told="data" if _is_download(snapshot.workload) else "log" if any(m.get("step_logged") for m in reported) else "",
-        restarts=sum(end.counted for end in ends) + sum(_earlier_restarts(pod) for pod in snapshot.pods),
+        restarts=sum(end.counted for end in ends) + earlier_restarts,
         interruptions=sum(not end.counted for end in ends),
         checkpoint=CheckpointStatus(step=committed, path="", time=0.0) if committed else None,
         snapshot=_snapshot(reported),
@@ -104,7 +105,7 @@ def status(snapshot: Snapshot) -> JobStatus:
 def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
     """Return the observed status, completed by the one that the operator has written to the ElasticJob."""
     written = workload.get("status") or {}
-    if workload_template.agentless(workload):
+    if dropins.has(workload):
         fields_ = {"restarts": written.get("restarts"), "started": pods.timestamp(written.get("startTime")) or None}
         return observed.model_copy(update={key: value for key, value in fields_.items() if value is not None})
     if workload.get("kind") != "ElasticJob" or not written.get("state"):
@@ -212,12 +213,10 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> 
 
 
 def _is_download(workload: Document) -> bool:
-    """Return whether a workload is a Job of `outlast data get`, which trains nothing."""
     return Label.DATASET in (workload["metadata"].get("labels") or {})
 
 
 def _no_pods_reason(snapshot: Snapshot) -> str:
-    """Return why a workload has no pods."""
     if condition := pods.condition(snapshot.workload, "FailedCreate") or pods.condition(snapshot.workload, "ReplicaFailure"):
         return f"its pods cannot be created: {condition.get('message')}"
     if parse_error := snapshot.workload.get(document_parsing.UNREADABLE):
@@ -241,7 +240,6 @@ def _statefulset_state(snapshot: Snapshot, newest: Mapping[int, Document], desir
 
 
 def _end_reason(snapshot: Snapshot, state: State) -> str:
-    """Return why a workload has ended in this state."""
     if state is State.SUCCEEDED:
         return "the data are complete" if _is_download(snapshot.workload) else "all workers are done"
     if _is_download(snapshot.workload):
@@ -255,17 +253,11 @@ def _end_reason(snapshot: Snapshot, state: State) -> str:
 
 
 def _failure(documents: Sequence[Document]) -> Failure | None:
-    """Return the latest failure of a worker."""
     failures = [(end.time, pods.index(pod), end) for pod in documents if (end := pods.end(pod)) is not None and end.counted]
     if not failures:
         return None
     when, index, end = max(failures, key=lambda each: each[:2])
     return Failure(worker=index, code=end.code, reason=f"worker {index} {end.sentence}", time=when)
-
-
-def _earlier_restarts(pod: Document) -> int:
-    """Return the number of restarts of a container before its last termination."""
-    return max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1)
 
 
 def _snapshot(reported: Collection[Metrics]) -> SnapshotStatus | None:
@@ -322,13 +314,12 @@ def _warnings(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _environment(workload: Document) -> dict[str, str]:
-    """Return the variables with literal values of the container in the pods."""
     containers = (workload_template.template(workload).get("spec") or {}).get("containers") or ()
     return {each["name"]: each["value"] for c in containers for each in c.get("env") or () if "value" in each}
 
 
 def _url(snapshot: Snapshot) -> str:
-    if workload_template.agentless(snapshot.workload):
+    if dropins.has(snapshot.workload):
         return ""
     if snapshot.workload.get("kind") == "ElasticJob":
         place = str((snapshot.workload.get("spec") or {}).get("output") or "")
@@ -339,7 +330,7 @@ def _url(snapshot: Snapshot) -> str:
 def _output(snapshot: Snapshot) -> str:
     if _is_download(snapshot.workload):
         return str((workload_template.template(snapshot.workload)["spec"]["containers"][0].get("command") or [""])[-1])
-    if workload_template.agentless(snapshot.workload):
+    if dropins.has(snapshot.workload):
         return ""  # wherever its script writes it
     return _url(snapshot) or f"{_environment(snapshot.workload).get(Env.OUTPUT, f'/out/{snapshot.name}')} in its pods"
 

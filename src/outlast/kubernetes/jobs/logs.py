@@ -19,7 +19,7 @@ from outlast.base import backoff
 from outlast.base.errors import Absent, Refused, Unanswered
 from outlast.job.backend import LogLine
 from outlast.kubernetes import api
-from outlast.kubernetes.api import pod_status
+from outlast.kubernetes.api import kinds, pod_status
 
 _QUEUE = 10_000
 """Maximum number of items (log lines, changes of pods, messages) that wait to be handled."""
@@ -80,45 +80,24 @@ def _existing_lines(
                     yield stamped[0], LogLine(index, stamped[1])
 
 
-@dataclass(frozen=True)
-class FollowedJob:
-    """The pods of a job to follow, and callbacks about the job."""
+@dataclass
+class Follower:
+    """Follows the logs of pods: one thread watches the pods, one polls whether the job is over, and one per pod reads its log."""
 
+    cluster: api.Cluster
     labels: str
-    """Label selector for the pods."""
     is_over: Callable[[], bool]
     """Whether the job has ended; called every second in a separate thread."""
     selected: Callable[[api.Document], bool] = lambda _: True
-    """Whether to read the log of a pod."""
     is_finished: Callable[[str], bool] = lambda _: False
     """Whether the pod with this name writes nothing more once the job has ended, although the pod stays up."""
     no_pods_reason: Callable[[], str] = lambda: "they are not made yet"
-    """Why there are no pods."""
+    tail: int | None = None
+    since_s: float | None = None
+    say: Callable[[str], None] = lambda _: None
+    """Called with the reason for waiting whenever it changes, and when the cluster does not answer."""
 
-
-def follow(
-    cluster: api.Cluster,
-    followed: FollowedJob,
-    *,
-    tail: int | None = None,
-    since_s: float | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> Iterator[LogLine]:
-    """Yield the lines of all present and future pods, until the job is over and all logs have been read. `say` is called with
-    the reason for waiting whenever it changes, and when the cluster does not answer. Once the job is over, the iteration ends
-    even if some pods do not: a pod that writes nothing for `_QUIET_S` is no longer waited for."""
-    return _Follower(cluster, followed, say, tail, since_s).lines()
-
-
-class _Follower:
-    """Follows the logs of a job's pods: one thread watches the pods, one polls whether the job is over, and one per pod reads its
-    log."""
-
-    def __init__(
-        self, cluster: api.Cluster, followed: FollowedJob, say: Callable[[str], None], tail: int | None, since_s: float | None
-    ) -> None:
-        self._cluster, self._followed, self._say = cluster, followed, say
-        self._tail, self._since_s = tail, since_s
+    def __post_init__(self) -> None:
         self._stop, self._job_is_over, self._pods_exist = api.Stop(), threading.Event(), threading.Event()
         self._items: queue.Queue[LogLine | api.Change | str | BaseException | None] = queue.Queue(_QUEUE)
         self._readers: dict[str, _Reader] = {}
@@ -126,9 +105,11 @@ class _Follower:
         self._reported: dict[str, str] = {}
 
     def lines(self) -> Iterator[LogLine]:
+        """Yield the lines of all present and future pods, until the job is over and all logs have been read, or the pods that are
+        left write nothing for `_QUIET_S`."""
         deadline = 0.0  # deadline for the logs that still go on; 0 while the job is not over
         try:
-            for pod in backoff.until_answered(self._list, self._say, every_s=_POLL_S):
+            for pod in backoff.until_answered(self._list, self.say, every_s=_POLL_S):
                 self._handle_pod(pod, first=True)
             self._run(self._watch)
             self._run(self._wait_for_the_end)
@@ -142,13 +123,13 @@ class _Follower:
                     if item.type != "deleted":
                         self._handle_pod(item.document, first=False)
                 elif isinstance(item, str):
-                    self._say(item)
+                    self.say(item)
                 elif isinstance(item, BaseException):
                     raise item
                 if self._job_is_over.is_set():
                     deadline = deadline or time.monotonic() + _MAX_FOLLOW_S
                     for reader in self._readers.values():
-                        if self._followed.is_finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > deadline:
+                        if self.is_finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > deadline:
                             reader.finish()
         finally:
             self._stop.set()
@@ -162,7 +143,7 @@ class _Follower:
         return self._job_is_over.is_set() and not reads and self._items.empty()
 
     def _list(self) -> Sequence[api.Document]:
-        return self._cluster.list_(api.POD, labels=self._followed.labels)
+        return self.cluster.list_(kinds.POD, labels=self.labels)
 
     def _put(self, item: LogLine | api.Change | str | BaseException | None) -> None:
         while not self._stop.is_set():
@@ -185,7 +166,7 @@ class _Follower:
     def _watch(self) -> None:
         while not self._stop.is_set():
             with contextlib.suppress(Unanswered):  # its first list; later it retries by itself, and the other thread says so
-                for change in self._cluster.watch(api.POD, labels=self._followed.labels, stop=self._stop):
+                for change in self.cluster.watch(kinds.POD, labels=self.labels, stop=self._stop):
                     self._put(change)
             self._stop.wait(_PAUSE_S)
 
@@ -197,9 +178,9 @@ class _Follower:
             nonlocal waiting
             if self._stop.is_set():
                 return ()
-            if self._followed.is_over():
+            if self.is_over():
                 return self._list()
-            if not self._pods_exist.is_set() and waiting != (waiting := f"waiting for pods: {self._followed.no_pods_reason()}"):
+            if not self._pods_exist.is_set() and waiting != (waiting := f"waiting for pods: {self.no_pods_reason()}"):
                 self._put(waiting)
             return None
 
@@ -213,15 +194,15 @@ class _Follower:
         """Start to read the log of a pod that has started; report why a pod is still waiting."""
         self._pods_exist.set()
         uid = pod["metadata"]["uid"]
-        if uid in self._readers or not self._followed.selected(pod):
+        if uid in self._readers or not self.selected(pod):
             return
         if pod_status.has_started(pod):
-            tail, since_s = (self._tail, self._since_s) if first else (None, None)
-            reader = self._readers[uid] = _Reader(self._cluster, pod, self._put, self._stop, tail=tail, since_s=since_s)
+            tail, since_s = (self.tail, self.since_s) if first else (None, None)
+            reader = self._readers[uid] = _Reader(self.cluster, pod, self._put, self._stop, tail=tail, since_s=since_s)
             self._threads.append(self._run(reader.read))
         elif (why := pod_status.waiting_reason(pod)) and self._reported.get(uid) != why:
             self._reported[uid] = why
-            self._say(f"worker {pod_status.index(pod)} {why}")
+            self.say(f"worker {pod_status.index(pod)} {why}")
 
 
 class _Reader:
@@ -268,17 +249,15 @@ class _Reader:
                 return
 
     def finish(self) -> None:
-        """Read the lines that exist now, and do not wait for others."""
         self._finished.set()
 
     def quiet_s(self) -> float:
         return time.monotonic() - self._last_line_at
 
     def _current_pod(self) -> api.Document | None:
-        """Return the current pod, or None if it is gone."""
         while not self._stop.is_set():
             try:
-                pod = self._cluster.find(api.POD, self.name, namespace=self.namespace)
+                pod = self._cluster.find(kinds.POD, self.name, namespace=self.namespace)
                 return pod if pod and pod["metadata"]["uid"] == self._uid else None
             except Unanswered:
                 self._stop.wait(_PAUSE_S)

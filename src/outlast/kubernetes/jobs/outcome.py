@@ -105,7 +105,6 @@ def _finite(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_number(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float | None:
-    """Return the first number under one of these names."""
     for document in documents:
         for name in names:
             if isinstance(value := document.get(name), int | float) and not isinstance(value, bool):

@@ -1,7 +1,7 @@
 """Shipping a job's code to its pods: through a ConfigMap if the code is small, else through the store to which the job writes.
 
-`choose` decides and is pure; `pack` packs local code and sets its location in the job. Nothing is written to a store before
-`upload`, so `render` writes nothing.
+`pack` packs local code and sets its location in the job. Nothing is written to a store before `upload`, so `render` writes
+nothing.
 
     with pack(job, excluded=[job_file]) as parcel:
         parcel.upload()                                                  only if the code goes to a store
@@ -38,27 +38,6 @@ CLIENT_APPLY_BYTES = 190 << 10
 256 KiB."""
 CODE_DIRECTORY = "code"
 """Directory in the store to which jobs write: it has archives named by their SHA-256, shared by all jobs."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Destination:
-    """The destination of an archive: either a ConfigMap or a store."""
-
-    config_map: str = ""
-    url: str = ""
-    """URL of the object in a store."""
-
-    def __str__(self) -> str:
-        return f"ConfigMap {self.config_map}" if self.config_map else self.url
-
-
-def choose(job: spec.Job, *, size: int, checksum: str, suffix: str, limit: int = CONFIG_MAP_BYTES) -> Destination | None:
-    """Return the destination of an archive of this size, or None if the archive is too large for a ConfigMap and the job
-    names no store."""
-    if size <= limit:
-        return Destination(config_map=Names(job.metadata.name).code(checksum))
-    parent = volumes.store_parent(job.spec)
-    return Destination(url=f"{parent}/{CODE_DIRECTORY}/{checksum}{suffix}") if parent else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +125,6 @@ def _pack_archive(job: spec.Job, path: Path, checksum: str, limit: int) -> Parce
 
 
 def _limit_and_alternatives(limit: int) -> str:
-    """Return a phrase about the size limit of a ConfigMap, and the alternatives."""
     by_kubectl, larger = "", ""
     if limit < CONFIG_MAP_BYTES:
         by_kubectl = " that kubectl apply takes"
@@ -169,13 +147,17 @@ def _make_parcel(job: spec.Job, archive: Path, content: str, limit: int) -> Parc
     """Return the parcel for an archive, or None if neither a ConfigMap nor a store can take the archive."""
     suffix = next(each for each in spec.ARCHIVES if archive.name.lower().endswith(each))
     checksum, size = archives.checksum(archive), archive.stat().st_size
-    destination = choose(job, size=size, checksum=checksum, suffix=suffix, limit=limit)
-    if destination is None:
+    url, data, parent = "", b"", volumes.store_parent(job.spec)
+    if size <= limit:
+        data, place = archive.read_bytes(), volumes.shipped_url(f"code{suffix}", checksum)
+        destination = f"ConfigMap {Names(job.metadata.name).code(checksum)}"
+    elif parent:
+        destination = url = f"{parent}/{CODE_DIRECTORY}/{checksum}{suffix}"
+        place = f"{url}#sha256={checksum}"
+    else:
         return None
-    place = volumes.shipped_url(f"code{suffix}", checksum) if destination.config_map else f"{destination.url}#sha256={checksum}"
     changed = job.model_copy(update={"spec": job.spec.model_copy(update={"code": place})})
-    data = archive.read_bytes() if destination.config_map else b""
-    return Parcel(changed, data, f"code: {content}, {units.human_bytes(size)} -> {destination}", destination.url, archive)
+    return Parcel(changed, data, f"code: {content}, {units.human_bytes(size)} -> {destination}", url, archive)
 
 
 def _shipped_files(environment: spec.Environment, root: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:

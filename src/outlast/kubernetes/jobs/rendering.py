@@ -58,7 +58,6 @@ def rendered(
 
 
 def _texts(paths: Sequence[str]) -> dict[str, str]:
-    """Return the contents of files that pods need, by path."""
     contents = {}
     for path in paths:
         try:

@@ -14,9 +14,9 @@ from outlast.job import ownership
 from outlast.job.contract import Label
 from outlast.job.status import State
 from outlast.kubernetes import api
-from outlast.kubernetes.api import apply_documents, owner_references
+from outlast.kubernetes.api import apply_documents, dropins, kinds, owner_references
 from outlast.kubernetes.jobs import job_status
-from outlast.kubernetes.jobs.job_documents import COMPANIONS, KINDS, NAMED_AFTER_JOB, Workloads, has_claim, job_name, workload_in
+from outlast.kubernetes.jobs.job_documents import COMPANIONS, KINDS, Workloads, has_claim, job_name, workload_in
 from outlast.kubernetes.manifests import configmaps_and_service
 
 if TYPE_CHECKING:
@@ -46,11 +46,6 @@ def _release_owner(url: str) -> str:
     return f"took the run in {url} from {owner}" if owner else f"no unfinished run in {url} has an owner"
 
 
-def new_run(job: Job) -> str:
-    """Return a unique id for a submission: the same file may be submitted again."""
-    return f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}"
-
-
 _REMEDY = "submit under another --name, or in another namespace (-n)"
 
 
@@ -73,7 +68,7 @@ class Submission:
                     yield self._resume_existing(existing, from_file, ended)
                     return
         # Each submission owns the run under a new id: an earlier one of the same file may have ended or be stopped.
-        documents = self.documents(job, source, new_run(job), fresh)
+        documents = self.documents(job, source, f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}", fresh)
         workload = workload_in(documents)
         if run := (from_file["metadata"].get("labels") or {}).get(Label.RUN):
             workload["metadata"].setdefault("annotations", {})[FILE_ANNOTATION] = run
@@ -86,17 +81,17 @@ class Submission:
         alive = {meta["uid"] for meta in workloads if "deletionTimestamp" not in meta}
         companions: list[Document] = []
         for document in documents:
-            kind, meta = api.kind_of(document), document["metadata"]
+            kind, meta = kinds.kind_of(document), document["metadata"]
             if document is workload and (secret := configmaps_and_service.key_secret(job, workload, secrets.token_hex(32))):
                 key, sentence = self._create_key(secret, alive)
                 companions += key
                 yield sentence
             title = f"{kind} {meta['name']}"
             old = self._existing(document, alive)
-            if old is not None and kind is api.CLAIM:
+            if old is not None and kind is kinds.CLAIM:
                 yield configmaps_and_service.existing_claim(document, old)
                 continue
-            if kind not in NAMED_AFTER_JOB:  # includes objects created since `make_room`
+            if kind not in dropins.ELASTIC_JOBS:  # includes objects created since `make_room`
                 ownership.check(old, {Label.JOB: job.metadata.name}, instead=_REMEDY)
             result = apply_documents.apply(self.cluster, document, old=old)
             yield f"{title} {result.what}"
@@ -171,7 +166,7 @@ class Submission:
 
     def _ended(self, workload: Document) -> State | None:
         """Return the state in which a workload has ended, None if it has not. For a StatefulSet the agents are queried."""
-        if api.kind_of(workload) is api.STATEFUL_SET and not job_status.is_suspended(workload):
+        if kinds.kind_of(workload) is kinds.STATEFUL_SET and not job_status.is_suspended(workload):
             state = self.workloads.status(job_name(workload)).state
             return state if state.final else None
         return job_status.final_state(workload)
@@ -208,8 +203,8 @@ class Submission:
         workload."""
         if (existing := apply_documents.existing(self.cluster, document)) is None:
             return None
-        kind, meta, owners = api.kind_of(document), document["metadata"], owner_references.owners(existing)
-        if kind not in (*COMPANIONS, api.SECRET) or not ownership.owned(existing) or not owners or owners & alive:
+        kind, meta, owners = kinds.kind_of(document), document["metadata"], owner_references.owners(existing)
+        if kind not in (*COMPANIONS, kinds.SECRET) or not ownership.owned(existing) or not owners or owners & alive:
             return existing
         try:
             self.cluster.delete(kind, meta["name"], namespace=meta.get("namespace"), uid=existing["metadata"]["uid"])
@@ -222,10 +217,10 @@ class Submission:
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> list[str]:
         """End or remove workloads that are in the way of a new job, or refuse. Returns sentences about them. Raises
         AlreadyRunning."""
-        desired = {(api.kind_of(document), document["metadata"]["name"]) for document in documents}
+        desired = {(kinds.kind_of(document), document["metadata"]["name"]) for document in documents}
         sentences: list[str] = []
         for number, old in enumerate(self.workloads.of(name)):
-            kind, title = api.kind_of(old), old["metadata"]["name"]
+            kind, title = kinds.kind_of(old), old["metadata"]["name"]
             same, ended = (kind, title) in desired, self._ended(old)
             if not fresh and not ended and not same:
                 raise AlreadyRunning(
@@ -239,7 +234,7 @@ class Submission:
             if (fresh or (same and job_status.final_state(old))) and not dry_run:  # nothing trains an ElasticJob that has ended
                 self.workloads.delete(kind, old, grace_s=None)
                 self.workloads.wait_until_gone(kind, old)
-        own = [each for each in documents if api.kind_of(each) not in (api.CLAIM, *NAMED_AFTER_JOB)]
+        own = [each for each in documents if kinds.kind_of(each) not in (kinds.CLAIM, *dropins.ELASTIC_JOBS)]
         apply_documents.check(self.cluster, own, {Label.JOB: name}, instead=_REMEDY)
         return sentences
 
@@ -251,7 +246,6 @@ def _training_spec(elastic_job: Document) -> Document:
 
 
 def _same_file(existing: Document, desired: Document) -> bool:
-    """Return whether two workloads were made from the same file."""
     meta, run = existing["metadata"], (desired["metadata"].get("labels") or {}).get(Label.RUN)
     if existing["kind"] != desired["kind"] or "deletionTimestamp" in meta:
         return False

@@ -1,7 +1,7 @@
 """Waiting for the end of a job in a cluster, as a step of a pipeline does. Decision: docs/decisions/0054-a-step-of-a-pipeline.md.
 
     waiter = Waiter(workloads, "digits", say=print)
-    waiter.submit(lambda: backend.apply(job, source=file))
+    waiter.submit(lambda: backend.submission.apply(job, source=file))
     result = waiter.wait()
 
 Only the end of the job ends the wait; the wait goes on while the API server is unavailable, or the job is suspended or queued.
@@ -15,7 +15,7 @@ import enum
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from outlast.base.errors import Absent, ClusterError, Forbidden, NotFound, NotSe
 from outlast.job.contract import Env
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api
-from outlast.kubernetes.api import kubeconfig, pod_status
+from outlast.kubernetes.api import kinds, kubeconfig, pod_status
 from outlast.kubernetes.jobs import job_status
 from outlast.kubernetes.jobs.job_documents import Workloads
 
@@ -63,12 +63,6 @@ class WaitResult:
     status: JobStatus
 
 
-@dataclass(frozen=True)
-class Timing:
-    now: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-
-
 @dataclass
 class Waiter:
     """Submits one job and waits for its end."""
@@ -76,13 +70,14 @@ class Waiter:
     workloads: Workloads
     name: str
     say: Callable[[str], None]
-    timing: Timing = field(default_factory=Timing)
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
     may_cancel: bool = False
     """Whether we may cancel the job of this name: either we have submitted it, or only we use the name."""
     defer_sigterm: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """A context manager that defers SIGTERM: once the job exists, SIGTERM must not arrive before we have noted that the job is
     ours."""
-    _kind: api.Kind = api.ELASTIC_JOB
+    _kind: kinds.Kind = kinds.ELASTIC_JOB
     _title: str = ""
     _uid: str = ""
 
@@ -95,17 +90,16 @@ class Waiter:
                     self.say(sentence)
                 for workload in self.workloads.of(self.name)[:1]:  # none: somebody has already removed it
                     meta = workload["metadata"]
-                    self._kind, self._title, self._uid = api.kind_of(workload), meta["name"], meta["uid"]
+                    self._kind, self._title, self._uid = kinds.kind_of(workload), meta["name"], meta["uid"]
                 self.may_cancel = True
 
         self._retry(attempt, _SUBMIT_S)
 
     def wait(self) -> WaitResult:
-        """Wait for the end of the job."""
         last: JobStatus | None = None
-        reported_s = self.timing.now()
+        reported_s = self.now()
         while self._uid:
-            due = last is None or self.timing.now() - reported_s >= PROGRESS_S
+            due = last is None or self.now() - reported_s >= PROGRESS_S
             status = self._retry(lambda due=due: self._request_status(query_agents=due))  # type: ignore[misc]
             if status is None:
                 return self._ended_elsewhere(last)
@@ -113,9 +107,9 @@ class Waiter:
                 return self._result(status)
             if due or last is None or status.state is not last.state:
                 self.say(progress(status))
-                reported_s = self.timing.now()
+                reported_s = self.now()
             last = status
-            self.timing.sleep(POLL_S)
+            self.sleep(POLL_S)
         return self._ended_elsewhere(None)
 
     def on_sigterm(self, mode: str, read_step: ReadStep) -> WaitResult:
@@ -151,26 +145,26 @@ class Waiter:
         if workload["metadata"]["uid"] != self._uid:
             return None
         ended = job_status.final_state(workload) is not None
-        query_agents = query_agents or ended or self._kind is api.STATEFUL_SET  # only its agents know its end
+        query_agents = query_agents or ended or self._kind is kinds.STATEFUL_SET  # only its agents know its end
         snapshot = self.workloads.snapshot(self.name, [workload], self.workloads.pods(self.name), query_agents=query_agents)
         return job_status.status(snapshot)
 
     def _retry(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
         """Return the answer to a request, which is repeated while the API server is unavailable or does not serve the kind of
         a job that existed before."""
-        since = self.timing.now()
+        since = self.now()
         unserved: float | None = None
 
         def hopeless(error: ClusterError) -> bool:
             nonlocal unserved
-            now = self.timing.now()
+            now = self.now()
             if isinstance(error, NotServed):
                 unserved = now if unserved is None else unserved
                 return not self._uid or now - since > timeout_s or now - unserved > _UNSERVED_S
             unserved = None
             return not isinstance(error, Unanswered) or now - since > timeout_s
 
-        return backoff.until_answered(request, self.say, every_s=POLL_S, sleep=self.timing.sleep, hopeless=hopeless)
+        return backoff.until_answered(request, self.say, every_s=POLL_S, sleep=self.sleep, hopeless=hopeless)
 
     def _result(self, status: JobStatus) -> WaitResult:
         if status.state is State.SUCCEEDED:
@@ -237,9 +231,8 @@ def reason_to_continue(pod: api.Document | None, owner: api.Document | None) -> 
     Workflow is gone."""
     spec = (owner or {}).get("spec") or {}
     deleting = owner is not None and "deletionTimestamp" in owner["metadata"]
-    if (
-        pod is None or deleting or spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0
-    ):  # 0: Kubeflow Pipelines terminates
+    terminated = spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0  # Kubeflow Pipelines sets 0
+    if pod is None or deleting or terminated:
         return ""
     if disruption := pod_status.disruption(pod):
         return f"the step's pod is evicted ({disruption.get('reason')}), and the step is to be run again"
@@ -260,7 +253,7 @@ def own_pod(
     unknown = (OSError, Absent, Forbidden, NotServed)
     try:
         namespace = Path(kubeconfig.ACCOUNT, "namespace").read_text().strip()
-        pod = cluster.find(api.POD, name, namespace=namespace)
+        pod = cluster.find(kinds.POD, name, namespace=namespace)
     except unknown:
         return None, None
     if pod is None:
@@ -269,7 +262,7 @@ def own_pod(
         pod = {**last, "metadata": {"deletionTimestamp": "", **last["metadata"]}}
     owners = pod["metadata"].get("ownerReferences") or ()
     try:
-        workflow = next(each["name"] for each in owners if each["kind"] == api.WORKFLOW.kind)
-        return pod, cluster.get(api.WORKFLOW, workflow, namespace=namespace)
+        workflow = next(each["name"] for each in owners if each["kind"] == kinds.WORKFLOW.kind)
+        return pod, cluster.get(kinds.WORKFLOW, workflow, namespace=namespace)
     except (StopIteration, *unknown):
         return pod, None

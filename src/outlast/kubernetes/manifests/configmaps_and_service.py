@@ -1,4 +1,5 @@
-"""The objects besides the workload: ConfigMaps with the job file and the code, the headless Service, and claims."""
+"""The objects besides the workload: ConfigMaps with the job file and the code, the headless Service, claims, and the rights of
+workers."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import base64
 from outlast.base import units
 from outlast.job import contract, spec
 from outlast.job.contract import Env, Pod
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import labels, variables, volumes
 from outlast.kubernetes.manifests.names import Names
 from outlast.kubernetes.manifests.render_request import Document, Request
@@ -14,13 +16,9 @@ from outlast.kubernetes.manifests.render_request import Document, Request
 
 def config(request: Request) -> Document:
     """Return the ConfigMap with the job file. It is immutable: another content has another name."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": labels.metadata(request, request.names.config),
-        "immutable": True,
-        "data": volumes.config_data(request),
-    }
+    return kinds.CONFIG_MAP.document(
+        labels.metadata(request, request.names.config), immutable=True, data=volumes.config_data(request)
+    )
 
 
 def code(request: Request) -> list[Document]:
@@ -28,15 +26,9 @@ def code(request: Request) -> list[Document]:
     checksum = volumes.checksum(request.spec.code)
     if not (request.code and checksum):
         return []
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": labels.metadata(request, request.names.code(checksum)),
-            "immutable": True,
-            "binaryData": {volumes.archive(request.spec.code): base64.b64encode(request.code).decode()},
-        }
-    ]
+    data = {volumes.archive(request.spec.code): base64.b64encode(request.code).decode()}
+    meta = labels.metadata(request, request.names.code(checksum))
+    return [kinds.CONFIG_MAP.document(meta, immutable=True, binaryData=data)]
 
 
 def service(request: Request) -> Document:
@@ -47,17 +39,9 @@ def service(request: Request) -> Document:
 
 def headless(meta: Document, selector: dict[str, str], target: str | int) -> Document:
     """Return a headless Service for the rendezvous of pods, including pods that are not ready; `target` is their port."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": meta,
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": selector,
-            "ports": [{"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": target}],
-        },
-    }
+    port = {"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": target}
+    fields = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": [port]}
+    return kinds.SERVICE.document(meta, spec=fields)
 
 
 def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None:
@@ -67,7 +51,7 @@ def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None
     meta: Document = {"name": name, "labels": labels.common(job)}
     if namespace := workload["metadata"].get("namespace"):
         meta["namespace"] = namespace
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "immutable": True, "stringData": {variables.KEY: value}}
+    return kinds.SECRET.document(meta, immutable=True, stringData={variables.KEY: value})
 
 
 def _secret_name(job: spec.Job, workload: Document) -> str:
@@ -84,15 +68,8 @@ def _secret_name(job: spec.Job, workload: Document) -> str:
 
 def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
     """Return the PersistentVolumeClaims to create, for volumes that have a size. `mode` is the default access mode."""
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": labels.metadata(request, name),
-            "spec": claim,
-        }
-        for name, claim in volumes.claims(request.spec, mode).items()
-    ]
+    claims = volumes.claims(request.spec, mode)
+    return [kinds.CLAIM.document(labels.metadata(request, name), spec=claim) for name, claim in claims.items()]
 
 
 def existing_claim(desired: Document, existing: Document) -> str:
@@ -112,3 +89,37 @@ def _storage(claim: Document) -> dict[str, str]:
         "StorageClass": claim["spec"].get("storageClassName") or "",
         "access mode": ", ".join(claim["spec"].get("accessModes", ())),
     }
+
+
+def worker_account(job: str) -> str:
+    """Return the name of the account of a job's workers, and of its Role."""
+    return f"{job}-worker"
+
+
+def worker_access(
+    job: str, namespace: str, max_workers: int, common: dict[str, str], owner: Document, *, bound_account: str = ""
+) -> list[Document]:
+    """Return the rights of one job's workers: to create and change their Leases, each by its name, and to read their job.
+    Rights to create objects by name work because the workers use server-side apply, which is authorized with the object's
+    name, unlike a POST. `bound_account` is the account of the workers' pods; default: the account that is created here."""
+    name = worker_account(job)
+    meta = {"name": name, "namespace": namespace, "labels": dict(common), "ownerReferences": [owner]}
+    leases = {
+        "apiGroups": [kinds.LEASE.group],
+        "resources": [kinds.LEASE.plural],
+        "verbs": ["create", "patch"],
+        "resourceNames": [contract.worker_name(job, index) for index in range(max_workers)],
+    }
+    own_job = {
+        "apiGroups": [kinds.ELASTIC_JOB.group],
+        "resources": [kinds.ELASTIC_JOB.plural],
+        "verbs": ["get", "list", "watch"],
+        "resourceNames": [job],
+    }
+    role = {"apiGroup": kinds.ROLE.group, "kind": kinds.ROLE.kind, "name": name}
+    subject = {"kind": kinds.SERVICE_ACCOUNT.kind, "name": bound_account or name, "namespace": namespace}
+    return [
+        kinds.SERVICE_ACCOUNT.document(meta, automountServiceAccountToken=False),
+        kinds.ROLE.document(meta, rules=[leases, own_job]),
+        kinds.ROLE_BINDING.document(meta, roleRef=role, subjects=[subject]),
+    ]

@@ -11,11 +11,10 @@ from pathlib import PurePosixPath
 from outlast.base.errors import OutlastError
 from outlast.job import url_logins
 from outlast.job.contract import Env, Label, Pod
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import labels, names, volumes
 from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE, Document
 
-IMAGE = OPERATOR_IMAGE
-"""An image with Outlast but without torch."""
 _TTL_S = 86_400
 """TTL of the Job after its end, during which its log can be read."""
 _RETRIES = 3
@@ -34,7 +33,8 @@ class Download:
     """Directory on the claim, or URL of a place in a store. Default: `directory`, on the claim."""
     claim: str = ""
     """`NAME:/PATH`: the claim's name, and the path at which it is mounted."""
-    image: str = IMAGE
+    image: str = OPERATOR_IMAGE
+    """An image with Outlast; the default is without torch."""
     secrets: Sequence[str] = ()
     """Names of Secrets whose keys become environment variables, mostly credentials of a store."""
 
@@ -68,33 +68,9 @@ def parse_claim(option: str) -> tuple[str, str]:
     return claim, path
 
 
-def job(name: str, metadata: Document, pod: Document) -> Document:
-    """Return a Job of one pod, kept for a day after its end. `metadata` is the pod's metadata; the Job gets its labels, too."""
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name, "labels": metadata["labels"]},
-        "spec": {
-            "backoffLimit": _RETRIES,
-            "ttlSecondsAfterFinished": _TTL_S,
-            "podReplacementPolicy": "Failed",  # one writer at a time
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        "action": "FailJob",  # a user's mistake: the sentence is the log's last line
-                        "onExitCodes": {"containerName": Pod.CONTAINER, "operator": "In", "values": [2]},
-                    },
-                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                ]
-            },
-            "template": {"metadata": {**metadata, "labels": {**labels.NO_SIDECAR, **metadata["labels"]}}, "spec": pod},
-        },
-    }
-
-
 def document(download: Download) -> Document:
-    """Return the Job that downloads the dataset. Raises OutlastError if the destination is missing or not on the claim, or if
-    a URL contains credentials."""
+    """Return the Job that downloads the dataset, kept for a day after its end. Raises OutlastError if the destination is missing
+    or not on the claim, or if a URL contains credentials."""
     for url in (download.dataset, download.to):
         if problem := url_logins.exposed(url, "whoever may view the Job reads its command"):
             raise OutlastError(f"{url_logins.hidden(url)} {problem}; a pod has the variables of the Secrets that --secret names")
@@ -106,10 +82,11 @@ def document(download: Download) -> Document:
         **labels.selector(download.name),
         Label.DATASET: names.fit(download.name, 63),
     }
-    scratch = {Pod.CACHE: "cache", Pod.HOME: "home", "/tmp": "tmp"}
-    mounted = [({"name": name, "emptyDir": {}}, {"name": name, "mountPath": place}) for place, name in scratch.items()]
+    volumes_: list[Document] = [{"name": name, "emptyDir": {}} for name in ("cache", "home", "tmp")]
+    mounts = dict(zip(("cache", "home", "tmp"), (Pod.CACHE, Pod.HOME, "/tmp"), strict=True))
     if claim:
-        mounted.append(({"name": "claim", "persistentVolumeClaim": {"claimName": claim}}, {"name": "claim", "mountPath": path}))
+        volumes_.append({"name": "claim", "persistentVolumeClaim": {"claimName": claim}})
+        mounts["claim"] = path
     variables = {Env.CACHE: Pod.CACHE, "HOME": Pod.HOME, "USER": "outlast", "PYTHONUNBUFFERED": "1"}
     container: Document = {
         "name": Pod.CONTAINER,
@@ -121,7 +98,7 @@ def document(download: Download) -> Document:
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
         "securityContext": volumes.container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [mount for _, mount in mounted],
+        "volumeMounts": [{"name": name, "mountPath": place} for name, place in mounts.items()],
     }
     pod = {
         "restartPolicy": "Never",
@@ -129,6 +106,16 @@ def document(download: Download) -> Document:
         "enableServiceLinks": False,
         "securityContext": volumes.pod_security(),
         "containers": [container],
-        "volumes": [volume for volume, _ in mounted],
+        "volumes": volumes_,
     }
-    return job(download.name, {"labels": meta}, pod)
+    # A user's mistake fails at once: the sentence is the log's last line. Disruptions do not count.
+    mistake = {"action": "FailJob", "onExitCodes": {"containerName": Pod.CONTAINER, "operator": "In", "values": [2]}}
+    disruption = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    fields = {
+        "backoffLimit": _RETRIES,
+        "ttlSecondsAfterFinished": _TTL_S,
+        "podReplacementPolicy": "Failed",  # one writer at a time
+        "podFailurePolicy": {"rules": [mistake, disruption]},
+        "template": {"metadata": {"labels": {**labels.NO_SIDECAR, **meta}}, "spec": pod},
+    }
+    return kinds.JOB.document({"name": download.name, "labels": meta}, spec=fields)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outlast.job.contract import Env, Label, Pod
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import names
 from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import gang
@@ -42,9 +43,5 @@ def document(job: str, template: Document, args: Sequence[str], *, unique: str) 
             ]
             for probe in ("startupProbe", "livenessProbe", "readinessProbe", "args"):
                 container.pop(probe, None)
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name, "labels": {Label.JOB: job, "app.kubernetes.io/component": COMPONENT}},
-        "spec": {"backoffLimit": 0, "ttlSecondsAfterFinished": _TTL_S, "template": pod},
-    }
+    meta = {"name": name, "labels": {Label.JOB: job, "app.kubernetes.io/component": COMPONENT}}
+    return kinds.JOB.document(meta, spec={"backoffLimit": 0, "ttlSecondsAfterFinished": _TTL_S, "template": pod})

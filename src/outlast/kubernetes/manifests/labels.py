@@ -47,7 +47,6 @@ def common(job: spec.Job) -> dict[str, str]:
 
 
 def worker(request: Request) -> dict[str, str]:
-    """Return the labels of a worker's pod."""
     return {
         **common(request.job),
         "app.kubernetes.io/component": "worker",

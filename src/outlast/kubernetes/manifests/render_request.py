@@ -40,6 +40,12 @@ class Request:
     def spec(self) -> spec.Spec:
         return self.job.spec
 
+    def image(self) -> str:
+        """Return the image of the job's pods. Raises InvalidJob if there is none."""
+        if self.spec.image is None:
+            raise invalid_job(self.job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")
+        return self.spec.image
+
     def with_spec(self, **fields: Any) -> Request:
         """Return the request with other values for fields of `spec`."""
         changed = self.spec.model_copy(update=fields)

@@ -32,7 +32,6 @@ class Share:
     """Size of `/dev/shm` in bytes; None: limited only by the memory."""
 
     def container(self) -> dict[str, Quantities]:
-        """Return the `resources` of a container."""
         return {key: value for key, value in (("requests", self.requests), ("limits", self.limits)) if value}
 
 
@@ -73,7 +72,6 @@ def _cores(count: float | None) -> Quantities:
 
 
 def total(fields: spec.Spec, count: int) -> Quantities:
-    """Return the resources that `count` workers request in total."""
     requested = fields.resources
     quantities = _cores((requested.cpu or requested.cpu_limit or 0) * count)
     if requested.memory:

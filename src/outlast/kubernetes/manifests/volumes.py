@@ -115,14 +115,12 @@ def config_data(request: Request) -> Document:
 
 
 def job_file(job: spec.Job) -> str:
-    """Return the job file for a pod."""
     return spec.dump(document(job))
 
 
 def volumes(request: Request) -> tuple[list[Document], list[Document]]:
     """Return the volumes of a pod, and the mounts of its container, with one mount per path."""
     by_path: dict[str, tuple[Document, Document]] = {}
-    """Volumes and mounts, by mount path."""
     for place, name, source in _standard_volumes(request):
         by_path[place] = {"name": name, **source}, {"name": name, "mountPath": place}
     for place, volume, mount in user_volumes(request.spec):
@@ -247,12 +245,10 @@ def _is_local(place: str | None) -> bool:
 
 
 def _in_pod(fields: spec.Spec, place: str) -> bool:
-    """Return whether a directory of code is in the pod, in its image or on a volume."""
     return str(spec.local(place)) == Pod.CODE or (_on_volume(fields, Pod.CODE) and not spec.archive(place))
 
 
 def _on_volume(fields: spec.Spec, place: str) -> bool:
-    """Return whether a path in the pod is on a volume."""
     path = PurePosixPath(place)
     return any(PurePosixPath(volume.to) in (path, *path.parents) for volume in fields.volumes)
 

@@ -17,13 +17,11 @@ from typing import Literal
 
 from outlast.job import contract, spec
 from outlast.job.contract import Annotation, Label, Pod
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import injected_agent, labels, overlay, resources, variables
 from outlast.kubernetes.manifests import volumes as places
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 from outlast.kubernetes.manifests.scheduling import disruption, gang, placement
-
-START_S = 120
-"""Timeout of the startup probe, long enough for a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,6 @@ class Worker:
     """The parameters of a worker's pod that depend on the topology."""
 
     index: variables.Source
-    """Source of the worker's index."""
     rendezvous: str
     restart: Literal["Never", "Always"] = "Never"
     subdomain: str = ""
@@ -83,7 +80,7 @@ def pod(request: Request, worker: Worker, *, index: int, generation: int, file: 
     own = templated["metadata"].pop("annotations", {})
     meta["annotations"] = {**disruption.DO_NOT_DISRUPT, **own, Annotation.JOB_FILE: file}
     # As in Kubernetes, the `name` of a template is ignored.
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**templated["metadata"], **meta}, "spec": templated["spec"]}
+    return kinds.POD.document({**templated["metadata"], **meta}, spec=templated["spec"])
 
 
 def termination_grace_s(fields: spec.Spec) -> int:
@@ -129,13 +126,11 @@ def job_limits(fields: spec.Spec) -> Document:
 
 
 def _container(request: Request, worker: Worker, mounts: list[Document]) -> Document:
-    if request.spec.image is None:
-        raise invalid_job(request.job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")
     secrets = variables.from_secrets(request.spec)
     env = variables.container_env(request, index=worker.index, rendezvous=worker.rendezvous, stay=worker.stay)
     return {
         "name": Pod.TRAINER,
-        "image": request.spec.image,
+        "image": request.image(),
         "command": [*injected_agent.program(request), "agent"],
         "workingDir": Pod.CODE,
         "env": env,
@@ -145,31 +140,18 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
             {"name": "rendezvous", "containerPort": Pod.RENDEZVOUS_PORT},
         ],
         "resources": resources.share(request.job).container(),
-        **probes(startup_failures=START_S // 2, liveness_failures=6),
+        "startupProbe": _probe("/healthz", period_s=2, failures=60),  # long enough for a busy machine
+        "livenessProbe": _probe("/healthz", period_s=10, failures=6),
+        "readinessProbe": _probe("/readyz", period_s=5, failures=1),
         "securityContext": places.container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",  # the log's last lines are in the status of a pod that failed
         "volumeMounts": mounts,
     }
 
 
-def probes(*, startup_failures: int, liveness_failures: int) -> Document:
-    """Return the probes of our processes, with the failure thresholds of the startup probe, sent every two seconds, and of
-    the liveness probe, sent every ten seconds."""
-    return {
-        "startupProbe": probe("/healthz", period_s=2, failures=startup_failures),
-        "livenessProbe": probe("/healthz", period_s=10, failures=liveness_failures),
-        "readinessProbe": probe("/readyz", period_s=5, failures=1),
-    }
-
-
-def probe(path: str, *, period_s: int, failures: int, port: str = "probes") -> Document:
-    """Return an HTTP probe; `failures` is the failure threshold."""
-    return {
-        "httpGet": {"path": path, "port": port},
-        "periodSeconds": period_s,
-        "timeoutSeconds": 5,
-        "failureThreshold": failures,
-    }
+def _probe(path: str, *, period_s: int, failures: int) -> Document:
+    get = {"path": path, "port": "probes"}
+    return {"httpGet": get, "periodSeconds": period_s, "timeoutSeconds": 5, "failureThreshold": failures}
 
 
 def with_user_template(job: spec.Job, base: Document, required_labels: dict[str, str]) -> Document:

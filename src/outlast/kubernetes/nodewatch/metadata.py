@@ -43,7 +43,6 @@ class Metadata:
         return [*([notices.REBALANCE] if recommended else []), *planned]
 
     def _get(self, path: str) -> str | None:
-        """Return the document at a path, or None for 404."""
         status, text = self._request("GET", path, {"X-aws-ec2-metadata-token": self._token})
         if status == 401:  # the token is missing or has expired
             status, self._token = self._request("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})

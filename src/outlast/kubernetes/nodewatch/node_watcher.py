@@ -10,7 +10,7 @@ from typing import Any
 from outlast.base import backoff
 from outlast.base.errors import Absent, ClusterError, Conflict
 from outlast.job.contract import LeavingKind
-from outlast.kubernetes.api import NODE, POD, Cluster, pod_status
+from outlast.kubernetes.api import Cluster, kinds, pod_status
 from outlast.kubernetes.nodewatch import drain, notices
 from outlast.kubernetes.nodewatch.drain import Step
 from outlast.kubernetes.nodewatch.metadata import Metadata, MetadataAway
@@ -70,7 +70,7 @@ class Watcher:
     def _mark(self, notice: Notice | None, now: float, tries: int = 5) -> bool:
         """Record this notice on the node; None removes the recorded notice. Returns whether this succeeded."""
         try:
-            self.cluster.patch(NODE, self.name, notices.node_patch(self.cluster.get(NODE, self.name), notice))
+            self.cluster.patch(kinds.NODE, self.name, notices.node_patch(self.cluster.get(kinds.NODE, self.name), notice))
         except Conflict:
             return tries > 1 and self._mark(notice, now, tries - 1)  # another client has just written the node
         except ClusterError as error:
@@ -86,7 +86,7 @@ class Watcher:
     def _drain(self, notice: Notice, now: float) -> bool:
         """Evict the pods that are due. Returns whether the node is drained."""
         try:
-            pods = self.cluster.list_(POD, everywhere=True, fields=f"spec.nodeName={self.name}")
+            pods = self.cluster.list_(kinds.POD, everywhere=True, fields=f"spec.nodeName={self.name}")
         except ClusterError as error:
             self._log_once(f"the pods of node {self.name} cannot be listed: {error}; trying again")
             return False
@@ -109,13 +109,12 @@ class Watcher:
             except ClusterError:
                 if not step.last:
                     raise
-                self.cluster.delete(POD, meta["name"], **options)
+                self.cluster.delete(kinds.POD, meta["name"], **options)
         except ClusterError as error:
             return self._log_once(f"{name} stays for now: {error}", f"{name} {type(error).__name__}")
         self._log_once(f"evicts {name}, which has {step.grace_s} s to end", name)
 
     def _log_once(self, sentence: str, key: str = "") -> None:
-        """Log a message once per notice."""
         if sentence and (key or sentence) not in self._logged:
             self._logged.add(key or sentence)
             log.warning("%s", sentence)

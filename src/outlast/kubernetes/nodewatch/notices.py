@@ -17,6 +17,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from outlast.job.contract import LEAVING, Annotation, LeavingKind
+from outlast.kubernetes.api import pod_status
 
 SPOT_S = 120.0
 """Seconds from an unreadable interruption notice to the assumed end of the machine."""
@@ -90,7 +91,7 @@ def node_patch(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]
     if notice is not None:
         taint = {"key": LEAVING, "value": notice.kind.value, "effect": "NoSchedule"}
         spec_patch = {"taints": [*taints, taint], "unschedulable": True}
-        at = None if notice.deadline is None else utc(notice.deadline)
+        at = None if notice.deadline is None else pod_status.rfc3339(notice.deadline)
         annotations = {Annotation.LEAVING_AT: at, Annotation.LEAVING_REASON: notice.reason}
         annotations |= {} if spec.get("unschedulable") else {Annotation.CORDONED: "true"}
     elif Annotation.CORDONED in (meta.get("annotations") or {}):
@@ -109,11 +110,6 @@ def read(node: Mapping[str, Any]) -> Notice | None:
         timestamp(annotations.get(Annotation.LEAVING_AT)),
         annotations[Annotation.LEAVING_REASON],
     )
-
-
-def utc(at: float) -> str:
-    """Format a time as RFC 3339 in UTC: `2026-01-01T00:02:00Z`."""
-    return datetime.fromtimestamp(math.floor(at), UTC).isoformat().replace("+00:00", "Z")
 
 
 def timestamp(text: object) -> float | None:

@@ -16,9 +16,8 @@ from typing import Any
 
 from outlast.base.errors import Absent, ClusterError, Conflict, Forbidden, Refused, Taken
 from outlast.job.contract import OPERATOR, Label
-from outlast.kubernetes.api import owner_references
+from outlast.kubernetes.api import owner_references, pod_status
 from outlast.kubernetes.api.kinds import EVENT, ROLE, ROLE_BINDING, kind_of
-from outlast.kubernetes.operator import elasticjob_status
 from outlast.kubernetes.operator.plan import Deletion, Document, Event, Plan
 from outlast.kubernetes.operator.writer import Parallel, Writer
 
@@ -95,8 +94,6 @@ def carry_out(
 
 
 class _Execution:
-    """One plan being carried out."""
-
     def __init__(
         self,
         cluster: Writer,
@@ -111,7 +108,6 @@ class _Execution:
         """Sentences about objects that do not belong to this job but have names that its objects need."""
 
     def write_event(self, event: Event) -> None:
-        """Write an Event, possibly in the background."""
         self._background(functools.partial(_write_event, self.cluster, self.job, event, self.now))
 
     def prerequisites(self, plan: Plan) -> str:
@@ -225,13 +221,7 @@ def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:
     """Return the job as written to its status subresource with PUT, which replaces the whole status and so also removes
     missing keys; a merge patch would keep them. The resource version makes the write conditional."""
     meta = {name: job["metadata"][name] for name in ("name", "namespace", "uid", "resourceVersion") if name in job["metadata"]}
-    return {
-        "apiVersion": job["apiVersion"],
-        "kind": job["kind"],
-        "metadata": meta,
-        "spec": job.get("spec", {}),
-        "status": dict(status),
-    }
+    return kind_of(job).document(meta, spec=job.get("spec", {}), status=dict(status))
 
 
 def _create(cluster: Writer, document: Document) -> bool:
@@ -266,27 +256,18 @@ def _write_event(cluster: Writer, job: Mapping[str, Any], event: Event, now: flo
 
 def event_document(job: Mapping[str, Any], event: Event, now: float) -> Document:
     meta = job["metadata"]
+    namespace, time = meta.get("namespace", "default"), pod_status.rfc3339(now)
     content = "\0".join((meta["uid"], event.type, event.reason, event.message, str(int(now // EVENT_WINDOW_S))))
-    time = elasticjob_status.timestamp(now)
-    return {
-        "apiVersion": EVENT.api_version,
-        "kind": EVENT.kind,
-        "metadata": {
-            "name": f"{meta['name']}.{hashlib.sha256(content.encode()).hexdigest()[:16]}",
-            "namespace": meta.get("namespace", "default"),
-        },
-        "involvedObject": {
-            "apiVersion": job["apiVersion"],
-            "kind": job["kind"],
-            "name": meta["name"],
-            "namespace": meta.get("namespace", "default"),
-            "uid": meta["uid"],
-        },
-        "type": event.type,
-        "reason": event.reason,
-        "message": event.message[:1024],  # the server takes no more
-        "source": {"component": OPERATOR},
-        "firstTimestamp": time,
-        "lastTimestamp": time,
-        "count": 1,
-    }
+    name = f"{meta['name']}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    involved = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": meta["name"], "namespace": namespace}
+    return EVENT.document(
+        {"name": name, "namespace": namespace},
+        involvedObject={**involved, "uid": meta["uid"]},
+        type=event.type,
+        reason=event.reason,
+        message=event.message[:1024],  # the server takes no more
+        source={"component": OPERATOR},
+        firstTimestamp=time,
+        lastTimestamp=time,
+        count=1,
+    )

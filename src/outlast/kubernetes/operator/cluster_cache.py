@@ -26,20 +26,15 @@ from outlast.kubernetes.operator import leaving_nodes
 
 Document = dict[str, Any]
 NamespacedName = tuple[str, str]
-"""Namespace and name."""
 _NODE_ANNOTATIONS = (Annotation.LEAVING_AT, Annotation.LEAVING_REASON)
-"""Annotations of nodes that the operator reads."""
 _REDUNDANT_ANNOTATIONS = (Annotation.JOB_FILE, "kubectl.kubernetes.io/last-applied-configuration")
 """Annotations that repeat other documents."""
 _WORKER_LEASE = re.compile(re.escape(contract.worker_name("@", 0)).replace("@", "(?P<job>.+)").replace("0", "[0-9]+"))
-"""Pattern of the name of a worker's Lease."""
 Urgency = Literal["now", "later"]
 """When a change is reconciled: immediately, or within seconds together with other changes."""
 
 
 class Key(NamedTuple):
-    """Identifies a job."""
-
     kind: Kind
     namespace: str
     name: str
@@ -58,7 +53,6 @@ class CachedJob:
     refusal: str = ""
     """A sentence about why the job's pods could not be created on the last attempt; else empty."""
     job_count: int = 1
-    """Number of jobs of the same kind."""
 
 
 class _Entry(NamedTuple):
@@ -86,7 +80,6 @@ class KindCache:
     synced: bool = False
     """Whether the watch has ever delivered everything."""
     connected_at: float = 0.0
-    """When the watch was connected."""
     written: dict[NamespacedName, _Entry] = field(default_factory=dict)
     """Responses to our own writes, as long as the watch has not reached their versions."""
     deleted_uids: set[str] = field(default_factory=set)
@@ -142,7 +135,6 @@ class KindCache:
         return previous is not None and self.newest(name) is None
 
     def add_written(self, document: Document) -> None:
-        """Store the response to one of our writes."""
         name, new = _name_of(document), _entry(self.kind, document)
         last = self.written.get(name)
         if new.version > self.delivered_version and (last is None or last.version < new.version):
@@ -298,7 +290,6 @@ class Cache:
             return len(self._kinds[kind].watched)
 
     def _notify(self, kind: Kind, document: Document, urgency: Urgency = "now") -> None:
-        """Report the jobs that a change concerns."""
         namespace, name = _name_of(document)
         if kind in self.jobs:
             self.on_change(Key(kind, namespace, name), urgency)

@@ -7,12 +7,10 @@ from typing import Any
 
 from outlast.job import contract, spec
 from outlast.kubernetes.api.kinds import Kind
-from outlast.kubernetes.manifests import configmaps_and_service, labels, names, variables, volumes, worker_pod
-from outlast.kubernetes.manifests.installed import rbac
+from outlast.kubernetes.manifests import configmaps_and_service, labels, names, topologies, volumes, worker_pod
 from outlast.kubernetes.manifests.render_request import Request
 from outlast.kubernetes.manifests.scheduling import disruption, gang, kueue, placement
 from outlast.kubernetes.manifests.scheduling.kueue import Priority
-from outlast.kubernetes.manifests.topologies import elasticjob
 from outlast.kubernetes.operator.observed_job import JobSnapshot
 
 Document = dict[str, Any]
@@ -21,7 +19,7 @@ Document = dict[str, Any]
 def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
     """Return the objects that must exist before the first pod. Raises InvalidJob for a job that cannot be rendered as pods."""
     request = _request(snapshot)
-    elasticjob.documents(request)  # validates jobs from kubectl, which `outlast submit` has not checked
+    topologies.elasticjob(request)  # validates jobs from kubectl, which `outlast submit` has not checked
     worker = worker_pod.pod(request, _worker(snapshot, request), index=0, generation=0, file="")
     return (
         *configmaps_and_service.claims(request),  # without owner: they may hold data that others need
@@ -86,10 +84,10 @@ def _request(snapshot: JobSnapshot) -> Request:
 
 def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> worker_pod.Worker:
     return worker_pod.Worker(
-        index=variables.literal_source(str(index)),
+        index=str(index),
         rendezvous=f"{contract.KUBERNETES}{snapshot.name}",
         subdomain=request.names.service,
-        account=rbac.account(snapshot.name),
+        account=configmaps_and_service.worker_account(snapshot.name),
         gang=_gang(snapshot, request),
         on_demand=index == 0 and request.spec.scheduling.worker0 == placement.ON_DEMAND,
     )
@@ -103,7 +101,7 @@ def _worker_access(snapshot: JobSnapshot, request: Request, *, bound_account: st
     # Workers that are still saving before they leave need their Leases, even if fewer workers are desired now.
     world = snapshot.status.world.members if snapshot.status.world else ()
     max_workers = max([request.spec.workers.max, *(1 + index for index in (*(pod.index for pod in snapshot.pods), *world))])
-    return rbac.worker_access(
+    return configmaps_and_service.worker_access(
         snapshot.name, _namespace(snapshot), max_workers, labels.common(request.job), snapshot.owner, bound_account=bound_account
     )
 

@@ -1,7 +1,7 @@
 """The operator keeps its state of a job in the job's `.status`; this module defines the fields, and reads and writes them.
 
-    job_status.read(status)      -> Status
-    job_status.write(Status, ...) -> the new status
+    elasticjob_status.read(status)      -> Status
+    elasticjob_status.write(Status, ...) -> the new status
 
 Readers (`outlast status`, kubectl) find the fields of `outlast.job.status.JobStatus`; the job's agents watch `rendezvous`. Times
 in `rendezvous`, `failures`, `accounting` and `ledger` are seconds since the epoch, all others are in Kubernetes' format. Pure.
@@ -13,7 +13,6 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -201,22 +200,6 @@ def with_event(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fie
     return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - MAX_LEDGER_EVENTS :]) if ledger else (entry,)
 
 
-@dataclass(frozen=True)
-class DerivedFields:
-    """Values in the status that do not come from `Status` but from the snapshot and the plan."""
-
-    job: str
-    pods: int
-    world_size: int
-    """Number of workers in the current world."""
-    size_range: tuple[int, int]
-    """Minimum and maximum number of workers."""
-    checkpoint: str
-    """URL under which the checkpoints are, if they are in a store."""
-    grace_s: float
-    """How long a planned re-rendezvous waits for workers to save, in seconds."""
-
-
 def read(status: Mapping[str, Any]) -> Status:
     """Return the fields of a status; `{}` for a new job. Invalid parts, written by another program or version, are
     dropped."""
@@ -316,19 +299,26 @@ def _adapter(type_: type[Any]) -> TypeAdapter[Any]:
     return TypeAdapter(type_)
 
 
-def write(status: Status, derived: DerivedFields) -> Document:
-    low, high = derived.size_range
+def write(
+    status: Status, *, job: str, pods: int, world_size: int, size_range: tuple[int, int], checkpoints: str, grace_s: float
+) -> Document:
+    """Return the status as a document. `world_size` is the number of workers in the current world, `size_range` their allowed
+    numbers, `checkpoints` the URL of the checkpoints in a store, and `grace_s` how long a planned re-rendezvous waits for workers
+    to save, in seconds."""
+    low, high = size_range
     world, progress = status.world, status.progress
     goodput = progress.goodput
     trains = world is not None and status.called is None and status.result is None
+    committed = {"step": progress.committed, "path": checkpoints, "time": _ms(progress.committed_at)}
+    checkpoint = {**committed, "bytes": progress.bytes or None}
     fields: Document = {
         "observedGeneration": status.observed_generation,
         "state": str(status.state) if status.state else None,
         "reason": status.reason,
         "blocked": status.blocked_worker,
-        "replicas": derived.pods,
-        "selector": ",".join(f"{key}={value}" for key, value in labels.selector(derived.job).items()),
-        "workersText": f"{derived.world_size}/{low}-{high}" if low != high else f"{derived.world_size}/{low}",
+        "replicas": pods,
+        "selector": ",".join(f"{key}={value}" for key, value in labels.selector(job).items()),
+        "workersText": f"{world_size}/{low}-{high}" if low != high else f"{world_size}/{low}",
         "run": status.run,
         "generation": world.generation if world else 0,
         "world": list(world.members) if world and trains else [],
@@ -336,17 +326,17 @@ def write(status: Status, derived: DerivedFields) -> Document:
         "steps": progress.steps,
         "progress": f"{100 * progress.step / progress.steps:.0f} %" if progress.steps else None,
         "rate": progress.rate,
-        "progressTime": timestamp(progress.time) if progress.time else None,
+        "progressTime": pod_status.rfc3339(progress.time) if progress.time else None,
         "restarts": status.restarts,
         "interruptions": status.interruptions,
-        "checkpoint": _checkpoint_document(progress, derived.checkpoint) if progress.committed else None,
+        "checkpoint": checkpoint if progress.committed else None,
         "snapshot": dict(zip(("step", "every"), progress.snapshot, strict=True)) if progress.snapshot[0] else None,
         "goodput": goodput,
         "goodputText": units.percent(goodput) if goodput is not None else None,
         "lastFailure": {**status.failure, "time": _ms(status.failure.get("time"))} if status.failure else None,
-        "startTime": timestamp(status.started) if status.started is not None else None,
-        "completionTime": timestamp(status.finished) if status.finished is not None else None,
-        "rendezvous": _rendezvous_document(status, derived.grace_s),
+        "startTime": pod_status.rfc3339(status.started) if status.started is not None else None,
+        "completionTime": pod_status.rfc3339(status.finished) if status.finished is not None else None,
+        "rendezvous": _rendezvous_document(status, grace_s),
         "judged": _counted_document(status),
         "failures": [_failure_document(counted) for counted in status.counted_failures],
         "accounting": _accounting_document(progress),
@@ -364,23 +354,13 @@ def with_condition(
     """Return the conditions after this one has become true: all others but `Created` become false. A condition that has never
     been true stays absent."""
     by_type = {each["type"]: dict(each) for each in conditions}
-    if type_ not in by_type:
-        by_type[type_] = {
-            "type": type_,
-            "status": "False",
-            "lastTransitionTime": timestamp(now),
-            "reason": reason,
-            "message": message,
-        }
-    result = []
+    by_type[type_] = {"type": type_, "status": "False", **by_type.get(type_, {}), "reason": reason, "message": message}
     for name, each in by_type.items():
         state = "True" if name in (type_, "Created") else "False"
         if each["status"] != state:
-            each |= {"status": state, "lastTransitionTime": timestamp(now)}
-        if name == type_:
-            each |= {"reason": reason, "message": message}
-        result.append({**each, "observedGeneration": generation})
-    return tuple(result)
+            each |= {"status": state, "lastTransitionTime": pod_status.rfc3339(now)}
+        each["observedGeneration"] = generation
+    return tuple(by_type.values())
 
 
 def condition_reason(conditions: Sequence[Mapping[str, Any]], type_: str) -> str:
@@ -388,19 +368,10 @@ def condition_reason(conditions: Sequence[Mapping[str, Any]], type_: str) -> str
     return next((str(each["reason"]) for each in conditions if each["type"] == type_), "")
 
 
-def timestamp(when: float) -> str:
-    """Return a time in Kubernetes' format, in whole seconds."""
-    return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 def _accounting_document(progress: Progress) -> Document | None:
     mark = {"step": progress.mark[0], "time": _ms(progress.mark[1])} if progress.mark else None
     lost = dataclasses.asdict(progress.losses) if progress.losses else None
     return {"reported": mark, "lost": lost} if mark or lost else None
-
-
-def _checkpoint_document(progress: Progress, path: str) -> Document:
-    return {"step": progress.committed, "path": path, "time": _ms(progress.committed_at), "bytes": progress.bytes or None}
 
 
 def _counted_document(status: Status) -> Document:

@@ -21,7 +21,6 @@ from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.api.owner_references import Identified, owned_by
 from outlast.kubernetes.manifests.scheduling import kueue
 from outlast.kubernetes.manifests.scheduling.kueue import Priority
-from outlast.kubernetes.operator import elasticjob_status
 from outlast.kubernetes.operator.plan import Deletion
 
 Document = dict[str, Any]
@@ -106,12 +105,11 @@ class WorkloadSlice(Identified):
                 return str(condition["message"]).rstrip(".")
         return ""
 
-    def condition(self, type_: str) -> Document | None:
-        return next((each for each in self._status.get("conditions") or () if each["type"] == type_), None)
+    def condition(self, type_: str) -> Mapping[str, Any] | None:
+        return next(pod_status.conditions(self.document, type_), None)
 
     def is_true(self, type_: str) -> bool:
-        condition = self.condition(type_)
-        return condition is not None and condition["status"] == "True"
+        return pod_status.condition(self.document, type_) is not None
 
     @property
     def _status(self) -> Mapping[str, Any]:
@@ -125,7 +123,7 @@ class WorkloadSlice(Identified):
         by_type = {each["type"]: each for each in self._status.get("conditions") or ()}
         for type_, is_true, reason, message in conditions:
             status, previous = "True" if is_true else "False", by_type.get(type_, {})
-            since = previous["lastTransitionTime"] if previous.get("status") == status else elasticjob_status.timestamp(now)
+            since = previous["lastTransitionTime"] if previous.get("status") == status else pod_status.rfc3339(now)
             by_type[type_] = {
                 "type": type_,
                 "status": status,
@@ -147,7 +145,7 @@ class WorkloadSlice(Identified):
             ("Requeued", reason in ("Preempted", "NodeFailures"), reason, message),  # other evictions: Kueue requeues by itself
         ]
         spent: Document = {}
-        if (admitted := self.condition("Admitted")) is not None and admitted["status"] == "True":
+        if admitted := pod_status.condition(self.document, "Admitted"):
             conditions.append(("Admitted", False, "NoReservation", "The workload has no reservation"))
             accumulated = int(self._status.get("accumulatedPastExecutionTimeSeconds") or 0)
             began = pod_status.timestamp(admitted["lastTransitionTime"]) or now
@@ -165,7 +163,6 @@ class WorkloadSlice(Identified):
         return self.with_status(now, [("PodsReady", True, "Started", "Its workers train")])
 
     def with_finished(self, succeeded: bool, reason: str, now: float) -> Document:
-        """Return the Workload with Finished true."""
         return self.with_status(now, [("Finished", True, "Succeeded" if succeeded else "Failed", reason)])
 
 
@@ -193,7 +190,6 @@ class Queue:
 
     @property
     def admitted_workers(self) -> int:
-        """The number of workers that have quota."""
         return sum(workload.count for workload in self.admitted_slices)
 
     def largest_admitted(self, desired: int, sizes: Sequence[int]) -> int:
@@ -293,7 +289,6 @@ class Queue:
         )
 
     def _free_name(self, pods: Sequence[Mapping[str, Any]]) -> str:
-        """Return a name that neither a Workload of the job nor an existing pod uses."""
         meta, taken = self.job["metadata"], {workload.name for workload in self.slices} | {_workload_name(pod) for pod in pods}
         names = (kueue.workload_name(meta["name"], meta["uid"], number) for number in range(len(taken) + 1))
         return next(name for name in names if name not in taken)
@@ -334,12 +329,8 @@ def queue_of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
     """Return the queue of a job, or None without Kueue, or for a job that has neither a queue nor Workloads."""
     if features.kueue is None:
         return None
-    own = (each for each in features.kueue.workloads if owned_by(each, job))
-    slices = tuple(
-        sorted(
-            (WorkloadSlice(each) for each in own), key=lambda workload: (_created(workload), len(workload.name), workload.name)
-        )
-    )
+    own = [WorkloadSlice(each) for each in features.kueue.workloads if owned_by(each, job)]
+    slices = tuple(sorted(own, key=lambda each: (pod_status.created_at(each.document), len(each.name), each.name)))
     name = kueue.queue_name(job)
     return Queue(name, job, features.kueue, slices) if name or slices else None
 
@@ -347,10 +338,6 @@ def queue_of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
 def unsynced(job: Mapping[str, Any], features: ClusterFeatures) -> bool:
     """Return whether a job is in a queue but Kueue's objects are not synced yet."""
     return kueue.GROUP in features.groups and features.kueue is None and bool(kueue.queue_name(job))
-
-
-def _created(workload: WorkloadSlice) -> str:
-    return str(workload.document["metadata"].get("creationTimestamp") or "")
 
 
 def _workload_name(pod: Mapping[str, Any]) -> str:

@@ -23,7 +23,6 @@ Document = dict[str, Any]
 DURATION_S = 15.0
 """Duration of the Lease after a renewal, in seconds."""
 RENEW_S = 5.0
-"""Interval between renewals."""
 RENEW_DEADLINE_S = 10.0
 """The leader stops acting this long after its last renewal: the rest of the duration is for requests in flight."""
 
@@ -185,4 +184,4 @@ def _renewed_lease(old: Document | None, identity: str, namespace: str, duration
     spec |= {"holderIdentity": identity, "leaseDurationSeconds": max(1, round(duration_s)), "renewTime": now}
     meta = (old or {}).get("metadata") or {"name": OPERATOR, "namespace": namespace}
     meta = {name: value for name, value in meta.items() if name != "managedFields"}
-    return {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": meta, "spec": spec}
+    return LEASE.document(meta, spec=spec)

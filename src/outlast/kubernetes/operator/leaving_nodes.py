@@ -142,7 +142,6 @@ def _notice_period_s(name: str, kind: LeavingKind, *, spot: bool) -> float | Non
 
 
 def _deadline(annotations: Mapping[str, str]) -> float | None:
-    """Return the annotated deadline, or None if it is missing or invalid."""
     try:
         return pod_status.timestamp(annotations.get(Annotation.LEAVING_AT)) or None
     except (ValueError, TypeError, OverflowError):

@@ -21,12 +21,14 @@ from outlast.base.loglines import write_log
 from outlast.job import contract
 from outlast.job.contract import Env, Pod
 from outlast.kubernetes import api
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests.installed import operator_deployment
 from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE
 from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.observed_job import Limits
-from outlast.kubernetes.operator.operator import Operator, Settings
+from outlast.kubernetes.operator.operator import Operator
+from outlast.kubernetes.operator.watches import Settings
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ def own_image(cluster: api.Cluster, env: Mapping[str, str]) -> str:
     ClusterError."""
     if Env.POD not in env:
         return OPERATOR_IMAGE
-    pod = cluster.get(api.POD, env[Env.POD], namespace=env.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE)
+    pod = cluster.get(kinds.POD, env[Env.POD], namespace=env.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE)
     return str(next(each["image"] for each in pod["spec"]["containers"] if each["name"] == operator_deployment.CONTAINER))
 
 
@@ -93,7 +95,7 @@ def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, con
     """Run the operator until SIGTERM or SIGINT, then exit. Raises OutlastError if the operator cannot start."""
     write_log(text=text)
     gc.set_threshold(GC_THRESHOLD)
-    settings = Settings(namespace=namespace, workers=workers, port=port(os.environ))
+    settings = Settings(namespace, workers, port=port(os.environ))
     cluster = api.connect(context)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

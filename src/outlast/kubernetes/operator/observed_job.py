@@ -58,8 +58,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Pod(Identified):
-    """A pod of the job."""
-
     index: int
     node: str
     node_lost_at: float | None
@@ -79,7 +77,6 @@ class Pod(Identified):
 
     @property
     def terminating(self) -> bool:
-        """Whether the pod is being deleted."""
         return pod_status.terminating(self.document)
 
     @property
@@ -114,16 +111,6 @@ class Pod(Identified):
         return pod_status.phase(self.document) == "Succeeded" or exited_with_0
 
     @property
-    def waiting_reason(self) -> str:
-        """Why the pod has not started."""
-        return pod_status.waiting_reason(self.document)
-
-    @property
-    def stuck_reason(self) -> str:
-        """Why the pod cannot start, if that needs people's attention."""
-        return pod_status.blocking_reason(self.document)
-
-    @property
     def finalizer_problem(self) -> str:
         """A sentence if the finalizers of another controller keep a terminated pod; else empty."""
         meta = self.document["metadata"]
@@ -149,7 +136,6 @@ class MemberReport:
 
     member: Member
     renewed: float
-    """When the Lease was last renewed."""
     failure: Failure | None
     """The failure in the member's generation, see `rendezvous.transports.sockets.Report`."""
     echo: bool = False
@@ -162,7 +148,7 @@ class MemberReport:
     time: float = 0.0
     """Time of `step` by the member's clock; 0 if not reported."""
     lease_s: float = LEASE_S
-    """Duration of the Lease in seconds, at most LONGEST_S."""
+    """Duration of the Lease in seconds, at most MAX_LEASE_S."""
     snapshot: tuple[int, int] = (0, 0)
     """Step of the newest complete snapshot in memory, and the number of steps between two snapshots; 0: none, or unknown."""
     attempt: int = 0
@@ -216,7 +202,6 @@ class JobSnapshot(Identified):
     observed_since: float
     """When the last of the watches was connected: silence before then may be due to us."""
     features: ClusterFeatures = field(default_factory=ClusterFeatures)
-    """Optional features of the cluster."""
     queue: kueue_workloads.Queue | None = None
     limits: Limits = Limits()
     nodes: Mapping[str, Document] = field(default_factory=dict)
@@ -295,7 +280,6 @@ def _document(job: Document) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)  # the same job is reconciled again and again
 def _parse(text: str) -> tuple[spec.Job | None, str]:
-    """Return the parsed job, or why it cannot be parsed."""
     try:
         return spec.of(json.loads(text)), ""
     except InvalidJob as error:
@@ -328,7 +312,6 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
 
 
 def _unready_since(node: Document) -> float | None:
-    """Return when a node stopped answering, or None if it answers."""
     for ready in pod_status.conditions(node, "Ready"):
         if ready["status"] != "True":
             return node.get(RECEIVED_AT) or pod_status.timestamp(ready.get("lastTransitionTime"))
@@ -396,5 +379,4 @@ def _losses(progress: Mapping[str, Any]) -> Losses:
 
 
 def _count(value: object) -> int | None:
-    """Return a reported count, or None if the value is not a count."""
     return value if is_count(value) and isinstance(value, int) else None

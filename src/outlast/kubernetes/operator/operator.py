@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from outlast.base import backoff, probes
 from outlast.base.clock import Clock
@@ -30,7 +29,7 @@ from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.plan import Document, Plan
 from outlast.kubernetes.operator.prometheus import Metrics
-from outlast.kubernetes.operator.watches import Intervals, Watches
+from outlast.kubernetes.operator.watches import Settings, Watches
 from outlast.kubernetes.operator.workqueue import WorkQueue
 from outlast.kubernetes.operator.writer import Background, NotLeader, Parallel, Writer
 
@@ -57,23 +56,6 @@ PENDING_EVENTS = 1000
 """Maximum number of Events waiting to be written, as in client-go's recorder."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the operator."""
-
-    namespace: str | None = None
-    """The only namespace that the operator serves. Default: all."""
-    workers: int = 8
-    """Number of jobs that are reconciled concurrently."""
-    host: str = ""
-    """Address on which the probes are served. Default: all addresses."""
-    port: int = 0
-    retry_s: float = 1.0
-    """First pause before a failure is retried; doubled each time."""
-    discovery_s: float = 60.0
-    """Interval at which the operator looks for Kueue and gang schedulers."""
-
-
 class Operator:
     """The operator in this process. `run` returns the exit code."""
 
@@ -82,13 +64,13 @@ class Operator:
         cluster: api.Cluster,
         reconcilers: Mapping[Kind, Reconciler],
         leadership: Leadership,
-        settings: Settings | None = None,
+        settings: Settings,
         *,
         orphans: Orphans | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.cluster, self.reconcilers, self.leadership = cluster, dict(reconcilers), leadership
-        self.settings = settings or Settings()
+        self._settings = settings
         self.metrics = Metrics()
         self.address = ""
         """Address of the probes, once `run` has started."""
@@ -96,13 +78,9 @@ class Operator:
         self.queue: WorkQueue[Key] = WorkQueue(self._clock)
         self.cache = Cache(self.reconcilers, self._on_change)
         self.writer = Writer(cluster, self.cache, self.metrics, leadership.is_leader)
-        intervals = Intervals(self.settings.retry_s, self.settings.discovery_s)
-        namespace = self.settings.namespace
-        self.watches = Watches(
-            cluster, self.cache, self.metrics, self._clock, self._queue_all, namespace=namespace, intervals=intervals
-        )
+        self.watches = Watches(cluster, self.cache, self.metrics, self._clock, self._queue_all, settings)
         self._orphans = orphans
-        self._parallel = Parallel(WRITERS_PER_WORKER * self.settings.workers)
+        self._parallel = Parallel(WRITERS_PER_WORKER * settings.workers)
         self._background = Background(PENDING_EVENTS)
         self._failures: dict[Key, int] = {}
         """Number of consecutive failed passes."""
@@ -114,18 +92,17 @@ class Operator:
         """Only one decision is computed at a time: several would not be faster in Python, and would starve the watches, so that
         renewals of Leases would be read too late."""
         self._pass_started_at: dict[Key, float] = {}
-        """Start times of the running passes."""
         self._threads: list[threading.Thread] = []
 
     def run(self, stop: threading.Event) -> int:
         """Run until `stop` is set, the Lease is lost or a thread has ended. Returns 0 if `stop` was set, else 1."""
-        self.address = probes.serve(self.health, self._exposition, host=self.settings.host, port=self.settings.port)
+        self.address = probes.serve(self.health, self._exposition, host=self._settings.host, port=self._settings.port)
         log.info("probes and metrics are served on %s", self.address)
         release_lease = threading.Event()
         election = threading.Thread(target=self.leadership.run, args=(release_lease,), name="lease", daemon=True)
         workers = [
             threading.Thread(target=self._work, name=f"worker {n}", daemon=True)  # one that hangs must not keep the process
-            for n in range(self.settings.workers)
+            for n in range(self._settings.workers)
         ]
         self.watches.start()
         election.start()
@@ -260,13 +237,12 @@ class Operator:
             self.queue.add_at(key, plan.requeue_at)
 
     def _exists_as_other_kind(self, key: Key) -> bool:
-        """Return whether a job of another kind has this name and therefore these pods."""
         others = [Key(kind, key.namespace, key.name) for kind in self.reconcilers if kind != key.kind]
         return any(self.cache.job(other, self._clock()).job is not None for other in others)
 
     def _retry_later(self, key: Key, error: Exception, *, bug: bool = False) -> None:
         count = self._failures[key] = self._failures.get(key, 0) + 1
-        pause = backoff.exponential(count - 1, self.settings.retry_s, MAX_BACKOFF_S)
+        pause = backoff.exponential(count - 1, self._settings.retry_s, MAX_BACKOFF_S)
         self.metrics.count_error()
         sentence = "%s; the next try is in %.0f s"
         if bug:

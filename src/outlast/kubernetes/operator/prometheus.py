@@ -47,19 +47,23 @@ class _Job:
 
 
 class Metrics:
-    """All metrics of one operator, in a separate registry. Safe to call from any thread."""
+    """All metrics of one operator, in a separate registry. Those of the jobs that exist are computed at each scrape. Safe to call
+    from any thread."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._jobs = _Jobs()
-        self._registry.register(self._jobs)
-        self._reconciles = Histogram(*_of("outlast_reconcile_seconds"), buckets=_RECONCILE_BUCKETS, registry=self._registry)
-        self._restarts = Counter(*_of("outlast_restarts_total"), registry=self._registry)
-        self._interruptions = Counter(*_of("outlast_interruptions_total"), registry=self._registry)
-        self._recoveries = Histogram(*_of("outlast_recovery_seconds"), buckets=_RECOVERY_BUCKETS, registry=self._registry)
-        self._writes = Counter(*_of("outlast_operator_writes_total"), registry=self._registry)
-        self._errors = Counter(*_of("outlast_operator_errors_total"), registry=self._registry)
-        self._leader = Gauge(*_of("outlast_operator_leader"), registry=self._registry)
+        self._lock = threading.Lock()
+        self._now: float | None = None
+        self._jobs: dict[tuple[str, str, str], _Job] = {}
+        """The jobs that exist, by kind, namespace and name."""
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._reconciles = Histogram(*_of("outlast_reconcile_seconds"), buckets=_RECONCILE_BUCKETS, registry=self.registry)
+        self._restarts = Counter(*_of("outlast_restarts_total"), registry=self.registry)
+        self._interruptions = Counter(*_of("outlast_interruptions_total"), registry=self.registry)
+        self._recoveries = Histogram(*_of("outlast_recovery_seconds"), buckets=_RECOVERY_BUCKETS, registry=self.registry)
+        self._writes = Counter(*_of("outlast_operator_writes_total"), registry=self.registry)
+        self._errors = Counter(*_of("outlast_operator_errors_total"), registry=self.registry)
+        self._leader = Gauge(*_of("outlast_operator_leader"), registry=self.registry)
 
     def count_write(self, kind: str, verb: str) -> None:
         self._writes.labels(kind, verb).inc()
@@ -81,10 +85,12 @@ class Metrics:
             (status.get("checkpoint") or {}).get("time"),
             elasticjob_status.losses(status),
         )
-        self._jobs.set((kind, namespace, name), job)
+        with self._lock:
+            self._jobs[kind, namespace, name] = job
 
     def remove_job(self, kind: str, namespace: str, name: str) -> None:
-        self._jobs.set((kind, namespace, name), None)
+        with self._lock:
+            self._jobs.pop((kind, namespace, name), None)
 
     def count_changes(self, old: Mapping[str, Any], new: Mapping[str, Any], events: Iterable[Event], now: float) -> None:
         """Count what happened to a job between two statuses, and the interruptions that its Events report."""
@@ -97,55 +103,30 @@ class Metrics:
             failed = (new.get("lastFailure") or {}).get("generation") == old.get("generation")
             self._recoveries.labels(failure_cause(new) if failed else "lost").observe(max(0.0, now - since))
 
-    def writes(self) -> dict[str, int]:
-        """Return the number of write requests so far, by verb and kind: `create Pod`."""
-        samples = [sample for metric in self._writes.collect() for sample in metric.samples]
-        return {f"{each.labels['verb']} {each.labels['kind']}": int(each.value) for each in samples}
-
-    def reconciles(self) -> int:
-        """Return the number of reconcile passes so far."""
-        return int(self._registry.get_sample_value("outlast_reconcile_seconds_count") or 0)
-
     def text(self, *, leads: bool, now: float | None = None) -> str:
         """Return all metrics in Prometheus' text format. `now`, in seconds since the epoch, is needed for ages; without it
         they are omitted."""
         self._leader.set(leads)
-        self._jobs.now = now
-        return generate_latest(self._registry).decode()
-
-
-class _Jobs:
-    """Metrics of the jobs that exist, computed at each scrape."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.now: float | None = None
-        self._jobs: dict[tuple[str, str, str], _Job] = {}
-
-    def set(self, key: tuple[str, str, str], job: _Job | None) -> None:
-        with self._lock:
-            if job is None:
-                self._jobs.pop(key, None)
-            else:
-                self._jobs[key] = job
+        self._now = now
+        return generate_latest(self.registry).decode()
 
     def collect(self) -> Iterator[Metric]:
         """Implements `prometheus_client.registry.Collector`."""
         with self._lock:
-            jobs = dict(self._jobs)
-        states = [job.state for job in jobs.values()]
+            jobs = sorted(self._jobs.items())
+        states = [job.state for _, job in jobs]
         by_state = _family("outlast_jobs")
         for state in sorted(set(states)):
             by_state.add_metric((state,), states.count(state))
         yield by_state
         for metric, read in _PER_JOB.items():
             family = _family(metric)
-            for (_, namespace, name), job in sorted(jobs.items()):
-                if (value := read(job, self.now)) is not None:
+            for (_, namespace, name), job in jobs:
+                if (value := read(job, self._now)) is not None:
                     family.add_metric((namespace, name), value)
             yield family
         lost = _family("outlast_lost_seconds_total")
-        for (_, namespace, name), job in sorted(jobs.items()):
+        for (_, namespace, name), job in jobs:
             if job.losses is not None:
                 for cause in CAUSES:  # all of them: Prometheus sees no increase to the first value of a series
                     lost.add_metric((namespace, name, cause), job.losses.seconds.get(cause, 0.0))
@@ -159,7 +140,6 @@ def _of(name: str) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
-    """Return a metric without samples yet."""
     name, help, labels = _of(name)
     family = CounterMetricFamily if METRICS[name].type == "counter" else GaugeMetricFamily
     return family(name, help, labels=labels)

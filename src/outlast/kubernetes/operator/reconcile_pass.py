@@ -29,7 +29,6 @@ class ReconcilePass:
         self.snapshot, self.now = snapshot, snapshot.now
         self.status = dataclasses.replace(snapshot.status, run=snapshot.run)
         self.skip_rest = False
-        """Whether to skip the remaining rules."""
         self.deletes: dict[str, Deletion] = {}
         """Deletions by the uid of the pod."""
         self.creates: list[Document] = []
@@ -91,7 +90,6 @@ class ReconcilePass:
 
     @functools.cached_property
     def succeeded(self) -> list[Pod]:
-        """Pods whose worker has succeeded."""
         return [pod for pod in self.ended_pods if pod.succeeded]
 
     @functools.cached_property
@@ -118,7 +116,6 @@ class ReconcilePass:
 
     @property
     def committed(self) -> int:
-        """The newest step known to be committed."""
         return max([self.status.progress.committed, *(report.committed for report in self.snapshot.reports.values())])
 
     @property
@@ -182,12 +179,11 @@ class ReconcilePass:
         self.deletes.setdefault(pod.uid, Deletion(pod.name, pod.uid, reason, grace_s))
 
     def requeue_at(self, when: float | None) -> None:
-        """ReconcilePass again at this time."""
+        """Reconcile the job again at this time."""
         if when not in (None, math.inf):
             self._requeue_times.append(when)
 
     def finish(self, state: State, reason: str, code: int, end: End) -> None:
-        """End the job in this final state."""
         self.stop_training()
         self.update(finished=self.now, result=elasticjob_status.Result(reason, code))
         self.record("finished", state=str(state), reason=reason, step=self.step, code=code)
@@ -234,16 +230,16 @@ class ReconcilePass:
         members = self.status.world.members if self.status.world and self.status.called is None else ()
         alive = {pod.index for pod in self.alive}
         inside = [id for id in members if id in alive]
-        facts = elasticjob_status.DerivedFields(
+        return elasticjob_status.write(
+            self.status,
             job=self.snapshot.name,
             # 0 once the job has ended: its workers end one after another, and each would cause a write.
             pods=self._worker_count() if self.status.finished is None else 0,
             world_size=len(inside) if self.status.result is None else 0,
             size_range=size_range,
-            checkpoint=checkpoint_url,
+            checkpoints=checkpoint_url,
             grace_s=grace_s,
         )
-        return elasticjob_status.write(self.status, facts)
 
     def is_member(self, pod: Pod) -> bool:
         """Return whether a pod is, or was, a member of the newest world. A later pod with the same index is not."""

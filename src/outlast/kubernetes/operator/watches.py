@@ -34,13 +34,20 @@ _GANGS = (VOLCANO_GROUP, POD_GROUP)
 
 
 @dataclass(frozen=True)
-class Intervals:
-    """Intervals of the watches, in seconds."""
+class Settings:
+    """Settings of the operator."""
 
+    namespace: str | None = None
+    """The only namespace that the operator serves. Default: all."""
+    workers: int = 8
+    """Number of jobs that are reconciled concurrently."""
+    host: str = ""
+    """Address on which the probes are served. Default: all addresses."""
+    port: int = 0
     retry_s: float = 1.0
-    """First pause before a failed watch is started again; doubled each time."""
+    """First pause before a failure is retried; doubled each time."""
     discovery_s: float = 60.0
-    """Interval at which we look for Kueue and gang schedulers."""
+    """Interval at which the operator looks for Kueue and gang schedulers."""
 
 
 class Watches:
@@ -54,12 +61,10 @@ class Watches:
         metrics: Metrics,
         clock: Clock,
         on_change: Callable[[], None],
-        *,
-        namespace: str | None,
-        intervals: Intervals,
+        settings: Settings,
     ) -> None:
         self._cluster, self._cache, self._metrics, self._clock, self._on_change = cluster, cache, metrics, clock, on_change
-        self._namespace, self._intervals = namespace, intervals
+        self._settings = settings
         self._stop = api.Stop()
         self._served: tuple[Kind, ...] = ()
         """Kinds of Kueue and of gang schedulers that the cluster serves."""
@@ -119,7 +124,7 @@ class Watches:
             self._on_change()
 
     def _discover_periodically(self) -> None:
-        while not self._stop.wait(self._intervals.discovery_s):
+        while not self._stop.wait(self._settings.discovery_s):
             try:
                 self.discover()
             except Exception as error:  # this must not end the process
@@ -135,7 +140,6 @@ class Watches:
                 watch.start()
 
     def _watch(self, kind: Kind) -> None:
-        """Keep the cache of one kind up to date until `stop` is called."""
         watch = _Watch(kind)
         while not self._stop.is_set():
             self._cache.begin_listing(kind)
@@ -157,19 +161,19 @@ class Watches:
                 bug = None if isinstance(error, ClusterError) else error
                 log.log(logging.ERROR if bug else logging.WARNING, "%s cannot be watched: %s", kind.resource, error, exc_info=bug)
             watch.failures += 1
-            self._stop.wait(backoff.exponential(watch.failures - 1, self._intervals.retry_s, WATCH_RETRY_S))
+            self._stop.wait(backoff.exponential(watch.failures - 1, self._settings.retry_s, WATCH_RETRY_S))
 
     def _follow(self, watch: _Watch) -> None:
         kind = watch.kind
         scope: dict[str, Any] = {}
         if kind.namespaced:
-            scope = {"namespace": self._namespace} if self._namespace else {"everywhere": True}
+            scope = {"namespace": self._settings.namespace} if self._settings.namespace else {"everywhere": True}
         labelled = kind in (POD, LEASE) or kind in (versions[0] for versions in kueue.VERSIONS)
         for change in self._cluster.watch(
             kind,
             stop=self._stop,
             labels=Label.JOB if labelled else "",
-            pace=api.Pace(lambda version: self._set_version(watch, version), WATCH_RETRY_S),
+            on_version=lambda version: self._set_version(watch, version),
             **scope,
         ):
             self._apply(kind, change)

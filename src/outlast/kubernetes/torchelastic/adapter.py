@@ -11,21 +11,23 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Sequence
+from importlib import resources
 from typing import Any
+
+import yaml
 
 from outlast.base.errors import OutlastError
 from outlast.job import accelerators, contract
 from outlast.job.status import State
-from outlast.kubernetes.api import document_parsing
+from outlast.kubernetes.api import document_parsing, pod_status
 from outlast.kubernetes.manifests import names
 from outlast.kubernetes.manifests.scheduling import placement
-from outlast.kubernetes.operator import decide, elasticjob_status, observed_job
+from outlast.kubernetes.operator import decide, observed_job
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.observed_job import Limits, PlainJob
 from outlast.kubernetes.operator.plan import Plan
 from outlast.kubernetes.torchelastic import torchrun_pod
-from outlast.kubernetes.torchelastic.definition import definition
 from outlast.kubernetes.torchelastic.torchrun_pod import sizes
 
 __all__ = ["definition", "final_state", "is_replaced_controller", "processes", "reconcile", "scale_patch", "sizes"]
@@ -33,6 +35,12 @@ __all__ = ["definition", "final_state", "is_replaced_controller", "processes", "
 Document = dict[str, Any]
 _CONTROLLER = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\b")
 """Images built from https://github.com/pytorch/elastic/tree/master/kubernetes."""
+
+
+def definition() -> Document:
+    """Return the CustomResourceDefinition."""
+    document: Document = yaml.safe_load(resources.files(__package__).joinpath("definition.yaml").read_text())
+    return document
 
 
 def processes(job: Document) -> int:
@@ -193,7 +201,7 @@ def _conditions(
     if message := "; ".join(filter(None, messages)):
         since = next(
             (each["lastTransitionTime"] for each in old_conditions if each["type"] == "Limited"),
-            elasticjob_status.timestamp(snapshot.now),
+            pod_status.rfc3339(snapshot.now),
         )
         limited = {"type": "Limited", "status": "True", "reason": "NotHonoured", "message": message}
         conditions.insert(0, {**limited, "lastTransitionTime": since})

@@ -14,7 +14,7 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.job.contract import Label
 from outlast.kubernetes.api import owner_references
-from outlast.kubernetes.api.kinds import LEGACY_JOB
+from outlast.kubernetes.api.kinds import LEGACY_JOB, POD
 from outlast.kubernetes.manifests import configmaps_and_service, names
 from outlast.kubernetes.manifests.scheduling import disruption, placement
 from outlast.kubernetes.operator.observed_job import NNODES
@@ -140,7 +140,7 @@ def pod(job: Document, index: int) -> Document:
     }
     if index == 0 and annotation(job, WORKER0) == placement.ON_DEMAND:
         pod_spec["affinity"] = placement.avoid_spot(spec.get("affinity") or {})
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": pod_spec}
+    return POD.document(meta, spec=pod_spec)
 
 
 def _metadata(job: Document, name: str, labels: Mapping[str, str]) -> Document:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outlast.job import spec
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import labels
 from outlast.kubernetes.manifests.render_request import Document
 
@@ -30,13 +31,7 @@ def budget(job: str, namespace: str, min_available: int, job_labels: dict[str, s
     A worker that is not ready does not train and may always be evicted; otherwise, a job that waits would block a drain forever.
     https://kubernetes.io/docs/tasks/run-application/configure-pdb/#unhealthy-pod-eviction-policy
     """
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": {"name": job, "namespace": namespace, "labels": dict(job_labels), "ownerReferences": [owner]},
-        "spec": {
-            "minAvailable": min_available,
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": labels.selector(job)},
-        },
-    }
+    meta = {"name": job, "namespace": namespace, "labels": dict(job_labels), "ownerReferences": [owner]}
+    selector = {"matchLabels": labels.selector(job)}
+    fields = {"minAvailable": min_available, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": selector}
+    return kinds.DISRUPTION_BUDGET.document(meta, spec=fields)

@@ -21,7 +21,6 @@ GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 """Annotation of the pods of a gang, for Volcano."""
 SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
-"""Names of the schedulers."""
 GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
 """API groups by which a cluster shows that it has a scheduler; the first group that exists wins."""
 
@@ -69,30 +68,17 @@ def of(request: Request, name: str, scheduler: SchedulerName | None = None) -> G
     in the job file."""
     match scheduler or request.spec.scheduling.gang:
         case "coscheduling":  # https://scheduler-plugins.sigs.k8s.io/docs/plugins/coscheduling/
-            group: Document = {
-                "apiVersion": "scheduling.x-k8s.io/v1alpha1",
-                "kind": "PodGroup",
-                "metadata": labels.metadata(request, name),
-                "spec": _minimum(request.spec),
-            }
+            fields = _minimum(request.spec)
             if timeout := request.spec.startup_deadline_seconds:
-                group["spec"]["scheduleTimeoutSeconds"] = math.ceil(timeout)
+                fields["scheduleTimeoutSeconds"] = math.ceil(timeout)
+            group = kinds.POD_GROUP.document(labels.metadata(request, name), spec=fields)
             return Gang(SCHEDULERS["coscheduling"], {GROUP_LABEL: name}, {}, [group])
         case "volcano":  # https://volcano.sh/en/docs/podgroup/
-            group = {
-                "apiVersion": "scheduling.volcano.sh/v1beta1",
-                "kind": "PodGroup",
-                "metadata": labels.metadata(request, name),
-                "spec": {**_minimum(request.spec), **volcano_queue(request.spec)},
-            }
+            queue = {"queue": request.spec.scheduling.queue, "priorityClassName": request.spec.scheduling.priority_class_name}
+            fields = {**_minimum(request.spec), **{key: value for key, value in queue.items() if value}}
+            group = kinds.VOLCANO_GROUP.document(labels.metadata(request, name), spec=fields)
             return Gang(SCHEDULERS["volcano"], {}, {GROUP_ANNOTATION: name}, [group])
     return NONE
-
-
-def volcano_queue(fields: spec.Spec) -> dict[str, str]:
-    """Volcano's queue and priority class, as far as the job names them."""
-    queue_fields = {"queue": fields.scheduling.queue, "priorityClassName": fields.scheduling.priority_class_name}
-    return {key: value for key, value in queue_fields.items() if value}
 
 
 def _minimum(fields: spec.Spec) -> Document:

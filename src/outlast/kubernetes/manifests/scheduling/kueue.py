@@ -89,7 +89,7 @@ def workload(
         source = "workloadpriorityclass" if priority.group == GROUP else "priorityclass"
         class_fields = {"priorityClassName": priority.name, "priorityClassSource": f"{priority.group}/{source}"}
     fields = {"queueName": queue, "podSets": [pods], "priority": priority.value, **class_fields}
-    return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": dict(meta), "spec": fields}
+    return kind.document(dict(meta), spec=fields)
 
 
 def workload_name(job: str, uid: str, number: int) -> str:

@@ -50,20 +50,12 @@ def pod(job: spec.Job, *, has_peers: bool, on_demand: bool = False) -> Document:
     if affinity := _affinity(fields):
         constraints["affinity"] = {"nodeAffinity": affinity}
     if has_peers:
-        constraints["topologySpreadConstraints"] = [spread(labels.selector(job.metadata.name))]
+        selector = {"matchLabels": labels.selector(job.metadata.name)}
+        spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+        constraints["topologySpreadConstraints"] = [{**spread, "labelSelector": selector}]  # preferably one pod per node
     if tolerations := _tolerations(fields):
         constraints["tolerations"] = tolerations
     return constraints
-
-
-def spread(labels: dict[str, str]) -> Document:
-    """Return a preference for one pod per node."""
-    return {
-        "maxSkew": 1,
-        "topologyKey": "kubernetes.io/hostname",
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": {"matchLabels": labels},
-    }
 
 
 def _nodes(fields: spec.Spec) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.status import State
-from outlast.kubernetes.api import kinds
+from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.operator.observed_job import Limits, Pod
 from outlast.kubernetes.operator.plan import Deletion, Plan
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
@@ -70,7 +70,8 @@ def deadline_exceeded(rec: ReconcilePass) -> None:
         rec.requeue_at(started + active_s)
     if startup_s is not None and not rec.status.has_formed_world:
         if rec.now >= started + startup_s:
-            pending = next((f": worker {pod.index} {pod.waiting_reason}" for pod in rec.alive if pod.waiting_reason), "")
+            waiting = ((pod.index, pod_status.waiting_reason(pod.document)) for pod in rec.alive)
+            pending = next((f": worker {index} {reason}" for index, reason in waiting if reason), "")
             sentence = f"no world was formed within startupDeadlineSeconds ({startup_s:g}){pending}"
             return rec.finish(State.FAILED, sentence, contract.Exit.GIVEN_UP, End.STARTUP_DEADLINE)
         rec.requeue_at(started + startup_s)

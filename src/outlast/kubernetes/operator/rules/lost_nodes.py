@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from outlast.kubernetes.operator import elasticjob_status
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.operator.elasticjob_status import Leaving, Lost
 from outlast.kubernetes.operator.plan import Event
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
@@ -94,12 +94,12 @@ def leaving_nodes(rec: ReconcilePass) -> None:
         if departure.deadline is not None and not (pod.uid in leaves and leaves[pod.uid].deadline <= departure.deadline):
             leaves[pod.uid] = Leaving(pod.index, pod.uid, departure.deadline, departure.sentence(pod.node))
         if pod.alive:
-            by = f", by {elasticjob_status.timestamp(departure.deadline)}" if departure.deadline is not None else ""
+            by = f", by {pod_status.rfc3339(departure.deadline)}" if departure.deadline is not None else ""
             sentence = f"worker {pod.index} leaves: its node {pod.node} is about to be terminated ({departure.cause}{by})"
             counted_failures.record_interruption(rec, pod, "NodeLeaving", sentence)
             rec.delete(pod, sentence, grace_s=departure.grace_s(pod.document, rec.now))
         elif departure.deadline is not None and pod.killed_by > departure.deadline + _EARLIER_S:
-            by = elasticjob_status.timestamp(departure.deadline)
+            by = pod_status.rfc3339(departure.deadline)
             sentence = f"worker {pod.index}, which leaves already, has less time: until {by}"
             rec.delete(pod, sentence, grace_s=departure.grace_s(pod.document, rec.now))
     existing = {pod.uid for pod in rec.snapshot.pods}

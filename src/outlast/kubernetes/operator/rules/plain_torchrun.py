@@ -149,14 +149,12 @@ def _succeeded(rec: ReconcilePass) -> list[Pod]:
 
 
 def _exited_on_deletion(rec: ReconcilePass, pod: Pod) -> bool:
-    """Return whether a worker exited after its deletion was requested."""
     if not pod.terminating or (end := rec.pod_ends.get(pod.uid)) is None:
         return False
     return end.time >= pod.killed_by - int(pod.document["metadata"].get("deletionGracePeriodSeconds") or 0)
 
 
 def _started_too_late(rec: ReconcilePass, pod: Pod) -> bool:
-    """Return whether a worker started after others had succeeded."""
     if not (done := _succeeded(rec)):
         return False
     if (started_at := pod_status.started_at(pod.document)) is None:
@@ -209,7 +207,6 @@ def _permanent(code: int) -> bool:
 
 
 def _count(rec: ReconcilePass, pod: Pod, code: int, sentence: str) -> None:
-    """Count a failure, and end the job if it must not be restarted."""
     failure, policy = CountedFailure(Record(rec.now, 0, None), pod.node), _plain_job(rec).policy
     recent = [
         each for each in rec.status.counted_failures if rec.end_of_wait(each.record.time, rec.policy.window.total_seconds())
@@ -228,7 +225,6 @@ def _count(rec: ReconcilePass, pod: Pod, code: int, sentence: str) -> None:
 
 
 def _exhausted_budget(rec: ReconcilePass) -> str:
-    """Return a sentence if no restarts are left, or else an empty string."""
     restarts, limit = rec.status.restarts, rec.policy.limit
     return f"backoffLimit ({limit}) is used up by {restarts} restarts" if restarts > limit else ""
 

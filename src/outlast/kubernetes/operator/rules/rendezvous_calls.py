@@ -7,6 +7,7 @@ import dataclasses
 from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.status import State
+from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.operator import desired, elasticjob_status, reconcile_pass
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.kubernetes.operator.rules import counted_failures, lost_nodes
@@ -117,7 +118,8 @@ def _report_waiting(rec: ReconcilePass, state: world.State, wait: world.Wait) ->
         (pod, rec.pod_ends[pod.uid]) for pod in rec.ended_pods if pod.uid in rec.pod_ends and pod.uid not in rec.deletes
     ]
     ended = [(pod.index, f"worker {pod.index} {pod.finalizer_problem or end.sentence}") for pod, end in ended_pods]
-    stuck = dict([*((pod.index, f"worker {pod.index} {pod.stuck_reason}") for pod in rec.alive if pod.stuck_reason), *ended])
+    obstacles = ((pod.index, pod_status.blocking_reason(pod.document)) for pod in rec.alive)
+    stuck = dict([*((index, f"worker {index} {obstacle}") for index, obstacle in obstacles if obstacle), *ended])
     blocked_worker = rec.status.blocked_worker
     if blocked_worker not in stuck:  # otherwise it stays, for fewer writes
         blocked_worker = next(iter(stuck), None)

@@ -1,0 +1,224 @@
+"""The topologies of a job on Kubernetes, each a function from a request to documents.
+
+    elasticjob     the ElasticJob itself, for the operator
+    job            one pod with all the GPUs, a `batch/v1` Job, without rendezvous
+    indexed-job    one pod per worker, an Indexed Job
+    statefulset    one pod per worker, a StatefulSet: for clusters whose users may not create Jobs
+
+Only the first needs an operator. The others do not scale by themselves, and Kubernetes counts their failures, by exit codes:
+progress does not reset the budget for restarts, and `restarts.window` has no effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+
+from outlast.base.errors import OutlastError
+from outlast.job import contract, spec
+from outlast.job.contract import S3_SECRET, Pod
+from outlast.kubernetes.api import document_parsing, kinds
+from outlast.kubernetes.manifests import configmaps_and_service, labels, rendezvous_endpoint, variables, volumes, worker_pod
+from outlast.kubernetes.manifests.names import Names, digest
+from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
+from outlast.kubernetes.manifests.scheduling import gang, placement
+
+
+def elasticjob(request: Request) -> list[Document]:
+    """Return the ElasticJob, the job file with paths as in the job's pods, and its claims. Raises InvalidJob if the operator
+    would be unable to render its pods."""
+    job = request.job
+    request.image()  # raises InvalidJob
+    if files := volumes.files(job.spec):
+        raise invalid_job(
+            job, f"environment ({files[0]}) is on this machine, which pods do not see; put it into the code, in a store"
+        )
+    if job.spec.rendezvous.backend == "etcd":
+        raise invalid_job(
+            job, "rendezvous.backend is etcd, but the operator decides here; leave rendezvous out, or say --as indexed-job"
+        )
+    document = volumes.document(job).model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    if job.spec.suspend:
+        document["spec"]["suspend"] = True
+    if (size := len(json.dumps(document["spec"]))) > document_parsing.MAX_BYTES:
+        limit = document_parsing.MAX_BYTES >> 10
+        raise invalid_job(job, f"spec takes {size >> 10} KiB; at most {limit} KiB are read: put what is long into the code")
+    meta = {**document["metadata"], "labels": {**labels.common(job), **labels.queue_label(job.spec)}}
+    if job.metadata.namespace:
+        meta["namespace"] = job.metadata.namespace
+    if request.fresh:
+        meta["annotations"] = {**(meta.get("annotations") or {}), contract.Annotation.FRESH: "true"}
+    return [*configmaps_and_service.claims(request), kinds.ELASTIC_JOB.document(meta, spec=document["spec"])]
+
+
+def single_pod_job(request: Request) -> list[Document]:
+    """Return the Job and its ConfigMap. Raises InvalidJob if the job needs more than one worker."""
+    if (least := request.spec.workers.min) > 1:
+        raise invalid_job(
+            request.job, f"workers.min ({least}) is more than the one pod of this topology; render it as indexed-job"
+        )
+    request = request.with_zero_as_suspended().limited_to(1)
+    worker = worker_pod.Worker(
+        index="0",
+        rendezvous=rendezvous_endpoint.single_worker_endpoint(request),
+        has_peers=False,
+        on_demand=request.spec.scheduling.worker0 == placement.ON_DEMAND,
+    )
+    fields = {**worker_pod.job_limits(request.spec), "template": worker_pod.template(request, worker)}
+    return [
+        *configmaps_and_service.claims(request, mode="ReadWriteOnce"),
+        configmaps_and_service.config(request),
+        kinds.JOB.document(labels.workload(request, request.names.workload("-00000")), spec=fields),
+    ]
+
+
+def indexed_job(request: Request) -> list[Document]:
+    """Return the Indexed Job, its ConfigMap, its Service and claims, and the PodGroup of a gang.
+
+    A worker that fails is replaced by a worker with the same index. `backoffLimitPerIndex` is not used: it would end one index,
+    and with it the world of all other workers.
+    """
+    placement.reject_on_demand(request, "an Indexed Job")
+    request = request.with_zero_as_suspended()
+    replicas = request.spec.workers.replicas
+    request = request.limited_to(replicas)
+    name = request.names.workload(f"-{replicas}")
+    pod_group = gang.of(request, name)
+    worker = worker_pod.Worker(
+        index=variables.field_source("metadata.annotations['batch.kubernetes.io/job-completion-index']"),
+        rendezvous=rendezvous_endpoint.endpoint(request, f"{name}-0", request.names.service),
+        subdomain=request.names.service,
+        gang=pod_group,
+    )
+    fields = {
+        "completionMode": "Indexed",
+        "completions": replicas,
+        "parallelism": replicas,
+        **worker_pod.job_limits(request.spec),
+        "template": worker_pod.template(request, worker),
+    }
+    workload = kinds.JOB.document(labels.workload(request, name, annotations=_partial_admission(request.spec)), spec=fields)
+    return _of_several_pods(request, pod_group, workload)
+
+
+def _partial_admission(fields: spec.Spec) -> dict[str, str]:
+    """Return the annotation with which Kueue may admit a part of the workers, down to `min`:
+    https://kueue.sigs.k8s.io/docs/tasks/run/jobs/."""
+    if not labels.queue_label(fields) or fields.workers.min == fields.workers.replicas:
+        return {}
+    return {
+        "kueue.x-k8s.io/job-min-parallelism": str(fields.workers.min),
+        "kueue.x-k8s.io/job-completions-equal-parallelism": "true",
+    }
+
+
+def statefulset(request: Request) -> list[Document]:
+    """Return the StatefulSet, its ConfigMap, its Service and claims, and the PodGroup of a gang.
+
+    Its pods restart whatever their exit code, so a worker that has succeeded keeps running (`contract.Env.STAY`). All pods start
+    at once: if they started in order, the first would wait for the others to form a world with it, and the others would not start
+    before the first is ready. A change takes effect when the pods are deleted, all together
+    (`kubectl delete pods -l outlast.dev/job=NAME`): a rolling update would wait until one new pod is ready, and that pod needs a
+    world with the others to become ready. `kubectl scale` works from `workers.min` to `workers.max`.
+    """
+    placement.reject_on_demand(request, "a StatefulSet")
+    request = request.with_zero_as_suspended()
+    name = request.job.metadata.name  # at most 51 characters, and no digest: a StatefulSet is mutable
+    pod_group = gang.of(request, name)
+    worker = worker_pod.Worker(
+        index=variables.field_source("metadata.labels['apps.kubernetes.io/pod-index']"),
+        rendezvous=rendezvous_endpoint.endpoint(request, f"{name}-0", request.names.service),
+        restart="Always",
+        stay=True,
+        gang=pod_group,
+    )
+    fields = {
+        "serviceName": request.names.service,
+        "replicas": 0 if request.spec.suspend else request.spec.workers.replicas,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "OnDelete"},
+        "selector": {"matchLabels": labels.selector(name)},
+        "template": worker_pod.template(request, worker),
+    }
+    return _of_several_pods(request, pod_group, kinds.STATEFUL_SET.document(labels.workload(request, name), spec=fields))
+
+
+def _of_several_pods(request: Request, pod_group: gang.Gang, workload: Document) -> list[Document]:
+    return [
+        *configmaps_and_service.claims(request),
+        configmaps_and_service.config(request),
+        configmaps_and_service.service(request),
+        *pod_group.documents,
+        workload,
+    ]
+
+
+TOPOLOGIES: Mapping[str, Callable[[Request], list[Document]]] = {
+    "elasticjob": elasticjob,
+    "job": single_pod_job,
+    "indexed-job": indexed_job,
+    "statefulset": statefulset,
+}
+_OPERATOR_ONLY = ("startup_deadline_seconds", "clean_pod_policy", "managed_by")
+_IGNORED = {
+    "job": _OPERATOR_ONLY,
+    "indexed-job": _OPERATOR_ONLY,
+    "statefulset": (*_OPERATOR_ONLY, "active_deadline_seconds", "ttl_seconds_after_finished"),
+}
+"""Fields that each topology ignores."""
+
+
+def render(
+    job: spec.Job,
+    topology: str = "elasticjob",
+    *,
+    run: str | None = None,
+    namespace: str | None = None,
+    files: Mapping[str, str] | None = None,
+    code: bytes = b"",
+    fresh: bool = False,
+) -> list[Document]:
+    """Return the objects of a job, in the order in which to apply them.
+
+    `run` is the id of this submission; default: a digest of the job, so that the same file is the same run. `files` are the
+    contents of the files in `volumes.files`, and `code` is the archive of a job whose code is in a ConfigMap. A `fresh` run
+    ignores checkpoints, even if another run has not ended. Raises InvalidJob if the topology cannot render the job, OutlastError
+    for an unknown topology.
+    """
+    if topology == "volcano":
+        raise OutlastError("Jobs of Volcano are no more; --as elasticjob with scheduling.gang: volcano has its gangs and queues")
+    if topology not in TOPOLOGIES:
+        raise OutlastError(f"there is no topology {topology}; choose one of {', '.join(TOPOLOGIES)}")
+    documents = TOPOLOGIES[topology]
+    if namespace:
+        job = job.model_copy(update={"metadata": job.metadata.model_copy(update={"namespace": namespace})})
+    request = Request(job, Names(job.metadata.name), run or _run(job), files or {}, code, fresh)
+    # `suspend` may change during a run, but the names of the objects must not.
+    draft = documents(request.with_spec(suspend=False))
+    named = dataclasses.replace(request, names=Names(job.metadata.name, digest(draft)))
+    return [*configmaps_and_service.code(named), *documents(named)]
+
+
+def warnings(job: spec.Job, topology: str) -> list[str]:
+    """Return warnings about a job that can be rendered: output that is lost, and fields that the topology ignores."""
+    sentences = []
+    if volumes.output_is_lost(job):
+        sentences.append(
+            f"output is neither in a store nor on a volume at {Pod.OUTPUT}; what pods save ends with them; give output: "
+            f"s3://bucket/runs, or volumes: [{{claim: NAME, to: {Pod.OUTPUT}}}]"
+        )
+    if places := volumes.urls_without_credentials(job.spec):
+        sentences.append(
+            f"pods are given no credentials for {', '.join(places)}: env, secrets and serviceAccountName are empty; "
+            f"unless the role of their nodes may use it: {S3_SECRET}"
+        )
+    for name, field in spec.Spec.model_fields.items():
+        if name in _IGNORED.get(topology, ()) and getattr(job.spec, name) != field.default:
+            sentences.append(f"{field.alias} has no meaning in the topology {topology}")
+    return sentences
+
+
+def _run(job: spec.Job) -> str:
+    """Return a digest of the job as its pods see it: the same on every machine, whether the job is suspended or not."""
+    return f"{job.metadata.name}-{digest(spec.dump(volumes.document(job)))}"
