@@ -93,21 +93,29 @@ def namespace() -> Iterator[Namespace]:
         yield found
 
 
-@pytest.fixture(params=["memory", "file", "rclone", "moto"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty place of each kind of store in turn: with conditional writes (memory, moto) and without."""
+def empty(request: pytest.FixtureRequest) -> str:
+    """Return an empty place of a kind of store: with conditional writes (memory, moto) or without."""
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}"
     if request.param == "file":
-        return f"file://{tmp_path}/a store%20#ü"
+        return f"file://{request.getfixturevalue('tmp_path')}/a store%20#ü"
     bucket: Bucket = request.getfixturevalue(request.param)
     return bucket.url
 
 
-@pytest.fixture
-def place(url: str) -> Store:
-    """A job's place in a store of each kind in turn."""
-    return store.open_(f"{url}/runs/job")
+@pytest.fixture(params=["memory", "file", "rclone", "moto"])
+def url(request: pytest.FixtureRequest) -> str:
+    """An empty place of each kind of store in turn: what all stores promise is tested with these."""
+    return empty(request)
+
+
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("file", "moto")]
+
+
+@pytest.fixture(params=["memory", "rclone", *SLOW])
+def place(request: pytest.FixtureRequest) -> Store:
+    """A job's place in a store, for what is built upon stores: one with and one without conditional writes, others slowly."""
+    return store.open_(f"{empty(request)}/runs/job")
 
 
 @pytest.fixture

@@ -119,10 +119,12 @@ def test_a_module_that_workers_lack_is_named() -> None:
 
 
 def test_waiting_ends_at_a_step_at_a_state_and_at_the_end(started: Callable[..., outlast.Run]) -> None:
-    run = started()
+    looked = threading.Event()
+    run = started(at={8: lambda run: looked.wait(60)})
     assert run.wait(until="Running").state is State.RUNNING
-    assert 5 <= run.wait(step=5).step < 20
-    assert run.wait(until=lambda status: status.step > 7).step in range(8, 20)
+    assert 5 <= run.wait(step=5).step <= 8
+    assert run.wait(until=lambda status: status.step > 7).step == 8
+    looked.set()
     assert run.wait().state is State.SUCCEEDED
     assert run.wait(until="Running", step=3).state is State.SUCCEEDED  # both are behind it
     assert repr(run) == "<Run train: Succeeded, step 20/20, 1 worker, 0 restarts>"

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
+import texts
 import worlds
 from outlast.base.errors import OutlastError
 from outlast.recipes import gpt, gpt_data, gpt_model
@@ -38,21 +39,9 @@ SMALL = (
 MOE = ("--use-moe", "--num-experts=4", "--static-experts=1", "--num-experts-per-tok=2", "--expert-hidden=16")
 
 
-def prepared(directory: Path, text: str = TEXT * 40, *, val: str = TEXT * 10) -> Path:
-    """A directory of nanoGPT, a token for each character."""
-    directory.mkdir(parents=True, exist_ok=True)
-    characters = sorted(set(text + val))
-    stoi = {character: i for i, character in enumerate(characters)}
-    for part, said in (("train", text), ("val", val)):
-        np.array([stoi[character] for character in said], np.uint16).tofile(directory / f"{part}.bin")
-    meta = {"vocab_size": len(characters), "stoi": stoi, "itos": dict(enumerate(characters))}
-    (directory / "meta.pkl").write_bytes(pickle.dumps(meta))
-    return directory
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("chars"))
+    return texts.characters(tmp_path_factory.mktemp("chars"), TEXT * 40, TEXT * 10)
 
 
 def final(end: worlds.Ended) -> Any:
@@ -357,7 +346,7 @@ def nothing(data: Path) -> None:
     ],
 )
 def test_bad_input_is_one_sentence(spoil: Callable[[Path], None], args: list[str], sentence: str, tmp_path: Path):
-    data = prepared(tmp_path)
+    data = texts.characters(tmp_path, TEXT * 40, TEXT * 10)
     spoil(data)
     (data / "conf.yaml").write_text("n_layers: 3\n")
     for name, vocabulary, digest in (("other.pt", 9, ""), ("of.pt", 40, "abc")):

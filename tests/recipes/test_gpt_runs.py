@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
 import random
 import re
 import shutil
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import disturbances
+import texts
 import worlds
 from outlast.data import stdlib_text
 from outlast.job import contract
@@ -31,24 +31,12 @@ EXPERTS = ("--use-moe", "--num-experts=4", "--num-experts-per-tok=2", "--static-
 SCHEDULE = ("--warmup-iters=3", "--min-lr=1e-4", "--learning-rate=1e-3")
 
 
-def directory(to: Path, text: str, val: str) -> Path:
-    """nanoGPT's directory for characters: train.bin, val.bin, meta.pkl."""
-    to.mkdir(parents=True, exist_ok=True)
-    known = sorted(set(text + val))
-    ids = {character: number for number, character in enumerate(known)}
-    for name, part in (("train", text), ("val", val)):
-        np.array([ids[character] for character in part], dtype="<u2").tofile(to / f"{name}.bin")
-    meta = {"vocab_size": len(known), "stoi": ids, "itos": dict(enumerate(known))}
-    (to / "meta.pkl").write_bytes(pickle.dumps(meta))
-    return to
-
-
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """84 blocks of text, and 6 to measure on."""
     draw = random.Random(0)
     words = " ".join(draw.choice(["def", "return", "yield", "import", "self", "x", "(y)", ":\n"]) for _ in range(600))
-    return directory(tmp_path_factory.mktemp("blocks"), words[: 84 * BLOCK + 1], words[-6 * BLOCK - 1 :])
+    return texts.characters(tmp_path_factory.mktemp("blocks"), words[: 84 * BLOCK + 1], words[-6 * BLOCK - 1 :])
 
 
 def arguments(data: Path, steps: int, *more: str, accumulate: int = 1, batch: int = 4) -> list[str]:
@@ -303,7 +291,7 @@ def python_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parts: dict[bool, list[str]] = {False: [], True: []}
     for number, file in enumerate(sorted((root / "text").rglob("*.py"))):
         parts[number % 10 == 9].append("".join(c for c in file.read_text() if c.isascii() and (c.isprintable() or c == "\n")))
-    return directory(root / "tokens", "".join(parts[False]), "".join(parts[True]))
+    return texts.characters(root / "tokens", "".join(parts[False]), "".join(parts[True]))
 
 
 @pytest.fixture(scope="module")

@@ -101,6 +101,7 @@ def theirs() -> Any:
     return model
 
 
+@pytest.mark.jobs  # as importing transformers is
 @pytest.mark.parametrize("masked", [True, False])
 def test_with_the_weights_of_hugging_face_it_computes_the_same_logits_and_gradients(theirs: Any, masked: bool) -> None:
     config = perceiver_model.config_of(theirs.config.to_dict())
@@ -132,6 +133,7 @@ def test_with_the_weights_of_hugging_face_it_computes_the_same_logits_and_gradie
     torch.testing.assert_close(again.label, found.label, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.jobs  # as importing transformers is
 def test_it_begins_with_the_weights_of_a_directory_of_hugging_face(
     theirs: Any, tmp_path: Path, clips: Path, alone: Callable[..., Path]
 ) -> None:

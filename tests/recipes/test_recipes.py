@@ -51,17 +51,6 @@ def test_recipes_have_the_same_flags_for_the_same_things(name: str) -> None:
     assert all(ours in known or ours == "config" or " " in ours for ours in recipe.ALIASES.values())
 
 
-def test_an_output_that_a_job_does_not_write_to_is_said_to_be_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(contract.Env.STATE, str(tmp_path))
-    monkeypatch.setenv(contract.Env.OUTPUT, str(tmp_path / "out"))
-    results.into(str(tmp_path / "out"))
-    assert capsys.readouterr().out == ""
-    results.into("here")
-    assert capsys.readouterr().out == f"--output_dir here is ignored: the job writes to {tmp_path / 'out'}\n"
-
-
 def test_an_evaluation_whose_reader_has_enough_ends_in_silence() -> None:
     program = "import sys; from outlast.recipes.shared import results; results.run(lambda: print('x' * (1 << 20)))"
     with subprocess.Popen([sys.executable, "-c", program, "--evaluate"], stdout=-1, stderr=-1) as evaluation:

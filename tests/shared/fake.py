@@ -17,7 +17,7 @@ from outlast.job.failure import Failure
 from outlast.job.ledger import Event
 from outlast.job.status import CheckpointStatus, JobStatus, RankStatus, State, WorkerStatus
 
-STEP_S = 0.02
+STEP_S = 0.002
 
 
 @dataclasses.dataclass
@@ -34,7 +34,7 @@ class Run:
 class FakeBackend:
     """Backend with jobs of `steps` steps. `at` maps a step to the action after it, for every job."""
 
-    poll_s = 0.05
+    poll_s = 0.01
 
     def __init__(self, output: Path, *, steps: int = 20, at: Mapping[int, Callable[[Run], object]] | None = None) -> None:
         self._output = output

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,22 @@ def test_each_process_has_a_ledger_of_its_own_wherever_its_rank_is(tmp_path: Pat
 # Resuming
 
 
+Killed = Callable[[Path, str], object]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    """Writes what workers with these disks have left that were killed after step 13."""
+
+    @functools.cache
+    def run(names: str) -> Path:
+        end = world(Training(kill_at=13), tmp_path_factory.mktemp(names), len(names), disks=names)
+        assert end.codes == [-9] * len(names)
+        return end.output
+
+    return lambda output, names: shutil.copytree(run(names), output, dirs_exist_ok=True)
+
+
 @pytest.mark.parametrize(
     ("names", "lost"),
     [
@@ -122,9 +139,8 @@ def test_each_process_has_a_ledger_of_its_own_wherever_its_rank_is(tmp_path: Pat
         pytest.param("abb", "b", marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_lost_with_the_disks_of_lost_workers(tmp_path: Path, calm: Calm, names: str, lost: str):
-    killed = world(Training(kill_at=13), tmp_path, len(names), disks=names)
-    assert killed.codes == [-9] * len(names)
+def test_nothing_is_lost_with_the_disks_of_lost_workers(tmp_path: Path, calm: Calm, killed: Killed, names: str, lost: str):
+    killed(tmp_path, names)
     for name in lost:
         shutil.rmtree(tmp_path / name)
     again = world(Training(), tmp_path, len(names), generation=2, disks=names)
@@ -144,8 +160,8 @@ def test_nothing_is_lost_with_the_disks_of_lost_workers(tmp_path: Path, calm: Ca
     assert {c["generation"] for c in map(json.loads, (tmp_path / names[0] / contract.METRICS).read_text().splitlines())} == {1, 2}
 
 
-def test_rank_0_may_move_to_another_disk_and_goes_on_there(tmp_path: Path, calm: Calm):
-    world(Training(kill_at=13), tmp_path, 2, disks="ab")
+def test_rank_0_may_move_to_another_disk_and_goes_on_there(tmp_path: Path, calm: Calm, killed: Killed):
+    killed(tmp_path, "ab")
     assert firsts(tmp_path, "a", "b") == [True, False]
     again = world(Training(), tmp_path, 2, generation=2, disks="bc")
     assert hashes(again) == hashes(calm(Training(), 2))
@@ -155,9 +171,9 @@ def test_rank_0_may_move_to_another_disk_and_goes_on_there(tmp_path: Path, calm:
     assert steps(tmp_path, "b") == steps(tmp_path, "c") == [10, 15, 20]
 
 
-def test_the_newest_checkpoint_counts_wherever_it_is(tmp_path: Path, calm: Calm):
+def test_the_newest_checkpoint_counts_wherever_it_is(tmp_path: Path, calm: Calm, killed: Killed):
     """Two disks have missed the last save: what the third one has is what the run goes on from."""
-    world(Training(kill_at=13), tmp_path, 3, disks="abc")
+    killed(tmp_path, "abc")
     for name in "ab":
         shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000010")
         metrics.truncate_after(tmp_path / name / contract.METRICS, 5)
@@ -169,8 +185,8 @@ def test_the_newest_checkpoint_counts_wherever_it_is(tmp_path: Path, calm: Calm)
 
 
 @pytest.mark.parametrize("name", ["a", pytest.param("b", marks=pytest.mark.slow)])
-def test_a_damaged_copy_is_replaced_by_a_whole_one(tmp_path: Path, calm: Calm, name: str):
-    world(Training(kill_at=13), tmp_path, 2, disks="ab")
+def test_a_damaged_copy_is_replaced_by_a_whole_one(tmp_path: Path, killed: Killed, name: str):
+    killed(tmp_path, "ab")
     good = held(tmp_path, "a", "b")["b" if name == "a" else "a"]
     damage(tmp_path / name / "checkpoints" / "step-00000010")
     again = world(Training(epochs=3), tmp_path, 2, generation=2, disks="ab", **{EVERY: "100 steps"})
@@ -184,8 +200,8 @@ def test_a_damaged_copy_is_replaced_by_a_whole_one(tmp_path: Path, calm: Calm, n
     assert again.errors[0].count("is damaged and skipped") == 1
 
 
-def test_a_checkpoint_damaged_on_all_disks_is_skipped_on_all(tmp_path: Path, calm: Calm):
-    world(Training(kill_at=13), tmp_path, 2, disks="ab")
+def test_a_checkpoint_damaged_on_all_disks_is_skipped_on_all(tmp_path: Path, calm: Calm, killed: Killed):
+    killed(tmp_path, "ab")
     damage(tmp_path / "a" / "checkpoints" / "step-00000010")
     (tmp_path / "b" / "checkpoints" / "step-00000010" / contract.COMMIT).write_text("{")
     again = world(Training(), tmp_path, 2, generation=2, disks="ab")

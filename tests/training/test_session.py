@@ -60,12 +60,20 @@ def test_a_killed_and_resumed_run_ends_with_the_same_bits(
     before = calm(plan, ranks)
     killed = world(Training(net, optimizer, microbatch=microbatch, kill_at=13, hasty=True), tmp_path, ranks)
     assert killed.codes == [-9] * ranks
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 14, "lo')  # the last line of a killed process
     again = world(plan, tmp_path, ranks, generation=2)
     [resumed] = {result["resumed"] for result in again.results}
     assert resumed in (5, 10, 11, 12), "a save that is due while another is under way comes after it"
     assert hashes(again) == hashes(before)
     assert len(hashes(again)) == (1 if net == "mlp" else ranks)  # only batch norm's averages differ between ranks
     assert again.results[0]["losses"] == before.results[0]["losses"][resumed:]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, LAST + 1)), "each step once, however often it ran"
+    assert [line["loss"] for line in lines][resumed:] == again.results[0]["losses"]
+    assert state_dir.newest_metrics(tmp_path) == {"step": LAST, "loss": again.results[0]["losses"][-1]}
+    assert state_dir.newest_metrics(tmp_path / "nowhere") == {}
+    assert {line["generation"] for line in lines} == {1, 2}
 
 
 def test_a_planned_leave_saves_the_very_step_and_exits_with_75(tmp_path: Path, calm: Calm):
@@ -298,19 +306,6 @@ def test_progress_tells_phase_steps_and_the_committed_step(calm: Calm):
         assert (record.committed, record.warning) == (LAST, "")
         assert (record.stepped, record.stalls, record.saves) == (LAST - 1, 4, 4 if rank == 0 else 0)
         assert 0 < record.stalled_s < record.stepped_s + record.stalled_s < 60
-
-
-def test_metrics_hold_every_step_once_however_often_it_ran(tmp_path: Path):
-    world(Training(kill_at=13), tmp_path, 2)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 14, "lo')  # the last line of a killed process
-    end = world(Training(), tmp_path, 2, generation=2)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, LAST + 1))
-    assert [line["loss"] for line in lines][end.results[0]["resumed"] :] == end.results[0]["losses"]
-    assert state_dir.newest_metrics(tmp_path) == {"step": LAST, "loss": end.results[0]["losses"][-1]}
-    assert state_dir.newest_metrics(tmp_path / "nowhere") == {}
-    assert {line["generation"] for line in lines} == {1, 2}
 
 
 def test_logged_values_are_printed_now_and_then_and_at_the_end(
