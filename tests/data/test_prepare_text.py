@@ -179,11 +179,19 @@ class Killed(Exception):
     """Stands for SIGKILL."""
 
 
-@pytest.mark.parametrize("after", range(0, 60, 7))
-def test_a_run_that_ends_anywhere_is_continued_and_the_bytes_are_the_same(tmp_path: Path, after: int) -> None:
-    source = a_source(tmp_path / "source")
-    prepare(source, tmp_path / "whole", Settings("char", shard_size=2000))
-    calls = 0
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source, and beside it what is prepared of it in one go."""
+    directory = tmp_path_factory.mktemp("whole")
+    prepare(a_source(directory / "source"), directory / "whole", Settings("char", shard_size=2000))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "after", [pytest.param(after, marks=[pytest.mark.slow] if after % 14 else []) for after in range(0, 60, 7)]
+)
+def test_a_run_that_ends_anywhere_is_continued_and_the_bytes_are_the_same(tmp_path: Path, whole: Path, after: int) -> None:
+    source, calls = whole / "source", 0
 
     def progress(stage: str, done: int, total: int) -> None:
         nonlocal calls
@@ -198,7 +206,7 @@ def test_a_run_that_ends_anywhere_is_continued_and_the_bytes_are_the_same(tmp_pa
     prepare(
         source, tmp_path / "out", Settings("char", shard_size=2000), progress=lambda stage, done, _: first.append((stage, done))
     )
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert digests(tmp_path / "out") == digests(whole / "whole")
     if after > 5:
         assert first[0][1] > 0, "units that were done are not done again"
 

@@ -23,6 +23,7 @@ from outlast.kubernetes import api as kube
 from outlast.kubernetes import board as rendezvous
 from outlast.kubernetes.api import apply_documents, error_mapping, kinds, kubeconfig, requests, watch
 from outlast.kubernetes.api.error_mapping import Subject
+from outlast.kubernetes.api.requests import pause
 
 
 @pytest.fixture
@@ -242,7 +243,7 @@ def test_documents_are_applied_read_changed_and_deleted(cluster: kube.Cluster) -
 
 @pytest.mark.parametrize(("said", "low", "high"), [("7", 7.0, 7.0), ("", 0.25, 0.5), ("3600", 30.0, 30.0)])
 def test_who_is_told_to_slow_down_waits_as_long_as_it_is_told(said: str, low: float, high: float) -> None:
-    assert low <= requests.pause(1, httpx2.Response(429, headers={"Retry-After": said})) <= high
+    assert low <= pause(1, httpx2.Response(429, headers={"Retry-After": said})) <= high
 
 
 def test_apply_is_strict_forced_and_ours(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:

@@ -17,7 +17,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -824,7 +823,10 @@ def test_the_process_ends_with_its_code_its_whole_log_and_a_write_that_hangs(
     world.api.prescribe("POST .*/pods", hangs, hangs)
     world.submit()
     here = {contract.Env.NAMESPACE: "default", contract.Env.PROBE_PORT: "0"}
-    command = [Path(sys.executable).with_name("outlast"), "operator"]
+    program = (
+        "from outlast.kubernetes.operator import operator; operator.STOP_TIMEOUT_S = 1.0; from outlast import cli; cli.main()"
+    )
+    command = [sys.executable, "-c", program, "operator"]
     with subprocess.Popen(command, env={**os.environ, **here}, stdout=subprocess.PIPE, text=True) as process_:
         try:
             world.api.until(lambda: not world.api.prescribed)

@@ -131,7 +131,8 @@ def test_waiting_ends_at_a_step_at_a_state_and_at_the_end(started: Callable[...,
     assert "Succeeded" in run._repr_html_()
 
 
-def test_waiting_has_an_end(started: Callable[..., outlast.Run]) -> None:
+def test_waiting_has_an_end(started: Callable[..., outlast.Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outlast.client._TAKEN_UP_S", 0.0)
     run = started(steps=2000)
     with pytest.raises(TimeoutError, match=r"train is Running at step \d+ after 0.1 s; it goes on"):
         run.wait(timeout=0.1)

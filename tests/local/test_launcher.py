@@ -12,6 +12,7 @@ import threading
 import time as wall
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -377,7 +378,11 @@ def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_
     writer.close()
 
 
-def test_a_worker_that_leaves_is_a_member_until_the_store_has_what_it_saved(tmp_path: Path) -> None:
+def test_a_worker_that_leaves_is_a_member_until_the_store_has_what_it_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=wall.monotonic, sleep=lambda _: wall.sleep(0.01))
+    monkeypatch.setattr(rank0_files, "time", clock)
     output, asked = tmp_path / "out", []
     environ = {contract.Env.STATE: str(tmp_path), contract.Env.OUTPUT: str(output), contract.Env.STORE: "s3://bucket/job"}
     pods = {**environ, contract.Env.RENDEZVOUS: "operator://job"}

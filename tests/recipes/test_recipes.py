@@ -51,14 +51,19 @@ def test_recipes_have_the_same_flags_for_the_same_things(name: str) -> None:
     assert all(ours in known or ours == "config" or " " in ours for ours in recipe.ALIASES.values())
 
 
-def test_an_evaluation_whose_reader_has_enough_ends_in_silence() -> None:
-    program = "import sys; from outlast.recipes.shared import results; results.run(lambda: print('x' * (1 << 20)))"
-    with subprocess.Popen([sys.executable, "-c", program, "--evaluate"], stdout=-1, stderr=-1) as evaluation:
-        assert evaluation.stdout
-        assert evaluation.stderr
-        evaluation.stdout.read(1)
-        evaluation.stdout.close()
-        assert (evaluation.stderr.read(), evaluation.wait()) == (b"", -signal.SIGPIPE)
+def evaluating(pipe: Path) -> None:
+    """An evaluation that prints more than a pipe holds."""
+    sys.argv, sys.stdout = ["evaluation", contract.EVALUATE], pipe.open("w")
+    results.run(lambda: print("x" * (1 << 20)))
+
+
+def test_an_evaluation_whose_reader_has_enough_ends_in_silence(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    processes = worlds.started(functools.partial(evaluating, tmp_path / "pipe"), tmp_path, 1)
+    with (tmp_path / "pipe").open("rb", buffering=0) as reader:
+        assert reader.read(1) == b"x"
+    end = worlds.ended(processes, tmp_path)
+    assert (end.codes, end.errors) == ([-signal.SIGPIPE], [""])
 
 
 # smoke

@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from outlast.kubernetes import api as kube
+from outlast.kubernetes.api import requests
 from outlast.kubernetes.api.kinds import KINDS
 
 Document = dict[str, Any]
@@ -343,6 +344,14 @@ def _selected(document: Document, query: dict[str, str]) -> bool:
     if field == "spec.nodeName":
         return bool(document["spec"].get("nodeName") == wanted)
     return not field or bool(document["metadata"]["name"] == wanted)
+
+
+@pytest.fixture(autouse=True)
+def again_soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are tried again after a twentieth of the usual pauses, but for those to a real cluster."""
+    if request.node.get_closest_marker("cluster") is None:
+        pause = requests.pause
+        monkeypatch.setattr(requests, "pause", lambda *failed: pause(*failed) / 20)
 
 
 @contextmanager
