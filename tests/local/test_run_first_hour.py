@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import runpy
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import worlds
 from outlast.job.status import State
 from outlast.local.backend import LocalBackend
 
@@ -92,6 +97,17 @@ with session.open(seed=0) as run:
 """
 
 
+def alone(script: Path, to: Path) -> None:
+    """The script as a rank without an agent, whose lines go to a file."""
+    sys.argv = [str(script), "--steps", "40"]
+    with to.with_suffix(f".{os.environ['RANK']}").open("w") as sys.stdout:
+        runpy.run_path(str(script), run_name="__main__")
+
+
+def hashes(lines: str) -> list[str]:
+    return [line.rpartition("weights ")[2] for line in lines.splitlines() if "weights " in line]
+
+
 @pytest.mark.parametrize(
     ("body", "everything"),
     [
@@ -103,6 +119,7 @@ with session.open(seed=0) as run:
 def test_a_script_of_ones_own_fails_is_mended_and_goes_on_through_everything(
     body: str, everything: bool, machine, outlast: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It fails on one rank, three times at the same step."""
     directory = machine.directory
     monkeypatch.chdir(directory)
     (slowly := directory / "slowly").touch()
@@ -116,13 +133,24 @@ def test_a_script_of_ones_own_fails_is_mended_and_goes_on_through_everything(
         _, out, _ = outlast("logs", "train", "--worker", 0)
         return [int(line.rpartition(" ")[2]) for line in out.splitlines() if "starts at step" in line]
 
-    script.write_text(whole.replace("MISTAKE", "assert step != 13, 'a bug'"))
+    script.write_text(whole.replace("MISTAKE", "assert (step, os.environ['RANK']) != (13, '1'), 'a bug'"))
     code, _, err = outlast(*run, "train.py", "--steps", 40)
     assert code == 1
     assert "AssertionError: a bug" in err
     assert "with `outlast run --workers 2 --set" in err
     assert "AssertionError: a bug" in outlast("why")[1]
     assert 10 <= starts()[-1] < 13, "from a checkpoint, or a later snapshot"
+    failed = machine.backend.status("train")
+    assert (failed.state, failed.exit_code) == (State.FAILED, 1)
+    assert "has failed 3 times in a row" in failed.reason or body is PLAIN, "whether its members or the launcher count it"
+    assert (failed.failure.rank, failed.failure.code) == (1, 1)
+    assert failed.failure.reason == "rank 1 on worker 1 raised AssertionError: a bug"
+    for text in (failed.failure.traceback, failed.failure.log_tail):
+        assert text.splitlines()[-1] == "AssertionError: a bug"
+    assert "runpy" not in failed.failure.traceback
+    counted = [each.get("repaired") for each in machine.backend.events("train") if each["kind"] == "failure"]
+    assert len(counted) == 3 or body is PLAIN, "each once, whoever has started the processes again"
+    assert counted[0] == 1, "the members try again by themselves"
 
     script.write_text(whole.replace("MISTAKE", "pass"))
     code, _, err = outlast(*run, "--detach", "train.py", "--steps", 40)
@@ -147,7 +175,7 @@ def test_a_script_of_ones_own_fails_is_mended_and_goes_on_through_everything(
     assert starts()[0] == 0
     assert min(starts()[2:]) >= 10
     assert f"output in {machine.backend.output('train')}" in err
-    found = [line.rpartition("weights ")[2] for line in out.splitlines() if "weights " in line]
+    found = hashes(out)
 
     status = json.loads(outlast("status", "-o", "json")[1])
     assert (status["state"], status["step"]) == ("Succeeded", 40)
@@ -156,9 +184,10 @@ def test_a_script_of_ones_own_fails_is_mended_and_goes_on_through_everything(
     assert outlast("init", "--workers", 2, "train.py", "--steps", 40)[0] == 0
     assert outlast("validate", "job.yaml")[0] == 0
 
-    code, out, err = outlast(*run, "--name", "undisturbed", "train.py", "--steps", 40)
-    assert code == 0, err
-    assert [line.rpartition("weights ")[2] for line in out.splitlines() if "weights " in line] == found
+    program, output = functools.partial(alone, script, directory / "said"), directory / "undisturbed"
+    end = worlds.ended(worlds.started(program, output, 2, SLOWLY=str(slowly)), output)
+    assert end.codes == [0, 0], end.errors
+    assert hashes((directory / "said.0").read_text()) == found
 
     assert outlast("forget", "--all-finished", "--output", "--yes")[0] == 0
     assert outlast("list")[1].strip() in ("", "no jobs")

@@ -12,21 +12,6 @@ import small_disks
 from outlast.job.status import State
 
 
-def test_a_bug_at_one_step_stops_the_job_with_the_first_error_of_the_first_failing_rank(machine):
-    status = machine.run(machine.job(args=("--steps=40", "--fail-at=3"), checkpoint={"every": "1h"}))
-    assert (status.state, status.exit_code) == (State.FAILED, 1)
-    assert "has failed 3 times in a row" in status.reason
-    assert (status.failure.rank, status.failure.code) == (1, 1)
-    assert status.failure.reason == "rank 1 on worker 1 raised ValueError: a bug at step 3"
-    assert status.failure.traceback.splitlines()[-1] == "ValueError: a bug at step 3"
-    assert status.failure.log_tail.splitlines()[-1] == "ValueError: a bug at step 3"
-    assert "runpy" not in status.failure.traceback
-    facts = machine.backend.events(status.name)
-    counted = [each.get("repaired") for each in facts if each["kind"] == "failure"]
-    assert len(counted) == 3, "each once, whoever has started the processes again"
-    assert counted[0] == 1, "the members try again by themselves"
-
-
 @pytest.mark.slow
 def test_a_wrong_configuration_is_not_tried_again(machine):
     status = machine.run(machine.job(args=("--steps=40", "--exit-at=2", "--print")))

@@ -317,6 +317,8 @@ class Launcher(Coordinator):
     def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
         self.live.read(self.state.world)
         current = self.status.step
+        if self.live.has_session and failure.step:  # the step of its own rank: the others may be a step further
+            current = failure.step
         step = 0 if self.status.told == "log" else current  # a step read from a log is shown, but decides nothing
         # Neither a secondary failure nor that of a plain script that ran for a while shows the step.
         if failure.hung:  # a hung process has reported its step
