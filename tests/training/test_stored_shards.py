@@ -481,12 +481,15 @@ def test_a_full_disk_is_one_sentence_and_read_ahead_gives_way_to_what_is_needed_
     assert held
 
 
-def test_only_data_in_a_store_need_one(tmp_path: Path):
+def test_only_data_in_a_store_need_one_and_a_process_may_end_while_its_stream_reads_ahead(tmp_path: Path):
     code = """
 import sys
-from outlast.training import Shards
+import torch
+from outlast.training import Shards, Stream
 Shards(sys.argv[1], block=10)[0]
 print(*{"outlast.storage.store", "obstore"} & set(sys.modules))
+batches = iter(Stream(torch.zeros(10**5, 640), 4096, epochs=10**6, prefetch=10**6))
+next(batches)
 """
     done = subprocess.run([sys.executable, "-c", code, a_text(tmp_path / "data")], stdout=subprocess.PIPE, check=True)
     assert done.stdout == b"\n"

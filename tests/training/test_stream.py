@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -157,6 +157,7 @@ def test_a_world_larger_than_the_batch_is_refused():
 # Positions
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     worlds=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9), st.integers(4, 40)), min_size=1, max_size=6),
     samples=st.integers(20, 120),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -220,13 +218,3 @@ def test_data_and_arguments_that_do_not_fit_are_refused(tmp_path: Path):
     ):
         with pytest.raises(OutlastError, match=sentence):
             wrong()
-
-
-def test_a_process_may_end_while_its_stream_reads_ahead():
-    code = """
-import torch
-from outlast.training import Stream
-batches = iter(Stream(torch.zeros(10**5, 640), 4096, epochs=10**6, prefetch=10**6))
-next(batches)
-"""
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -153,9 +153,9 @@ def test_the_weights_in_a_checkpoint_become_a_file(tmp_path: Path, capfd: pytest
         return int(ended.value.code or 0), *capfd.readouterr()
 
     target = tmp_path / "net.pt"
-    several = "outlast: step-00000007 holds the modules net, other; name one of them with --key\n"
-    assert export("--to", target) == (1, "", several)
     assert export("--step", 8)[0] == 2
+    with pytest.raises(SystemExit, match=r"^outlast: step-00000007 holds the modules net, other; name one of them with --key$"):
+        weights.main([str(checkpoints.list_(directory)[0].path), str(target), ""])
     there = store.open_(f"file://{tmp_path}/store/one")
     runs.claim(there, runs.Run("r", "one", 1.0))
     stored = in_store.Checkpoints(there, "r")

@@ -250,10 +250,15 @@ def test_another_torch_is_not_installed_unasked(maker: Maker):
         maker.make("--no-index", "--find-links .", "vision")
 
 
-def test_who_comes_second_waits_for_the_environment(maker: Maker):
+def test_who_comes_second_waits_for_the_environment(maker: Maker, monkeypatch: pytest.MonkeyPatch):
     found: list[python_env.Made] = []
     asked = ("--no-index", "--find-links .", "nosuch")
-    with pytest.raises(OutlastError):
+
+    def fails(*_: object) -> None:
+        raise OutlastError("the first has not made it")
+
+    monkeypatch.setattr(python_env._Venv, "make", fails)
+    with pytest.raises(OutlastError, match="the first has not made it"):
         maker.make(*asked)
     (lock,) = maker.cache.glob("environments/*.lock")
     maker.said.clear()
