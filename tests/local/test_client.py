@@ -181,8 +181,7 @@ def test_a_run_is_evaluated_explained_and_forgotten(started: Callable[..., outla
 @pytest.mark.jobs
 @pytest.mark.timeout(180)
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
-    program = (Path(__file__).parents[1] / "shared" / "programs" / "exact.py").read_text()
-    (tmp_path / "train.py").write_text(program.replace("default=0.02", "default=0.01"))
+    (tmp_path / "train.py").write_text((Path(__file__).parents[1] / "shared" / "programs" / "exact.py").read_text())
     example = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.M | re.S)
     assert example is not None
     done = subprocess.run([sys.executable, "-c", example[1]], check=True, capture_output=True, text=True).stdout

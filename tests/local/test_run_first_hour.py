@@ -150,7 +150,7 @@ def test_a_script_of_ones_own_fails_is_mended_and_goes_on_through_everything(
     assert "runpy" not in failed.failure.traceback
     counted = [each.get("repaired") for each in machine.backend.events("train") if each["kind"] == "failure"]
     assert len(counted) == 3 or body is PLAIN, "each once, whoever has started the processes again"
-    assert counted[0] == 1, "the members try again by themselves"
+    assert counted[0] == 1 or body is PLAIN, "the members try again by themselves"
 
     script.write_text(whole.replace("MISTAKE", "pass"))
     code, _, err = outlast(*run, "--detach", "train.py", "--steps", 40)
