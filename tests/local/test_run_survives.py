@@ -164,38 +164,6 @@ def test_an_upgrade_in_place_changes_nothing_for_a_job_that_runs(machine, undist
     assert machine.final("job") == undisturbed(ARGS, 2)
 
 
-@pytest.mark.slow
-def test_three_workers_resume_bit_identically_too(machine, undisturbed: Final):
-    name = machine.submit(machine.job(args=ARGS, workers={"replicas": 3}))
-    machine.at_step(name, 25)
-    machine.backend.chaos(name, "kill-process", worker=2, rng=machine.rng)
-    assert machine.end(name, hurry=True).state is State.SUCCEEDED
-    assert machine.final(name) == undisturbed(ARGS, 3)
-
-
-@pytest.mark.slow
-def test_all_workers_killed_at_once_come_back(machine, undisturbed: Final):
-    name = machine.submit(machine.job(args=ARGS))
-    for worker in machine.at_step(name, 25).workers:
-        kill(worker.pid)
-    assert machine.end(name, hurry=True).state is State.SUCCEEDED
-    assert machine.final(name) == undisturbed(ARGS, 2)
-
-
-@pytest.mark.slow
-def test_everything_killed_at_once_goes_on_when_it_is_run_again(machine, undisturbed: Final):
-    path = machine.job(args=ARGS)
-    name = machine.submit(path)
-    before = machine.at_step(name, 25)
-    machine.kill_everything()
-    status = machine.wait(name, lambda s: s.state is State.INTERRUPTED)
-    assert "outlast run" in status.reason
-    after = machine.end(machine.submit(path), hurry=True)
-    assert (after.state, after.run) == (State.SUCCEEDED, before.run)
-    assert after.generation > before.generation
-    assert machine.final(name) == undisturbed(ARGS, 2)
-
-
 def process(agent: int, title: str) -> psutil.Process:
     """One of the processes of the worker with this agent."""
     below = psutil.Process(agent).children(recursive=True)
