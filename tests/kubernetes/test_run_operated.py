@@ -15,6 +15,7 @@ import pytest
 
 import apiserver
 from bare_pods import Pods
+from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.rendezvous import world
 from outlast.rendezvous.transports import sockets
@@ -77,7 +78,7 @@ class Operator:
         with self.api.lock:
             leases = [d for key, d in self.api.documents.items() if key[0] == "leases.coordination.k8s.io"]
         for lease in leases:
-            report = sockets.Report.of(json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT]))
+            report = decode(sockets.Report, json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT]))
             if report.run == RUN and self.uids.get(report.id) == lease["spec"]["holderIdentity"]:
                 yield report
 

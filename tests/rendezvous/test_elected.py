@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import time
 from datetime import timedelta
@@ -115,74 +114,6 @@ def fails(member: Membership, reason: str = "it failed", *, time: float = 0.0, e
         member.report, standing=MemberState.WAITING, failed=True, failure={**failure, "committed": None}
     )
     member.publish()
-
-
-def test_what_is_written_is_read_again() -> None:
-    report = sockets.Report("r", 3, "waiting", failure={"code": 1})
-    record = key_schema.Record(report, "t", "2:4", "b", world.World(1, (1, 2), "a:1", "x"), ("t", "u"))
-    assert key_schema.Record.loads(record.dumps()) == record
-    older = {**json.loads(record.dumps()), "wanted": {"number": 3, "replicas": 2, "sizes": [1, 2], "expected": [0]}}
-    assert key_schema.Record.loads(json.dumps(older)) == record  # of a version that had an operator beside the etcd
-    call = world.Call(2, "r", True, 1.0, (3,), lost=(1,))
-    said = key_schema.Published(
-        "t", "b", "c", "2:4", record.world, ("t", "u"), call, 2.0, sockets.Closed("a", 0), "why", 1, (2,), 1, 1,
-        ((1.0, 2, None),), {"worker": 1, "code": 1, "reason": "it failed"}, 2, {"token": "it is lost"}, ((3, 1.5, 1),),
-    )  # fmt: skip
-    assert key_schema.Published.loads(said.dumps()) == said
-    names = {"born", "before", "terms", "floor", "judged"}
-    assert names <= json.loads(said.dumps()).keys(), "members of other versions read these"
-    assert key_schema.Leader.loads(key_schema.Leader("t", "h", 3, "w").dumps()) == key_schema.Leader("t", "h", 3, "w")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "[]", "{}", '{"by": 1}', '{"report": 3, "token": "t"}', '{"by": "t", "born": "b", "world": 3}'),
-        '{"report": {"run": "r", "id": 0, "standing": "dreaming"}, "token": "t"}',
-    ],
-)
-def test_what_makes_no_sense_is_nothing(text: str) -> None:
-    assert (key_schema.Record.loads(text), key_schema.Published.loads(text)) == (None, None)
-
-
-MEMBER = {"report": {"run": "r", "id": 0, "standing": "waiting", "address": "a:1"}, "token": "t"}
-SAID = {"by": "t", "born": "b"}
-WORLD = {"generation": 1, "members": [0], "address": "a:1", "reason": "why"}
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {**MEMBER, "report": {**MEMBER["report"], "id": "0"}},  # type: ignore[dict-item]
-        {**MEMBER, "report": {**MEMBER["report"], "generation": [1]}},  # type: ignore[dict-item]
-        {**MEMBER, "token": 7},
-        {**MEMBER, "tokens": [1]},
-        *({**MEMBER, "world": {**WORLD, **wrong}} for wrong in ({"generation": "1"}, {"members": ["0"]}, {"address": ""})),
-        *({**SAID, "world": {**WORLD, **wrong}} for wrong in ({"members": []}, {"members": [0, 0]}, {"at": "now"})),
-        *({**SAID, **wrong} for wrong in ({"floor": "9"}, {"done": 3}, {"failures": [[1, "x", None]]}, {"leave_s": None})),
-        *({**SAID, **wrong} for wrong in ({"ended": ["t"]}, {"ended": {"t": 1}}, {"lost": [[1, 2]]}, {"lost": 3})),
-        {**SAID, "closed": {"reason": "why", "code": "0"}},
-        {**SAID, "called": {"generation": 2, "reason": "why", "planned": 1}},
-    ],
-)
-def test_what_is_of_the_wrong_type_is_nothing(said: dict[str, Any]) -> None:
-    """Whoever may write to the etcd must not end who reads there."""
-    text = json.dumps(said)
-    assert (key_schema.Record.loads(text), key_schema.Published.loads(text)) == (None, None)
-
-
-@pytest.mark.parametrize("kind", [None, 5, [1], "of a newer version"])
-def test_a_kind_that_is_not_known_costs_nothing_of_what_is_published(kind: object) -> None:
-    called = {"generation": 2, "reason": "why", "planned": True, "at": 1.0, "leaving": [], "cause": kind}
-    said = key_schema.Published.loads(json.dumps({**SAID, "called": called, "closed": {"reason": "why", "code": 0, "end": kind}}))
-    assert said is not None
-    assert said.called == world.Call(2, "why", True, 1.0, ())
-    assert contract.End(said.closed.end) is contract.End.UNKNOWN
-
-
-def test_what_is_nested_without_end_is_nothing() -> None:
-    text = "[" * 100_000
-    assert (key_schema.Record.loads(text), key_schema.Published.loads(text), key_schema.Leader.loads(text)) == (None, None, None)
 
 
 def test_who_decides_goes_by_a_clock_that_never_steps() -> None:

@@ -16,6 +16,7 @@ import pytest
 import apiserver
 from coordinators import Document, Operator
 from outlast.base import errors
+from outlast.base.typed_json import decode
 from outlast.job import contract, ledger
 from outlast.job.workerfiles import progress_file
 from outlast.kubernetes import api, board
@@ -73,7 +74,7 @@ def test_a_report_is_the_lease_of_a_pod_and_goes_with_the_job(operator: Operator
     written = datetime.strptime(spec["renewTime"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
     assert abs((datetime.now(UTC) - written).total_seconds()) < 5
     said = operator.said(3)
-    assert sockets.Report.of(said) == sockets.Report("run", 3, "waiting", 0, said["since"], "10.0.0.7:4711")
+    assert decode(sockets.Report, said) == sockets.Report("run", 3, "waiting", 0, said["since"], "10.0.0.7:4711")
     assert contract.Annotation.PROGRESS not in meta["annotations"]
 
 
@@ -359,7 +360,7 @@ def test_words_that_make_no_sense_are_said_and_passed_over(operator: Operator, m
     client.report("waiting")
     until(operator.lease)
     assert client.closed is None
-    assert "the state from the operator is not valid: Closed.__init__() missing" in capfd.readouterr().out
+    assert "closed.reason of the state from the operator is missing; does the operator" in capfd.readouterr().out
     operator.say(closed={"reason": "done", "code": 0})
     until(lambda: client.closed)
 

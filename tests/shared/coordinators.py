@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import apiserver
 import ports
 from etcds import Server
+from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.rendezvous import transport
@@ -161,7 +162,7 @@ class Operator:
 
     def report(self, id: int) -> Report | None:
         said = self.said(id)
-        return Report.of(said) if said and said["standing"] != "leaving" else None
+        return decode(Report, said) if said and said["standing"] != "leaving" else None
 
     def tell(self, **told: Any) -> None:
         self._told |= {kind: {**dataclasses.asdict(content), "since 0.9": "x"} for kind, content in told.items()}

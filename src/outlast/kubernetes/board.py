@@ -22,22 +22,23 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.base import files
 from outlast.base.backoff import ConnectionLog, pause
 from outlast.base.errors import Absent, ClusterError, Conflict, OutlastError, Superseded, Unauthorized
+from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.ledger import Ledger
 from outlast.job.workerfiles import progress_file
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE
-from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.transports.sockets import Called, Closed, Report, published
-from outlast.rendezvous.world import World
+from outlast.rendezvous.transports.sockets import Called, Closed, Published, Report
+from outlast.rendezvous.world import MemberState, World
 
 if TYPE_CHECKING:
     from outlast.rendezvous.transport import Member
@@ -70,6 +71,23 @@ def renewal_interval_s(workers: int, *, mesh: bool) -> float:
     return max(contract.MESH_RENEW_S if mesh else RENEW_S, workers / contract.RENEWALS_PER_S)
 
 
+@dataclass(frozen=True)
+class _Leaving:
+    """A pod that must leave by a deadline, in seconds since the epoch."""
+
+    uid: str
+    deadline: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Rendezvous(Published):
+    """`.status.rendezvous` of an ElasticJob, see `operator.elasticjob_status`."""
+
+    run: str = ""
+    leaving: tuple[_Leaving, ...] = ()
+
+
 class Client:
     """The member's side of the transport: renews the member's Lease, and keeps the newest state that the operator published."""
 
@@ -83,7 +101,7 @@ class Client:
         self._copied_entries: list[Any] = []
         """Entries by the operator that the run's ledger already contains."""
         self._min_generation = member.generation
-        self._report = Report(run=run, id=member.id, standing="waiting", since=time.time())
+        self._report = Report(run=run, id=member.id, standing=MemberState.WAITING, since=time.time())
         self._revision, self._sent_revision = 0, 0
         self._owner: dict[str, Any] | None = None
         """Owner reference to the ElasticJob. None until the watch shows the job; reports are sent only after that."""
@@ -198,18 +216,15 @@ class Client:
 
     def _receive(self, document: Mapping[str, Any]) -> None:
         meta = document["metadata"]
-        state = (document.get("status") or {}).get("rendezvous") or {}
+        status = document.get("status") or {}
         try:
-            run = state.get("run") or self._run_name
-            world, called, closed = published(World, state), published(Called, state), published(Closed, state)
-        except (TypeError, AttributeError) as problem:
-            print(
-                f"outlast | the state from the operator is not valid: {problem}; does the operator have another version?",
-                flush=True,
-            )
-            run, world, called, closed = self._run_name, None, None, None
-        self._record_deadline(state.get("leaving"))
-        self._copy_ledger((document.get("status") or {}).get("ledger"), state.get("world"))
+            state = decode(_Rendezvous, status.get("rendezvous") or {}, "the state from the operator")
+        except ValueError as problem:
+            print(f"outlast | {problem}; does the operator have another version?", flush=True)
+            state = _Rendezvous()
+        run, world, called, closed = state.run or self._run_name, state.world, state.called, state.closed
+        self._record_deadline(state.leaving)
+        self._copy_ledger(status.get("ledger"), world)
         with self._changed:
             self._workers = int(((document.get("spec") or {}).get("workers") or {}).get("replicas") or 1)
             if self._owner is None:
@@ -241,12 +256,12 @@ class Client:
         except OSError as problem:
             print(f"outlast | the end of the run cannot be recorded in {self._state}: {problem}", flush=True)
 
-    def _record_deadline(self, leaving: object) -> None:
+    def _record_deadline(self, leaving: Iterable[_Leaving]) -> None:
         """If the operator has published a deadline for this pod, write it to the agent's file `contract.LEAVE`."""
-        for each in leaving if isinstance(leaving, list) else ():
-            if not isinstance(each, Mapping) or each.get("uid") != self._member or not sockets.is_number(each.get("deadline")):
+        for each in leaving:
+            if each.uid != self._member:
                 continue
-            deadline = json.dumps({"deadline": each["deadline"], "reason": str(each.get("reason") or "")})
+            deadline = json.dumps({"deadline": each.deadline, "reason": each.reason})
             if deadline != self._recorded_deadline:
                 try:
                     files.replace(self._state / contract.LEAVE, deadline)
@@ -254,10 +269,9 @@ class Client:
                 except OSError as problem:
                     print(f"outlast | the deadline of this pod cannot be recorded in {self._state}: {problem}", flush=True)
 
-    def _copy_ledger(self, entries: object, world: object) -> None:
+    def _copy_ledger(self, entries: object, world: World | None) -> None:
         """On the worker of rank 0, copy the operator's new entries into the run's ledger."""
-        rank_0 = next(iter(world.get("members") or ()), None) if isinstance(world, Mapping) else None
-        if self._output is None or rank_0 != self.id or not isinstance(entries, list):
+        if self._output is None or world is None or world.members[0] != self.id or not isinstance(entries, list):
             return
         new = [entry for entry in entries if entry not in self._copied_entries]
         self._copied_entries = entries

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.base import file_locks, files
 from outlast.base.clock import Awake
 from outlast.base.errors import OutlastError
+from outlast.base.typed_json import decode
 from outlast.job import contract, spec
 from outlast.job import ledger as ledgers
 from outlast.job.contract import End
@@ -175,7 +176,7 @@ class Launcher(Coordinator):
             self.closed, self.status.end = sockets.Closed(reason, code), End(memory.get("end", ""))
         self._collect_ended()
         if self.pool.present and memory["world"]:  # it may still be training, so wait for its reports
-            self.state = world.State({}, sockets.world_from(memory["world"]), since=self.clock())
+            self.state = world.State({}, decode(world.World, memory["world"]), since=self.clock())
             self.say(State.RUNNING, "the launcher was started again over a running world")
         since_s = max(0.0, time.time() - memory["time"])
         lost = [(id, ago_s + since_s, times) for id, ago_s, times in memory.get("lost", ())]

@@ -99,7 +99,7 @@ class Coordinator:
         """Return the failure with the step that the run had reached, the step that raised it (None if unknown), and the newest
         committed step."""
         report = self.reports.get(failure.worker)
-        self.committed = max(self.committed, (report.failure or {}).get("committed") or 0 if report else 0)
+        self.committed = max(self.committed, root_cause.committed(report.failure) or 0 if report else 0)
         return failure, None if echo else failure.step, self.committed
 
     def fence(self, id: int, reason: str) -> None:
@@ -280,8 +280,7 @@ class Coordinator:
             echo, failure = root_cause.reported(past.failure, past.worker, past.start, self.clock())
             self.counted = failure.start
             self.pending = [each for each in self.pending if each.failure.start != failure.start]  # also reported as a failure
-            committed = past.failure.get("committed")
-            self.committed = max(self.committed, committed if sockets.is_count(committed) and isinstance(committed, int) else 0)
+            self.committed = max(self.committed, root_cause.committed(past.failure) or 0)
             budget = root_cause.Budget(self.history, self.policy, self.committed)
             judged = root_cause.judge(failure, None if echo else failure.step, budget, self.clock() - ago_s)
             if self._counted(*judged, repaired=past.attempt):

@@ -39,6 +39,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from outlast.base import files
 from outlast.base.clock import Awake
+from outlast.base.typed_json import is_count
 from outlast.job import contract, sealed_lines
 from outlast.job.workerfiles import notice_file, progress_file
 from outlast.rendezvous import transport
@@ -427,7 +428,7 @@ class Handler(RendezvousHandler):
 
     def _newest_batch(self) -> tuple[int, ...]:
         """Return the batch to report (`sockets.Report.batch`): that of the running processes, once they have told it."""
-        batch = max((each.batch for each in self._records() if sockets.is_count(each.batch)), default=0)
+        batch = max((each.batch for each in self._records() if is_count(each.batch)), default=0)
         if batch:
             self._batch = self.generation, self.attempt, 0 if batch % self._processes else batch // self._processes
         return self._batch

@@ -25,7 +25,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import re
 import secrets
 import select
 import socket
@@ -35,11 +34,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from outlast.base import tcp, unix_sockets
+from outlast.base.typed_json import decode
 from outlast.job import contract, sealed_lines
+from outlast.job.contract import End
 from outlast.rendezvous import world
+from outlast.rendezvous.vocabulary import Id, is_address
 from outlast.rendezvous.world import MemberState, World
 
 if TYPE_CHECKING:
@@ -68,24 +70,23 @@ _MOST_UNHEARD = 256
 """Maximum number of peers in one report; a member watches few."""
 _MOST_PAST = 64
 """Maximum number of repaired failures in one report."""
-Kind = TypeVar("Kind", bound="Called | Closed | World")
-_ADDRESS = re.compile(r"([!-~]{1,255}:[0-9]{1,5})?")
+_Peers = Annotated[tuple[Id, ...], lambda ids: len(ids) <= _MOST_UNHEARD]
 SCHEME = "unix://"
 TCP = "c10d://"
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A member's report to the coordinator."""
+    """A member's report to the coordinator. The contents of `failure` and `past` are checked by their readers,
+    `root_cause.reported` and `attempts.uncounted`."""
 
     run: str
-    id: int
-    standing: str
-    """A `world.MemberState`."""
+    id: Id
+    standing: MemberState
     generation: int = 0
     """Generation of the member's current or last world."""
     since: float = 0.0
-    address: str = ""
+    address: Annotated[str, lambda address: not address or is_address(address)] = ""
     """`host:port` where the member would host the world's store."""
     failed: bool = False
     failure: Mapping[str, Any] | None = None
@@ -97,13 +98,13 @@ class Report:
     """
     mesh: bool = False
     """True if this member watches its peers in this world and has heard all of them."""
-    unheard: tuple[int, ...] = ()
+    unheard: _Peers = ()
     """Watched members of the same world that were heard before and are now silent or refuse connections."""
-    refused: tuple[int, ...] = ()
+    refused: _Peers = ()
     """The subset of `unheard` whose machines refuse connections, so their processes have ended."""
     attempt: int = 0
     """Number of restarts of the processes of `generation` without the coordinator."""
-    past: tuple[Mapping[str, Any], ...] = ()
+    past: Annotated[tuple[Mapping[str, Any], ...], lambda past: len(past) <= _MOST_PAST] = ()
     """The last failures repaired by such restarts, in any generation: `attempts.Past`. Only a few members report them."""
     held: int = 0
     """The newest complete step that the member's processes had saved or in memory when they were stopped. It is sent between two
@@ -113,7 +114,7 @@ class Report:
     will."""
     again: bool = False
     """True if this process has replaced the process that joined `generation`, which its peers no longer hear."""
-    batch: tuple[int, ...] = ()
+    batch: Annotated[tuple[int, ...], lambda batch: len(batch) in (0, 3)] = ()
     """The batch as last reported by the member's processes, with their start: `(generation, attempt, batch)`, empty without one.
 
     `batch` is the samples of one step over all ranks, divided by the number of processes of this member. The size of a world must
@@ -126,7 +127,7 @@ class Report:
         return world.Member(
             id,
             self.address,
-            MemberState(self.standing),
+            self.standing,
             self.generation,
             since,
             self.failed,
@@ -147,66 +148,6 @@ class Report:
         if standing not in (MemberState.TRAINING, MemberState.LEAVING):
             reset["mesh"] = False
         return dataclasses.replace(self, **{"standing": standing, "since": time.time(), **reset, **fields})
-
-    @classmethod
-    def of(cls, value: object) -> Self:
-        """Parse untrusted JSON. Raises ValueError for an invalid report; ignores fields of newer versions.
-
-        The contents of `failure` and `past` are checked by their readers, `root_cause.reported` and `attempts.uncounted`.
-        """
-        if not isinstance(value, Mapping):
-            raise ValueError("it is not a report")
-        fields = {each.name: value[each.name] for each in dataclasses.fields(cls) if each.name in value}
-        for name, value in fields.items():
-            if not _FITS[name](value):
-                raise ValueError(f"{name} of a report cannot be {value!r:.80}")
-        if missing := {"run", "id", "standing"} - fields.keys():
-            raise ValueError(f"a report must have {', '.join(sorted(missing))}")
-        if (failure := fields.get("failure")) and not is_count(failure.get("committed", 0)):
-            fields["failure"] = {**failure, "committed": None}
-        peers: dict[str, Any] = {name: tuple(fields[name]) for name in ("unheard", "refused", "past", "batch") if name in fields}
-        return cls(**{**fields, **peers, "standing": MemberState(fields["standing"])})
-
-
-def is_count(value: object) -> bool:
-    """Return whether a JSON value is an integer in [0, 2**53); booleans and floats are rejected."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
-
-
-def is_number(value: object) -> bool:
-    """Return whether a JSON value is a finite number below 1e300; booleans are rejected."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _is_id(value: object) -> bool:
-    return is_count(value) and isinstance(value, int) and value < contract.MOST_WORKERS
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(value) <= _MOST_UNHEARD and all(map(_is_id, value))
-
-
-_FITS: Mapping[str, Callable[[Any], bool]] = {
-    "run": lambda value: isinstance(value, str),
-    "id": _is_id,
-    "standing": lambda value: isinstance(value, str) and value in list(MemberState),
-    "generation": is_count,
-    "since": is_number,
-    "address": lambda value: isinstance(value, str) and _ADDRESS.fullmatch(value) is not None,
-    "failed": lambda value: isinstance(value, bool),
-    "failure": lambda value: value is None or isinstance(value, Mapping),
-    "mesh": lambda value: isinstance(value, bool),
-    "unheard": _are_ids,
-    "refused": _are_ids,
-    "attempt": is_count,
-    "held": is_count,
-    "again": lambda value: isinstance(value, bool),
-    "owes": lambda value: isinstance(value, bool),
-    "batch": lambda value: isinstance(value, list | tuple) and len(value) in (0, 3) and all(map(is_count, value)),
-    "past": lambda value: (
-        isinstance(value, list | tuple) and len(value) <= _MOST_PAST and all(isinstance(one, Mapping) for one in value)
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,8 +170,25 @@ class Closed:
     reason: str
     code: int
     """Exit code of the worker."""
-    end: str = ""
-    """A `contract.End`."""
+    end: End = End.UNKNOWN
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """The coordinator's messages. On a socket, each line has one of them."""
+
+    called: Called | None = None
+    world: World | None = None
+    closed: Closed | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """A member's line."""
+
+    report: Report
+    process: str = ""
+    """Identifier of the member's process."""
 
 
 class Client:
@@ -244,7 +202,7 @@ class Client:
         self._endpoint, self._key = endpoint, key
         self.id = id
         self._process = secrets.token_hex(8)
-        self._report = Report(run=run, id=id, standing="waiting", since=time.time())
+        self._report = Report(run=run, id=id, standing=MemberState.WAITING, since=time.time())
         self._changed = threading.Condition()
         self._sock: socket.socket | None = None
         self._seal = sealed_lines.Plain()
@@ -295,13 +253,12 @@ class Client:
 
     def _line(self) -> bytes:
         """Return our report as JSON. A long failure loses its traceback and log, since the coordinator rejects long lines."""
-        message = {"report": dataclasses.asdict(self._report), "process": self._process}
-        line = json.dumps(message).encode()
+        line = json.dumps(dataclasses.asdict(_Line(self._report, self._process))).encode()
         if len(line) > _LINE_BYTES // 2 and self._report.failure:
             short = {name: value for name, value in self._report.failure.items() if name not in ("traceback", "log_tail")}
             short["reason"] = str(short.get("reason", ""))[:1000]
-            message["report"] = dataclasses.asdict(dataclasses.replace(self._report, failure=short))
-            line = json.dumps(message).encode()
+            report = dataclasses.replace(self._report, failure=short)
+            line = json.dumps(dataclasses.asdict(_Line(report, self._process))).encode()
         return line
 
     def _run(self) -> None:
@@ -323,7 +280,7 @@ class Client:
                     self._read(lines, sealed)
                 except OSError:
                     pass
-                except (ValueError, KeyError, TypeError, RecursionError) as problem:
+                except (ValueError, RecursionError) as problem:
                     self._print_problem(f"the coordinator at {self._endpoint} sent an invalid message: {problem}")
                 with self._changed:
                     self._sock = None
@@ -354,15 +311,14 @@ class Client:
             print(f"outlast | {sentence}; trying again", flush=True)
         self._last_problem = sentence
 
-    def _on_message(self, message: Mapping[str, Any]) -> None:
+    def _on_message(self, message: object) -> None:
+        new = decode(Published, message)
         with self._changed:
-            if called := published(Called, message):
-                if called.leave_s is not None:
-                    called = dataclasses.replace(called, deadline=time.time() + called.leave_s)
-                self.called = called
-            if "world" in message:
-                self.world = world_from(message["world"])
-            self.closed = published(Closed, message) or self.closed
+            if new.called and new.called.leave_s is not None:
+                self.called = dataclasses.replace(new.called, deadline=time.time() + new.called.leave_s)
+            else:
+                self.called = new.called or self.called
+            self.world, self.closed = new.world or self.world, new.closed or self.closed
             self._changed.notify_all()
 
 
@@ -384,33 +340,6 @@ class _Lines:
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
-
-
-def published(kind: type[Kind], message: Mapping[str, Any]) -> Kind | None:
-    """Parse the Called, Closed or World in a message; returns None if the message has none. Ignores fields of newer versions."""
-    if not (value := message.get(kind.__name__.lower())):
-        return None
-    names = [each.name for each in dataclasses.fields(kind) if each.name in value]
-    fields: dict[str, Any] = {name: tuple(value[name]) if isinstance(value[name], list) else value[name] for name in names}
-    return kind(**fields)
-
-
-def world_from(value: object) -> World:
-    """Parse a world from untrusted JSON. Raises ValueError."""
-    if not isinstance(value, Mapping):
-        raise ValueError("it is not a world")
-    members, generation, at, held = value.get("members"), value.get("generation"), value.get("at", 0.0), value.get("held", 0)
-    fits = (
-        is_count(generation),
-        isinstance(members, list | tuple) and 0 < len(set(members)) == len(members) and all(map(_FITS["id"], members)),
-        bool(value.get("address")) and _FITS["address"](value["address"]),
-        isinstance(value.get("reason"), str),
-        is_number(at),
-        is_count(held),
-    )
-    if not all(fits):
-        raise ValueError(f"{value!r:.200} is not a world")
-    return World(value["generation"], tuple(value["members"]), value["address"], value["reason"], at, held)
 
 
 def client(endpoint: str, member: Member) -> Client:
@@ -511,13 +440,13 @@ class Server:
                 sealed = self._seals[writer] = await self._greet(reader, writer)
                 line = await reader.readline()
             while line.endswith(b"\n"):
-                message = json.loads(sealed.opened(line))
-                report = Report.of(message["report"])
+                said = decode(_Line, json.loads(sealed.opened(line)))
+                report = said.report
                 self._strangers.pop(writer, None)
                 if report.run != self._run:  # left over from an earlier run of the same name
                     self._write(writer, "closed", Closed(f"run {report.run} is over", contract.Exit.FAILED))
                     return
-                if id is None and not self._admit(report.id, str(message.get("process", ""))[:64], writer):
+                if id is None and not self._admit(report.id, said.process[:64], writer):
                     reason = f"another process is worker {report.id} of run {self._run} now, in the place of this one"
                     self._write(writer, "closed", Closed(reason, contract.Exit.INTERRUPTED))
                     return
@@ -529,7 +458,7 @@ class Server:
                 self._beats[id] = self._clock()
                 self._on_report(report)
                 line = await reader.readline()
-        except (ValueError, KeyError, TypeError, RecursionError) as problem:
+        except (ValueError, RecursionError) as problem:
             self._print_problem(writer, f"an invalid report: {problem}")
         except (OSError, TimeoutError):  # it disconnected within a line, or sent nothing
             pass

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from outlast.base.errors import OutlastError
+from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.ledger import Ledger
 from outlast.rendezvous import transport
 from outlast.rendezvous.transport import Mode
+from outlast.rendezvous.transports.sockets import Closed
 from outlast.worker import tracking
 
 if TYPE_CHECKING:
@@ -160,10 +162,10 @@ class Coordination:
     def record_end_from_operator(self) -> None:
         """Record the end of the run on behalf of the operator, which has no access to stores."""
         try:
-            end = json.loads((Path(self._environ[Env.STATE]) / contract.END).read_text())
+            end = decode(Closed, json.loads((Path(self._environ[Env.STATE]) / contract.END).read_text()))
         except FileNotFoundError:
             return
-        self.record_end("Failed" if end["code"] else "Succeeded", end["reason"], end["code"])
+        self.record_end("Failed" if end.code else "Succeeded", end.reason, end.code)
 
     def tell_account(self, report: Mapping[str, Any]) -> None:
         """Report goodput and losses of the whole run to the operator, if the run has ended and this worker's upload process has
