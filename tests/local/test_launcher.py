@@ -31,8 +31,8 @@ from outlast.local.state_dir import Request, StateDir
 from outlast.local.worker_processes import Ended, Worker
 from outlast.rendezvous import restart_budget, root_cause, world
 from outlast.rendezvous.handler import Handler, Leaving
+from outlast.rendezvous.messages import Called, Report
 from outlast.rendezvous.root_cause import Pending
-from outlast.rendezvous.transports.sockets import Called, Report
 from outlast.storage import checkpoints
 from outlast.worker.agent import launcher_watch
 from outlast.worker.launch import elastic_agent as elastic

@@ -19,8 +19,8 @@ from outlast.job.status import State
 from outlast.rendezvous import attempts, coordinator, restart_budget, root_cause, world
 from outlast.rendezvous.attempts import Go, No, Participant, Past, Ready, Stage, Stop
 from outlast.rendezvous.mesh.mesh import Mesh
+from outlast.rendezvous.messages import Report
 from outlast.rendezvous.repairs import Repairs
-from outlast.rendezvous.transports.sockets import Report
 
 
 def a_failure(worker: int = 1, **fields: Any) -> dict[str, Any]:

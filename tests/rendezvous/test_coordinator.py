@@ -11,7 +11,7 @@ from outlast.job import contract
 from outlast.job.status import State
 from outlast.rendezvous import restart_budget, world
 from outlast.rendezvous.coordinator import Coordinator, Settings
-from outlast.rendezvous.transports.sockets import Called, Closed, Report
+from outlast.rendezvous.messages import Called, Closed, Report
 from outlast.rendezvous.world import MemberState, World
 
 

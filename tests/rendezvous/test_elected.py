@@ -14,13 +14,12 @@ from outlast.base.clock import Clock
 from outlast.base.errors import EtcdAway, Superseded
 from outlast.job import contract
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, restart_budget, world
+from outlast.rendezvous import coordinator, messages, restart_budget, world
 from outlast.rendezvous.etcd import client as etcd
 from outlast.rendezvous.etcd import election, key_schema
 from outlast.rendezvous.etcd import gateway as servers
 from outlast.rendezvous.etcd.gateway import Outcome
 from outlast.rendezvous.etcd.member import Identity, Membership
-from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState
 from simulated_etcd import Link, SimulatedEtcd
 
@@ -119,9 +118,9 @@ def fails(member: Membership, reason: str = "it failed", *, time: float = 0.0, e
 def test_who_decides_goes_by_a_clock_that_never_steps() -> None:
     settings = coordinator.Settings((1,), restart_budget.Policy(1, timedelta(hours=1)), world.Timeouts())
     running = etcd.Running(servers.address("etcd://a"), "r", election.ElectionConfig(settings, Voice()))
-    client = etcd.Client(servers.address("etcd://a"), Identity("r", 0))
+    client = etcd.Board(servers.address("etcd://a"), Identity("r", 0))
     assert isinstance(running._candidate._config.clock, Clock)
-    assert isinstance(client._membership._clock, Clock)
+    assert isinstance(client.membership._clock, Clock)
 
 
 @pytest.mark.parametrize("step", [3600.0, -3600.0])
@@ -212,7 +211,7 @@ def test_a_node_that_gives_up_ends_the_run_unless_the_others_have_gone_on_withou
     lost.publish()
     bench.turn(candidate, keep=tuple(others), seconds=1.0)
     assert voice.ended == ([] if cut_off else [("Failed", "worker 2 gives up", 1)])
-    end = sockets.Closed("worker 2 gives up", contract.Exit.FAILED, "BackoffLimitExceeded")
+    end = messages.Closed("worker 2 gives up", contract.Exit.FAILED, "BackoffLimitExceeded")
     assert [member.closed for member in others] == [None if cut_off else end] * 2
     assert bench.said().world.members == ((0, 1) if cut_off else (0, 1, 2))
 
@@ -228,7 +227,7 @@ def test_a_job_of_other_sizes_is_another_unless_it_was_killed_just_now(bench: Be
     assert new.closed is None
     bench.turn(*() if killed else (candidate,), keep=(new,) if killed else (old, new), seconds=5.0)
     reason = "run r has --nnodes=1, and this node has --nnodes=2: another job has this --rdzv-id; give each its own"
-    assert new.closed == (None if killed else sockets.Closed(reason, contract.Exit.MISCONFIGURED))
+    assert new.closed == (None if killed else messages.Closed(reason, contract.Exit.MISCONFIGURED))
     assert old.closed is None
 
 
@@ -258,7 +257,7 @@ def test_a_decider_that_is_cut_off_when_all_are_done_says_so_when_it_is_back(ben
     link.cut = False
     bench.turn(candidate, keep=(member,), seconds=3.0)
     assert voice.ended == [("Succeeded", "worker 0 is done", 0)]
-    assert member.closed == sockets.Closed("worker 0 is done", 0, "JobSucceeded")
+    assert member.closed == messages.Closed("worker 0 is done", 0, "JobSucceeded")
 
 
 def test_an_index_that_came_to_another_process_names_nobody_in_an_older_world(bench: Bench) -> None:
@@ -391,7 +390,7 @@ def test_a_process_that_the_others_do_not_hear_is_told_to_end_also_by_the_next_c
     trains(bench, a, b)
     decides.resign()
     bench.turn(bench.candidate("e", **pods)[0], seconds=1, keep=(a, b, c))
-    assert c.closed == sockets.Closed(lost, contract.Exit.INTERRUPTED)
+    assert c.closed == messages.Closed(lost, contract.Exit.INTERRUPTED)
     again = bench.member("c2", 2)
     successor, _ = bench.candidate("f", **pods)
     bench.turn(successor, seconds=6, keep=(a, b, again))

@@ -13,11 +13,11 @@ from outlast.base.typed_json import decode
 from outlast.job.contract import End
 from outlast.kubernetes import board
 from outlast.kubernetes.operator import elasticjob_status as operated
-from outlast.rendezvous import attempts
+from outlast.rendezvous import attempts, messages
 from outlast.rendezvous.etcd import key_schema
+from outlast.rendezvous.messages import Called, Closed
 from outlast.rendezvous.restart_budget import Record
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.transports.sockets import Called, Closed
 from outlast.rendezvous.world import Call, Cause, MemberState, World
 
 Document = dict[str, Any]
@@ -57,7 +57,7 @@ NO: Document = {"word": "no", "generation": 4, "attempt": 1, "reason": "a worker
 
 A_WORLD = World(4, (0, 2), "[::1]:4711", "worker 1 is lost", 9.25, 40)
 A_CALL = Call(5, "worker 2 leaves", True, 10.5, (2,), Cause.LEAVING, (1,))
-A_REPORT = sockets.Report(
+A_REPORT = messages.Report(
     "train-1", 1, MemberState.WAITING, 4, 1.5, "10.0.0.7:4711", True, FAILURE, True, (0, 2), (2,), 1, (PAST,), 40, False, True,
     (4, 1, 64),
 )  # fmt: skip
@@ -73,7 +73,7 @@ def of_etcd(kind: Any) -> Callable[[Document], object]:
 
 
 MESSAGES: dict[str, tuple[Document, object, Callable[[Document], object]]] = {
-    "report": (REPORT, A_REPORT, typed(sockets.Report)),
+    "report": (REPORT, A_REPORT, typed(messages.Report)),
     "line": (LINE, sockets._Line(A_REPORT, "p"), typed(sockets._Line)),
     "world": (WORLD, A_WORLD, typed(World)),
     "called": (CALLED, Called(5, "worker 2 leaves", True, 85.5, 75.0), typed(Called)),
@@ -202,11 +202,9 @@ def test_the_status_of_the_operator_before_is_read_and_it_reads_ours() -> None:
         counted_failures=(operated.CountedFailure(Record(2.5, 30, 40), "n"),),
         progress=operated.Progress(mark=(40, 6.5), snapshot=(40, 10), losses=operated.Losses({"failure": 1.5}, 3)),
     )  # fmt: skip
-    document = operated.write(status, operated.DerivedFields("train", 3, 2, (1, 4), "", 75.0))
+    document = operated.write(status, job="train", pods=3, world_size=2, size_range=(1, 4), checkpoints="", grace_s=75.0)
     assert json.dumps({name: document[name] for name in recorded}) == json.dumps(recorded)
     assert operated.read(document) == status
-    invalid = {**rendezvous, "world": {**WORLD, "members": ["0"]}, "called": 3, "leaving": [{}, leaving]}
-    assert operated.read({**document, "rendezvous": invalid}) == dataclasses.replace(status, world=None, called=None)
     heard = decode(board._Rendezvous, rendezvous)
     assert (heard.run, heard.world, heard.called) == ("train-1", A_WORLD, Called(5, "worker 2 leaves", True, 85.5))
     assert (heard.closed, heard.leaving) == (Closed("all is done", 0), (board._Leaving("u2", 99.5, "spot"),))

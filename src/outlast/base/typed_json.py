@@ -22,7 +22,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast
 
 T = TypeVar("T")
 _Reader = Callable[[Any], Any]
@@ -41,7 +41,7 @@ def decode(kind: type[T], value: object, name: str = "") -> T:
     default `a <kind>`."""
     name = name or f"a {kind.__name__.lower()}"
     try:
-        decoded: T = _reader(kind)(value)
+        decoded: T = _reader(cast(Any, kind))(value)
     except _Unfit as unfit:
         raise ValueError(f"{unfit.field} of {name} {unfit.problem}") from None
     except ValueError:

@@ -60,7 +60,7 @@ class Past:
     """The attempt that repaired the failure, counted from 1 in each generation; the failure was in the previous attempt."""
     worker: Id
     failure: Mapping[str, Any]
-    """The failure, as in `sockets.Report.failure`."""
+    """The failure, as in `messages.Report.failure`."""
     at: float = 0.0
     """Time of the repair on the reporting member's steady clock; comparable only within one report."""
 

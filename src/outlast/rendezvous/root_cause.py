@@ -20,7 +20,7 @@ from outlast.rendezvous import restart_budget
 from outlast.rendezvous.world import Call, Cause, until
 
 _REPORTED = ("code", "rank", "step", "time", "hung", "left", "reason", "cause", "traceback", "log_tail", "early")
-"""The fields that a `Failure` takes from `sockets.Report.failure`."""
+"""The fields that a `Failure` takes from `messages.Report.failure`."""
 
 
 class Pending(NamedTuple):
@@ -51,7 +51,7 @@ PLAIN_PODS = Debounce(cause=5.0)
 
 
 def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
-    """Return the failure in a member's report (`sockets.Report.failure`) for the processes of `start` (generation, attempt). An
+    """Return the failure in a member's report (`messages.Report.failure`) for the processes of `start` (generation, attempt). An
     invalid failure still counts, or it would cause endless restarts."""
     of: dict[str, Any] = {"worker": worker, "generation": start[0], "attempt": start[1]}
     try:

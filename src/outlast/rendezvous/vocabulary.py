@@ -64,7 +64,7 @@ class Member:
     owes: bool = True
     """True if other workers may not yet be able to load the step that this worker holds or is saving."""
     batch: tuple[int, ...] = ()
-    """See `sockets.Report.batch`."""
+    """See `messages.Report.batch`."""
 
 
 class Cause(enum.StrEnum):

@@ -26,7 +26,7 @@ from outlast.kubernetes.operator.elasticjob_status import Losses, Status
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leaving_nodes import Departure
 from outlast.rendezvous import root_cause
-from outlast.rendezvous.transports.sockets import Report
+from outlast.rendezvous.messages import Report
 from outlast.rendezvous.world import Member
 
 Document = Mapping[str, Any]
@@ -173,7 +173,7 @@ class MemberReport:
     """The member as `report` describes it."""
     renewed: float
     failure: Failure | None
-    """The failure in the member's generation, see `rendezvous.transports.sockets.Report`."""
+    """The failure in the member's generation, see `rendezvous.messages.Report`."""
     echo: bool
     """Whether that failure is secondary, that is, caused by the failure of another member."""
     lease_s: float

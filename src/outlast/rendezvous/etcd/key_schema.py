@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.rendezvous.etcd.gateway import KeyValue
-from outlast.rendezvous.transports.sockets import Closed, Report
+from outlast.rendezvous.messages import Closed, Report
 from outlast.rendezvous.world import Call, World
 
 _WIRE = {

@@ -3,8 +3,7 @@
 The socket is the launcher's Unix socket on one machine (`unix:///path`), or a port of worker 0 in pods without an operator or an
 etcd (`c10d://host:port`).
 
-Workers report, one process coordinates (`rendezvous.coordinator`). Each report contains the whole state of a member, so a late or
-duplicated report, or a restart of the coordinator, does no harm. A member is lost once its connection is closed, or after
+Workers report, one process coordinates (`rendezvous.coordinator`). A member is lost once its connection is closed, or after
 `SILENCE_S` of silence.
 
     member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
@@ -13,8 +12,8 @@ duplicated report, or a restart of the coordinator, does no harm. A member is lo
 Strangers can reach a port, so lines to a port are sealed with the run's key (`job.sealed_lines`). An invalid message only
 closes its sender's connection. If several processes have the same index, the last process to connect is the member.
 
-Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `local.launcher` and `rendezvous.worker0` (the
-server, asyncio).
+Used by `rendezvous.member_client` (the member's side, in threads: torch's agent is synchronous); `local.launcher` and
+`rendezvous.worker0` (the server, asyncio).
 """
 
 from __future__ import annotations
@@ -32,17 +31,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from outlast.base import tcp, unix_sockets
+from outlast.base.backoff import ConnectionLog
 from outlast.base.typed_json import decode
 from outlast.job import contract, sealed_lines
-from outlast.job.contract import End
-from outlast.rendezvous import world
-from outlast.rendezvous.vocabulary import Id, is_address
-from outlast.rendezvous.world import MemberState, World
+from outlast.rendezvous.messages import Closed, Published, Report
 
 if TYPE_CHECKING:
     from outlast.rendezvous.transport import Member
@@ -66,120 +63,8 @@ _PRINT_S = 1.0
 """Minimum interval in seconds between printed problems with messages."""
 _MOST_REPLACED = 64
 """Maximum number of remembered replaced processes of one index."""
-_MOST_UNHEARD = 256
-"""Maximum number of peers in one report; a member watches few."""
-_MOST_PAST = 64
-"""Maximum number of repaired failures in one report."""
-_Peers = Annotated[tuple[Id, ...], lambda ids: len(ids) <= _MOST_UNHEARD]
 SCHEME = "unix://"
 TCP = "c10d://"
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """A member's report to the coordinator. The contents of `failure` and `past` are checked by their readers,
-    `root_cause.reported` and `attempts.uncounted`."""
-
-    run: str
-    id: Id
-    standing: MemberState
-    generation: int = 0
-    """Generation of the member's current or last world."""
-    since: float = 0.0
-    address: Annotated[str, lambda address: not address or is_address(address)] = ""
-    """`host:port` where the member would host the world's store."""
-    failed: bool = False
-    failure: Mapping[str, Any] | None = None
-    """The failure in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, step, committed}`.
-
-    `cause` is a `contract.FailureCause`, `log_tail` has the last lines of the rank's log; both are optional. `echo` marks an
-    error that only echoes the death of another rank. `left` is true if processes had already exited with 0. `step` and
-    `committed` are the last step and the newest saved step; None for a plain script.
-    """
-    mesh: bool = False
-    """True if this member watches its peers in this world and has heard all of them."""
-    unheard: _Peers = ()
-    """Watched members of the same world that were heard before and are now silent or refuse connections."""
-    refused: _Peers = ()
-    """The subset of `unheard` whose machines refuse connections, so their processes have ended."""
-    attempt: int = 0
-    """Number of restarts of the processes of `generation` without the coordinator."""
-    past: Annotated[tuple[Mapping[str, Any], ...], lambda past: len(past) <= _MOST_PAST] = ()
-    """The last failures repaired by such restarts, in any generation: `attempts.Past`. Only a few members report them."""
-    held: int = 0
-    """The newest complete step that the member's processes had saved or in memory when they were stopped. It is sent between two
-    worlds."""
-    owes: bool = True
-    """True if other workers may not yet be able to load the step that this member holds or is saving; False if they can, or never
-    will."""
-    again: bool = False
-    """True if this process has replaced the process that joined `generation`, which its peers no longer hear."""
-    batch: Annotated[tuple[int, ...], lambda batch: len(batch) in (0, 3)] = ()
-    """The batch as last reported by the member's processes, with their start: `(generation, attempt, batch)`, empty without one.
-
-    `batch` is the samples of one step over all ranks, divided by the number of processes of this member. The size of a world must
-    divide it. 0 if the processes of one member cannot share the samples equally, so that no size would help.
-    """
-
-    def member(self, id: int, *, since: float, received: float, why: str = "") -> world.Member:
-        """Return the worker `id` as this report describes it. Times are the coordinator's: since when the worker has had its
-        standing, and when the report was received. `why` describes a failure of its own."""
-        return world.Member(
-            id,
-            self.address,
-            self.standing,
-            self.generation,
-            since,
-            self.failed,
-            why,
-            self.unheard,
-            self.refused,
-            received,
-            self.held,
-            self.again,
-            self.owes,
-            self.batch,
-        )
-
-    def changed(self, standing: str, **fields: Any) -> Self:
-        """Return the next report. A change of the generation resets the fields about peers."""
-        another = fields.get("generation", self.generation) != self.generation
-        reset: dict[str, Any] = {"unheard": (), "refused": (), "attempt": 0, "again": False} if another else {}
-        if standing not in (MemberState.TRAINING, MemberState.LEAVING):
-            reset["mesh"] = False
-        return dataclasses.replace(self, **{"standing": standing, "since": time.time(), **reset, **fields})
-
-
-@dataclasses.dataclass(frozen=True)
-class Called:
-    """Message: the members must meet for `generation`."""
-
-    generation: int
-    reason: str
-    planned: bool
-    deadline: float
-    """Time at which a planned call turns into an unplanned one, in seconds since the epoch."""
-    leave_s: float | None = None
-    """Seconds from the message to `deadline`, which the recipient counts on its own clock."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Closed:
-    """Message: the run is over, and no further world follows."""
-
-    reason: str
-    code: int
-    """Exit code of the worker."""
-    end: End = End.UNKNOWN
-
-
-@dataclasses.dataclass(frozen=True)
-class Published:
-    """The coordinator's messages. On a socket, each line has one of them."""
-
-    called: Called | None = None
-    world: World | None = None
-    closed: Closed | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,100 +76,86 @@ class _Line:
     """Identifier of the member's process."""
 
 
-class Client:
-    """A member's side: it maintains the connection, repeats the report, and stores the coordinator's last messages.
-
-    The client reconnects for ever, since a running world does not need the coordinator, which may return.
-    """
+class MemberSocket:
+    """A member's side, see `member_client.Board`: the connection is made anew for ever, since a running world does not need the
+    coordinator, which may return."""
 
     def __init__(self, endpoint: str, *, run: str, id: int, key: bytes = b"") -> None:
         """`key` is the key of the run, see `sealed_lines.key`; empty on a Unix socket."""
         self._endpoint, self._key = endpoint, key
-        self.id = id
+        self.run, self.id = run, id
+        self.put_log, self.watch_log = ConnectionLog(), ConnectionLog()
         self._process = secrets.token_hex(8)
-        self._report = Report(run=run, id=id, standing=MemberState.WAITING, since=time.time())
-        self._changed = threading.Condition()
+        self._sending = threading.Lock()
         self._sock: socket.socket | None = None
         self._seal = sealed_lines.Plain()
         self._over = False
         self._last_problem = ""
-        self.called: Called | None = None
-        self.world: World | None = None
-        self.closed: Closed | None = None
-        self._thread = threading.Thread(target=self._run, name="outlast-rendezvous", daemon=True)
+        self._published = Published()
 
-    def report(self, standing: str, **fields: Any) -> None:
-        """See `transport.Client.report`."""
-        with self._changed:
-            self._report = self._report.changed(standing, **fields)
-        if not self._thread.ident:
-            self._thread.start()
-        self._send()
+    def put(self, report: Report) -> float | None:
+        with self._sending:
+            if self._sock is None:
+                return None
+            if select.select([], [self._sock], [], 0)[1]:  # else the coordinator does not read; the next heartbeat is newer
+                try:
+                    self._sock.sendall(self._seal.sealed(self._line(report)))
+                except OSError:  # perhaps within a line: `watch` connects again
+                    self.hang_up()
+                    raise
+            return HEARTBEAT_S
 
-    def amend(self, **fields: Any) -> None:
-        """See `transport.Client.amend`."""
-        with self._changed:
-            self._report = dataclasses.replace(self._report, **fields)
-        self._send()
+    def watch(self) -> Generator[bool]:
+        with connect(self._endpoint) as sock:
+            try:
+                sock.settimeout(SILENCE_S)
+                lines = _Lines(sock)
+                seal = self._greet(sock, lines)
+                sock.settimeout(HEARTBEAT_S)
+                with self._sending:
+                    self._sock, self._seal = sock, seal
+                yield True
+                while not self._over:
+                    with contextlib.suppress(TimeoutError):
+                        line = lines.next(_MESSAGE_BYTES)
+                        self._on_message(json.loads(seal.opened(line)))
+                        yield False
+            except (ValueError, RecursionError) as problem:
+                self._print_problem(f"the coordinator at {self._endpoint} sent an invalid message: {problem}")
+                raise ConnectionError from problem
+            finally:
+                with self._sending:
+                    self._sock = None
 
-    def wait(self, timeout_s: float) -> None:
-        """See `transport.Client.wait`."""
-        with self._changed:
-            self._changed.wait(timeout_s)
+    def published(self) -> Published:
+        return self._published
+
+    def pause_s(self, failures: int, *, changed: bool) -> float:
+        return _RETRY_S
 
     def close(self) -> None:
-        """Disconnect, which ends this member's membership."""
         self._over = True
-        self._hang_up()
+        self.hang_up()
 
-    def _hang_up(self) -> None:
-        if self._sock is not None:
+    def leave(self, *, reachable: bool) -> None:
+        """Do nothing: the end of the connection is the end of the membership."""
+
+    def hang_up(self) -> None:
+        """End the connection, which `watch` notices."""
+        sock = self._sock
+        if sock is not None:
             with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
-    def _send(self) -> None:
-        with self._changed:
-            if self._sock is None or not select.select([], [self._sock], [], 0)[1]:
-                return  # the coordinator does not read; the next heartbeat sends the newest report
-            try:
-                self._sock.sendall(self._seal.sealed(self._line()))
-            except OSError:  # perhaps within a line: the reader reconnects and reports again
-                self._hang_up()
-
-    def _line(self) -> bytes:
-        """Return our report as JSON. A long failure loses its traceback and log, since the coordinator rejects long lines."""
-        line = json.dumps(dataclasses.asdict(_Line(self._report, self._process))).encode()
-        if len(line) > _LINE_BYTES // 2 and self._report.failure:
-            short = {name: value for name, value in self._report.failure.items() if name not in ("traceback", "log_tail")}
+    def _line(self, report: Report) -> bytes:
+        """Return a report as JSON. A long failure loses its traceback and log, since the coordinator rejects long lines."""
+        line = json.dumps(dataclasses.asdict(_Line(report, self._process))).encode()
+        if len(line) > _LINE_BYTES // 2 and report.failure:
+            short = {name: value for name, value in report.failure.items() if name not in ("traceback", "log_tail")}
             short["reason"] = str(short.get("reason", ""))[:1000]
-            report = dataclasses.replace(self._report, failure=short)
+            report = dataclasses.replace(report, failure=short)
             line = json.dumps(dataclasses.asdict(_Line(report, self._process))).encode()
         return line
-
-    def _run(self) -> None:
-        while not self._over:
-            try:
-                sock = connect(self._endpoint)
-            except OSError:
-                time.sleep(_RETRY_S)
-                continue
-            with sock:
-                try:
-                    sock.settimeout(SILENCE_S)
-                    lines = _Lines(sock)
-                    sealed = self._greet(sock, lines)
-                    sock.settimeout(HEARTBEAT_S)
-                    with self._changed:
-                        self._sock, self._seal = sock, sealed
-                    self._send()
-                    self._read(lines, sealed)
-                except OSError:
-                    pass
-                except (ValueError, RecursionError) as problem:
-                    self._print_problem(f"the coordinator at {self._endpoint} sent an invalid message: {problem}")
-                with self._changed:
-                    self._sock = None
-            time.sleep(_RETRY_S)
 
     def _greet(self, sock: socket.socket, lines: _Lines) -> sealed_lines.Plain:
         if not self._key:
@@ -294,32 +165,17 @@ class Client:
         sock.sendall(sealed_lines.greeting(own))
         return sealed_lines.Seal(self._key, "member", own=own, peer=peer)
 
-    def _read(self, lines: _Lines, sealed: sealed_lines.Plain) -> None:
-        beat = time.monotonic()
-        while not self._over:
-            if time.monotonic() - beat >= HEARTBEAT_S:
-                self._send()
-                beat = time.monotonic()
-            try:
-                line = lines.next(_MESSAGE_BYTES)
-            except TimeoutError:
-                continue
-            self._on_message(json.loads(sealed.opened(line)))
-
     def _print_problem(self, sentence: str) -> None:
         if sentence != self._last_problem:
             print(f"outlast | {sentence}; trying again", flush=True)
         self._last_problem = sentence
 
     def _on_message(self, message: object) -> None:
-        new = decode(Published, message)
-        with self._changed:
-            if new.called and new.called.leave_s is not None:
-                self.called = dataclasses.replace(new.called, deadline=time.time() + new.called.leave_s)
-            else:
-                self.called = new.called or self.called
-            self.world, self.closed = new.world or self.world, new.closed or self.closed
-            self._changed.notify_all()
+        new, last = decode(Published, message), self._published
+        called = new.called or last.called
+        if new.called and new.called.leave_s is not None:
+            called = dataclasses.replace(new.called, deadline=time.time() + new.called.leave_s)
+        self._published = Published(called, new.world or last.world, new.closed or last.closed)
 
 
 class _Lines:
@@ -342,9 +198,9 @@ class _Lines:
         return line
 
 
-def client(endpoint: str, member: Member) -> Client:
-    """Create a client for an endpoint, see `transport.Transport`."""
-    return Client(
+def board(endpoint: str, member: Member) -> MemberSocket:
+    """Return the member's side of an endpoint, see `transport.Transport`."""
+    return MemberSocket(
         endpoint, run=member.run, id=member.id, key=sealed_lines.key(member.environ) if endpoint.startswith(TCP) else b""
     )
 

@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from outlast.base.errors import OutlastError
 from outlast.base.typed_json import decode
@@ -19,8 +19,8 @@ from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.ledger import Ledger
 from outlast.rendezvous import transport
+from outlast.rendezvous.messages import Closed
 from outlast.rendezvous.transport import Mode
-from outlast.rendezvous.transports.sockets import Closed
 from outlast.worker import tracking
 
 if TYPE_CHECKING:
@@ -175,9 +175,7 @@ class Coordination:
         from outlast.base.errors import ClusterError
 
         try:
-            cast(Any, transport.of(contract.KUBERNETES)).report_account(
-                self._job.metadata.name, self.index, self._environ, report
-            )
+            transport.of(contract.KUBERNETES).report_account(self._job.metadata.name, self.index, self._environ, report)
         except ClusterError as problem:
             _say(f"the goodput of the run could not be reported: {problem}")
 
