@@ -167,10 +167,7 @@ def test_a_hundred_jobs_of_more_than_a_mib_fit_into_the_operators_memory(world: 
     ("where", "said"),
     [
         ("report", '{"generation": 1e999}'),
-        ("report", '{"generation": 1000000000000000000000000000000}'),
-        ("report", '{"since": Infinity}'),
         ("report", '{"failed": true, "failure": {"code": 1e30, "reason": "r", "time": NaN, "step": 1e999}}'),
-        ("progress", '{"committed": 1e999}'),
         ("progress", '{"generation": 1, "step": Infinity, "time": NaN}'),
         ("progress", '{"generation": 1, "step": "many", "time": 1.0}'),
     ],

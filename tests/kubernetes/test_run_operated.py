@@ -15,9 +15,9 @@ import pytest
 
 import apiserver
 from bare_pods import Pods
+from outlast.base.typed_json import decode
 from outlast.job import contract
-from outlast.rendezvous import world
-from outlast.rendezvous.transports import sockets
+from outlast.rendezvous import messages, world
 from outlast.rendezvous.world import MemberState
 
 RUN = "job-1a2b3c4d"
@@ -36,7 +36,7 @@ class Operator:
         self.worlds: list[world.World] = []
         self.standings: set[tuple[int, str]] = set()
         """All that was ever reported."""
-        self.closed: sockets.Closed | None = None
+        self.closed: messages.Closed | None = None
         self.document = api.put(
             {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}, "spec": {}}
         )
@@ -70,20 +70,20 @@ class Operator:
             if isinstance(decision, world.World):
                 self.worlds.append(decision)
             if isinstance(decision, world.Closed) and decision.done:
-                self.closed = sockets.Closed(decision.reason, 0)
+                self.closed = messages.Closed(decision.reason, 0)
             self._publish()
 
-    def _reports(self) -> Iterator[sockets.Report]:
+    def _reports(self) -> Iterator[messages.Report]:
         with self.api.lock:
             leases = [d for key, d in self.api.documents.items() if key[0] == "leases.coordination.k8s.io"]
         for lease in leases:
-            report = sockets.Report.of(json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT]))
+            report = decode(messages.Report, json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT]))
             if report.run == RUN and self.uids.get(report.id) == lease["spec"]["holderIdentity"]:
                 yield report
 
     def _publish(self) -> None:
         call = self.state.called
-        called = sockets.Called(call.generation, call.reason, call.planned, call.at + 120) if call else None
+        called = messages.Called(call.generation, call.reason, call.planned, call.at + 120) if call else None
         said: dict[str, Any] = {"run": RUN}
         for name, content in (("world", self.state.world), ("called", called), ("closed", self.closed)):
             said[name] = dataclasses.asdict(content) if content else None
@@ -149,7 +149,7 @@ def test_the_end_that_the_operator_says_ends_all_agents_and_is_recorded_by_whoev
         operator.start(0, 1)
         pods.wait(lambda: pods.step() >= 5, "step 5")
         operator.stop(0, lambda: pods.kill(0))  # rank 0
-        operator.closed = sockets.Closed("restarts.limit is used up", contract.Exit.GIVEN_UP)
+        operator.closed = messages.Closed("restarts.limit is used up", contract.Exit.GIVEN_UP)
         assert pods.codes(hurry=False) == {1: contract.Exit.GIVEN_UP}
         record = pods.record()
         assert (record.state, record.reason, record.exit_code) == ("Failed", "restarts.limit is used up", contract.Exit.GIVEN_UP)

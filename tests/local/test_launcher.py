@@ -19,6 +19,7 @@ import pytest
 
 from clocks import DISTURBANCES, Machine
 from outlast.base.errors import OutlastError
+from outlast.base.typed_json import decode
 from outlast.job import contract, spec
 from outlast.job.failure import Failure
 from outlast.job.report import goodput
@@ -31,8 +32,8 @@ from outlast.local.state_dir import Request, StateDir
 from outlast.local.worker_processes import Ended, Worker
 from outlast.rendezvous import restart_budget, root_cause, world
 from outlast.rendezvous.handler import Handler, Leaving
+from outlast.rendezvous.messages import Called, Report
 from outlast.rendezvous.root_cause import Pending
-from outlast.rendezvous.transports.sockets import Called, Report
 from outlast.storage import checkpoints
 from outlast.worker.agent import launcher_watch
 from outlast.worker.launch import elastic_agent as elastic
@@ -172,7 +173,7 @@ def test_a_silent_elastic_agent_is_killed_alone_and_its_worker_only_when_nobody_
             launcher._end_silent()
         assert agent.poll() is None, "it has the newest step in memory, and starts another elastic agent"
         if comes_back:
-            launcher.reports[0] = Report(run=launcher.run_id, id=0, standing="waiting")
+            launcher.reports[0] = Report(run=launcher.run_id, id=0, standing=world.MemberState.WAITING)
         machine.goes_on(1.0)
         launcher._end_silent()
         assert launcher.relaunching == {} or not comes_back
@@ -458,13 +459,15 @@ def test_a_worker_that_the_others_do_not_hear_is_killed_and_counted_once(tmp_pat
     killed: list[int] = []
     monkeypatch.setattr(launcher.pool, "kill", lambda index, why: killed.append(index))
     for id in range(3):
-        launcher.on_report(Report("r", id, "training", 1, unheard=() if id == 2 else (2,)))
+        launcher.on_report(Report("r", id, world.MemberState.TRAINING, 1, unheard=() if id == 2 else (2,)))
     launcher._decide()
     lost = "lost worker 2: workers 0 and 1 do not hear it"
     assert killed == [2]
     assert launcher.not_joined == {2: f"{lost}; it is started again, and may join after 10 s"}
     launcher._worker_died(Ended(Worker(2, 1, 1), 137, ""))
-    launcher.on_report(Report("r", 0, "waiting", 1, failed=True, failure={"code": 1, "reason": "reset", "echo": True}))
+    launcher.on_report(
+        Report("r", 0, world.MemberState.WAITING, 1, failed=True, failure={"code": 1, "reason": "reset", "echo": True})
+    )
     launcher.judge()
     assert launcher.status.failure is not None
     assert (launcher.restarts, launcher.status.failure.worker, launcher.status.failure.reason) == (1, 2, lost)
@@ -478,7 +481,7 @@ def test_what_members_repaired_is_counted_once_whatever_becomes_of_the_launcher(
     launcher.state, launcher.followed = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0)), 1
     failure = {"code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 1.0}
     past = [{"generation": 1, "attempt": attempt, "worker": 1, "failure": failure} for attempt in (1, 2)]
-    report = Report.of({"run": "r", "id": 0, "standing": "training", "generation": 1, "attempt": 2, "past": past})
+    report = decode(Report, {"run": "r", "id": 0, "standing": "training", "generation": 1, "attempt": 2, "past": past})
     launcher.on_report(report)
     assert (launcher.restarts, launcher.counted) == (2, (1, 1))
     revived = Launcher(launcher.state_dir, Machine().awake())

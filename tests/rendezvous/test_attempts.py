@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.base.typed_json import decode
 from outlast.job.status import State
 from outlast.rendezvous import attempts, coordinator, restart_budget, root_cause, world
 from outlast.rendezvous.attempts import Go, No, Participant, Past, Ready, Stage, Stop
 from outlast.rendezvous.mesh.mesh import Mesh
+from outlast.rendezvous.messages import Report
 from outlast.rendezvous.repairs import Repairs
-from outlast.rendezvous.transports.sockets import Report
 
 
 def a_failure(worker: int = 1, **fields: Any) -> dict[str, Any]:
@@ -250,28 +251,6 @@ def test_what_comes_late_changes_nothing() -> None:
     assert net.ranks == {3: 3, 4: 3, 5: 3}
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        None,
-        [],
-        {},
-        {"word": "go"},
-        {"word": "stop", "generation": 1},
-        {"word": "stop", "generation": 1, "attempt": 0},
-        {"word": "stop", "generation": True, "attempt": 1},
-        {"word": "go", "generation": 1, "attempt": 1, "address": 5, "worker": 1, "failure": {}},
-        {"word": "ready", "generation": 1, "attempt": 1, "address": "a:1", "failure": "x"},
-    ],
-)
-def test_what_no_member_says_is_no_message(said: object) -> None:
-    assert attempts.read(said) is None
-
-
-def test_fields_of_newer_versions_are_ignored() -> None:
-    assert attempts.read({"word": "no", "generation": 1, "attempt": 2, "reason": "x", "new": 1}) == No(1, 2, "x")
-
-
 def test_messages_of_other_worlds_and_of_strangers_are_ignored() -> None:
     party = Participant(4, (3, 4), 7, 10)
     for sender, message in [(3, Stop(6, 1)), (5, Stop(7, 1)), (4, Stop(7, 1)), (3, Stop(8, 1))]:
@@ -285,7 +264,7 @@ def test_a_report_lists_the_newest_attempts_and_few_words() -> None:
     assert [each["attempt"] for each in said] == list(range(20, 40))
     assert len(json.dumps(said)) < 12_000
     assert len(said[-1]["failure"]["log_tail"]) == 1000
-    assert next(Past.of(each) for each in said).failure == {**a_failure(), "traceback": "", "log_tail": ""}
+    assert decode(Past, said[0]).failure == {**a_failure(), "traceback": "", "log_tail": ""}
 
 
 ACTIONS = ("deliver", "deliver", "deliver", "obey", "obey", "crash", "late", "lose", "tick", "calm", "call")
@@ -346,7 +325,8 @@ class Counting(coordinator.Coordinator):
         self.events.append((kind, facts))
 
     def hears(self, id: int, standing: str = "training", **fields: Any) -> None:
-        self.on_report(Report.of({"run": "r", "id": id, "standing": standing, "generation": 7, "address": f"h-{id}:1", **fields}))
+        report = {"run": "r", "id": id, "standing": standing, "generation": 7, "address": f"h-{id}:1", **fields}
+        self.on_report(decode(Report, report))
 
     def goes_on(self, seconds: float = 2.0) -> None:
         self.now += seconds
@@ -541,7 +521,7 @@ def test_a_report_that_no_member_sends_is_refused(fields: dict[str, Any]) -> Non
 
 
 def test_a_new_world_begins_with_attempt_0_and_keeps_the_past() -> None:
-    report = Report.of({"run": "r", "id": 3, "standing": "training", "generation": 7, "attempt": 2, "past": the_past(1, 2)})
+    report = decode(Report, {"run": "r", "id": 3, "standing": "training", "generation": 7, "attempt": 2, "past": the_past(1, 2)})
     assert dataclasses.asdict(report.changed("training", generation=8)) == {
         **dataclasses.asdict(report),
         "generation": 8,

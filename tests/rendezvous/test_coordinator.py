@@ -11,8 +11,8 @@ from outlast.job import contract
 from outlast.job.status import State
 from outlast.rendezvous import restart_budget, world
 from outlast.rendezvous.coordinator import Coordinator, Settings
-from outlast.rendezvous.transports.sockets import Called, Closed, Report
-from outlast.rendezvous.world import World
+from outlast.rendezvous.messages import Called, Closed, Report
+from outlast.rendezvous.world import MemberState, World
 
 
 class Coordinating(Coordinator):
@@ -41,7 +41,7 @@ class Coordinating(Coordinator):
         self.events.append((kind, facts))
 
     def report(self, id: int, standing: str, generation: int = 0, **fields: Any) -> None:
-        self.on_report(Report("run", id, standing, generation, self.now, f"10.0.0.{id}:1", **fields))
+        self.on_report(Report("run", id, MemberState(standing), generation, self.now, f"10.0.0.{id}:1", **fields))
 
     def train(self, generation: int, *ids: int) -> None:
         for id in ids or range(self.workers):
@@ -163,7 +163,7 @@ def test_a_process_without_which_the_others_went_on_still_tells_what_happened_to
         run.judge_when_settled()
     assert (run.restarts, run.said[-1][0], run.state.called) == (1, State.RUNNING, None)
     assert run.said[-1][1] == f"{KILLED['reason']}; restart 1 of 9"
-    first = Report("run", 2, "waiting", 1, again=True)
+    first = Report("run", 2, MemberState.WAITING, 1, again=True)
     assert (first.changed("waiting").again, first.changed("training", generation=3).again) == (True, False)
 
 
@@ -245,9 +245,3 @@ def test_a_script_that_refuses_the_size_of_its_world_gets_another_one_for_nothin
     run.report(1, "waiting", 2)
     run.judge()
     assert run.closed is not None, "2 workers can share the batch: the cause is another one"
-
-
-@pytest.mark.parametrize("batch", [64, "64", [64], [3, 1, -64], [3, 1, 1 << 60], [3, 1, True]])
-def test_a_batch_that_makes_no_sense_is_refused(batch: object) -> None:
-    with pytest.raises(ValueError, match="batch of a report cannot be"):
-        Report.of({"run": "run", "id": 0, "standing": "waiting", "batch": batch})

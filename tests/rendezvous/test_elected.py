@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import time
 from datetime import timedelta
@@ -15,13 +14,12 @@ from outlast.base.clock import Clock
 from outlast.base.errors import EtcdAway, Superseded
 from outlast.job import contract
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, restart_budget, world
+from outlast.rendezvous import coordinator, messages, restart_budget, world
 from outlast.rendezvous.etcd import client as etcd
 from outlast.rendezvous.etcd import election, key_schema
 from outlast.rendezvous.etcd import gateway as servers
 from outlast.rendezvous.etcd.gateway import Outcome
 from outlast.rendezvous.etcd.member import Identity, Membership
-from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState
 from simulated_etcd import Link, SimulatedEtcd
 
@@ -117,80 +115,12 @@ def fails(member: Membership, reason: str = "it failed", *, time: float = 0.0, e
     member.publish()
 
 
-def test_what_is_written_is_read_again() -> None:
-    report = sockets.Report("r", 3, "waiting", failure={"code": 1})
-    record = key_schema.Record(report, "t", "2:4", "b", world.World(1, (1, 2), "a:1", "x"), ("t", "u"))
-    assert key_schema.Record.loads(record.dumps()) == record
-    older = {**json.loads(record.dumps()), "wanted": {"number": 3, "replicas": 2, "sizes": [1, 2], "expected": [0]}}
-    assert key_schema.Record.loads(json.dumps(older)) == record  # of a version that had an operator beside the etcd
-    call = world.Call(2, "r", True, 1.0, (3,), lost=(1,))
-    said = key_schema.Published(
-        "t", "b", "c", "2:4", record.world, ("t", "u"), call, 2.0, sockets.Closed("a", 0), "why", 1, (2,), 1, 1,
-        ((1.0, 2, None),), {"worker": 1, "code": 1, "reason": "it failed"}, 2, {"token": "it is lost"}, ((3, 1.5, 1),),
-    )  # fmt: skip
-    assert key_schema.Published.loads(said.dumps()) == said
-    names = {"born", "before", "terms", "floor", "judged"}
-    assert names <= json.loads(said.dumps()).keys(), "members of other versions read these"
-    assert key_schema.Leader.loads(key_schema.Leader("t", "h", 3, "w").dumps()) == key_schema.Leader("t", "h", 3, "w")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "[]", "{}", '{"by": 1}', '{"report": 3, "token": "t"}', '{"by": "t", "born": "b", "world": 3}'),
-        '{"report": {"run": "r", "id": 0, "standing": "dreaming"}, "token": "t"}',
-    ],
-)
-def test_what_makes_no_sense_is_nothing(text: str) -> None:
-    assert (key_schema.Record.loads(text), key_schema.Published.loads(text)) == (None, None)
-
-
-MEMBER = {"report": {"run": "r", "id": 0, "standing": "waiting", "address": "a:1"}, "token": "t"}
-SAID = {"by": "t", "born": "b"}
-WORLD = {"generation": 1, "members": [0], "address": "a:1", "reason": "why"}
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {**MEMBER, "report": {**MEMBER["report"], "id": "0"}},  # type: ignore[dict-item]
-        {**MEMBER, "report": {**MEMBER["report"], "generation": [1]}},  # type: ignore[dict-item]
-        {**MEMBER, "token": 7},
-        {**MEMBER, "tokens": [1]},
-        *({**MEMBER, "world": {**WORLD, **wrong}} for wrong in ({"generation": "1"}, {"members": ["0"]}, {"address": ""})),
-        *({**SAID, "world": {**WORLD, **wrong}} for wrong in ({"members": []}, {"members": [0, 0]}, {"at": "now"})),
-        *({**SAID, **wrong} for wrong in ({"floor": "9"}, {"done": 3}, {"failures": [[1, "x", None]]}, {"leave_s": None})),
-        *({**SAID, **wrong} for wrong in ({"ended": ["t"]}, {"ended": {"t": 1}}, {"lost": [[1, 2]]}, {"lost": 3})),
-        {**SAID, "closed": {"reason": "why", "code": "0"}},
-        {**SAID, "called": {"generation": 2, "reason": "why", "planned": 1}},
-    ],
-)
-def test_what_is_of_the_wrong_type_is_nothing(said: dict[str, Any]) -> None:
-    """Whoever may write to the etcd must not end who reads there."""
-    text = json.dumps(said)
-    assert (key_schema.Record.loads(text), key_schema.Published.loads(text)) == (None, None)
-
-
-@pytest.mark.parametrize("kind", [None, 5, [1], "of a newer version"])
-def test_a_kind_that_is_not_known_costs_nothing_of_what_is_published(kind: object) -> None:
-    called = {"generation": 2, "reason": "why", "planned": True, "at": 1.0, "leaving": [], "cause": kind}
-    said = key_schema.Published.loads(json.dumps({**SAID, "called": called, "closed": {"reason": "why", "code": 0, "end": kind}}))
-    assert said is not None
-    assert said.called == world.Call(2, "why", True, 1.0, ())
-    assert contract.End(said.closed.end) is contract.End.UNKNOWN
-
-
-def test_what_is_nested_without_end_is_nothing() -> None:
-    text = "[" * 100_000
-    assert (key_schema.Record.loads(text), key_schema.Published.loads(text), key_schema.Leader.loads(text)) == (None, None, None)
-
-
 def test_who_decides_goes_by_a_clock_that_never_steps() -> None:
     settings = coordinator.Settings((1,), restart_budget.Policy(1, timedelta(hours=1)), world.Timeouts())
     running = etcd.Running(servers.address("etcd://a"), "r", election.ElectionConfig(settings, Voice()))
-    client = etcd.Client(servers.address("etcd://a"), Identity("r", 0))
+    client = etcd.Board(servers.address("etcd://a"), Identity("r", 0))
     assert isinstance(running._candidate._config.clock, Clock)
-    assert isinstance(client._membership._clock, Clock)
+    assert isinstance(client.membership._clock, Clock)
 
 
 @pytest.mark.parametrize("step", [3600.0, -3600.0])
@@ -281,7 +211,7 @@ def test_a_node_that_gives_up_ends_the_run_unless_the_others_have_gone_on_withou
     lost.publish()
     bench.turn(candidate, keep=tuple(others), seconds=1.0)
     assert voice.ended == ([] if cut_off else [("Failed", "worker 2 gives up", 1)])
-    end = sockets.Closed("worker 2 gives up", contract.Exit.FAILED, "BackoffLimitExceeded")
+    end = messages.Closed("worker 2 gives up", contract.Exit.FAILED, "BackoffLimitExceeded")
     assert [member.closed for member in others] == [None if cut_off else end] * 2
     assert bench.said().world.members == ((0, 1) if cut_off else (0, 1, 2))
 
@@ -297,7 +227,7 @@ def test_a_job_of_other_sizes_is_another_unless_it_was_killed_just_now(bench: Be
     assert new.closed is None
     bench.turn(*() if killed else (candidate,), keep=(new,) if killed else (old, new), seconds=5.0)
     reason = "run r has --nnodes=1, and this node has --nnodes=2: another job has this --rdzv-id; give each its own"
-    assert new.closed == (None if killed else sockets.Closed(reason, contract.Exit.MISCONFIGURED))
+    assert new.closed == (None if killed else messages.Closed(reason, contract.Exit.MISCONFIGURED))
     assert old.closed is None
 
 
@@ -327,7 +257,7 @@ def test_a_decider_that_is_cut_off_when_all_are_done_says_so_when_it_is_back(ben
     link.cut = False
     bench.turn(candidate, keep=(member,), seconds=3.0)
     assert voice.ended == [("Succeeded", "worker 0 is done", 0)]
-    assert member.closed == sockets.Closed("worker 0 is done", 0, "JobSucceeded")
+    assert member.closed == messages.Closed("worker 0 is done", 0, "JobSucceeded")
 
 
 def test_an_index_that_came_to_another_process_names_nobody_in_an_older_world(bench: Bench) -> None:
@@ -460,7 +390,7 @@ def test_a_process_that_the_others_do_not_hear_is_told_to_end_also_by_the_next_c
     trains(bench, a, b)
     decides.resign()
     bench.turn(bench.candidate("e", **pods)[0], seconds=1, keep=(a, b, c))
-    assert c.closed == sockets.Closed(lost, contract.Exit.INTERRUPTED)
+    assert c.closed == messages.Closed(lost, contract.Exit.INTERRUPTED)
     again = bench.member("c2", 2)
     successor, _ = bench.candidate("f", **pods)
     bench.turn(successor, seconds=6, keep=(a, b, again))

@@ -15,7 +15,7 @@ import etcds
 from outlast.cli.cluster import rdzv
 from outlast.rendezvous.etcd import gateway, key_schema
 from outlast.rendezvous.etcd.client import Present, Run
-from outlast.rendezvous.transports.sockets import Closed, Report
+from outlast.rendezvous.messages import Closed, Report
 from outlast.rendezvous.world import Call, World
 
 Outlast = Callable[..., tuple[int, str, str]]

@@ -20,11 +20,10 @@ import ports
 from etcds import Server
 from outlast.base.errors import EtcdAway, EtcdRefused, OutlastError
 from outlast.job import contract, spec
-from outlast.rendezvous import coordinator, torchrun, transport
+from outlast.rendezvous import coordinator, messages, torchrun, transport
 from outlast.rendezvous.etcd import client as rendezvous
 from outlast.rendezvous.etcd import gateway, key_schema
 from outlast.rendezvous.etcd.election import ElectionConfig
-from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState
 from waits import until
 
@@ -47,7 +46,7 @@ class Nodes:
 
     def obey(self, client: torchrun.Client) -> None:
         """What the handler does."""
-        me = client._membership.report
+        me = client._report
         if (
             me.standing == "waiting"
             and client.world
@@ -67,7 +66,7 @@ class Nodes:
             time.sleep(0.01)
 
     def training(self, generation: int, *clients: torchrun.Client) -> Callable[[], bool]:
-        reports = lambda: [client._membership.report for client in clients or self.all]  # noqa: E731
+        reports = lambda: [client._report for client in clients or self.all]  # noqa: E731
         return lambda: all((me.standing, me.generation) == ("training", generation) for me in reports())
 
     def look(self) -> rendezvous.Run | None:
@@ -85,7 +84,7 @@ class Nodes:
 
 
 def silent(client: torchrun.Client) -> None:
-    client._membership._lease = None
+    client.board.membership._lease = None
     client._running._candidate._stand_down()
     client._running._candidate.ended = True
     client.close()
@@ -143,7 +142,7 @@ def test_who_leaves_leaves_at_once_and_who_has_finished_stays_known(nodes: Nodes
     assert nodes.training(2)()
     last.report(MemberState.DONE)
     nodes.until(lambda: last.closed)
-    assert last.closed == sockets.Closed(
+    assert last.closed == messages.Closed(
         f"workers {min(b.id, c.id)} and {max(b.id, c.id)} are done", contract.Exit.DONE, "JobSucceeded"
     )
 
@@ -382,21 +381,3 @@ def test_workers_of_pods_have_their_index_and_an_agent_decides(pod: str, tmp_pat
     assert ended == [("Succeeded", "workers 0 and 1 are done", 0)] * 2
     for each in (*members, *agents):
         each.close()
-
-
-def test_what_cannot_be_taken_in_once_does_not_deafen_a_member(shared_etcd: Server, capfd) -> None:
-    heard = threading.Event()
-    mistakes = [TypeError("a mistake")]
-
-    def listed(found: gateway.Outcome, prefix: str) -> None:
-        if mistakes:
-            raise mistakes.pop()
-        heard.set()
-
-    with contextlib.closing(shared_etcd.client()) as client:
-        listener = rendezvous.Listener(client, lambda: "/deaf/", listed, lambda events: None)
-        listener.thread.start()
-        assert heard.wait(60)
-        listener.stop()
-        listener.thread.join(60)
-    assert "the keys in etcd could not be processed; trying again" in capfd.readouterr().out

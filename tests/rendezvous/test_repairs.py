@@ -17,8 +17,8 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from outlast.job import contract
 from outlast.job.workerfiles import notice_file, progress_file
 from outlast.rendezvous.handler import Handler, Leaving
+from outlast.rendezvous.messages import Called, Closed, Report
 from outlast.rendezvous.repairs import Repairs
-from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import World
 from outlast.worker.launch import elastic_agent
 from waits import until

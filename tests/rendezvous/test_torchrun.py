@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outlast.rendezvous import world
+from outlast.rendezvous import messages, world
 from outlast.rendezvous.transports import sockets
 
 SCRIPT = """
@@ -51,13 +51,13 @@ class Decider:
             for id in self.state.members:
                 match decision:
                     case world.Call(generation, reason, planned, at):
-                        self.server.send(id, "called", sockets.Called(generation, reason, planned, at + 10))
+                        self.server.send(id, "called", messages.Called(generation, reason, planned, at + 10))
                     case world.World():
                         self.server.send(id, "world", decision)
             await asyncio.sleep(0.02)
         await self.server.stop()
 
-    def on_report(self, report: sockets.Report) -> None:
+    def on_report(self, report: messages.Report) -> None:
         standing = world.MemberState(report.standing)
         self.state = self.state.reported(
             world.Member(report.id, report.address, standing, report.generation, time.time(), report.failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 import apiserver
 from coordinators import Coordinator, Etcd, Operator, Sockets
 from outlast.job import contract
-from outlast.rendezvous import transport
-from outlast.rendezvous.transports.sockets import Called, Closed
+from outlast.rendezvous import member_client, transport
+from outlast.rendezvous.messages import Called, Closed
 from outlast.rendezvous.world import World
 from waits import until
 
@@ -97,7 +98,15 @@ def test_worlds_calls_and_the_end_are_heard_by_all(coordinator: Coordinator, mem
     assert {each.closed for each in members} == {Closed("all done", contract.Exit.DONE, "JobSucceeded")}
 
 
-def test_an_outage_loses_nothing_of_either_side(coordinator: Coordinator, member: Member) -> None:
+def test_an_outage_loses_nothing_of_either_side_and_is_said_once(
+    coordinator: Coordinator, member: Member, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, (away, back) = [], coordinator.outage
+
+    def said(sentence: str) -> bool:
+        out.append(capfd.readouterr().out)
+        return sentence in "".join(out)
+
     coordinator.cut()
     one = member(0)
     one.report("waiting")
@@ -106,14 +115,19 @@ def test_an_outage_loses_nothing_of_either_side(coordinator: Coordinator, member
     world = World(1, (0,), "10.0.0.1:5", "all here", 5.0)
     coordinator.tell(world=world)
     until(lambda: one.world)
+    said("")
+    out.clear()
     coordinator.cut()
     one.report("waiting", generation=1, failed=True, failure=FAILED)
+    until(lambda: said(away))
     assert (one.world, one.closed) == (world, None)
     coordinator.mend()
     until(lambda: (report := coordinator.report(0)) and report.failure == FAILED)
     coordinator.tell(world=World(2, (0,), "10.0.0.1:5", "again", 6.0))
     until(lambda: one.world and one.world.generation == 2)
     assert one.closed is None, "it is the same process that connects again"
+    until(lambda: said(back))
+    assert len("".join(out).splitlines()) == 2 * bool(away)
 
 
 def test_of_two_processes_of_one_index_the_later_is_the_member_and_the_other_leaves(
@@ -132,7 +146,8 @@ def test_of_two_processes_of_one_index_the_later_is_the_member_and_the_other_lea
     assert (standing(coordinator, 0), new.closed) == ("waiting", None)
 
 
-def test_who_goes_is_known_to_have_gone(coordinator: Coordinator, member: Member) -> None:
+def test_who_goes_says_its_last_word_first_and_ends_its_threads(coordinator: Coordinator, member: Member) -> None:
+    before = set(threading.enumerate())
     one, other = member(0), member(1)
     for each in (one, other):
         each.report("waiting")
@@ -141,3 +156,37 @@ def test_who_goes_is_known_to_have_gone(coordinator: Coordinator, member: Member
     one.close()
     until(lambda: coordinator.report(0) is None)
     assert standing(coordinator, 1) == "waiting"
+    other.close()
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("outlast-")]
+
+
+def test_who_goes_waits_for_nobody_that_is_away(
+    coordinator: Coordinator, member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_client, "LAST_S", 3600)
+    one = member(0)
+    one.report("waiting")
+    until(lambda: coordinator.report(0))
+    coordinator.cut()
+    one.report("leaving")
+    one.close()
+
+
+def test_news_that_cannot_be_processed_once_deafens_nobody(
+    coordinator: Coordinator, member: Member, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, mistakes = member(0), [TypeError("a mistake")]
+    watch = one._board.watch
+
+    def failing() -> Iterator[bool]:
+        for each in watch():
+            if mistakes:
+                raise mistakes.pop()
+            yield each
+
+    monkeypatch.setattr(one._board, "watch", failing)
+    one.report("waiting")
+    until(lambda: coordinator.report(0))
+    coordinator.tell(world=World(1, (0,), "10.0.0.1:5", "all here", 5.0))
+    until(lambda: one.world)
+    assert "news could not be processed; trying again" in capfd.readouterr().out

@@ -13,13 +13,14 @@ from typing import Any, Protocol
 import apiserver
 import ports
 from etcds import Server
+from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.rendezvous import transport
 from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.etcd.gateway import put
+from outlast.rendezvous.messages import Called, Closed, Report
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import Call, World
 
 Document = dict[str, Any]
@@ -27,6 +28,9 @@ Document = dict[str, Any]
 
 class Coordinator(Protocol):
     """What a test of all transports uses."""
+
+    outage: tuple[str, str]
+    """What a member says when the way to its coordinator is cut, and when it is mended."""
 
     def client(self, id: int, process: str = "p", *, state: Path) -> transport.Client:
         """A process of a member."""
@@ -45,6 +49,8 @@ class Coordinator(Protocol):
 
 class Sockets:
     """One that members connect to: the launcher, on a Unix socket, or worker 0, over TCP with the key of the run."""
+
+    outage = "", ""
 
     def __init__(self, path: Path | None = None) -> None:
         self._port, self._path = 0 if path else ports.free(), path
@@ -103,6 +109,11 @@ class Sockets:
 class Etcd:
     """One that has been elected, and publishes in an etcd."""
 
+    outage = (
+        "this worker does not reach the others; it goes on as it was and tries again: etcd at 127.0.0.1",
+        "this worker reaches the others again",
+    )
+
     def __init__(self, server: Server) -> None:
         self._server, self._keys = server, key_schema.Keys.of("/outlast", "run")
         self._said = key_schema.Published(by="c", incarnation="i")
@@ -144,6 +155,11 @@ class Etcd:
 class Operator:
     """An API server with the ElasticJob `train`, and what the operator writes there."""
 
+    outage = (
+        "the operator does not hear this worker; it goes on as it was and tries again: Lease train-worker-0 in",
+        "the operator hears this worker again",
+    )
+
     def __init__(self) -> None:
         self.api = apiserver.ApiServer(unserved=())
         self.job: Document = {
@@ -161,7 +177,7 @@ class Operator:
 
     def report(self, id: int) -> Report | None:
         said = self.said(id)
-        return Report.of(said) if said and said["standing"] != "leaving" else None
+        return decode(Report, said) if said and said["standing"] != "leaving" else None
 
     def tell(self, **told: Any) -> None:
         self._told |= {kind: {**dataclasses.asdict(content), "since 0.9": "x"} for kind, content in told.items()}

@@ -132,21 +132,21 @@ FIRST_PAUSE_S = 0.1
 
 
 class ConnectionLog:
-    """Prints a message once when a connection breaks, and once when it is back."""
+    """Prints a message once when a connection breaks, and once when it is back; nothing without these sentences."""
 
-    def __init__(self, broken: str, restored: str) -> None:
+    def __init__(self, broken: str = "", restored: str = "") -> None:
         self._sentences = broken, restored
         self._problem: type[Exception] | None = None
 
     def broken(self, problem: Exception) -> None:
         """Report a broken connection."""
-        if type(problem) is not self._problem:
+        if self._sentences[0] and type(problem) is not self._problem:
             _say(f"{self._sentences[0]}; it goes on as it was and tries again: {problem}")
         self._problem = type(problem)
 
     def restored(self) -> None:
         """Report a working connection."""
-        if self._problem:
+        if self._sentences[1] and self._problem:
             _say(self._sentences[1])
         self._problem = None
 

@@ -267,7 +267,7 @@ class Annotation:
     """Annotations by which agents, pods and the operator communicate."""
 
     REPORT = f"{GROUP}/report"
-    """On a member's Lease: a `rendezvous.transports.sockets.Report` as JSON."""
+    """On a member's Lease: a `rendezvous.messages.Report` as JSON."""
     FRESH = f"{GROUP}/fresh"
     """On an ElasticJob that was submitted with --fresh: `true`."""
     PROGRESS = f"{GROUP}/progress"

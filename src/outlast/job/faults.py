@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from outlast.base import backoff, units
 from outlast.base.errors import NotFound, OutlastError
+from outlast.base.typed_json import is_count
 
 if TYPE_CHECKING:
     from outlast.job.backend import Backend
@@ -110,9 +111,9 @@ def _fault(entry: object) -> Fault:
     worker, step = entry.get("worker", "random"), entry.get("step")
     if wrong := [key for key in ("at", "step", "do", "worker") if isinstance(entry.get(key), list | dict)]:
         raise OutlastError(f"{wrong[0]} is a list or a mapping; expected one value")
-    if worker != "random" and not _is_count(worker):
+    if worker != "random" and not is_count(worker):
         raise OutlastError(f"worker is {worker!r}; expected the index of a worker, or random")
-    if step is not None and not _is_count(step):
+    if step is not None and not is_count(step):
         raise OutlastError(f"step is {step!r}; expected a number of steps")
     return Fault(
         do=check(str(entry["do"])),
@@ -128,10 +129,6 @@ def every(text: str) -> timedelta:
         return units.duration(text)
     except ValueError as error:
         raise OutlastError(f"{text} {error}") from error
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def seed(faults: Sequence[Fault]) -> random.Random:

@@ -4,13 +4,8 @@ server, and each works while the other is down.
     member -> operator   the Lease <job>-worker-<id>: its report and its progress as annotations, renewed every RENEW_S
     operator -> member   .status.rendezvous of the ElasticJob: {run, world, called, closed}, by a watch
 
-Each report is complete and replaces the previous report; writing a report twice is harmless. The pod that started last owns the
-Lease. If a pod on a lost node comes back, it finds that another pod has written the Lease, and exits. While the API server or the
-operator is down, the client raises no error: the last received state stays valid and training continues. See
-docs/decisions/0013-the-operator.md.
-
-`rendezvous.transport` selects this transport by its scheme. A client connects with its first report and not earlier, since it may
-have been created in a forked process.
+The pod that started last owns the Lease. If a pod on a lost node comes back, it finds that another pod has written the Lease, and
+exits. See docs/decisions/0013-the-operator.md.
 """
 
 from __future__ import annotations
@@ -22,21 +17,22 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.base import files
 from outlast.base.backoff import ConnectionLog, pause
-from outlast.base.errors import Absent, ClusterError, Conflict, OutlastError, Superseded, Unauthorized
+from outlast.base.errors import Absent, Conflict, OutlastError, Superseded, Unauthorized
+from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.ledger import Ledger
 from outlast.job.workerfiles import progress_file
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE
-from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.transports.sockets import Called, Closed, Report, published
+from outlast.rendezvous.messages import Called, Closed, Published, Report
 from outlast.rendezvous.world import World
 
 if TYPE_CHECKING:
@@ -49,15 +45,13 @@ LONGEST_PAUSE_S = 1.0
 """Maximum seconds between two attempts to send a changed report, or to watch. For a plain renewal, the maximum is RENEW_S."""
 ANSWER_S = 10.0
 """Seconds to wait for the API server's answer to a report. The value is arbitrary: a newer report soon follows."""
-LAST_S = 1.0
-"""Seconds to wait for the last report of a member that leaves."""
 
 
-def client(endpoint: str, member: Member) -> Client:
-    """Return a client for an endpoint, see `transport.Transport`."""
+def board(endpoint: str, member: Member) -> Board:
+    """Return the member's side of an endpoint, see `transport.Transport`."""
     if not member.environ.get(Env.MEMBER):
         raise OutlastError(f"{Env.MEMBER} is not set; set it to the uid of this pod (fieldRef metadata.uid)")
-    return Client(endpoint.removeprefix(contract.KUBERNETES), member)
+    return Board(endpoint.removeprefix(contract.KUBERNETES), member)
 
 
 def preload() -> None:
@@ -70,170 +64,142 @@ def renewal_interval_s(workers: int, *, mesh: bool) -> float:
     return max(contract.MESH_RENEW_S if mesh else RENEW_S, workers / contract.RENEWALS_PER_S)
 
 
-class Client:
-    """The member's side of the transport: renews the member's Lease, and keeps the newest state that the operator published."""
+@dataclass(frozen=True)
+class _Leaving:
+    """A pod that must leave by a deadline, in seconds since the epoch."""
+
+    uid: str
+    deadline: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Rendezvous(Published):
+    """`.status.rendezvous` of an ElasticJob, see `operator.elasticjob_status`."""
+
+    run: str = ""
+    leaving: tuple[_Leaving, ...] = ()
+
+
+class Board:
+    """A member's side, see `member_client.Board`: its Lease, and the newest state that the operator published."""
 
     def __init__(self, job: str, member: Member) -> None:
         environ = member.environ
-        run = environ.get(Env.OWNER, member.run)  # the operator knows the run by the name that it gave its pods
-        self._job, self._run_name, self.id = job, run, member.id
-        self._member, self._namespace = environ[Env.MEMBER], environ.get(Env.NAMESPACE, "")
+        self.run = environ.get(Env.OWNER, member.run)  # the operator knows the run by the name that it gave its pods
+        self.id = member.id
+        self.put_log = ConnectionLog("the operator does not hear this worker", "the operator hears this worker again")
+        self.watch_log = ConnectionLog("this worker does not hear the operator", "this worker hears the operator again")
+        self._job, self._member, self._namespace = job, environ[Env.MEMBER], environ.get(Env.NAMESPACE, "")
         self._state, self._processes = member.state, member.processes
         self._output = Path(environ[Env.OUTPUT]) if Env.OUTPUT in environ else None
         self._copied_entries: list[Any] = []
         """Entries by the operator that the run's ledger already contains."""
         self._min_generation = member.generation
-        self._report = Report(run=run, id=member.id, standing="waiting", since=time.time())
-        self._revision, self._sent_revision = 0, 0
         self._owner: dict[str, Any] | None = None
-        """Owner reference to the ElasticJob. None until the watch shows the job; reports are sent only after that."""
+        """Owner reference to the ElasticJob. None until the watch shows the job; reports are written only after that."""
         self._workers = 1
         self._previous_generation = 0
         """Newest generation from before this member started. The member belongs to no world up to that generation, even if a
         world lists its id."""
         self._resource_version = ""
         """Version of our Lease after our last write."""
+        self._report: Report | None = None
+        """The report that was written last, or whose write failed."""
         self._changed_at = 0.0
+        self._away = False
         self._recorded_deadline = ""
         """The deadline for this pod that was last written for the agent, as JSON."""
-        self.excluded = False
-        """Whether this member has lost its run, its job or its place in the job. It then sends no more reports."""
-        self._reachable = True
-        self._changed = threading.Condition()
-        self._stop = threading.Event()
-        self._watching = api.Stop()
-        self.called: Called | None = None
-        self.world: World | None = None
-        self.closed: Closed | None = None
-        self._threads = [
-            threading.Thread(target=self._run, args=(target,), name=f"outlast-{name}", daemon=True)
-            for name, target in (("operator", self._listen), ("lease", self._send))
-        ]
+        self._published = Published()
+        self._cluster: api.Cluster | None = None
+        """The client of `put`; no other thread uses it, so it may be closed when its login expires."""
+        self._guard, self._watching, self._over = threading.Lock(), api.Stop(), False
 
-    def report(self, standing: str, **fields: Any) -> None:
-        """Report the state of this member. `fields` are fields of `Report`; omitted fields keep their values. Returns before the
-        report is sent."""
-        with self._changed:
-            self._report = self._report.changed(standing, **fields)
-            self._revision, self._changed_at = self._revision + 1, time.monotonic()
-            self._changed.notify_all()
-        for thread in self._threads:
-            if not thread.ident:
-                thread.start()
-
-    def amend(self, **fields: Any) -> None:
-        """Change fields of the report other than the standing. The first call of `report` starts the sending."""
-        with self._changed:
-            self._report = dataclasses.replace(self._report, **fields)
-            self._revision, self._changed_at = self._revision + 1, time.monotonic()
-            self._changed.notify_all()
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when the operator publishes a new state, or after the timeout."""
-        with self._changed:
-            self._changed.wait(timeout_s)
-
-    def close(self) -> None:
-        """Close the client. If the API server is reachable, wait until it has accepted the last report. The Lease is not
-        deleted."""
-        with self._changed:
-            if self._owner and self._reachable and not self._stop.is_set():
-                self._changed.wait_for(
-                    lambda: self._sent_revision == self._revision or self.excluded or not self._reachable, LAST_S
-                )
-            self._stop.set()
-            self._watching.set()
-            self._changed.notify_all()
-        for thread in self._threads:
-            if thread.ident:
-                thread.join(LAST_S)
-
-    def _run(self, target: Callable[[Connection], None]) -> None:
+    def put(self, report: Report) -> float | None:
+        if self._owner is None:
+            return None
+        if report != self._report:
+            self._report, self._changed_at = report, time.monotonic()
+        away, self._away = self._away, True
         try:
-            with contextlib.closing(Connection(self._namespace)) as connection:
-                target(connection)
-        except Exception as bug:  # without this thread the worker neither reports nor receives
-            self._exclude(f"the rendezvous has failed: {bug!r}", contract.Exit.FAILED)
+            self._cluster = self._cluster or _connected(self._namespace)
+            self._renew(self._cluster, self._lease(report))
+        except Unauthorized:  # the login has expired: Kubernetes has replaced the token in the account's file before
+            self.leave(reachable=True)
             raise
+        self._away = False
+        if away:
+            self._watching.set()  # the watch may be connected to a dead server
+        return self._interval_s(report)
 
-    # State that the operator publishes
+    def watch(self) -> Generator[bool]:
+        existing = set[str]()
 
-    def _listen(self, connection: Connection) -> None:
-        line, failures = ConnectionLog("this worker does not hear the operator", "this worker hears the operator again"), 0
-        while not self._stop.is_set():
-            with self._changed:
-                if self._stop.is_set():
-                    return
-                watching = self._watching = api.Stop()
-            try:
-                cluster = connection.cluster()
-                existing = set[str]()
+        def check_exists(version: str | None) -> None:
+            if version is not None and not existing:  # a watch does not report deletions from before it began
+                raise Absent(f"there is no ElasticJob {self._job}")
 
-                def check_exists(version: str | None, existing: set[str] = existing) -> None:
-                    if version is not None and not existing:  # a watch does not report deletions from before it began
-                        raise Absent(f"there is no ElasticJob {self._job}")
-
-                for change in cluster.watch(
-                    ELASTIC_JOB,
-                    stop=watching,
-                    fields=f"metadata.name={self._job}",
-                    on_version=check_exists,
-                ):
+        with self._guard:
+            if self._over:
+                return
+            stop = self._watching = api.Stop()
+        try:
+            with contextlib.closing(_connected(self._namespace)) as cluster:
+                for change in cluster.watch(ELASTIC_JOB, stop=stop, fields=f"metadata.name={self._job}", on_version=check_exists):
                     if change.type == "deleted":
                         raise Absent(f"ElasticJob {self._job} does not exist any more")
                     existing.add(self._job)
                     self._receive(change.document)
-                    line.restored()
-                    failures = 0
-            except Absent:
-                self._exclude("the job was deleted", contract.Exit.INTERRUPTED)
-                return
-            except ClusterError as problem:
-                failures += 1
-                if isinstance(problem, Unauthorized):
-                    connection.close()
-                if failures > 1 or not isinstance(problem, Unauthorized):
-                    line.broken(problem)
-                self._stop.wait(pause(failures, LONGEST_PAUSE_S))
+                    yield False
+        except Absent:
+            raise Superseded("the job was deleted") from None
+
+    def published(self) -> Published:
+        return self._published
+
+    def pause_s(self, failures: int, *, changed: bool) -> float:
+        return pause(failures, LONGEST_PAUSE_S if changed or self._report is None else self._interval_s(self._report))
+
+    def close(self) -> None:
+        with self._guard:
+            self._over = True
+            self._watching.set()
+
+    def leave(self, *, reachable: bool) -> None:
+        """Disconnect. The Lease stays as it is."""
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
 
     def _receive(self, document: Mapping[str, Any]) -> None:
         meta = document["metadata"]
-        state = (document.get("status") or {}).get("rendezvous") or {}
+        status = document.get("status") or {}
         try:
-            run = state.get("run") or self._run_name
-            world, called, closed = published(World, state), published(Called, state), published(Closed, state)
-        except (TypeError, AttributeError) as problem:
-            print(
-                f"outlast | the state from the operator is not valid: {problem}; does the operator have another version?",
-                flush=True,
-            )
-            run, world, called, closed = self._run_name, None, None, None
-        self._record_deadline(state.get("leaving"))
-        self._copy_ledger((document.get("status") or {}).get("ledger"), state.get("world"))
-        with self._changed:
-            self._workers = int(((document.get("spec") or {}).get("workers") or {}).get("replicas") or 1)
-            if self._owner is None:
-                reference = {"apiVersion": ELASTIC_JOB.api_version, "kind": ELASTIC_JOB.kind, "controller": False}
-                self._owner = {**reference, "name": meta["name"], "uid": meta["uid"]}
-                self._previous_generation = world.generation if world and run == self._run_name else 0
-                newest = max(self._previous_generation, called.generation - 1 if called and run == self._run_name else 0)
-                self._min_generation = self._min_generation if self._min_generation > newest else 0  # the operator knows it
-            if run != self._run_name:
-                self._exclude(f"run {self._run_name} is over", contract.Exit.FAILED)
-                return
-            if world and (called is None or called.generation < world.generation):
-                # The call happened, even if we did not receive it.
-                called = Called(world.generation, world.reason, False, world.at)
-            self.called = called
-            if world and world.generation > self._previous_generation:
-                self.world = world
-            self._changed.notify_all()
-        if closed and not self.closed:
-            if closed.code != contract.Exit.INTERRUPTED:
-                self._record_end(closed)  # recorded before anybody acts on it
-            with self._changed:
-                self.closed = closed
-                self._changed.notify_all()
+            state = decode(_Rendezvous, status.get("rendezvous") or {}, "the state from the operator")
+        except ValueError as problem:
+            print(f"outlast | {problem}; does the operator have another version?", flush=True)
+            state = _Rendezvous()
+        run, world, called, closed = state.run or self.run, state.world, state.called, state.closed
+        self._record_deadline(state.leaving)
+        self._copy_ledger(status.get("ledger"), world)
+        self._workers = int(((document.get("spec") or {}).get("workers") or {}).get("replicas") or 1)
+        if self._owner is None:
+            self._previous_generation = world.generation if world and run == self.run else 0
+            newest = max(self._previous_generation, called.generation - 1 if called and run == self.run else 0)
+            self._min_generation = self._min_generation if self._min_generation > newest else 0  # the operator knows it
+            reference = {"apiVersion": ELASTIC_JOB.api_version, "kind": ELASTIC_JOB.kind, "controller": False}
+            self._owner = {**reference, "name": meta["name"], "uid": meta["uid"]}
+        if run != self.run:
+            reason = f"run {self.run} is over"
+            print(f"outlast | {reason}", flush=True)
+            self._published = dataclasses.replace(self._published, closed=Closed(reason, contract.Exit.FAILED))
+            raise Superseded(reason)
+        if world and (called is None or called.generation < world.generation):
+            called = Called(world.generation, world.reason, False, world.at)  # the call happened, even if we did not receive it
+        if closed and closed != self._published.closed and closed.code != contract.Exit.INTERRUPTED:
+            self._record_end(closed)  # recorded before anybody acts on it
+        ours = world if world and world.generation > self._previous_generation else self._published.world
+        self._published = Published(called, ours, closed or self._published.closed)
 
     def _record_end(self, closed: Closed) -> None:
         try:
@@ -241,12 +207,12 @@ class Client:
         except OSError as problem:
             print(f"outlast | the end of the run cannot be recorded in {self._state}: {problem}", flush=True)
 
-    def _record_deadline(self, leaving: object) -> None:
+    def _record_deadline(self, leaving: Iterable[_Leaving]) -> None:
         """If the operator has published a deadline for this pod, write it to the agent's file `contract.LEAVE`."""
-        for each in leaving if isinstance(leaving, list) else ():
-            if not isinstance(each, Mapping) or each.get("uid") != self._member or not sockets.is_number(each.get("deadline")):
+        for each in leaving:
+            if each.uid != self._member:
                 continue
-            deadline = json.dumps({"deadline": each["deadline"], "reason": str(each.get("reason") or "")})
+            deadline = json.dumps({"deadline": each.deadline, "reason": each.reason})
             if deadline != self._recorded_deadline:
                 try:
                     files.replace(self._state / contract.LEAVE, deadline)
@@ -254,10 +220,9 @@ class Client:
                 except OSError as problem:
                     print(f"outlast | the deadline of this pod cannot be recorded in {self._state}: {problem}", flush=True)
 
-    def _copy_ledger(self, entries: object, world: object) -> None:
+    def _copy_ledger(self, entries: object, world: World | None) -> None:
         """On the worker of rank 0, copy the operator's new entries into the run's ledger."""
-        rank_0 = next(iter(world.get("members") or ()), None) if isinstance(world, Mapping) else None
-        if self._output is None or rank_0 != self.id or not isinstance(entries, list):
+        if self._output is None or world is None or world.members[0] != self.id or not isinstance(entries, list):
             return
         new = [entry for entry in entries if entry not in self._copied_entries]
         self._copied_entries = entries
@@ -266,51 +231,7 @@ class Client:
             ledger.copy(new)
             ledger.close()
 
-    def _exclude(self, reason: str, code: int) -> None:
-        """Exclude this member from further worlds and stop its reports. The run may continue without this member."""
-        with self._changed:
-            self.excluded = True
-            if not self.closed:
-                print(f"outlast | {reason}", flush=True)
-                self.closed = Closed(reason, code)
-            self._changed.notify_all()
-
     # Reports of this member
-
-    def _send(self, connection: Connection) -> None:
-        line, failures = ConnectionLog("the operator does not hear this worker", "the operator hears this worker again"), 0
-        with self._changed:
-            self._changed.wait_for(lambda: self._owner is not None or self._stop.is_set() or self.excluded)
-        while not (self._stop.is_set() or self.excluded):
-            with self._changed:
-                number, lease = self._revision, self._lease()
-            try:
-                cluster = connection.cluster()
-                self._renew(cluster, lease)
-            except Superseded as problem:
-                self._exclude(str(problem), contract.Exit.INTERRUPTED)
-                return
-            except ClusterError as problem:
-                failures += 1
-                if isinstance(problem, Unauthorized):
-                    connection.close()
-                if failures > 1 or not isinstance(problem, Unauthorized):
-                    line.broken(problem)
-                with self._changed:
-                    self._reachable = failures == 1 and isinstance(problem, Unauthorized)
-                    pause_s = pause(failures, LONGEST_PAUSE_S if self._sent_revision != self._revision else self._interval_s())
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._stop.is_set() or self.excluded, pause_s)
-                continue
-            line.restored()
-            with self._changed:
-                if failures:
-                    self._watching.set()  # the watch may be connected to a dead server
-                failures, self._sent_revision, self._reachable = 0, number, True
-                self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: self._revision != self._sent_revision or self._stop.is_set() or self.excluded, self._interval_s()
-                )
 
     def _renew(self, cluster: api.Cluster, lease: dict[str, Any]) -> None:
         """Write the Lease. After the first write, require that no other process has written it since. Raises Superseded."""
@@ -332,16 +253,17 @@ class Client:
                     raise Superseded(f"pod {holder} is worker {self.id} now, in the place of this one") from None
                 self._resource_version = current["metadata"]["resourceVersion"]  # we wrote it, and the answer was lost
 
-    def _interval_s(self) -> float:
+    def _interval_s(self, report: Report) -> float:
         """Return the seconds until the next renewal. The interval is long where peers watch this member. After a change it is
         short, so that the operator sees the first steps of a world."""
-        if self.world is not None and self.world.members[:1] == (self.id,):
+        world = self._published.world
+        if world is not None and world.members[:1] == (self.id,):
             return min(PROGRESS_S, RENEW_S)
-        mesh = self._report.mesh and time.monotonic() - self._changed_at > contract.MESH_RENEW_S / 2
+        mesh = report.mesh and time.monotonic() - self._changed_at > contract.MESH_RENEW_S / 2
         return renewal_interval_s(self._workers, mesh=mesh)
 
-    def _lease(self) -> dict[str, Any]:
-        report = self._report if self._report.generation else dataclasses.replace(self._report, generation=self._min_generation)
+    def _lease(self, report: Report) -> dict[str, Any]:
+        report = report if report.generation else dataclasses.replace(report, generation=self._min_generation)
         progress_record, duration_s = self._progress(), contract.MESH_LEASE_S if report.mesh else contract.LEASE_S
         labels = {contract.Label.JOB: self._job, contract.Label.WORKER: str(self.id), "app.kubernetes.io/managed-by": "outlast"}
         annotations = {contract.Annotation.REPORT: json.dumps(dataclasses.asdict(report))}
@@ -388,8 +310,8 @@ def _account(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def report_account(job: str, worker: int, environ: Mapping[str, str], report: Mapping[str, Any]) -> None:
     """Report goodput and losses of a finished run to the operator. Raises ClusterError."""
-    with contextlib.closing(Connection(environ.get(Env.NAMESPACE, ""))) as connection:
-        cluster, name = connection.cluster(), contract.worker_name(job, worker)
+    with contextlib.closing(_connected(environ.get(Env.NAMESPACE, ""))) as cluster:
+        name = contract.worker_name(job, worker)
         lease = cluster.patch(LEASE, name, {})
         if lease["spec"].get("holderIdentity") == environ[Env.MEMBER]:
             progress_record = json.loads((lease["metadata"].get("annotations") or {}).get(contract.Annotation.PROGRESS) or "{}")
@@ -397,23 +319,6 @@ def report_account(job: str, worker: int, environ: Mapping[str, str], report: Ma
             cluster.patch(LEASE, name, {"metadata": {"annotations": {contract.Annotation.PROGRESS: final_record}}})
 
 
-class Connection:
-    """One thread's client of the API server. No other thread uses the client, so the thread may close it when the login expires.
-    Kubernetes replaces the token in the account's file before the token expires; a new login reads the new token.
-    https://kubernetes.io/docs/reference/access-authn-authz/service-accounts-admin/"""
-
-    def __init__(self, namespace: str) -> None:
-        self._namespace = namespace
-        self._cluster: api.Cluster | None = None
-
-    def cluster(self) -> api.Cluster:
-        """Return the client; log in if necessary. Raises ClusterError."""
-        if self._cluster is None:
-            self._cluster = api.connect(namespace=self._namespace or None, prefer_pod=True)
-        return self._cluster
-
-    def close(self) -> None:
-        """Close the client; the next call of `cluster` logs in again."""
-        if self._cluster is not None:
-            self._cluster.close()
-            self._cluster = None
+def _connected(namespace: str) -> api.Cluster:
+    """Log in. Raises ClusterError."""
+    return api.connect(namespace=namespace or None, prefer_pod=True)

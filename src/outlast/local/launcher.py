@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.base import file_locks, files
 from outlast.base.clock import Awake
 from outlast.base.errors import OutlastError
+from outlast.base.typed_json import decode
 from outlast.job import contract, spec
 from outlast.job import ledger as ledgers
 from outlast.job.contract import End
@@ -31,7 +32,7 @@ from outlast.job.status import JobStatus, State, StoreStatus
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir
 from outlast.local.worker_processes import Ended, Worker, WorkerPool
-from outlast.rendezvous import partition, restart_budget, root_cause, world
+from outlast.rendezvous import messages, partition, restart_budget, root_cause, world
 from outlast.rendezvous.coordinator import Coordinator, Settings, after
 from outlast.rendezvous.transports import sockets
 from outlast.worker import tracking
@@ -172,10 +173,10 @@ class Launcher(Coordinator):
         state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
         if state in (State.SUCCEEDED, State.FAILED):  # other ends are the user's, and in `wanted.json`
             self.closing, self.close_by = (State(state), reason, code), self.clock() + self.timeouts.leave + EXIT_TIMEOUT_S
-            self.closed, self.status.end = sockets.Closed(reason, code), End(memory.get("end", ""))
+            self.closed, self.status.end = messages.Closed(reason, code), End(memory.get("end", ""))
         self._collect_ended()
         if self.pool.present and memory["world"]:  # it may still be training, so wait for its reports
-            self.state = world.State({}, sockets.world_from(memory["world"]), since=self.clock())
+            self.state = world.State({}, decode(world.World, memory["world"]), since=self.clock())
             self.say(State.RUNNING, "the launcher was started again over a running world")
         since_s = max(0.0, time.time() - memory["time"])
         lost = [(id, ago_s + since_s, times) for id, ago_s, times in memory.get("lost", ())]
@@ -362,7 +363,7 @@ class Launcher(Coordinator):
             self._close(ending.state, ending.reason, ending.code)
         elif ending and ending.at_once and old.end != new.end:
             self.closing = (ending.state, ending.reason, ending.code)
-            self.closed = sockets.Closed(*self.closing[1:])
+            self.closed = messages.Closed(*self.closing[1:])
         else:
             return
         if ending.at_once:
@@ -389,7 +390,7 @@ class Launcher(Coordinator):
             for worker in self.pool.present.values():
                 self.pool.ask_to_leave(worker)
         else:  # nothing to save: members end when they are notified
-            self.closed = sockets.Closed(reason, code)
+            self.closed = messages.Closed(reason, code)
             for id in list(self.reports):
                 self.send(id, "closed", self.closed)
             for worker in self.pool.present.values():

@@ -20,6 +20,7 @@ import psutil
 
 from outlast.base import file_locks, files
 from outlast.base.errors import OutlastError
+from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.job.status import State
 
@@ -151,9 +152,8 @@ class Request:
 
 def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:
     try:
-        names = {field.name for field in dataclasses.fields(kind)}  # a newer version may have written others
-        return kind(**{name: value for name, value in json.loads(path.read_bytes()).items() if name in names})
-    except (OSError, ValueError, TypeError, AttributeError) as problem:
+        return decode(kind, json.loads(path.read_bytes()))
+    except (OSError, ValueError) as problem:
         raise OutlastError(f"{path} is empty, damaged or may not be read; {remedy}") from problem
 
 

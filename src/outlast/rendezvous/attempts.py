@@ -27,12 +27,13 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any
 
+from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.job.contract import Exit
 from outlast.rendezvous import restart_budget, root_cause
-from outlast.rendezvous.transports.sockets import is_count, is_number
+from outlast.rendezvous.vocabulary import Address, Id
 
 REPEAT_S = 5.0
 """Interval between repetitions of an unanswered message. The mesh reports every failed delivery, and stopping processes takes
@@ -47,6 +48,7 @@ PAST = 20
 _MOST_TEXT = 1000
 """Maximum number of characters of a traceback or a log, in a message and in the newest attempt of a report. Older attempts in a
 report carry neither."""
+_Attempt = Annotated[int, lambda attempt: attempt > 0]
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,11 @@ class Past:
     """A failure that the members have repaired without the coordinator."""
 
     generation: int
-    attempt: int
+    attempt: _Attempt
     """The attempt that repaired the failure, counted from 1 in each generation; the failure was in the previous attempt."""
-    worker: int
+    worker: Id
     failure: Mapping[str, Any]
-    """The failure, as in `sockets.Report.failure`."""
+    """The failure, as in `messages.Report.failure`."""
     at: float = 0.0
     """Time of the repair on the reporting member's steady clock; comparable only within one report."""
 
@@ -72,20 +74,15 @@ class Past:
         """Start of a sentence about this repair."""
         return f"repaired by its workers, attempt {self.attempt} of generation {self.generation}"
 
-    @classmethod
-    def of(cls, value: object) -> Self:
-        """Parse untrusted JSON. Raises ValueError."""
-        return cls(**_fields(cls, value))
-
 
 @dataclass(frozen=True)
 class Ready:
     """Message: the sender's processes have ended."""
 
     generation: int
-    attempt: int
+    attempt: _Attempt
     """The attempt for which the sender is ready."""
-    address: str
+    address: Address
     """`host:port` where the sender would host the store."""
     step: int = 0
     """The last step of the sender's processes."""
@@ -98,7 +95,7 @@ class Stop:
     """Message: stop the training processes."""
 
     generation: int
-    attempt: int
+    attempt: _Attempt
     """The attempt for which to prepare."""
 
 
@@ -107,10 +104,10 @@ class Go:
     """Message: all members are ready, and the attempt starts."""
 
     generation: int
-    attempt: int
-    address: str
+    attempt: _Attempt
+    address: Address
     """`host:port` of the store."""
-    worker: int
+    worker: Id
     """Id of the worker that failed."""
     failure: Mapping[str, Any]
 
@@ -124,7 +121,7 @@ class No:
     """Message: no attempt is made, and the coordinator must decide."""
 
     generation: int
-    attempt: int
+    attempt: _Attempt
     reason: str
 
 
@@ -142,35 +139,9 @@ def written(message: Message) -> dict[str, Any]:
 def read(value: object) -> Message | None:
     """Parse a message; returns None if it is invalid. Fields of newer versions are ignored."""
     kind = _KINDS.get(str(value.get("word"))) if isinstance(value, Mapping) else None
-    try:
-        return kind(**_fields(kind, value)) if kind else None
-    except ValueError:
-        return None
-
-
-_FITS: Mapping[str, Any] = {
-    "generation": is_count,
-    "attempt": lambda value: is_count(value) and value > 0,
-    "worker": lambda value: is_count(value) and value < contract.MOST_WORKERS,
-    "step": is_count,
-    "address": lambda value: isinstance(value, str) and len(value) < 300,
-    "reason": lambda value: isinstance(value, str),
-    "failure": lambda value: isinstance(value, Mapping),
-    "at": is_number,
-}
-
-
-def _fields(cls: Any, value: object) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{cls.__name__.lower()} of an attempt cannot be {value!r:.80}")
-    fields = {}
-    for each in dataclasses.fields(cls):
-        if each.default is not dataclasses.MISSING and value.get(each.name) is None:
-            continue
-        if each.name not in value or not _FITS[each.name](value[each.name]):
-            raise ValueError(f"{each.name} of an attempt cannot be {value.get(each.name)!r:.80}")
-        fields[each.name] = value[each.name]
-    return fields
+    with contextlib.suppress(ValueError):
+        return decode(kind, value) if kind else None
+    return None
 
 
 def shortened(failure: Mapping[str, Any], most: int = _MOST_TEXT) -> dict[str, Any]:
@@ -205,7 +176,7 @@ def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], gen
         valid: list[Past] = []
         for each in report:
             with contextlib.suppress(ValueError):
-                valid.append(Past.of(each))
+                valid.append(decode(Past, each))
         for past in valid:
             if counted < past.start and past.generation <= generation:
                 ago_s = max(other.at for other in valid) - past.at  # smaller in the report of a member without the newest
@@ -376,8 +347,7 @@ class Participant:
         pending = self._pending(now)
         reached = max(ready.step for ready in self._ready.values())
         progress = self._step is None or reached > self._step
-        reported = [(ready.failure or {}).get("committed") for ready in self._ready.values()]
-        committed = max((step for step in reported if isinstance(step, int) and is_count(step)), default=0)
+        committed = max(root_cause.committed(ready.failure) or 0 for ready in self._ready.values())
         unsaved = 0 if committed > self._committed else self._unsaved
         if why := refused(pending, self._tries if not progress else 0):
             return self.refuse(why)

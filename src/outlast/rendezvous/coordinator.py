@@ -17,9 +17,8 @@ from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.failure import Failure
 from outlast.job.status import State
-from outlast.rendezvous import attempts, restart_budget, root_cause, world
+from outlast.rendezvous import attempts, messages, restart_budget, root_cause, world
 from outlast.rendezvous.root_cause import Pending
-from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Cause, MemberState
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class Coordinator:
         self.history: restart_budget.History = ()
         self.restarts = 0
         """Number of failures counted since the start of the run."""
-        self.reports: dict[int, sockets.Report] = {}
+        self.reports: dict[int, messages.Report] = {}
         self.state = world.State({})
         """The input of `world.decide`."""
         self.pending: list[Pending] = []
@@ -71,9 +70,9 @@ class Coordinator:
         self.debounce = root_cause.COORDINATOR
         self.gives_up = True
         """True if workers of a failed job exit with GIVEN_UP, so that the controller of their pods stops, too."""
-        self.closed: sockets.Closed | None = None
+        self.closed: messages.Closed | None = None
         """The final result, sent to every member that reports."""
-        self.fenced: dict[int, tuple[int, sockets.Closed]] = {}
+        self.fenced: dict[int, tuple[int, messages.Closed]] = {}
         """Connected members that count as lost, each with the generation of the loss and the message for the member."""
 
     # Overridden by implementations
@@ -99,13 +98,13 @@ class Coordinator:
         """Return the failure with the step that the run had reached, the step that raised it (None if unknown), and the newest
         committed step."""
         report = self.reports.get(failure.worker)
-        self.committed = max(self.committed, (report.failure or {}).get("committed") or 0 if report else 0)
+        self.committed = max(self.committed, root_cause.committed(report.failure) or 0 if report else 0)
         return failure, None if echo else failure.step, self.committed
 
     def fence(self, id: int, reason: str) -> None:
         """Exclude an unresponsive member from the run, and make its process exit and restart."""
         generation = self.state.world.generation if self.state.world else 0
-        self.fenced[id] = generation, sockets.Closed(reason, contract.Exit.INTERRUPTED)
+        self.fenced[id] = generation, messages.Closed(reason, contract.Exit.INTERRUPTED)
         self.reports.pop(id, None)
         self.state = self.state.gone(id)
         self.send(id, "closed", self.fenced[id][1])
@@ -122,19 +121,19 @@ class Coordinator:
             return  # suspending a job removes its workers
         if state is State.FAILED and code != contract.Exit.MISCONFIGURED and self.gives_up:
             code = contract.Exit.GIVEN_UP
-        self.closed = sockets.Closed(reason, code, end)
+        self.closed = messages.Closed(reason, code, end)
         self.event("finished", state=str(state), reason=reason, code=code)
         self.say(state, reason)
         self.finished(state, self.closed)
         for id in list(self.reports):
             self.send(id, "closed", self.closed)
 
-    def finished(self, state: State, closed: sockets.Closed) -> None:
+    def finished(self, state: State, closed: messages.Closed) -> None:
         """Hook for the end of the run, to record it."""
 
     # Reports
 
-    def on_report(self, report: sockets.Report) -> None:
+    def on_report(self, report: messages.Report) -> None:
         """Process a member's report."""
         last = self.reports.get(report.id)
         self.reports[report.id] = report
@@ -210,9 +209,9 @@ class Coordinator:
         generation = self.generation()
         return generation, max((each.attempt for each in self.reports.values() if each.generation == generation), default=0)
 
-    def _call(self, call: world.Call) -> sockets.Called:
+    def _call(self, call: world.Call) -> messages.Called:
         until = call.at + self.timeouts.leave
-        return sockets.Called(call.generation, call.reason, call.planned, until, leave_s=until - self.clock())
+        return messages.Called(call.generation, call.reason, call.planned, until, leave_s=until - self.clock())
 
     def _publish_call(self, call: world.Call) -> None:
         verdict, generation = world.lost(self.state, self.clock()), self.generation()
@@ -269,7 +268,7 @@ class Coordinator:
             return True
         return False
 
-    def _count_repaired(self, report: sockets.Report) -> None:
+    def _count_repaired(self, report: messages.Report) -> None:
         """Count failures that the members have repaired, and end the run once its budget is used up."""
         if report.generation > self.followed:  # of another coordinator, which has counted earlier failures
             self.followed = report.generation
@@ -280,8 +279,7 @@ class Coordinator:
             echo, failure = root_cause.reported(past.failure, past.worker, past.start, self.clock())
             self.counted = failure.start
             self.pending = [each for each in self.pending if each.failure.start != failure.start]  # also reported as a failure
-            committed = past.failure.get("committed")
-            self.committed = max(self.committed, committed if sockets.is_count(committed) and isinstance(committed, int) else 0)
+            self.committed = max(self.committed, root_cause.committed(past.failure) or 0)
             budget = root_cause.Budget(self.history, self.policy, self.committed)
             judged = root_cause.judge(failure, None if echo else failure.step, budget, self.clock() - ago_s)
             if self._counted(*judged, repaired=past.attempt):

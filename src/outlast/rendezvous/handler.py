@@ -39,14 +39,15 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from outlast.base import files
 from outlast.base.clock import Awake
+from outlast.base.typed_json import is_count
 from outlast.job import contract, sealed_lines
 from outlast.job.workerfiles import notice_file, progress_file
-from outlast.rendezvous import transport
+from outlast.rendezvous import messages, transport
 from outlast.rendezvous.attempts import Past
+from outlast.rendezvous.member_client import Client
 from outlast.rendezvous.mesh.address_exchange import CONNECT_S, Exchange
 from outlast.rendezvous.mesh.mesh import Mesh
 from outlast.rendezvous.repairs import Repairs
-from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState, World
 
 BACKEND = "outlast"
@@ -72,7 +73,7 @@ class Handler(RendezvousHandler):
 
     def __init__(
         self,
-        client: transport.Client,
+        client: Client,
         *,
         run_id: str,
         state: Path,
@@ -111,7 +112,7 @@ class Handler(RendezvousHandler):
         self._held = self._saved = 0
         """This worker's newest step, saved or in memory, and its newest saved step."""
         self._batch: tuple[int, ...] = ()
-        """See `sockets.Report.batch`."""
+        """See `messages.Report.batch`."""
         self._looked = -math.inf
         """Time at which the processes were last asked for their batch."""
         self.key = b""
@@ -156,7 +157,7 @@ class Handler(RendezvousHandler):
         return self.world.members.index(self._client.id) if self.world else -1
 
     @property
-    def closed(self) -> sockets.Closed | None:
+    def closed(self) -> messages.Closed | None:
         """The final result; None until the run is over."""
         return self._client.closed
 
@@ -308,7 +309,7 @@ class Handler(RendezvousHandler):
             if self._client.closed is not None:
                 raise RendezvousClosedError(self._client.closed.reason)
             if time.monotonic() - begun > self._join_s:
-                why = getattr(self._client, "why", "")
+                why = self._client.why
                 raise RendezvousTimeoutError(f"no world within join_timeout ({self._join_s:g} s){': ' if why else ''}{why}")
             if self.leaving() and not self._unsaved:  # otherwise it leaves from the next world, after a save
                 self._report_leaving()
@@ -426,8 +427,8 @@ class Handler(RendezvousHandler):
         return self._unsaved
 
     def _newest_batch(self) -> tuple[int, ...]:
-        """Return the batch to report (`sockets.Report.batch`): that of the running processes, once they have told it."""
-        batch = max((each.batch for each in self._records() if sockets.is_count(each.batch)), default=0)
+        """Return the batch to report (`messages.Report.batch`): that of the running processes, once they have told it."""
+        batch = max((each.batch for each in self._records() if is_count(each.batch)), default=0)
         if batch:
             self._batch = self.generation, self.attempt, 0 if batch % self._processes else batch // self._processes
         return self._batch
@@ -482,15 +483,16 @@ def create(params: RendezvousParameters) -> Handler:
     processes = int(params.get("processes", "1"))
     state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or _temporary_directory())
     options: dict[str, Any] = {"run_id": params.run_id, "state": state, "processes": processes}
-    of = transport.of(params.endpoint)
-    if hasattr(of, "torchrun"):
+    if transport.mode(params.endpoint) is transport.Mode.ELECTED:
+        from outlast.rendezvous import torchrun
+
         sizes = params.min_nodes, params.max_nodes
-        client, join_s = of.torchrun(params.endpoint, run=params.run_id, sizes=sizes, conf=params.config)
-        handler = Torchrun(client, host=params.local_addr or client.host, join_s=join_s, **options)
+        elected, join_s = torchrun.client(params.endpoint, run=params.run_id, sizes=sizes, conf=params.config)
+        handler = Torchrun(elected, host=params.local_addr or elected.host, join_s=join_s, **options)
         handler.key = sealed_lines.key(os.environ)
         return handler
     id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
-    client = of.client(params.endpoint, transport.Member(params.run_id, id, state, processes))
+    client = transport.client(params.endpoint, transport.Member(params.run_id, id, state, processes))
     return Handler(client, host=params.local_addr or "127.0.0.1", **options)
 
 
@@ -501,7 +503,7 @@ def _temporary_directory() -> str:
 
 
 @contextlib.contextmanager
-def member(client: transport.Client, **fields: Any) -> Any:
+def member(client: Client, **fields: Any) -> Any:
     """Provide a handler, and shut it down at the end of the context."""
     handler = Handler(client, **fields)
     try:

@@ -129,8 +129,8 @@ class Repairs:
             return self._past[-1]
 
     def report(self, *, failed: bool = False) -> dict[str, Any]:
-        """Return the attempt fields of this member's `sockets.Report`. With a failure, every member also reports earlier repairs,
-        so that failures are counted in order."""
+        """Return the attempt fields of this member's `messages.Report`. With a failure, every member also reports earlier
+        repairs, so that failures are counted in order."""
         participant = self._participant
         if participant is None or not (failed or self._id in participant.members[:REPORTERS]):
             return {"attempt": self.attempt}

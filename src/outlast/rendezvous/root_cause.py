@@ -9,34 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from outlast.base.typed_json import decode, is_count
 from outlast.job import contract
 from outlast.job.failure import Failure
 from outlast.rendezvous import restart_budget
-from outlast.rendezvous.transports.sockets import is_count, is_number
 from outlast.rendezvous.world import Call, Cause, until
 
-
-def _text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _truth(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _number_or_none(value: object) -> bool:
-    return value is None or is_count(value)
-
-
-_FITS: dict[str, Callable[[object], bool]] = {
-    "code": is_count, "rank": _number_or_none, "step": _number_or_none, "time": is_number, "hung": _truth, "left": _truth,
-    **dict.fromkeys(("reason", "cause", "traceback", "log_tail", "early"), _text),
-}  # fmt: skip
-"""Checks for the fields that a `Failure` takes from `sockets.Report.failure`."""
+_REPORTED = ("code", "rank", "step", "time", "hung", "left", "reason", "cause", "traceback", "log_tail", "early")
+"""The fields that a `Failure` takes from `messages.Report.failure`."""
 
 
 class Pending(NamedTuple):
@@ -67,15 +51,21 @@ PLAIN_PODS = Debounce(cause=5.0)
 
 
 def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
-    """Return the failure in a member's report (`sockets.Report.failure`) for the processes of `start` (generation, attempt). An
+    """Return the failure in a member's report (`messages.Report.failure`) for the processes of `start` (generation, attempt). An
     invalid failure still counts, or it would cause endless restarts."""
     of: dict[str, Any] = {"worker": worker, "generation": start[0], "attempt": start[1]}
-    fields, echo = {key: report[key] for key in _FITS if key in report}, bool(report.get("echo"))
-    if {"code", "reason"} <= fields.keys() and all(_FITS[key](value) for key, value in fields.items()):
-        fields["cause"] = contract.FailureCause(fields.get("cause", ""))
-        return Pending(echo, Failure(**fields, **of))
-    reason = f"worker {worker} failed, and its report cannot be read: its agent is of another version"
-    return Pending(echo, Failure(**of, code=contract.Exit.FAILED, reason=reason, time=now))
+    try:
+        failure = decode(Failure, {**{name: report[name] for name in _REPORTED if name in report}, **of})
+    except ValueError:
+        reason = f"worker {worker} failed, and its report cannot be read: its agent is of another version"
+        failure = Failure(**of, code=contract.Exit.FAILED, reason=reason, time=now)
+    return Pending(bool(report.get("echo")), failure)
+
+
+def committed(report: Mapping[str, Any] | None) -> int | None:
+    """Return the newest committed step in the failure of a member's report; None if unknown."""
+    step = (report or {}).get("committed")
+    return step if is_count(step) else None
 
 
 def cause(pending: Iterable[Pending]) -> Pending:

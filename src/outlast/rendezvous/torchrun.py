@@ -20,7 +20,7 @@ from typing import Any
 from outlast.base.backoff import pause
 from outlast.base.errors import EtcdAway, OutlastError
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, restart_budget, world
+from outlast.rendezvous import coordinator, member_client, restart_budget, world
 from outlast.rendezvous.etcd import client as etcd
 from outlast.rendezvous.etcd import gateway as servers
 from outlast.rendezvous.etcd.member import TTL_S, Identity
@@ -45,7 +45,7 @@ _FOREVER = restart_budget.Policy(limit=sys.maxsize, window=timedelta(days=1))
 """A policy without a limit, since torchrun itself counts --max-restarts."""
 
 
-class Client(etcd.Client):
+class Client(member_client.Client):
     """The client of a torchrun node, which may be elected coordinator."""
 
     def __init__(
@@ -55,7 +55,8 @@ class Client(etcd.Client):
 
         least, most = sizes
         who = Identity(run, id, ttl=int(seconds["ttl"]), nnodes=f"{least}:{most}", most=most)
-        super().__init__(where, who)
+        self.board = etcd.Board(where, who)
+        super().__init__(self.board)
         self.token = who.token
         timeouts = world.Timeouts(
             start=seconds["last_call_timeout"], recovery=seconds["recovery_timeout"], growth=seconds["growth_timeout"]
@@ -73,7 +74,7 @@ class Client(etcd.Client):
         begun, failures = time.monotonic(), 0
         while True:
             try:
-                self.etcd.range(self._of.published)
+                self.board.etcd.range(self.board.keys.published)
                 break
             except EtcdAway as problem:
                 if time.monotonic() - begun > within_s:
@@ -82,7 +83,8 @@ class Client(etcd.Client):
                     print(f"outlast | {problem}; trying again for {within_s:g} s", flush=True)
                 failures += 1
                 time.sleep(pause(failures, etcd.LONGEST_PAUSE_S))
-        self.host = own_address(self.etcd.local, [host for host, _ in self.etcd.address.hosts], primary())
+        client = self.board.etcd
+        self.host = own_address(client.local, [host for host, _ in client.address.hosts], primary())
 
     def report(self, standing: str, **fields: Any) -> None:
         self._standing = standing

@@ -3,9 +3,10 @@
     unix:///path            the launcher of this machine                      `transports.sockets`
     c10d://host:port        worker 0, in pods without an operator             `transports.sockets`
     kubernetes://job        the operator, through the API server              `kubernetes.board`
-    etcd://host:port,...    an agent, elected through an etcd                 `transports.etcd`
+    etcd://host:port,...    an agent, elected through an etcd                 `etcd.client`
 
-A new transport is a module, here or in another wing, with a function `client(endpoint, member)`, and a line in `TRANSPORTS`.
+A new transport is a module, here or in another wing, with a line in `TRANSPORTS` and a function `board(endpoint, member)`: it
+returns a `member_client.Board`, which does not connect yet, and may raise OutlastError. It may also have `preload()`.
 Called by `handler.create` (torchrun) and `launch.elastic_agent`.
 """
 
@@ -17,13 +18,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from types import ModuleType
 
 from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.job.contract import Env
+from outlast.rendezvous.member_client import Client
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.world import World
 
 
 class Mode(enum.Enum):
@@ -40,40 +41,9 @@ TRANSPORTS = {
     sockets.SCHEME: ("outlast.rendezvous.transports.sockets", Mode.LAUNCHER),
     sockets.TCP: ("outlast.rendezvous.transports.sockets", Mode.WORKER_0),
     contract.KUBERNETES: ("outlast.kubernetes.board", Mode.OPERATOR),
-    **dict.fromkeys(contract.ETCD, ("outlast.rendezvous.transports.etcd", Mode.ELECTED)),
+    **dict.fromkeys(contract.ETCD, ("outlast.rendezvous.etcd.client", Mode.ELECTED)),
 }
 """Module and mode for each scheme of an endpoint."""
-
-
-class Client(Protocol):
-    """A member's side of a transport: it sends the member's reports and stores the coordinator's last messages."""
-
-    @property
-    def id(self) -> int:
-        """Index of this worker; negative before one is assigned."""
-
-    @property
-    def called(self) -> sockets.Called | None: ...
-
-    @property
-    def world(self) -> World | None: ...
-
-    @property
-    def closed(self) -> sockets.Closed | None: ...
-
-    def report(self, standing: str, **fields: Any) -> None:
-        """Report the member's new `standing`, a `world.MemberState`. `fields` are fields of `sockets.Report`; omitted fields keep
-        their values."""
-
-    def amend(self, **fields: Any) -> None:
-        """Change fields other than `standing` (`unheard`, `refused`, `mesh`), from any thread. Sends nothing before the first
-        `report`. A report of another generation resets these fields."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for a message of the coordinator, at most `timeout_s`."""
-
-    def close(self) -> None:
-        """Leave the run."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +63,9 @@ class Member:
         return int(self.environ.get(Env.GENERATION, "0"))
 
 
-class Transport(Protocol):
-    """Interface of the modules in `TRANSPORTS`.
-
-    A module may also have `preload()`, and `torchrun(endpoint, run=, sizes=, conf=)` for a plain torchrun, which returns a client
-    and its timeout for a world in seconds.
-    """
-
-    def client(self, endpoint: str, member: Member) -> Client:
-        """Create a client, which connects at its first report. Raises OutlastError."""
-
-
-def of(endpoint: str) -> Transport:
+def of(endpoint: str) -> ModuleType:
     """Return the transport of an endpoint. Raises OutlastError if its scheme is unknown."""
-    return cast(Transport, importlib.import_module(_entry(endpoint)[0]))
+    return importlib.import_module(_entry(endpoint)[0])
 
 
 def mode(endpoint: str) -> Mode:
@@ -126,7 +85,7 @@ def _entry(endpoint: str) -> tuple[str, Mode]:
 
 def client(endpoint: str, member: Member) -> Client:
     """Create a client for an endpoint. Raises OutlastError."""
-    return of(endpoint).client(endpoint, member)
+    return Client(of(endpoint).board(endpoint, member))
 
 
 def others_may_wait(environ: Mapping[str, str]) -> bool:

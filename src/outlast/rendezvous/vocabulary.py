@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
+from outlast.job import contract
 from outlast.rendezvous import partition
+
+Id = Annotated[int, lambda id: id < contract.MOST_WORKERS]
+"""Index of a worker."""
+is_address = re.compile(r"[!-~]{1,255}:[0-9]{1,5}").fullmatch
+Address = Annotated[str, is_address]
+"""`host:port`."""
 
 
 class MemberState(enum.StrEnum):
@@ -55,7 +64,7 @@ class Member:
     owes: bool = True
     """True if other workers may not yet be able to load the step that this worker holds or is saving."""
     batch: tuple[int, ...] = ()
-    """See `sockets.Report.batch`."""
+    """See `messages.Report.batch`."""
 
 
 class Cause(enum.StrEnum):
@@ -110,9 +119,9 @@ class World:
     """A group of workers that train together."""
 
     generation: int
-    members: tuple[int, ...]
+    members: Annotated[tuple[Id, ...], lambda ids: 0 < len(set(ids)) == len(ids)]
     """Worker ids in rank order."""
-    address: str
+    address: Address
     """Address of rank 0, which hosts the store."""
     reason: str
     at: float = 0.0

@@ -27,7 +27,7 @@ from outlast.job import spec
 from outlast.job.failure import Failure
 from outlast.job.ledger import Ledger
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, world
+from outlast.rendezvous import coordinator, messages, world
 from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
@@ -152,5 +152,5 @@ class Host(coordinator.Coordinator):
         if failure.traceback:
             print(failure.traceback, flush=True)
 
-    def finished(self, state: State, closed: sockets.Closed) -> None:
+    def finished(self, state: State, closed: messages.Closed) -> None:
         self._ended(state, closed.reason, closed.code)

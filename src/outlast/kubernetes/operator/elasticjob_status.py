@@ -9,18 +9,17 @@ in `rendezvous`, `failures`, `accounting` and `ledger` are seconds since the epo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, TypeVar
 
 from outlast.base import units
+from outlast.base.typed_json import decode
 from outlast.job.contract import LEASE_S
 from outlast.job.report import ledger_events
-from outlast.job.status import SnapshotStatus, State
+from outlast.job.status import State
 from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.manifests import labels
 from outlast.rendezvous.restart_budget import History, Record
@@ -205,13 +204,12 @@ def read(status: Mapping[str, Any]) -> Status:
     dropped."""
     rendezvous, counted = status.get("rendezvous") or {}, status.get("judged") or {}
     account = status.get("accounting") or {}
-    world = _valid(World, rendezvous.get("world"))
     return Status(
         state=_valid(State, status.get("state")),
         reason=status.get("reason", ""),
         blocked_worker=status.get("blocked"),
         run=rendezvous.get("run", ""),
-        world=world if world and world.members else None,
+        world=_valid(World, rendezvous.get("world")),
         called=_valid(Call, rendezvous.get("called")),
         result=_valid(Result, rendezvous.get("closed")),
         counted=(counted.get("generation", 0), counted.get("attempt") or 0),
@@ -263,9 +261,17 @@ class _Mark:
     time: float
 
 
+@dataclass(frozen=True)
+class _Snapshot:
+    """`snapshot`."""
+
+    step: int
+    every: int = 0
+
+
 def _read_progress(status: Mapping[str, Any], account: Mapping[str, Any]) -> Progress:
     commit, mark = status.get("checkpoint") or {}, _valid(_Mark, account.get("reported"))
-    memory = _valid(SnapshotStatus, status.get("snapshot"))
+    memory = _valid(_Snapshot, status.get("snapshot"))
     return Progress(
         status.get("step", 0),
         status.get("steps"),
@@ -288,15 +294,9 @@ def losses(status: Mapping[str, Any]) -> Losses | None:
 
 def _valid(type_: type[T], fields: object) -> T | None:
     """Return a part of the status, parsed as this type, or None if it is missing or invalid."""
-    try:
-        return None if fields is None else cast(T, _adapter(cast(Any, type_)).validate_python(fields))
-    except ValidationError:
-        return None
-
-
-@functools.cache
-def _adapter(type_: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(type_)
+    with contextlib.suppress(ValueError):
+        return None if fields is None else decode(type_, fields)
+    return None
 
 
 def write(

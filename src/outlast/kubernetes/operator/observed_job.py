@@ -11,6 +11,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from outlast.base.errors import InvalidJob
+from outlast.base.typed_json import decode
 from outlast.job import contract, spec
 from outlast.job.contract import LEASE_S, Annotation, Label
 from outlast.job.failure import Failure
@@ -25,7 +26,7 @@ from outlast.kubernetes.operator.elasticjob_status import Losses, Status
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leaving_nodes import Departure
 from outlast.rendezvous import root_cause
-from outlast.rendezvous.transports.sockets import Report, is_count, is_number
+from outlast.rendezvous.messages import Report
 from outlast.rendezvous.world import Member
 
 Document = Mapping[str, Any]
@@ -131,40 +132,52 @@ class Pod(Identified):
 
 
 @dataclass(frozen=True)
-class MemberReport:
-    """The report of a member on its Lease."""
+class LeaseProgress:
+    """The annotation `contract.Annotation.PROGRESS` of a Lease. The field names are those of the annotation, which
+    `kubernetes.board` writes."""
 
-    member: Member
-    renewed: float
-    failure: Failure | None
-    """The failure in the member's generation, see `rendezvous.transports.sockets.Report`."""
-    echo: bool = False
-    """Whether that failure is secondary, that is, caused by the failure of another member."""
+    generation: int | None = None
+    """The generation in which `step` was done, if reported."""
     step: int | None = None
     steps: int | None = None
     committed: int = 0
-    generation: int | None = None
-    """The generation in which `step` was done, if reported."""
-    time: float = 0.0
-    """Time of `step` by the member's clock; 0 if not reported."""
-    lease_s: float = LEASE_S
-    """Duration of the Lease in seconds, at most MAX_LEASE_S."""
-    snapshot: tuple[int, int] = (0, 0)
-    """Step of the newest complete snapshot in memory, and the number of steps between two snapshots; 0: none, or unknown."""
-    attempt: int = 0
-    past: tuple[Mapping[str, Any], ...] = ()
-    """Restarts of processes that the members made on their own, and the failures repaired by these restarts, as in
-    `sockets.Report`."""
-    mesh: bool = False
-    """Whether the members of the world watch each other."""
     bytes: int = 0
     """Size of the newest committed checkpoint in bytes; 0: unknown."""
+    snapshot: int = 0
+    """Step of the newest complete snapshot in memory; 0: none, or unknown."""
+    every: int = 0
+    """Number of steps between two snapshots; 0: unknown."""
+    time: float = 0.0
+    """Time of `step` by the member's clock; 0 if not reported."""
     goodput: float | None = None
     """Goodput of the run, as computed by the worker of rank 0."""
-    losses: Losses = field(default_factory=Losses)
-    """Losses of the run, computed with it."""
-    covers_run: bool = False
-    """Whether `goodput` and `losses` cover the whole run, to its end."""
+    lost: Mapping[str, float] | None = None
+    lostSteps: int | None = None
+    whole: bool = False
+    """Whether `goodput` and the losses cover the whole run, to its end."""
+
+    @property
+    def losses(self) -> Losses:
+        """The losses of the run, computed with its goodput, by known causes only, since each is a time series."""
+        seconds = {cause: float(lost) for cause, lost in (self.lost or {}).items() if cause in CAUSES and lost > 0}
+        return Losses(seconds, self.lostSteps or 0)
+
+
+@dataclass(frozen=True)
+class MemberReport:
+    """The report of a member on its Lease."""
+
+    report: Report
+    progress: LeaseProgress
+    member: Member
+    """The member as `report` describes it."""
+    renewed: float
+    failure: Failure | None
+    """The failure in the member's generation, see `rendezvous.messages.Report`."""
+    echo: bool
+    """Whether that failure is secondary, that is, caused by the failure of another member."""
+    lease_s: float
+    """Duration of the Lease in seconds, at most MAX_LEASE_S."""
 
 
 @dataclass(frozen=True)
@@ -329,54 +342,24 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
     annotations = meta.get("annotations") or {}
     try:
         index = int((meta.get("labels") or {})[Label.WORKER])
-        report = Report.of(from_json(annotations[Annotation.REPORT]))
-        progress = from_json(annotations.get(Annotation.PROGRESS) or "{}") or {}
+        report = decode(Report, from_json(annotations[Annotation.REPORT]))
         renewed = lease.get(RECEIVED_AT) or pod_status.timestamp(fields.get("renewTime"))
         since = min(float(report.since), renewed)  # the clock of its node may be ahead
-        member = report.member(index, since=since, received=renewed)
-        holder, reported_run = fields.get("holderIdentity"), report.run
-        step, steps, committed, generation = (_count(progress.get(each)) for each in ("step", "steps", "committed", "generation"))
-        memory = _count(progress.get("snapshot")) or 0, _count(progress.get("every")) or 0
-        time = float(progress["time"]) if is_number(progress.get("time")) else 0.0
         lease_s = min(MAX_LEASE_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
-        failed = report.failure or {}
-        start = member.generation, report.attempt
-        echo, failure = root_cause.reported(failed, index, start, member.since) if failed else (False, None)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # written by another version, or by others
+    except (KeyError, TypeError, ValueError, RecursionError):  # written by another version, or by others
         return None
-    if reported_run != run or meta["name"] != contract.worker_name(job, index):
+    holder = fields.get("holderIdentity")
+    if report.run != run or meta["name"] != contract.worker_name(job, index) or holders.get(index, holder) != holder:
         return None
-    if holders.get(index, holder) != holder:
-        return None
-    return MemberReport(
-        member,
-        renewed,
-        failure,
-        echo,
-        step,
-        steps,
-        committed or 0,
-        generation,
-        time,
-        lease_s,
-        memory,
-        report.attempt,
-        report.past,
-        report.mesh,
-        _count(progress.get("bytes")) or 0,
-        min(1.0, max(0.0, float(progress["goodput"]))) if is_number(progress.get("goodput")) else None,
-        _losses(progress),
-        progress.get("whole") is True,
-    )
+    member = report.member(index, since=since, received=renewed)
+    start = member.generation, report.attempt
+    echo, failure = root_cause.reported(report.failure, index, start, since) if report.failure else (False, None)
+    return MemberReport(report, _progress(annotations.get(Annotation.PROGRESS)), member, renewed, failure, echo, lease_s)
 
 
-def _losses(progress: Mapping[str, Any]) -> Losses:
-    """Return the reported losses, by known causes only, since each is a time series."""
-    lost = progress.get("lost")
-    reported = lost if isinstance(lost, Mapping) else {}
-    seconds = {cause: float(reported[cause]) for cause in CAUSES if is_number(reported.get(cause)) and reported[cause] > 0}
-    return Losses(seconds, _count(progress.get("lostSteps")) or 0)
-
-
-def _count(value: object) -> int | None:
-    return value if is_count(value) and isinstance(value, int) else None
+def _progress(text: str | None) -> LeaseProgress:
+    """Return a member's progress; without any if it is invalid."""
+    try:
+        return decode(LeaseProgress, from_json(text or "{}"))
+    except (TypeError, ValueError):
+        return LeaseProgress()

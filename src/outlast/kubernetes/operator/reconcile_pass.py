@@ -116,15 +116,15 @@ class ReconcilePass:
 
     @property
     def committed(self) -> int:
-        return max([self.status.progress.committed, *(report.committed for report in self.snapshot.reports.values())])
+        return max([self.status.progress.committed, *(each.progress.committed for each in self.snapshot.reports.values())])
 
     @property
     def step(self) -> int:
         """The newest step completed in the current world."""
         world = self.status.world
-        inside = [report for id, report in self.snapshot.reports.items() if id in self.members]
-        now = [report for report in inside if world and report.generation in (None, world.generation)]
-        return max((report.step for report in now if report.step is not None), default=self.status.progress.step)
+        inside = [report.progress for id, report in self.snapshot.reports.items() if id in self.members]
+        now = [each.step for each in inside if world and each.generation in (None, world.generation) and each.step is not None]
+        return max(now, default=self.status.progress.step)
 
     def end_of_wait(self, at: float, wait_s: float) -> float | None:
         """Return the end of a wait that began at this time, or None once the wait is over. See `world.until` for clocks that
@@ -259,7 +259,7 @@ class ReconcilePass:
     def _attempts(self) -> dict[int, int]:
         attempts: dict[int, int] = {}
         for each in self.snapshot.reports.values():
-            attempts[each.member.generation] = max(each.attempt, attempts.get(each.member.generation, 0))
+            attempts[each.member.generation] = max(each.report.attempt, attempts.get(each.member.generation, 0))
         return attempts
 
     def is_counted(self, generation: int) -> bool:

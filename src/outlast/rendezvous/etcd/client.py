@@ -1,7 +1,7 @@
 """A member's client of the etcd v3 rendezvous, for torchrun anywhere and for pods without an operator.
 Docs: docs/decisions/0014-rendezvous-by-etcd.md, docs/guide/torchrun.md.
 
-This module has the threads around `member.Membership` and `election.Candidate`, and `look`, which reads the state of runs for
+This module connects `member.Membership` and `election.Candidate` with etcd, and has `look`, which reads the state of runs for
 people. While etcd is unreachable, the last published state stays valid and training continues; no error is raised here.
 """
 
@@ -15,20 +15,21 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outlast.base.backoff import ConnectionLog, pause
-from outlast.base.errors import EtcdError, Superseded
-from outlast.job import contract
+from outlast.base.errors import EtcdError, OutlastError
+from outlast.job.contract import Env
 from outlast.rendezvous.etcd import gateway, key_schema
 from outlast.rendezvous.etcd.member import Identity, Membership
-from outlast.rendezvous.transports.sockets import Called, Closed, Report
+from outlast.rendezvous.messages import Closed, Published, Report
 from outlast.rendezvous.world import Call, World
 
 if TYPE_CHECKING:
     from outlast.rendezvous.etcd.election import ElectionConfig
+    from outlast.rendezvous.transport import Member
 
 LEAST_TTL_S = 2
 """The shortest TTL that etcd grants with its usual election timeout of 1 s, in seconds."""
@@ -37,7 +38,7 @@ LONGEST_PAUSE_S = 0.5
 LIST_S = 10.0
 """Interval between listings of watched keys in seconds, since a watch may die silently. Arbitrary."""
 LAST_S = 1.0
-"""Time in seconds that a leaving member waits for the write of its last report."""
+"""Time in seconds that a leaving candidate waits for its last decision."""
 CLOSE_S = 2.0
 """Time in seconds that a finished member remains a candidate, since one of the members must close the run."""
 
@@ -49,193 +50,101 @@ def _answer_s(ttl: int) -> float:
 
 
 class Listener:
-    """A thread that lists and watches all keys with a prefix, and lists them again after each broken watch."""
+    """Lists and watches all keys with a prefix."""
 
-    def __init__(
-        self,
-        client: gateway.Etcd,
-        prefix: Callable[[], str],
-        listed: Callable[[gateway.Outcome, str], None],
-        happened: Callable[[Sequence[gateway.KeyValue | gateway.Gone]], None],
-    ) -> None:
-        self._client, self._prefix, self._listed, self._happened = client, prefix, listed, happened
-        self._stop = threading.Event()
+    def __init__(self, client: gateway.Etcd) -> None:
+        self._client = client
         self._again = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="outlast-etcd-watch", daemon=True)
+        self.over = False
+
+    def changes(self, prefix: str) -> Iterator[gateway.Outcome | Sequence[gateway.KeyValue | gateway.Gone]]:
+        """List the keys, then yield their events until they are to be listed again. Raises EtcdError."""
+        self._again.clear()
+        if self.over:  # after `clear`, to notice a concurrent `close`
+            return
+        try:
+            listing = self._client.range(prefix, prefix=True)
+            yield listing
+            with contextlib.closing(self._client.watch(prefix, listing.revision)) as watch:
+                for events in watch:
+                    if self._again.is_set():
+                        return
+                    if events:
+                        yield events
+        except EtcdError:
+            if not self._again.is_set():
+                raise
+
+    def pause(self, seconds: float) -> None:
+        """Wait before the next attempt; `again` and `close` end it."""
+        self._again.wait(seconds)
 
     def again(self) -> None:
-        """List the keys again, with the current prefix."""
+        """List the keys again."""
         self._again.set()
         self._client.interrupt()
 
-    def stop(self) -> None:
-        self._stop.set()
+    def close(self) -> None:
+        self.over = True
         self.again()
 
-    def _run(self) -> None:
-        failures = 0
-        while True:
-            self._again.clear()
-            if self._stop.is_set():  # after `clear`, to notice a concurrent `stop`
-                return
-            try:
-                prefix = self._prefix()
-                listing = self._client.range(prefix, prefix=True)
-                self._listed(listing, prefix)
-                failures = 0
-                with contextlib.closing(self._client.watch(prefix, listing.revision)) as watch:
-                    for events in watch:
-                        if self._again.is_set():
-                            break
-                        if events:
-                            self._happened(events)
-            except EtcdError:  # the writing thread prints it
-                if not self._again.is_set():
-                    failures += 1
-                    self._again.wait(pause(failures, LONGEST_PAUSE_S))
-            except Exception:  # without this thread the process would silently miss all news
-                failures += 1
-                if failures == 1:
-                    print(
-                        f"outlast | the keys in etcd could not be processed; trying again:\n{traceback.format_exc()}", flush=True
-                    )
-                self._again.wait(LONGEST_PAUSE_S)
 
-
-class Client:
-    """A member's client, which connects at its first `report`."""
+class Board:
+    """A member's side, see `member_client.Board`: its key, and the published state."""
 
     def __init__(self, where: gateway.Address, who: Identity, *, name: str = "") -> None:
         """`name` is the run's name in etcd, by default `who.run`."""
         self.etcd = gateway.Etcd(where, answer_s=_answer_s(who.ttl))
-        of = key_schema.Keys.of(where.prefix, name or who.run)
-        self._membership = Membership(self.etcd, of, who)
-        self._of, self._ttl = of, who.ttl
-        self._changed = threading.Condition()
-        self._version, self._written_version = 0, 0
-        """Version of our report, incremented by each change, and the version in etcd."""
-        self._stop = threading.Event()
-        self._reachable = True
-        self._listener = Listener(self.etcd, lambda: of.decided, self._listed, self._happened)
-        self._writer = threading.Thread(target=self._write_loop, name="outlast-etcd", daemon=True)
-
-    # Interface of `transport.Client`
+        self.keys = key_schema.Keys.of(where.prefix, name or who.run)
+        self.membership = Membership(self.etcd, self.keys, who)
+        self.run, self._ttl = who.run, who.ttl
+        self.put_log = ConnectionLog("this worker does not reach the others", "this worker reaches the others again")
+        self.watch_log = ConnectionLog()  # `put` notices it, too
+        self._listener, self._listed_at = Listener(self.etcd), time.monotonic()
 
     @property
     def id(self) -> int:
-        return self._membership.id
+        return self.membership.id
 
-    @property
-    def called(self) -> Called | None:
-        return self._membership.called
+    def put(self, report: Report) -> float | None:
+        try:
+            if not self.membership.synced:
+                self.etcd.range(self.keys.published)  # etcd is reachable: wait for the listing before we write
+                return None
+            if time.monotonic() - self._listed_at >= LIST_S:
+                self._listed_at = time.monotonic()
+                self._listener.again()
+            self.membership.report = report
+            self.membership.publish()
+        except EtcdError:
+            self.etcd.interrupt()  # the watched endpoint may be dead
+            raise
+        return self._ttl / 3
 
-    @property
-    def world(self) -> World | None:
-        return self._membership.world
+    def watch(self) -> Generator[bool]:
+        for change in self._listener.changes(self.keys.decided):
+            if isinstance(change, gateway.Outcome):
+                self.membership.listed(change)
+            else:
+                self.membership.happened(change)
+            yield False
 
-    @property
-    def closed(self) -> Closed | None:
-        return self._membership.closed
+    def published(self) -> Published:
+        known = self.membership
+        return Published(known.called, known.world, known.closed, known.why)
 
-    @property
-    def why(self) -> str:
-        """The coordinator's reason to wait."""
-        return self._membership.why
-
-    def report(self, standing: str, **fields: Any) -> None:
-        """See `transport.Client.report`. Returns before the report is written."""
-        with self._changed:
-            self._membership.report = self._membership.report.changed(standing, **fields)
-            self._version += 1
-            self._changed.notify_all()
-        if not self._writer.ident:
-            self._listener.thread.start()
-            self._writer.start()
-
-    def amend(self, **fields: Any) -> None:
-        """See `transport.Client.amend`."""
-        with self._changed:
-            self._membership.report = dataclasses.replace(self._membership.report, **fields)
-            self._version += 1
-            self._changed.notify_all()
-
-    def wait(self, timeout_s: float) -> None:
-        """See `transport.Client.wait`."""
-        with self._changed:
-            self._changed.wait(timeout_s)
+    def pause_s(self, failures: int, *, changed: bool) -> float:
+        return pause(failures, LONGEST_PAUSE_S)
 
     def close(self) -> None:
-        """Leave; first write the last report if etcd is reachable. A final report remains until the lease expires."""
-        with self._changed:
-            if self._writer.ident and not self._stop.is_set() and self._reachable:
-                self._changed.wait_for(lambda: self._written_version == self._version or not self._reachable, LAST_S)
-            first = not self._stop.is_set()
-            self._stop.set()
-            self._changed.notify_all()
-        self._listener.stop()
-        if self._writer.ident and first:
-            self._writer.join(LAST_S)
-            if not self._writer.is_alive() and self._reachable:
-                with contextlib.suppress(EtcdError):
-                    self._membership.leave()
+        self._listener.close()
+
+    def leave(self, *, reachable: bool) -> None:
+        """Remove our key. A final report remains until the lease expires."""
+        if reachable:
+            with contextlib.suppress(EtcdError):
+                self.membership.leave()
         self.etcd.close()
-
-    # Threads
-
-    def _listed(self, listing: gateway.Outcome, prefix: str) -> None:
-        with self._changed:
-            self._membership.listed(listing)
-            self._changed.notify_all()
-
-    def _happened(self, events: Sequence[gateway.KeyValue | gateway.Gone]) -> None:
-        with self._changed:
-            self._membership.happened(events)
-            self._changed.notify_all()
-
-    def _write_loop(self) -> None:
-        line = ConnectionLog("this worker does not reach the others", "this worker reaches the others again")
-        failures, listed = 0, time.monotonic()
-        while not self._stop.is_set():
-            with self._changed:
-                number = self._version
-            try:
-                if not self._membership.synced:
-                    self.etcd.range(self._of.published)  # etcd is reachable: wait for the listing before we write
-                    with self._changed:
-                        self._changed.wait_for(lambda: self._membership.synced or self._stop.is_set(), LAST_S)
-                    continue
-                if time.monotonic() - listed >= LIST_S:
-                    listed = time.monotonic()
-                    self._listener.again()
-                self._membership.publish()
-            except Superseded as problem:
-                self._end(str(problem), contract.Exit.INTERRUPTED)
-                return
-            except EtcdError as problem:
-                failures += 1
-                line.broken(problem)
-                self.etcd.interrupt()  # the watched endpoint may be dead
-                with self._changed:
-                    self._reachable = False
-                    self._changed.notify_all()
-                self._stop.wait(pause(failures, LONGEST_PAUSE_S))
-                continue
-            except Exception as bug:  # without this thread the worker cannot report
-                self._end(f"the rendezvous has failed: {bug!r}", contract.Exit.FAILED)
-                raise
-            line.restored()
-            with self._changed:
-                failures, self._written_version, self._reachable = 0, number, True
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._version != self._written_version or self._stop.is_set(), self._ttl / 3)
-
-    def _end(self, reason: str, code: int) -> None:
-        with self._changed:
-            if not self.closed:
-                print(f"outlast | {reason}", flush=True)
-                self._membership.closed = Closed(reason, code)
-            self._reachable = False
-            self._changed.notify_all()
 
 
 class Running:
@@ -251,7 +160,8 @@ class Running:
         keys = key_schema.Keys.of(where.prefix, name)
         self._candidate = election.Candidate(self.etcd, keys, config, host=socket.gethostname(), id=id)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._listener = Listener(self.etcd, lambda: self._candidate.prefix, self._listed, self._happened)
+        self._listener = Listener(self.etcd)
+        self._listening = threading.Thread(target=self._listen, name="outlast-etcd-watch", daemon=True)
         self._close_by: float | None = None
         self._printed_bug = False
         self._thread = threading.Thread(target=self._run, name="outlast-candidate", daemon=True)
@@ -263,7 +173,7 @@ class Running:
 
     def start(self) -> None:
         """Run for election in the background."""
-        self._listener.thread.start()
+        self._listening.start()
         self._thread.start()
 
     def wait(self) -> None:
@@ -278,11 +188,25 @@ class Running:
             self._thread.join((CLOSE_S if done else 0.0) + LAST_S)
         self.etcd.close()
 
-    def _listed(self, listing: gateway.Outcome, prefix: str) -> None:
-        self._inbox.put(lambda: self._candidate.listed(listing, prefix))
+    def _listen(self) -> None:
+        failures = 0
+        while not self._listener.over:
+            try:
+                prefix = self._candidate.prefix
+                for change in self._listener.changes(prefix):
+                    failures = 0
+                    self._inbox.put(functools.partial(self._on_change, change, prefix))
+            except Exception as problem:
+                failures += 1
+                if failures == 1 and not isinstance(problem, EtcdError):  # which the deciding thread prints
+                    print(f"outlast | the keys in etcd cannot be read; trying again:\n{traceback.format_exc()}", flush=True)
+                self._listener.pause(pause(failures, LONGEST_PAUSE_S))
 
-    def _happened(self, events: Sequence[gateway.KeyValue | gateway.Gone]) -> None:
-        self._inbox.put(lambda: self._candidate.happened(events))
+    def _on_change(self, change: gateway.Outcome | Sequence[gateway.KeyValue | gateway.Gone], prefix: str) -> None:
+        if isinstance(change, gateway.Outcome):
+            self._candidate.listed(change, prefix)
+        else:
+            self._candidate.happened(change)
 
     def _run(self) -> None:
         line, failures = ConnectionLog("the rendezvous cannot be decided", "the rendezvous can be decided again"), 0
@@ -308,7 +232,7 @@ class Running:
             if self._close_by is not None and (self.ended or failures or time.monotonic() >= self._close_by):
                 break
             self._take_inbox(min(pause_s, LIST_S if self._close_by is None else 0.1))
-        self._listener.stop()
+        self._listener.close()
         with contextlib.suppress(EtcdError):
             self._candidate.last()
 
@@ -334,6 +258,17 @@ class Running:
         self._printed_bug = True
         with contextlib.suppress(EtcdError):
             self._candidate.resign()
+
+
+# Interface of `transport.Transport`
+
+
+def board(endpoint: str, member: Member) -> Board:
+    """Return the member's side of an endpoint. Raises OutlastError in a pod of an older operator, which relied on an etcd."""
+    if Env.MEMBER in member.environ:
+        raise OutlastError(f"this pod's operator requires a rendezvous at {endpoint}, which is gone; upgrade it: outlast install")
+    name = key_schema.run_name(member.run, member.environ)
+    return Board(gateway.address(endpoint), Identity(member.run, member.id, generation=member.generation), name=name)
 
 
 # The state of runs, for people

@@ -21,11 +21,10 @@ from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.failure import Failure
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, partition, restart_budget, world
+from outlast.rendezvous import coordinator, messages, partition, restart_budget, world
 from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.etcd.gateway import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
 from outlast.rendezvous.etcd.member import TTL_S, Store
-from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
 LINGER_S = 600
@@ -384,7 +383,7 @@ class Term(coordinator.Coordinator):
             self.reports.pop(id, None)
             self.state = self.state.gone(id)
 
-    def finished(self, state: State, closed: sockets.Closed) -> None:
+    def finished(self, state: State, closed: messages.Closed) -> None:
         self._effects.append(lambda: self._config.events.finished(state, closed.reason, closed.code))
 
 

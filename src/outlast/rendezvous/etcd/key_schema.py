@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import quote, unquote
 
+from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.rendezvous.etcd.gateway import KeyValue
-from outlast.rendezvous.transports.sockets import Closed, Report, is_count, is_number, world_from
-from outlast.rendezvous.world import Call, Cause, World
+from outlast.rendezvous.messages import Closed, Report
+from outlast.rendezvous.world import Call, World
 
 _WIRE = {
     "nnodes": "terms",
@@ -30,6 +31,7 @@ _WIRE = {
     "counted": "judged",
 }
 """Names on the wire for fields with other names."""
+_FIELDS = {wire: name for name, wire in _WIRE.items()}
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,14 @@ class _Value:
     def dumps(self) -> str:
         return json.dumps({_WIRE.get(name, name): value for name, value in dataclasses.asdict(self).items()})
 
+    @classmethod
+    def loads(cls, text: str) -> Self | None:
+        """Parse a value; returns None if it is invalid, e.g. from another program or an incompatible version."""
+        try:
+            return decode(cls, {_FIELDS.get(wire, wire): value for wire, value in json.loads(text).items()})
+        except (ValueError, AttributeError, RecursionError):
+            return None
+
 
 @dataclass(frozen=True)
 class Record(_Value):
@@ -102,18 +112,6 @@ class Record(_Value):
     tokens: tuple[str, ...] = ()
     """Tokens of the members of that world, in the same order."""
 
-    @classmethod
-    def loads(cls, text: str) -> Self | None:
-        """Parse a value; returns None if it is invalid, e.g. from another program or an incompatible version."""
-        value = _fitting(cls, _read(text), token=_text, nnodes=_text, incarnation=_text, tokens=_texts, report=_any, world=_any)
-        if value is None:
-            return None
-        try:
-            report, world = Report.of(value["report"]), _world(value.get("world"))
-        except ValueError:
-            return None
-        return cls(**{**value, "report": report, "world": world})
-
 
 @dataclass(frozen=True)
 class Leader(_Value):
@@ -126,12 +124,6 @@ class Leader(_Value):
     """Id of the coordinator's member; None before it has one."""
     word: str = ""
     """Nonce of this election."""
-
-    @classmethod
-    def loads(cls, text: str) -> Self | None:
-        """Parse a value; None if it is invalid."""
-        value = _fitting(cls, _read(text), token=_text, host=_text, id=lambda id: id is None or is_count(id), word=_text)
-        return None if value is None else cls(**value)
 
 
 @dataclass(frozen=True)
@@ -173,29 +165,6 @@ class Published(_Value):
     """`partition.Loss`es that keep members out of worlds, each as id, seconds since the loss, and number of consecutive
     losses."""
 
-    @classmethod
-    def loads(cls, text: str) -> Self | None:
-        """Parse a value; None if it is invalid."""
-        value = _fitting(cls, _read(text), **_PUBLISHED)
-        if value is None:
-            return None
-        try:
-            world = _world(value.get("world"))
-        except ValueError:
-            return None
-        parts: dict[str, Any] = {}
-        if value.get("called"):
-            if (called := _fitting(Call, value["called"], **_CALL)) is None:
-                return None
-            parts["called"] = Call(**{**called, "cause": Cause(called.get("cause", ""))})
-        if value.get("closed"):
-            if (closed := _fitting(Closed, value["closed"], reason=_text, code=is_count, end=_any)) is None:
-                return None
-            parts["closed"] = Closed(**closed)
-        failures = tuple((each[0], each[1], each[2]) for each in value.get("failures", ()))
-        parts["lost"] = tuple((each[0], each[1], each[2]) for each in value.get("lost", ()))
-        return cls(**{**value, "called": None, "closed": None, **parts, "world": world, "failures": failures})
-
     @property
     def generation(self) -> int:
         """The newest generation that may have existed."""
@@ -213,82 +182,3 @@ def nnodes_text(nnodes: str) -> str:
     """Return --nnodes as shown to people: `4` instead of `4:4`."""
     least, _, most = nnodes.partition(":")
     return nnodes if least != most else least
-
-
-def _read(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _fitting(cls: type, value: object, **fits: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """Return the fields of a dataclass from JSON, lists as tuples, without fields of newer versions. Returns None if a field is
-    invalid or missing."""
-    if not isinstance(value, Mapping):
-        return None
-    fields = {}
-    for each in dataclasses.fields(cls):
-        wire = _WIRE.get(each.name, each.name)
-        if wire in value:
-            content = value[wire]
-            if not fits[each.name](content):
-                return None
-            fields[each.name] = tuple(content) if isinstance(content, list) else content
-        elif each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
-            return None
-    return fields
-
-
-def _any(value: object) -> bool:
-    return True
-
-
-def _text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _texts(value: object) -> bool:
-    return isinstance(value, list) and all(map(_text, value))
-
-
-def _counts(value: object) -> bool:
-    return isinstance(value, list) and all(map(is_count, value))
-
-
-def _triples(*fits: Callable[[object], bool]) -> Callable[[object], bool]:
-    """Return a check for a list of triples, from one check for each of the three values."""
-
-    def check(value: object) -> bool:
-        if not isinstance(value, list) or not all(isinstance(each, list) and len(each) == 3 for each in value):
-            return False
-        return all(fit(item) for each in value for fit, item in zip(fits, each, strict=True))
-
-    return check
-
-
-def _world(value: object) -> World | None:
-    return world_from(value) if value else None
-
-
-_CALL: dict[str, Callable[[Any], bool]] = {
-    "generation": is_count,
-    "reason": _text,
-    "planned": lambda value: isinstance(value, bool),
-    "at": is_number,
-    "leaving": _counts,
-    "lost": _counts,
-    "cause": _any,
-}
-_PUBLISHED: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("by", "incarnation", "previous_incarnation", "nnodes", "why"), _text),
-    **dict.fromkeys(("min_generation", "counted", "attempt", "restarts"), is_count),
-    **dict.fromkeys(("world", "called", "closed"), _any),
-    "leave_s": is_number,
-    "tokens": _texts,
-    "done": _counts,
-    "failures": _triples(is_number, is_count, lambda value: value is None or is_count(value)),
-    "failure": lambda value: value is None or isinstance(value, Mapping),
-    "ended": lambda value: isinstance(value, Mapping) and all(map(_text, value.values())),
-    "lost": _triples(is_count, is_number, is_count),
-}

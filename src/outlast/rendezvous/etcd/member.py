@@ -1,6 +1,6 @@
 """A member's side of the etcd rendezvous, without threads: it writes the member's key and follows the published state.
 
-`rendezvous.etcd.client.Client` calls it from two threads: one calls `publish` repeatedly, the other delivers events. Events from
+`rendezvous.etcd.client.Board` calls it from two threads: one calls `publish` repeatedly, the other delivers events. Events from
 etcd may be late, duplicated or lost.
 """
 
@@ -18,7 +18,7 @@ from outlast.base.errors import Superseded
 from outlast.job import contract
 from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.etcd.gateway import Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
-from outlast.rendezvous.transports.sockets import Called, Closed, Report
+from outlast.rendezvous.messages import Called, Closed, Report
 from outlast.rendezvous.world import MemberState, World
 
 
@@ -87,8 +87,6 @@ class Membership:
         self.closed: Closed | None = None
         self.why = ""
         """The coordinator's reason to wait."""
-        self.published: tuple[int, key_schema.Published] | None = None
-        """The last published state, after its revision."""
         self.synced = False
         """True if the keys in etcd have been listed, which must precede our registration."""
         self._newest: World | None = None
@@ -236,7 +234,7 @@ class Membership:
             return
         if published.closed:  # for members of that run, not of a later run
             if self._incarnation == published.incarnation or (not self._incarnation and 0 < self._registered < kv.modified):
-                self.closed, self.published = published.closed, (kv.modified, published)
+                self.closed = published.closed
             return
         if self._incarnation and published.previous_incarnation == self._incarnation:
             self.closed = Closed(f"run {self._who.run} is over, and another of this name has begun", contract.Exit.FAILED)
@@ -250,7 +248,7 @@ class Membership:
                 reason = f"run {self._who.run} has --nnodes={other}, and this node has --nnodes={own}"
                 self.closed = Closed(f"{reason}: another job has this --rdzv-id; give each its own", contract.Exit.MISCONFIGURED)
             return
-        self._incarnation, self.why, self.published = published.incarnation, published.why, (kv.modified, published)
+        self._incarnation, self.why = published.incarnation, published.why
         if self._who.token in published.ended:
             self.closed = Closed(published.ended[self._who.token], contract.Exit.INTERRUPTED)
         world = published.world

@@ -15,10 +15,11 @@ import dataclasses
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self, TypeGuard
+from typing import Annotated, Any, Literal, Self
 
 from outlast.base import crc32
 from outlast.base.errors import OutlastError
+from outlast.base.typed_json import decode, is_count
 from outlast.job import contract
 
 PAGE = 4096
@@ -33,7 +34,6 @@ LONGEST_TAIL = 256 << 20
 """Maximum bytes of a tail; arbitrary: an index has about 150 bytes per tensor."""
 _MAGIC = b"outlast1"
 _HEAD = struct.Struct("<8sII")
-_MOST = 1 << 53
 
 Kind = Literal["shared", "unique"]
 """`shared`: state that every worker has, sharded over its ranks; `unique`: state that only one rank has."""
@@ -51,22 +51,22 @@ class OutOfReach(OutlastError):
 class Part:
     """One rank's share of the snapshot at one step boundary. The field names are JSON keys that other agents read."""
 
-    run: str
+    run: Annotated[str, lambda run: 0 < len(run) <= 256]
     generation: int
     step: int
     world: int
     rank: int
-    worker: int
+    worker: Annotated[int, lambda id: id < contract.MOST_WORKERS]
     """The worker whose rank wrote the part; other workers hold its replicas."""
     local_rank: int
     local_ranks: int
     kind: Kind
     bytes: int = 0
     items: int = 0
-    digest: str = ""
+    digest: Annotated[str, lambda digest: len(digest) in (0, 8)] = ""
     """Checksum of the content, 8 hex digits, computed by the agent."""
     replica: bool = False
-    session: str = ""
+    session: Annotated[str, lambda session: len(session) <= 64] = ""
     """A nonce for each start of the world's processes: parts of two attempts of one generation are never combined."""
 
     @property
@@ -88,16 +88,10 @@ class Part:
     @classmethod
     def of(cls, document: object) -> Self:
         """Parse a part from untrusted JSON, ignoring fields of newer versions. Raises Damaged."""
-        if not isinstance(document, Mapping):
-            raise Damaged(f"{document!r:.80} is no part of a snapshot")
-        fields = {name: document[name] for name in _FITS if name in document}
-        for name, value in fields.items():
-            if not _FITS[name](value):
-                raise Damaged(f"{name} of a part of a snapshot cannot be {value!r:.80}")
         try:
-            part = cls(**fields)
-        except TypeError as error:
-            raise Damaged(f"a part of a snapshot lacks a field: {error}") from None
+            part = decode(cls, document, "a part of a snapshot")
+        except ValueError as error:
+            raise Damaged(str(error)) from None
         if part.rank >= part.world or part.local_rank >= part.local_ranks:
             raise Damaged(f"a world of {part.world} has no rank {part.rank}, or {part.local_ranks} none of {part.local_rank}")
         return part
@@ -142,8 +136,8 @@ class Item:
         fits = (
             isinstance(key, str) and 0 < len(key) <= 4096,
             isinstance(dtype, str) and 0 < len(dtype) <= 64,
-            all(isinstance(shape, list) and len(shape) <= 64 and all(map(_count, shape)) for shape in shapes),
-            _count(place) and _count(nbytes),
+            all(isinstance(shape, list) and len(shape) <= 64 and all(map(is_count, shape)) for shape in shapes),
+            is_count(place) and is_count(nbytes),
         )
         if not all(fits) or len({len(shape) for shape in shapes}) != 1:
             raise Damaged(f"{row!r:.80} is no item of a snapshot")
@@ -243,28 +237,6 @@ def read_header(page: bytes) -> tuple[Part, int]:
 def described(document: object) -> tuple[Part, int]:
     """Return the part and the length of its tail from a header's JSON. Raises Damaged."""
     tail = document.get("tail") if isinstance(document, Mapping) else None
-    if not (isinstance(document, Mapping) and _count(tail) and tail <= LONGEST_TAIL):
+    if not (isinstance(document, Mapping) and is_count(tail) and tail <= LONGEST_TAIL):
         raise Damaged(f"{document!r:.80} is no header of a part of a snapshot")
     return Part.of(document.get("part")), tail
-
-
-def _count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
-
-
-_FITS: Mapping[str, Callable[[Any], bool]] = {
-    "run": lambda value: isinstance(value, str) and 0 < len(value) <= 256,
-    "generation": _count,
-    "step": _count,
-    "world": _count,
-    "rank": _count,
-    "worker": lambda value: _count(value) and value < contract.MOST_WORKERS,
-    "local_rank": _count,
-    "local_ranks": _count,
-    "kind": lambda value: value in ("shared", "unique"),
-    "bytes": _count,
-    "items": _count,
-    "digest": lambda value: isinstance(value, str) and len(value) in (0, 8),
-    "replica": lambda value: isinstance(value, bool),
-    "session": lambda value: isinstance(value, str) and len(value) <= 64,
-}

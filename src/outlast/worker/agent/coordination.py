@@ -11,13 +11,15 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from outlast.base.errors import OutlastError
+from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.ledger import Ledger
 from outlast.rendezvous import transport
+from outlast.rendezvous.messages import Closed
 from outlast.rendezvous.transport import Mode
 from outlast.worker import tracking
 
@@ -160,10 +162,10 @@ class Coordination:
     def record_end_from_operator(self) -> None:
         """Record the end of the run on behalf of the operator, which has no access to stores."""
         try:
-            end = json.loads((Path(self._environ[Env.STATE]) / contract.END).read_text())
+            end = decode(Closed, json.loads((Path(self._environ[Env.STATE]) / contract.END).read_text()))
         except FileNotFoundError:
             return
-        self.record_end("Failed" if end["code"] else "Succeeded", end["reason"], end["code"])
+        self.record_end("Failed" if end.code else "Succeeded", end.reason, end.code)
 
     def tell_account(self, report: Mapping[str, Any]) -> None:
         """Report goodput and losses of the whole run to the operator, if the run has ended and this worker's upload process has
@@ -173,9 +175,7 @@ class Coordination:
         from outlast.base.errors import ClusterError
 
         try:
-            cast(Any, transport.of(contract.KUBERNETES)).report_account(
-                self._job.metadata.name, self.index, self._environ, report
-            )
+            transport.of(contract.KUBERNETES).report_account(self._job.metadata.name, self.index, self._environ, report)
         except ClusterError as problem:
             _say(f"the goodput of the run could not be reported: {problem}")
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.job.workerfiles import progress_file
 from outlast.worker.hangs import motion
@@ -297,7 +298,7 @@ class Watch:
         if self._store.add(_STILL, 0) < self._ranks:
             return None
         texts = self._store.multi_get([f"{_STILL}/{rank}" for rank in range(self._ranks)])
-        return [RankState(**json.loads(text)) for text in texts]
+        return [decode(RankState, json.loads(text)) for text in texts]
 
     def _deadlock(self, states: Sequence[RankState]) -> str:
         """Return the error message once all ranks have repeated the same states, which were therefore simultaneous."""

@@ -30,6 +30,7 @@ from outlast.job.workerfiles import log_pipe, progress_file
 from outlast.rendezvous import restart_budget, transport
 from outlast.rendezvous.attempts import Past
 from outlast.rendezvous.handler import Handler, member
+from outlast.rendezvous.member_client import Client
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.root_cause import left_early
 from outlast.rendezvous.world import World
@@ -136,7 +137,7 @@ def _left(handler: Handler) -> int:
     return contract.Exit.INTERRUPTED
 
 
-def _replace(handler: Handler, client: transport.Client, generation: int, attempt: int, failure: dict[str, Any]) -> None:
+def _replace(handler: Handler, client: Client, generation: int, attempt: int, failure: dict[str, Any]) -> None:
     """Replace a killed elastic agent, and report that its training processes have ended with it."""
     handler.world, handler.attempt = World(generation, (client.id,), "", ""), attempt
     client.amend(generation=generation, attempt=attempt, again=True)

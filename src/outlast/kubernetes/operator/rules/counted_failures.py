@@ -17,7 +17,6 @@ from outlast.kubernetes.operator.plan import Document, Event
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.rendezvous import attempts, restart_budget, root_cause, world
 from outlast.rendezvous.root_cause import Pending
-from outlast.rendezvous.transports.sockets import is_count
 from outlast.rendezvous.world import MemberState
 
 
@@ -80,9 +79,9 @@ def repaired_failures(rec: ReconcilePass) -> None:
     """Count failures that the members have repaired by themselves, each once and in order."""
     if rec.status.result is not None:
         return
-    reports = [report for report in rec.snapshot.reports.values() if report.past]
-    newest = max((report.member.generation for report in reports), default=0)
-    for past, ago_s in attempts.uncounted((report.past for report in reports), rec.status.counted, newest):
+    reports = [each for each in rec.snapshot.reports.values() if each.report.past]
+    newest = max((each.member.generation for each in reports), default=0)
+    for past, ago_s in attempts.uncounted((each.report.past for each in reports), rec.status.counted, newest):
         echo, failure = root_cause.reported(past.failure, past.worker, past.start, rec.now)
         failure = dataclasses.replace(failure, time=min(failure.time, rec.now))
         pod = rec.pod(failure.worker)
@@ -100,7 +99,8 @@ def pod_failure(rec: ReconcilePass, pod: Pod, end: pod_status.End) -> Failure:
     if told and told.cause is FailureCause.BITS and world_now and told.generation == world_now.generation:
         return told
     inside = [each for each in rec.snapshot.reports.values() if world_now and each.member.generation == world_now.generation]
-    steps = [step for each in inside for step in ((each.failure.step if each.failure else None), each.step) if step is not None]
+    reached = [(each.failure.step if each.failure else None, each.progress.step) for each in inside]
+    steps = [step for each in reached for step in each if step is not None]
     return Failure(
         worker=pod.index,
         code=end.code,
@@ -125,8 +125,8 @@ def count(
 ) -> None:
     """Count a failure, and end the job if the budget is exhausted. `past` is a failure that the members repaired `ago_s` seconds
     ago; the newest committed step at that time counts."""
-    status, committed = rec.status, past.failure.get("committed", -1) if past else -1
-    budget = root_cause.Budget(status.history, rec.policy, committed if is_count(committed) else rec.committed)
+    status, committed = rec.status, root_cause.committed(past.failure) if past else None
+    budget = root_cause.Budget(status.history, rec.policy, rec.committed if committed is None else committed)
     members = status.world.members if status.world else ()
     reports = (report.member for report in rec.snapshot.reports.values())
     fits = world.fits(status.world, rec.spec.workers.allowed(), reports)

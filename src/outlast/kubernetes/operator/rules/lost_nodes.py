@@ -31,7 +31,7 @@ def lost_workers(rec: ReconcilePass) -> None:
             rec.last_seen(report) if report and not gone else max(pod.node_lost_at, pod.created, rec.snapshot.observed_since)
         )
         # The worker renews its Lease rarely: its peers would report if they could not reach it.
-        limit_s = rec.lease_s(report) if report and report.mesh and not gone else rec.snapshot.limits.lost_s
+        limit_s = rec.lease_s(report) if report and report.report.mesh and not gone else rec.snapshot.limits.lost_s
         if (end := rec.end_of_wait(silent_since, limit_s)) is not None:
             rec.requeue_at(end)
             continue

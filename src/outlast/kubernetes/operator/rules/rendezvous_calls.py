@@ -75,7 +75,7 @@ def _state(rec: ReconcilePass) -> world.State:
     called = status.called
     if called is not None:  # a lost watch or a clock that was set must not shorten the time to save
         called = dataclasses.replace(called, at=min(max(called.at, rec.snapshot.observed_since), rec.now))
-    held = max([rec.committed, *(report.snapshot[0] for report in rec.snapshot.reports.values())])
+    held = max([rec.committed, *(report.progress.snapshot for report in rec.snapshot.reports.values())])
     return world.State(members, status.world, called, lost=lost_nodes.excluded(rec), held=min(held, rec.step))
 
 

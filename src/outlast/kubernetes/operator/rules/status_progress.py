@@ -7,6 +7,7 @@ import dataclasses
 from outlast.job.contract import FailureCause
 from outlast.kubernetes.operator import elasticjob_status
 from outlast.kubernetes.operator.elasticjob_status import Status
+from outlast.kubernetes.operator.observed_job import LeaseProgress
 from outlast.kubernetes.operator.plan import Event
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.rendezvous import sentences
@@ -36,7 +37,8 @@ def update_progress(rec: ReconcilePass) -> None:
     if mark is not None:
         rec.requeue_at(due or rec.now + interval_s)
     step, committed = rec.step, rec.committed
-    steps = next((report.steps for report in rec.snapshot.reports.values() if report.steps is not None), last.steps)
+    reports = [each.progress for each in rec.snapshot.reports.values()]
+    steps = next((each.steps for each in reports if each.steps is not None), last.steps)
     snapshot, (goodput, losses) = _snapshot(rec), _account(rec, trains=mark is not None)
     reported = step, steps, committed, snapshot, goodput, losses
     if reported == (last.step, last.steps, last.committed, last.snapshot, last.goodput, last.losses):
@@ -48,7 +50,7 @@ def update_progress(rec: ReconcilePass) -> None:
     if due is not None and not first and not other_changes and rec.status.finished is None:
         return
     committed_at = rec.now if committed > last.committed else last.committed_at
-    size = max((each.bytes for each in rec.snapshot.reports.values() if each.committed == committed), default=0)
+    size = max((each.bytes for each in reports if each.committed == committed), default=0)
     size = size or (last.bytes if committed == last.committed else 0)
     rate, mark = _rate(last, mark)
     now = float(int(rec.now))
@@ -64,17 +66,18 @@ def _account(rec: ReconcilePass, *, trains: bool) -> tuple[float | None, elastic
     the whole run."""
     first, over = rec.status.world.members[:1] if trains and rec.status.world else (), rec.status.finished is not None
     last = rec.status.progress
-    for id, each in rec.snapshot.reports.items():
-        if each.goodput is not None and (each.covers_run if over else id in first):
-            return round(each.goodput, 6), (last.losses or elasticjob_status.Losses()).grown(each.losses)
+    for id, report in rec.snapshot.reports.items():
+        each = report.progress
+        if each.goodput is not None and (each.whole if over else id in first):
+            return round(min(1.0, max(0.0, each.goodput)), 6), (last.losses or elasticjob_status.Losses()).grown(each.losses)
     return last.goodput, last.losses
 
 
 def _snapshot(rec: ReconcilePass) -> tuple[int, int]:
     """Return the newest complete snapshot that a member of the current world reports, and the number of steps between two
     snapshots; both are 0 outside a world."""
-    inside = [report.snapshot for report in rec.snapshot.reports.values() if report.member.id in rec.members]
-    return max(inside, default=(0, 0))
+    inside = [each.progress for each in rec.snapshot.reports.values() if each.member.id in rec.members]
+    return max(((each.snapshot, each.every) for each in inside), default=(0, 0))
 
 
 def _mark(rec: ReconcilePass) -> tuple[int, float] | None:
@@ -84,9 +87,10 @@ def _mark(rec: ReconcilePass) -> tuple[int, float] | None:
     if world is None or rec.status.called is not None or rec.status.result is not None:
         return None
     report = rec.snapshot.reports.get(world.members[0])
-    if report is None or report.step is None or not report.time or report.generation not in (None, world.generation):
+    now = report.progress if report else LeaseProgress()
+    if now.step is None or not now.time or now.generation not in (None, world.generation):
         return None
-    return report.step, round(report.time, 3)
+    return now.step, round(now.time, 3)
 
 
 def _rate(last: elasticjob_status.Progress, mark: tuple[int, float] | None) -> tuple[float | None, tuple[int, float] | None]:

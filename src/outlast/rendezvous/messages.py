@@ -1,0 +1,133 @@
+"""The messages between the members of a run and their coordinator, over whichever board.
+
+    member -> coordinator   Report: the whole state of the member, so a late or repeated one does no harm
+    coordinator -> member   Published: the call, the world and the end that concern the member
+
+Field names are the wire format, as in `rendezvous.vocabulary`; `base.typed_json` reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from outlast.job.contract import End
+from outlast.rendezvous import vocabulary
+from outlast.rendezvous.vocabulary import Id, MemberState, World, is_address
+
+_MOST_UNHEARD = 256
+"""Maximum number of peers in one report; a member watches few."""
+_MOST_PAST = 64
+"""Maximum number of repaired failures in one report."""
+_Peers = Annotated[tuple[Id, ...], lambda ids: len(ids) <= _MOST_UNHEARD]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A member's report to the coordinator. The contents of `failure` and `past` are checked by their readers,
+    `root_cause.reported` and `attempts.uncounted`."""
+
+    run: str
+    id: Id
+    standing: MemberState
+    generation: int = 0
+    """Generation of the member's current or last world."""
+    since: float = 0.0
+    address: Annotated[str, lambda address: not address or is_address(address)] = ""
+    """`host:port` where the member would host the world's store."""
+    failed: bool = False
+    failure: Mapping[str, Any] | None = None
+    """The failure in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, step, committed}`.
+
+    `cause` is a `contract.FailureCause`, `log_tail` has the last lines of the rank's log; both are optional. `echo` marks an
+    error that only echoes the death of another rank. `left` is true if processes had already exited with 0. `step` and
+    `committed` are the last step and the newest saved step; None for a plain script.
+    """
+    mesh: bool = False
+    """True if this member watches its peers in this world and has heard all of them."""
+    unheard: _Peers = ()
+    """Watched members of the same world that were heard before and are now silent or refuse connections."""
+    refused: _Peers = ()
+    """The subset of `unheard` whose machines refuse connections, so their processes have ended."""
+    attempt: int = 0
+    """Number of restarts of the processes of `generation` without the coordinator."""
+    past: Annotated[tuple[Mapping[str, Any], ...], lambda past: len(past) <= _MOST_PAST] = ()
+    """The last failures repaired by such restarts, in any generation: `attempts.Past`. Only a few members report them."""
+    held: int = 0
+    """The newest complete step that the member's processes had saved or in memory when they were stopped. It is sent between two
+    worlds."""
+    owes: bool = True
+    """True if other workers may not yet be able to load the step that this member holds or is saving; False if they can, or never
+    will."""
+    again: bool = False
+    """True if this process has replaced the process that joined `generation`, which its peers no longer hear."""
+    batch: Annotated[tuple[int, ...], lambda batch: len(batch) in (0, 3)] = ()
+    """The batch as last reported by the member's processes, with their start: `(generation, attempt, batch)`, empty without one.
+
+    `batch` is the samples of one step over all ranks, divided by the number of processes of this member. The size of a world must
+    divide it. 0 if the processes of one member cannot share the samples equally, so that no size would help.
+    """
+
+    def member(self, id: int, *, since: float, received: float, why: str = "") -> vocabulary.Member:
+        """Return the worker `id` as this report describes it. Times are the coordinator's: since when the worker has had its
+        standing, and when the report was received. `why` describes a failure of its own."""
+        return vocabulary.Member(
+            id,
+            self.address,
+            self.standing,
+            self.generation,
+            since,
+            self.failed,
+            why,
+            self.unheard,
+            self.refused,
+            received,
+            self.held,
+            self.again,
+            self.owes,
+            self.batch,
+        )
+
+    def changed(self, standing: str, **fields: Any) -> Self:
+        """Return the next report. A change of the generation resets the fields about peers."""
+        another = fields.get("generation", self.generation) != self.generation
+        reset: dict[str, Any] = {"unheard": (), "refused": (), "attempt": 0, "again": False} if another else {}
+        if standing not in (MemberState.TRAINING, MemberState.LEAVING):
+            reset["mesh"] = False
+        return dataclasses.replace(self, **{"standing": standing, "since": time.time(), **reset, **fields})
+
+
+@dataclasses.dataclass(frozen=True)
+class Called:
+    """Message: the members must meet for `generation`."""
+
+    generation: int
+    reason: str
+    planned: bool
+    deadline: float
+    """Time at which a planned call turns into an unplanned one, in seconds since the epoch."""
+    leave_s: float | None = None
+    """Seconds from the message to `deadline`, which the recipient counts on its own clock."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Closed:
+    """Message: the run is over, and no further world follows."""
+
+    reason: str
+    code: int
+    """Exit code of the worker."""
+    end: End = End.UNKNOWN
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """The coordinator's messages. On a socket, each line has one of them."""
+
+    called: Called | None = None
+    world: World | None = None
+    closed: Closed | None = None
+    why: str = ""
+    """The coordinator's reason to wait; only from an etcd."""
