@@ -69,8 +69,8 @@ def test_a_member_speaks_for_its_pod_whatever_its_training_is_told(tmp_path: Pat
     monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", "http://elsewhere")))
     with contextlib.closing(kube.connect()) as cluster:
         assert cluster.server == "http://elsewhere"
-    with contextlib.closing(rendezvous.Connection("n")) as connection:
-        assert connection.cluster().server == "https://10.0.0.1:443"
+    with contextlib.closing(rendezvous._connected("n")) as cluster:
+        assert cluster.server == "https://10.0.0.1:443"
 
 
 LONG_RULE = f"metadata.name is longer than 51 characters; {'shorten it, ' * 10}since: workers are called so"
