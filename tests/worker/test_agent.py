@@ -208,7 +208,7 @@ def test_a_worker_reports_before_its_ranks_can_start_where_nobody_can_train_with
     agent.job = spec.parse(json.dumps({**document, "spec": {"script": "train.py", "workers": workers}}))
     agent.environ |= {contract.Env.RENDEZVOUS: rendezvous, contract.Env.GENERATION: generation, contract.Env.CODE: "."}
     monkeypatch.setattr("outlast.worker.launch.sibling.start_warm", lambda *_: SimpleNamespace())
-    monkeypatch.setattr("outlast.worker.launch.warm_request.connect", lambda _: None)
+    monkeypatch.setattr("outlast.base.unix_sockets.connect", lambda _: None)
     monkeypatch.setattr(
         "outlast.worker.launch.warm_request.request", lambda _sock, _kind, _argv, environ, *_: asked.append(environ)
     )

@@ -16,6 +16,7 @@ from unittest import mock
 import psutil
 import pytest
 
+from outlast.base import unix_sockets
 from outlast.job import contract
 from outlast.local.state_dir import StateDir
 from outlast.worker.agent import start
@@ -68,7 +69,7 @@ def test_what_an_agent_adds_for_its_warm_process_does_not_keep_that_from_forking
     monkeypatch.setattr(sibling, "start_warm", taken)
     with pytest.raises(Stopped):
         start.main([])
-    monkeypatch.setattr(warm_request, "connect", mock.MagicMock())
+    monkeypatch.setattr(unix_sockets, "connect", mock.MagicMock())
     monkeypatch.setattr(warm_request, "request", taken)
     with pytest.raises(Stopped):
         sibling.ask("warm.sock", {**started, contract.Env.WORKER: "1"}, "/", 1)
@@ -110,7 +111,7 @@ def parent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def listens(path: str) -> bool:
     with contextlib.suppress(OSError):
-        warm_request.connect(path).close()
+        unix_sockets.connect(path).close()
         return True
     return False
 
@@ -143,7 +144,7 @@ def test_a_forked_worker_shows_whose_it_is_before_it_says_that_it_is_there(
 ) -> None:
     """The launcher looks at once, and starts another if it finds a process of another worker."""
     theirs = environ(StateDir(tmp_path), 1)
-    with warm_request.connect(str(tmp_path / "warm.sock")) as sock, open(os.devnull, "r+b") as null:
+    with unix_sockets.connect(str(tmp_path / "warm.sock")) as sock, open(os.devnull, "r+b") as null:
         warm_request.request(sock, sibling.KIND, [], theirs | os_calls.streaming(theirs), str(tmp_path), (null.fileno(),) * 3)
         pid = int(sock.recv(64))
         assert StateDir(tmp_path).owns(1, pid)

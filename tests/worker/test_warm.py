@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from outlast.base import unix_sockets
 from outlast.worker.launch import rank_processes, warm_request
 from outlast.worker.launch import warm_process as warm
 
@@ -143,7 +144,7 @@ def forking(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 
 def listens(path: str) -> bool:
     with contextlib.suppress(OSError):
-        warm_request.connect(path).close()
+        unix_sockets.connect(path).close()
         return True
     return False
 
@@ -179,7 +180,7 @@ class Elastic:
 
     def __init__(self, path: str) -> None:
         (read, write), (out, to) = os.pipe(), os.pipe()
-        self.connection = warm_request.connect(path)
+        self.connection = unix_sockets.connect(path)
         self.connection.settimeout(60)
         warm_request.request(self.connection, "elastic", [], dict(os.environ), "/", (read, to, 2))
         os.close(read)

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from outlast.base import crc32, file_locks, files
 from outlast.base.errors import Superseded
+from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.storage.checkpoints.retention import Metric, Retention, withdrawn
 
@@ -39,6 +40,28 @@ _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-\d{8,}\.(?:saving-g(\d+)|expired|fetching|(replaced)-\d+)")
 _FENCE = "FENCE"
 _LOCK = ".lock"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fence:
+    """The content of FENCE: the run and generation that may commit, and whether the directory is rank 0's."""
+
+    run: str
+    generation: int
+    first: bool = True
+    ways_back: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def read(cls, directory: Path) -> _Fence:
+        """Return the fence; if it is missing or damaged, one by which no process may commit until the next generation begins."""
+        try:
+            return decode(cls, json.loads((directory / _FENCE).read_text()))
+        except (FileNotFoundError, ValueError):
+            return cls("", 0)
+
+    def write(self, directory: Path) -> None:
+        content = {name: value for name, value in dataclasses.asdict(self).items() if name != "ways_back" or value}
+        files.replace(directory / _FENCE, json.dumps(content), durable=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,13 +277,13 @@ def _alone(path: Path) -> Iterator[bool]:
 
 def generation(directory: Path, run: str) -> int:
     """Return the generation of `run` that may commit in `directory`; 0 before the first, or if another run owns `directory`."""
-    holder, last, _ = _fence(directory)
-    return last if holder == run else 0
+    fence = _Fence.read(directory)
+    return fence.generation if fence.run == run else 0
 
 
 def owner(directory: Path) -> str:
     """Return the run that may commit in `directory`, or an empty string before the first."""
-    return _fence(directory)[0]
+    return _Fence.read(directory).run
 
 
 def first(directory: Path, run: str) -> bool:
@@ -268,8 +291,8 @@ def first(directory: Path, run: str) -> bool:
 
     If workers have separate disks, the checkpoints in rank 0's directory count.
     """
-    holder, _, first = _fence(directory)
-    return first or holder != run
+    fence = _Fence.read(directory)
+    return fence.first or fence.run != run
 
 
 def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
@@ -279,33 +302,31 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
     run to open a directory owns it. A fence that is up to date is not written, so another attempt of a generation needs no disk
     space. Raises Superseded if a later generation of the run has moved the fence, and OSError if the fence cannot be written.
     """
-    holder, last, was = _fence(directory)
-    if (holder, last) == (run, generation) and first in (None, was):
-        return last
+    fence = _Fence.read(directory)
+    if (fence.run, fence.generation) == (run, generation) and first in (None, fence.first):
+        return fence.generation
     directory.mkdir(parents=True, exist_ok=True)
     with file_locks.attempted(directory / _LOCK, wait=True):
-        holder, last, was = _fence(directory)
-        ways = ways_back(directory, run)
-        if holder != run:
-            last, was = 0, True
+        fence = _Fence.read(directory)
+        if fence.run != run:
+            fence = _Fence(run, 0)
         if generation is None:
-            generation = last + 1
-        if generation < last:
+            generation = fence.generation + 1
+        if generation < fence.generation:
             raise Superseded(
-                f"generation {generation} of this run has been replaced by generation {last}; this process must stop"
+                f"generation {generation} of this run has been replaced by generation {fence.generation}; this process must stop"
             )
-        fence = {"run": run, "generation": generation, "first": was if first is None else first}
-        files.replace(directory / _FENCE, json.dumps(fence | ({"ways_back": ways} if ways else {})), durable=True)
+        dataclasses.replace(fence, generation=generation, first=fence.first if first is None else first).write(directory)
     return generation
 
 
 def ways_back(directory: Path, run: str) -> list[tuple[int, int]]:
     """Return generation and step of each way back of `run`, see `retention.withdrawn`; none if another run owns `directory`."""
     try:
-        fence = json.loads((directory / _FENCE).read_text())
-        return [(int(generation), int(step)) for generation, step in fence.get("ways_back", ())] if fence["run"] == run else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        fence = _Fence.read(directory)
+    except OSError:
         return []
+    return list(fence.ways_back) if fence.run == run else []
 
 
 def withdraw(directory: Path, run: str, ways: Collection[tuple[int, int]]) -> None:
@@ -314,13 +335,11 @@ def withdraw(directory: Path, run: str, ways: Collection[tuple[int, int]]) -> No
     Superseded generations may still commit such checkpoints before `acquire`, so call it again after that.
     """
     with file_locks.attempted(directory / _LOCK, wait=True):
-        holder, generation, first = _fence(directory)
-        if holder != run:
-            raise OSError(errno.EPERM, f"run {holder or '(unnamed)'} owns it")
-        known = ways_back(directory, run)
-        if not set(ways) <= set(known):
-            fence = {"run": run, "generation": generation, "first": first, "ways_back": sorted({*known, *ways})}
-            files.replace(directory / _FENCE, json.dumps(fence), durable=True)
+        fence = _Fence.read(directory)
+        if fence.run != run:
+            raise OSError(errno.EPERM, f"run {fence.run or '(unnamed)'} owns it")
+        if not set(ways) <= set(fence.ways_back):
+            dataclasses.replace(fence, ways_back=tuple(sorted({*fence.ways_back, *ways}))).write(directory)
         for each in list_(directory):
             if each.run == run and not each.problem and withdrawn(each.generation, each.step, ways):
                 each.path.rename(_aside(each.path, "withdrawn"))
@@ -344,11 +363,11 @@ def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[
     stamped = Commit(*stamp, content, checkpoint.metric)
     files.replace(written / contract.COMMIT, stamped.text(), durable=True)
     with file_locks.attempted(directory / _LOCK, wait=True):
-        run, generation, _ = _fence(directory)
-        if (run, generation) != (checkpoint.run, checkpoint.generation):
+        fence = _Fence.read(directory)
+        if (fence.run, fence.generation) != (checkpoint.run, checkpoint.generation):
             raise Superseded(
                 f"generation {checkpoint.generation} may not commit step {checkpoint.step}: "
-                f"generation {generation} of run {run or '(unnamed)'} owns {directory}"
+                f"generation {fence.generation} of run {fence.run or '(unnamed)'} owns {directory}"
             )
         existing = _put(written, checkpoint)
     return existing or dataclasses.replace(checkpoint, bytes=stamped.size)
@@ -452,15 +471,3 @@ def remove(checkpoint: Checkpoint) -> bool:
     except FileNotFoundError:  # a zombie sweeps at the same time
         pass
     return True
-
-
-def _fence(directory: Path) -> tuple[str, int, bool]:
-    """Return the run and generation that may commit, and whether the directory is rank 0's.
-
-    Returns ("", 0, True) if the fence is missing or damaged: no process may then commit until the next generation begins.
-    """
-    try:
-        fence = json.loads((directory / _FENCE).read_text())
-        return fence["run"], int(fence["generation"]), fence.get("first", True)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return "", 0, True

@@ -25,7 +25,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from outlast.base import probes
+from outlast.base import probes, unix_sockets
 from outlast.base.clock import Awake
 from outlast.base.errors import OutlastError, Superseded
 from outlast.job import contract, sealed_lines
@@ -316,7 +316,7 @@ class Agent:
         imported."""
         try:
             self._warm = self._warm or sibling.start_warm(self._preparation.python, self.environ)
-            sock = warm_request.connect(str(self.state / warm_request.SOCKET))
+            sock = unix_sockets.connect(str(self.state / warm_request.SOCKET))
         except OSError as problem:
             why = None if self._warm else f"could not be started: {problem.strerror}"
             if (status := self._warm.poll() if self._warm else -signal.SIGKILL) is not None:

@@ -10,8 +10,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from outlast.base import unix_sockets
 from outlast.job.contract import Env
-from outlast.worker.launch import os_calls, warm_request
+from outlast.worker.launch import os_calls
 
 CHECK_INTERVAL_S = 1.0
 UNREACHABLE_S = 1.5
@@ -41,7 +42,7 @@ class LauncherWatch:
             return
         self._check_at = now + CHECK_INTERVAL_S
         try:
-            warm_request.connect(self._socket).close()
+            unix_sockets.connect(self._socket).close()
             self._unreachable_since, self._patience_s = None, UNREACHABLE_S
         except TimeoutError:  # alive, but busy or stopped: a running world does not need it
             self._unreachable_since = None

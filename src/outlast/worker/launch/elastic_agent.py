@@ -163,7 +163,7 @@ def _train(
         try:
             while not ranks.over() and not handler.num_nodes_waiting():
                 ranks.wait(MONITOR_INTERVAL_S)
-            if (over := ranks.over()) and not any(_explains(state, failure) for failure in ranks.failures()):
+            if (over := ranks.over()) and not any(_is_cause(_failure(state, handler, end)) for end in ranks.failures()):
                 ranks.wait(rank_processes.CAUSE_S, all_=True)
         finally:
             promised = os.path.exists(os.environ.get(contract.Env.NOTICE, ""))
@@ -178,12 +178,6 @@ def _train(
         failures.setdefault(local_rank, end)
     left = ranks.left()
     return [_failure(state, handler, end, oom=oom) for end in failures.values()], left.rank if left else None
-
-
-def _explains(state: Path, failure: rank_processes.Ended) -> bool:
-    """Return whether a failure is neither secondary nor an interruption."""
-    record = files.mapping(state / contract.ERROR.format(local_rank=failure.local_rank))
-    return failure.code != contract.Exit.INTERRUPTED and not is_secondary(record)
 
 
 def _log_start(handler: Handler) -> None:

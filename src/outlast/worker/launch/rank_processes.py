@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from outlast.base import unix_sockets
 from outlast.rendezvous.world import World
 from outlast.worker.launch import warm_request
 
@@ -24,8 +25,6 @@ PIECE = 65536
 """Maximum number of bytes in one read (the capacity of a pipe) and in a line; longer lines are split."""
 PREFIX = "[rank {}] "
 """Prefix of each line of several processes."""
-AGAIN_S = 1.0
-"""Pause in seconds after a fork that failed at the limit on processes or descriptors."""
 KILL_DELAY_S = 5.0
 """Time in seconds from SIGTERM to SIGKILL for training without a grace period."""
 CAUSE_S = 0.5
@@ -81,19 +80,22 @@ class _Rank(threading.Thread):
     def __init__(self, path: str, command: Sequence[str], environ: Mapping[str, str], changed: threading.Condition) -> None:
         self._rank, self._local_rank = int(environ["RANK"]), int(environ["LOCAL_RANK"])
         super().__init__(name=f"rank-{self._rank}", daemon=True)
-        self._changed, self._sock = changed, socket.socket(socket.AF_UNIX)
+        self._changed = changed
         self.ended: Ended | None = None
         self._asked_at = math.inf
         """Time at which we first asked it to end, in seconds since the epoch."""
         self._lines: Lines | None = None
         try:
-            self._lines = Lines(self._rank) if environ["LOCAL_WORLD_SIZE"] != "1" else None
-            streams = (0, self._lines.write, self._lines.write) if self._lines else (0, 1, 2)
-            self._sock = warm_request.connect(path)
-            warm_request.request(self._sock, "rank", command, environ, os.getcwd(), streams)
-            self.start()
+            with contextlib.ExitStack() as unless_started:
+                if environ["LOCAL_WORLD_SIZE"] != "1":
+                    self._lines = Lines(self._rank)
+                    unless_started.callback(os.close, self._lines.read)
+                self._sock = unless_started.enter_context(unix_sockets.connect(path))
+                streams = (0, self._lines.write, self._lines.write) if self._lines else (0, 1, 2)
+                warm_request.request(self._sock, "rank", command, environ, os.getcwd(), streams)
+                self.start()
+                unless_started.pop_all()
         except (OSError, RuntimeError) as problem:  # the limit on descriptors or threads; or no warm process, which ends us, too
-            self._sock.close()
             self._end(-signal.SIGKILL, time.time(), f"could not be started: {problem}")
         if self._lines:
             os.close(self._lines.write)
@@ -109,9 +111,10 @@ class _Rank(threading.Thread):
                     status, when, why = int(end["status"]), end["time"], str(end.get("why", ""))
             if self._lines:
                 self._lines.copy(last=True)
-                os.close(self._lines.read)
         except OSError as problem:  # of our own output; the closed connection ends the process
             why = f"was killed, since its output could not be copied: {problem}"
+        if self._lines:
+            os.close(self._lines.read)
         self._end(status, when, why)
 
     def _copy(self, lines: Lines) -> None:
@@ -124,7 +127,7 @@ class _Rank(threading.Thread):
 
     def _end(self, status: int, when: float, why: str) -> None:
         if why:
-            time.sleep(AGAIN_S)  # another attempt follows at once
+            time.sleep(warm_request.AGAIN_S)  # another attempt follows at once
         with self._changed:
             self.ended = Ended(self._rank, self._local_rank, status, when, why, asked=self._asked_at <= when)
             self._changed.notify_all()
@@ -142,7 +145,7 @@ class _Rank(threading.Thread):
         )
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        self.join(2 * AGAIN_S)
+        self.join(2 * warm_request.AGAIN_S)
 
 
 class RankProcesses:
@@ -155,8 +158,7 @@ class RankProcesses:
 
     def over(self) -> bool:
         """Return whether all processes have ended, or one has failed."""
-        ends = [rank.ended for rank in self._ranks]
-        return all(ends) or any(end and end.code for end in ends)
+        return self._ended() or bool(self.failures())
 
     def wait(self, timeout_s: float, *, all_: bool = False) -> None:
         """Wait until `over`, or until all have ended, at most `timeout_s` seconds."""

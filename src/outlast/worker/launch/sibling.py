@@ -22,6 +22,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from outlast.base import unix_sockets
 from outlast.job import accelerators, contract
 from outlast.worker.launch import os_calls, warm_request
 
@@ -78,7 +79,7 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
     if sys.platform != "linux":
         return None
     environ = {**environ, **os_calls.streaming(environ)}  # as an agent does for its warm process
-    with contextlib.suppress(OSError), warm_request.connect(path) as sock, open(os.devnull, "rb") as null:
+    with contextlib.suppress(OSError), unix_sockets.connect(path) as sock, open(os.devnull, "rb") as null:
         sock.settimeout(ANSWER_S)
         warm_request.request(sock, KIND, [], environ, cwd, (null.fileno(), log, log))
         answer = sock.recv(64).strip()

@@ -42,8 +42,6 @@ from outlast.job import contract
 from outlast.rendezvous import transport
 from outlast.worker.launch import os_calls, preloaded_imports, relocatable, sibling, warm_request
 
-AGAIN_S = 1.0
-"""Pause in seconds at the limit on descriptors."""
 END_S = 60
 """Longest wait in seconds for the end of ranks that were killed with their elastic agent. Arbitrary: freeing a large memory takes
 seconds."""
@@ -154,7 +152,7 @@ class Server:
         try:
             connection, _address = self._listener.accept()
         except OSError:  # the limit on descriptors: the caller waits
-            time.sleep(AGAIN_S)
+            time.sleep(warm_request.AGAIN_S)
             return None
         try:
             request = _receive(connection)
