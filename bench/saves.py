@@ -5,7 +5,7 @@
 One process trains a model of so many million parameters with AdamW, on a GPU if there is one. A save is begun after a step. Its
 *stall* is how long the training stands still until the call returns. The *inflation* of a step is what it takes beyond the median
 of steps with no save under way, on average over the steps until the save is on disk. What a save *takes* in all is its stall and
-the inflation of all these steps. All of them run with what an agent sets for training (`launch.glibc`). To tell what is left to
+the inflation of all these steps. All of them run with what an agent sets for training (`os_calls.streaming`). To tell what is left to
 gain, as many bytes are moved by `memmove` between touched memory, by one thread and by one for each core. Prints medians and
 ratios, and appends them to results/<date>-saves.md.
 """
@@ -27,6 +27,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from outlast.worker.launch import os_calls
 
 HERE = Path(__file__).parent
 SYSTEMS = ("outlast", "dcp", "torch.save")
@@ -136,7 +138,7 @@ def measured(system: str, millions: float, saves: int) -> dict[str, object]:
             "OUTLAST_GENERATION": "1",
             "OUTLAST_OUTPUT": directory,
             "OMP_NUM_THREADS": "1",
-        } | system.streaming(os.environ)
+        } | os_calls.streaming(os.environ)
         arguments = ["--train", system, "--millions", str(millions), "--saves", str(saves), "--directory", directory]
         subprocess.run([sys.executable, __file__, *arguments], env={**os.environ, **world, **own}, check=True)
         found: dict[str, object] = json.loads((Path(directory) / "said.json").read_text())
