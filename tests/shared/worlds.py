@@ -122,7 +122,8 @@ def train(plan: Training) -> None:
     draw = np.random.default_rng(0)
     images, labels = draw.standard_normal((150, 3, 8, 8), dtype=np.float32), draw.integers(0, 4, 150)
     with session.open(seed=3, quiet=True) as run:
-        net = _sharded(network(plan.net)) if plan.sharded else run.ddp(network(plan.net))
+        net = network(plan.net).to(run.device)
+        net = _sharded(net) if plan.sharded else run.ddp(net)
         module = net if plan.sharded else net.module
         sgd = plan.optimizer == "sgd"
         optimizer = (

@@ -26,7 +26,7 @@ from outlast.job.report import goodput
 from outlast.job.workerfiles import notice_file, progress_file
 from outlast.local import state_dir
 from outlast.storage import checkpoints
-from outlast.training import Batch, Stream, metrics, session, vote_pace
+from outlast.training import Batch, Stream, ddp, metrics, session, vote_pace
 from outlast.training.state import checkpoint, checkpoint_file
 from ranks import sharded
 from worlds import LAST, Calm, Training, damage, hashes, world
@@ -639,6 +639,8 @@ def test_ddp_leaves_the_model_as_it_was(plain: Path):
         assert "forward" not in vars(model)
         assert all(parameter.grad is None for parameter in model.parameters())
         assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+        net.device_ids = [0]  # as on a GPU, to which DDP moves the arguments of a call
+        ddp.settle(net)
         net(torch.zeros(2, 3, 8, 8)).sum().backward()
         with pytest.raises(OutlastError, match="static_graph"):
             run.ddp(model, static_graph=True)

@@ -13,8 +13,9 @@ wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
-    """`DistributedDataParallel(model, **options)` with its final gradient buckets from the first step on. A collective."""
-    net = DistributedDataParallel(model, device_ids=None if device.index is None else [device.index], **options)
+    """`DistributedDataParallel(model, **options)` on `device`, with its final gradient buckets from the first step on. A
+    collective."""
+    net = DistributedDataParallel(model.to(device), device_ids=None if device.index is None else [device.index], **options)
     settle(net)
     return net
 
@@ -32,9 +33,10 @@ def settle(net: torch.nn.Module) -> None:
     model, device = net.module, next(net.parameters()).device
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = vars(model).pop("forward", None)
-    vars(model)["forward"] = lambda: sum(parameter.sum().abs().float().to(device) * 0 for parameter in parameters)
+    # with an argument: DDP cannot move none to its device
+    vars(model)["forward"] = lambda _: sum(parameter.sum().abs().float().to(device) * 0 for parameter in parameters)
     try:
-        net().backward()
+        net(None).backward()
     finally:
         del vars(model)["forward"]
         if hidden is not None:
