@@ -5,8 +5,8 @@
 One process trains a model of so many million parameters with AdamW, on a GPU if there is one. A save is begun after a step. Its
 *stall* is how long the training stands still until the call returns. The *inflation* of a step is what it takes beyond the median
 of steps with no save under way, on average over the steps until the save is on disk. What a save *takes* in all is its stall and
-the inflation of all these steps. All of them run with what an agent sets for training (`os_calls.streaming`). To tell what is left to
-gain, as many bytes are moved by `memmove` between touched memory, by one thread and by one for each core. Prints medians and
+the inflation of all these steps. All run with what an agent sets for training (`os_calls.streaming`). To tell what is left
+to gain, as many bytes are moved by `memmove` between touched memory, by one thread and by one for each core. Prints medians and
 ratios, and appends them to results/<date>-saves.md.
 """
 
