@@ -76,7 +76,8 @@ class Members:
         started = [self.pool.submit(handler.next_rendezvous) for handler in self.handlers]
         until(lambda: all(client.said.address for client in self.clients))
         for client in self.clients:
-            client.world = World(1, client.members, self.clients[0].said.address, "training starts")
+            meshes = tuple(each.said.mesh_address for each in self.clients)
+            client.world = World(1, client.members, self.clients[0].said.address, "training starts", mesh_addresses=meshes)
         self.met(started)
         if len(self.clients) > 1:
             until(lambda: all(handler.mesh and handler.mesh.complete for handler in self.handlers))

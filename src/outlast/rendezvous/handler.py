@@ -45,7 +45,7 @@ from outlast.job.workerfiles import notice_file, progress_file
 from outlast.rendezvous import messages, transport
 from outlast.rendezvous.attempts import Past
 from outlast.rendezvous.member_client import Client
-from outlast.rendezvous.mesh.address_exchange import CONNECT_S, Exchange
+from outlast.rendezvous.mesh import watched_peers
 from outlast.rendezvous.mesh.mesh import Mesh
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.world import MemberState, World
@@ -118,8 +118,7 @@ class Handler(RendezvousHandler):
         self.key = b""
         """Key of the run; empty to disable the mesh."""
         self.mesh: Mesh | None = None
-        """This member's side of the mesh; None before the first world with several members."""
-        self._exchange: Exchange | None = None
+        """This member's side of the mesh; None before the first report."""
         self.repairs: Repairs | None = None
         """This member's side of the attempts; None if only the coordinator may restart processes."""
         self.repaired: Callable[[Past], None] = lambda _: None
@@ -192,9 +191,6 @@ class Handler(RendezvousHandler):
     def shutdown(self) -> bool:
         if self.mesh:
             self.mesh.close()
-        if self._exchange:
-            self._exchange.stop()
-            self._exchange.join()
         self._client.close()
         return True
 
@@ -231,6 +227,7 @@ class Handler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next world that includes this worker, and connect to its store."""
         begun = time.monotonic()
+        self._listen()
         while True:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             listener = socket.create_server((self._host, 0), family=family, backlog=1024)
@@ -292,7 +289,7 @@ class Handler(RendezvousHandler):
         """Fields of the report after our processes have stopped."""
         self._owes()
         fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, "held": self._held}
-        fields |= {"owes": self._unsaved, "batch": self._newest_batch()}
+        fields |= {"owes": self._unsaved, "batch": self._newest_batch(), "mesh_address": self.mesh.address if self.mesh else ""}
         fields |= self._next
         return {**(self.repairs.report(failed=True) if fields["failed"] and self.repairs else {}), **fields}
 
@@ -314,6 +311,8 @@ class Handler(RendezvousHandler):
             if self.leaving() and not self._unsaved:  # otherwise it leaves from the next world, after a save
                 self._report_leaving()
                 raise Leaving("this worker was told to leave")
+            if self.mesh:
+                self.mesh.id = self._client.id  # an etcd assigns it after the first report
             world, called = self._client.world, self._client.called
             if (
                 fields["standing"] is MemberState.DONE
@@ -336,7 +335,8 @@ class Handler(RendezvousHandler):
         host, port = world.address.rsplit(":", 1)
         self.world = world
         self.joining()
-        self._enter_mesh(world, host, int(port), again=again)
+        if not again:
+            self._enter_mesh(world)
         reported = self._take_up(world, again=again)
         os.environ |= dict(zip(_NUMBERS, map(str, (world.generation, self.attempt, world.held)), strict=True))
         if notice_file.read(self._notice).get("kind") == "call":
@@ -372,28 +372,26 @@ class Handler(RendezvousHandler):
         self.attempt = self.repairs.attempt
         return self.repairs.report()
 
-    def _enter_mesh(self, world: World, host: str, port: int, *, again: bool) -> None:
-        """Watch the other members of this world. Returns at once; the exchange of addresses runs in the background, through the
-        store of this attempt."""
-        if again and (self.mesh is None or self._exchange is None or self._exchange.over):
+    def _listen(self) -> None:
+        """Open this member's side of the mesh, whose address travels with our reports and with the worlds that follow."""
+        if self.mesh or not self.key:
             return
-        if self._exchange:
-            self._exchange.stop()
-        if not self.key or len(world.members) < 2:
-            if self.mesh:
-                self.mesh.enter(world.generation, (self._client.id,))
+        try:
+            self.mesh = Mesh(self._client.id, self._host, self.key, run=self._run_id, clock=self._clock)
+        except OSError as problem:
+            print(f"outlast | this worker cannot listen at {self._host}, so its peers do not watch it: {problem}", flush=True)
             return
+        self.mesh.changed = self._report_peers
+
+    def _enter_mesh(self, world: World) -> None:
+        """Watch the other members of this world."""
         if self.mesh is None:
-            try:
-                self.mesh = Mesh(self._client.id, self._host, self.key, run=self._run_id, clock=self._clock)
-            except OSError as problem:
-                print(f"outlast | this worker cannot listen at {self._host}, so its peers do not watch it: {problem}", flush=True)
-                return
-            self.mesh.changed = self._report_peers
-        if not again:
-            self.mesh.enter(world.generation, world.members)
-        timeout = timedelta(seconds=CONNECT_S)
-        self._exchange = Exchange(self.mesh, world, lambda: TCPStore(host, port, is_master=False, timeout=timeout))
+            return
+        self.mesh.id = self._client.id
+        self.mesh.enter(world.generation, world.members)
+        addresses = dict(zip(world.members, world.mesh_addresses, strict=False))
+        known = watched_peers.known(self._client.id, world.members)
+        self.mesh.learn(world.generation, {each: addresses[each] for each in known if addresses.get(each)})
 
     def _report_peers(self) -> None:
         """Report unheard peers. Does nothing while the mesh is still in another world, whose indices may belong to other
