@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.rendezvous.handler import Handler
+from outlast.rendezvous.membership import Membership
 from outlast.rendezvous.mesh import connection, watched_peers
 from outlast.rendezvous.mesh import mesh as mesh_module
 from outlast.rendezvous.mesh.mesh import Mesh, Undelivered
@@ -286,16 +286,16 @@ def test_what_was_said_of_the_last_world_is_not_said_of_the_next(tmp_path: Path)
             self.said.append(fields)
 
     told = Told()
-    handler = Handler(told, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
-    with contextlib.closing(Mesh(0, "127.0.0.1", KEY, thread=False)) as handler.mesh:
-        mesh, mesh.changed = handler.mesh, handler._report_peers
+    member = Membership(told, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+    with contextlib.closing(Mesh(0, "127.0.0.1", KEY, thread=False)) as member.mesh:
+        mesh, mesh.changed = member.mesh, member._report_peers
         mesh.unheard = mesh.refused = (2,)
-        handler.world = World(2, (0, 1, 2), "", "", 0.0)
+        member.world = World(2, (0, 1, 2), "", "", 0.0)
         mesh.enter(2, (0, 1, 2))
-        handler._report_peers()
+        member._report_peers()
         assert told.said == []
         mesh.turn(0.0)
-        handler._report_peers()
+        member._report_peers()
         assert told.said == [{"mesh": False, "unheard": (), "refused": ()}]
 
 
@@ -312,21 +312,21 @@ def test_addresses_travel_with_reports_and_worlds_and_nobody_waits_for_who_has_n
         def close(self) -> None: ...
 
     members = (4, 0, 9, 7)
-    handlers = {}
+    joined = {}
     for id in members:
-        handlers[id] = Handler(Client(id), run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
-        handlers[id].key = KEY if id != 7 else b""  # as of an older version
+        joined[id] = Membership(Client(id), run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+        joined[id].key = KEY if id != 7 else b""  # as of an older version
     try:
-        for handler in handlers.values():
-            handler._listen()
-        reports = {id: Report("run", id, address="h:1", **handlers[id]._stopped()) for id in members}
+        for member in joined.values():
+            member._listen()
+        reports = {id: Report("run", id, address="h:1", **joined[id]._stopped()) for id in members}
         state = State({id: report.member(id, since=0.0, received=0.0) for id, report in reports.items()})
         world = decide(state, Desired(4, (4,), frozenset(members)), Timeouts(), 0.0)
         assert isinstance(world, World)
-        for handler in handlers.values():
-            handler.world = world
-            handler._enter_mesh(world)
-        meshes = {id: mesh for id, handler in handlers.items() if (mesh := handler.mesh)}
+        for member in joined.values():
+            member.world = world
+            member._enter_mesh(world)
+        meshes = {id: mesh for id, member in joined.items() if (mesh := member.mesh)}
         assert [*meshes] == [4, 0, 9]
         for mesh in meshes.values():
             mesh.handlers["x"] = lambda id, message: None
@@ -338,8 +338,8 @@ def test_addresses_travel_with_reports_and_worlds_and_nobody_waits_for_who_has_n
             late.learn(world.generation, {id: mesh.address for id, mesh in meshes.items()})
             until(lambda: all(mesh.complete for mesh in (late, *meshes.values())))
     finally:
-        for handler in handlers.values():
-            handler.shutdown()
+        for member in joined.values():
+            member.close()
 
 
 def test_in_a_large_world_a_member_knows_those_that_it_watches_and_rank_0_and_rank_0_all() -> None:

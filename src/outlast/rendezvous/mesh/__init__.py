@@ -7,5 +7,5 @@ Design: docs/decisions/0039-the-mesh.md.
     mesh         all connections of a member, in one thread
 
 Members report where their mesh listens, and a world carries the addresses of its members (`vocabulary.World`).
-Used by `rendezvous.handler`. Training (gloo, NCCL) and snapshots use sockets of their own.
+Used by `rendezvous.membership`. Training (gloo, NCCL) and snapshots use sockets of their own.
 """

@@ -12,7 +12,7 @@ The watching side connects, so two members that watch each other have two connec
 (`connection.IDLE_S`), so the thread only reads the clock once per second while all is well. The kernel also acknowledges for a
 stopped or starved process, which therefore stays heard; hang detection is the task of its own agent.
 
-Docs: docs/decisions/0039-the-mesh.md. Used by `rendezvous.handler`.
+Docs: docs/decisions/0039-the-mesh.md. Used by `rendezvous.membership`.
 """
 
 from __future__ import annotations
