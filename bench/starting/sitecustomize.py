@@ -38,7 +38,7 @@ WATCHED = {
         "torch.distributed.checkpoint",
         "outlast.training.session",
         "outlast.worker.launch.training_process",
-        "outlast.rendezvous.handler",
+        "outlast.rendezvous.membership",
     ),
     *("torch.distributed.run",),
 }

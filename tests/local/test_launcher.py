@@ -31,7 +31,7 @@ from outlast.local.launcher import Launcher
 from outlast.local.state_dir import Request, StateDir
 from outlast.local.worker_processes import Ended, Worker
 from outlast.rendezvous import restart_budget, root_cause, world
-from outlast.rendezvous.handler import Handler, Leaving
+from outlast.rendezvous.membership import Leaving, Membership
 from outlast.rendezvous.messages import Called, Report
 from outlast.rendezvous.root_cause import Pending
 from outlast.storage import checkpoints
@@ -256,35 +256,36 @@ def test_training_has_the_grace_of_its_job_from_when_it_hears_of_it(tmp_path: Pa
     monkeypatch.delenv(contract.Env.NOTICE, raising=False)
     machine = Machine()
     theirs = wall.time() - 3600.0  # the clock of whoever asks has nothing to do with ours
-    member = Handler(Asked(theirs), run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=120.0)  # type: ignore[arg-type]
+    member = Membership(Asked(theirs), run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=120.0)  # type: ignore[arg-type]
     member._clock, member.world = machine.awake(), Asked.world
     writer = progress_file.Writer(tmp_path, 0)
     writer.write(progress_file.Progress(generation=1, rank=1, phase="train", step=3))
     if kind == "leave":
         notice_file.write(tmp_path / contract.NOTICE, "leave", "a drain", theirs)
-    assert member.num_nodes_waiting() == 0, "it is to save first"
+    assert not member.must_stop(), "it is to save first"
     disturbed(machine, how)
-    assert member.num_nodes_waiting() == 0
+    assert not member.must_stop()
     for _ in range(121):
         machine.goes_on(1.0)
-        left = member.num_nodes_waiting()
-    assert left == 1
+        left = member.must_stop()
+    assert left
     writer.close()
 
 
 @pytest.mark.parametrize(("phase", "held", "stops"), [
-    ("started", 0, 1), ("open", 0, 1), ("restore", 0, 0), ("first step", 0, 0), ("started", 6, 0), ("open", 6, 0),
+    ("started", 0, True), ("open", 0, True), ("restore", 0, False), ("first step", 0, False), ("started", 6, False),
+    ("open", 6, False),
 ])  # fmt: skip
 def test_training_whose_session_is_not_open_is_not_waited_for_unless_it_restores_a_step_that_somebody_had(
-    tmp_path: Path, monkeypatch, phase: str, held: int, stops: int
+    tmp_path: Path, monkeypatch, phase: str, held: int, stops: bool
 ) -> None:
     monkeypatch.delenv(contract.Env.NOTICE, raising=False)
     asked = Asked(wall.time() + 60)
-    member = Handler(asked, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=60.0)  # type: ignore[arg-type]
+    member = Membership(asked, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=60.0)  # type: ignore[arg-type]
     member.world = dataclasses.replace(Asked.world, held=held)
     writer = progress_file.Writer(tmp_path, 0)
     writer.write(progress_file.Progress(generation=1, rank=1, phase=phase))
-    assert member.num_nodes_waiting() == stops
+    assert member.must_stop() == stops
     writer.close()
 
 
@@ -313,19 +314,19 @@ def test_a_worker_leaves_between_two_worlds_unless_only_its_memory_has_the_newes
 ) -> None:
     monkeypatch.delenv(contract.Env.NOTICE, raising=False)
     offers = Offers()
-    member = Handler(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=60.0)  # type: ignore[arg-type]
+    member = Membership(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=60.0)  # type: ignore[arg-type]
     member.world = Asked.world
     writer = progress_file.Writer(tmp_path, 0)
     writer.write(progress_file.Progress(generation=1, rank=1, phase=phase, snapshot=snapshot, committed=committed))
     notice_file.write(tmp_path / contract.NOTICE, "leave", "a drain", wall.time() + 60)
-    member.num_nodes_waiting()
+    member.must_stop()
     member.failed({"reason": "worker 0 is lost"})
     if stays:
         assert member._next_world("host-1:1").generation == 2, "which saves, and then it leaves"
         assert (offers.said[-1], offers.owes) == (("waiting", 20), True)
         writer.write(progress_file.Progress(generation=2, rank=0, phase="started"))
         member.world = offers.world
-        assert member.num_nodes_waiting() == 0, "its processes are still restoring that step"
+        assert not member.must_stop(), "its processes are still restoring that step"
         writer.write(progress_file.Progress(generation=2, rank=0, phase="train", committed=20, snapshot=20))
     with pytest.raises(Leaving):
         member._next_world("host-1:1")
@@ -338,7 +339,7 @@ def test_a_worker_whose_processes_failed_says_whether_only_its_memory_has_the_ne
     tmp_path: Path, committed: int, owes: bool
 ) -> None:
     offers = Offers()
-    member = Handler(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+    member = Membership(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
     member.world = Asked.world
     writer = progress_file.Writer(tmp_path, 0)
     writer.write(progress_file.Progress(generation=1, rank=1, phase="train", snapshot=20, committed=committed))
@@ -360,7 +361,7 @@ def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_
     monkeypatch.setenv(contract.Env.STORE, "s3://bucket/job")
     monkeypatch.setenv(contract.Env.RENDEZVOUS, "operator://job")
     offers = Offers()
-    member = Handler(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+    member = Membership(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
     member.world = world.World(1, (1, 0) if rank == 0 else (0, 1), "", "")
     writer = progress_file.Writer(tmp_path, 0)
     writer.write(progress_file.Progress(generation=1, rank=rank, phase="train", committed=10, snapshot=19))

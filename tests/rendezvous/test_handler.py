@@ -15,6 +15,7 @@ import ports
 from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.rendezvous import entry_point, world
+from outlast.rendezvous.membership import Membership
 from outlast.worker.launch import elastic_agent
 from outlast.worker.launch.rank_processes import Ended
 
@@ -46,12 +47,12 @@ def test_a_member_that_reaches_no_world_gives_up_with_the_reason(tmp_path: Path,
 
     monkeypatch.setenv(contract.Env.GENERATION, "0")  # put back what it sets
     offers = Offers()
-    member = handler.Handler(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, join_s=0.2)
+    member = Membership(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, join_s=0.2)  # type: ignore[arg-type]
     sentence = (
         r"no world within join_timeout \(0.2 s\): worker 1 cannot reach the store of generation \d+ at 127.0.0.1:\d+: .*refused"
     )
     with pytest.raises(RendezvousTimeoutError, match=sentence):
-        member.next_rendezvous()
+        handler.Handler(member).next_rendezvous()
     assert offers.generation > 1
 
 

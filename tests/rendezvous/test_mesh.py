@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import socket
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.rendezvous.handler import Handler
+from outlast.rendezvous.membership import Membership
 from outlast.rendezvous.mesh import connection, watched_peers
 from outlast.rendezvous.mesh import mesh as mesh_module
-from outlast.rendezvous.mesh.address_exchange import Exchange
 from outlast.rendezvous.mesh.mesh import Mesh, Undelivered
 from outlast.rendezvous.mesh.watched_peers import PeerState
-from outlast.rendezvous.vocabulary import World
+from outlast.rendezvous.messages import Report
+from outlast.rendezvous.vocabulary import Desired, State, Timeouts, World
+from outlast.rendezvous.world import decide
 from waits import until
 
 KEY = b"key of the run"
@@ -287,45 +286,81 @@ def test_what_was_said_of_the_last_world_is_not_said_of_the_next(tmp_path: Path)
             self.said.append(fields)
 
     told = Told()
-    handler = Handler(told, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
-    with contextlib.closing(Mesh(0, "127.0.0.1", KEY, thread=False)) as handler.mesh:
-        mesh, mesh.changed = handler.mesh, handler._report_peers
+    member = Membership(told, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+    with contextlib.closing(Mesh(0, "127.0.0.1", KEY, thread=False)) as member.mesh:
+        mesh, mesh.changed = member.mesh, member._report_peers
         mesh.unheard = mesh.refused = (2,)
-        handler.world = World(2, (0, 1, 2), "", "", 0.0)
+        member.world = World(2, (0, 1, 2), "", "", 0.0)
         mesh.enter(2, (0, 1, 2))
-        handler._report_peers()
+        member._report_peers()
         assert told.said == []
         mesh.turn(0.0)
-        handler._report_peers()
+        member._report_peers()
         assert told.said == [{"mesh": False, "unheard": (), "refused": ()}]
 
 
 # Addresses
 
 
-def test_addresses_travel_through_the_worlds_store_and_nobody_waits_for_who_has_none(made: Callable[..., Mesh]) -> None:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+def test_addresses_travel_with_reports_and_worlds_and_nobody_waits_for_who_has_none(tmp_path: Path) -> None:
+    class Client:
+        def __init__(self, id: int) -> None:
+            self.id = id
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    world = World(1, (4, 0, 9, 7), "", "")
-    meshes = {id: made(id) for id in world.members}
+        def amend(self, **fields: object) -> None: ...
 
-    def exchange(id: int) -> Exchange:
-        meshes[id].enter(1, world.members)
-        connect = functools.partial(TCPStore, "127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=SOON_S))
-        return Exchange(meshes[id], world, connect)
+        def close(self) -> None: ...
 
-    exchanges = [exchange(id) for id in world.members[:3]]  # 7 is of an older version
-    meshes[0].handlers["x"] = meshes[9].handlers["x"] = lambda id, message: None
-    meshes[4].send(0, {"kind": "x"}, within_s=SOON_S).result(SOON_S)
-    meshes[0].send(9, {"kind": "x"}, within_s=SOON_S).result(SOON_S)
-    assert [(mesh.complete, mesh.unheard) for mesh in meshes.values()] == [(False, ())] * 4
-    exchanges.append(exchange(7))  # or it was late
-    until(lambda: all(mesh.complete for mesh in meshes.values()))
-    until(lambda: all(each.over for each in exchanges))
-    for each in exchanges:
-        each.stop()
-        each.join()
+    members = (4, 0, 9, 7)
+    joined = {}
+    for id in members:
+        joined[id] = Membership(Client(id), run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+        joined[id].key = KEY if id != 7 else b""  # as of an older version
+    try:
+        for member in joined.values():
+            member._listen()
+        reports = {id: Report("run", id, address="h:1", **joined[id]._stopped()) for id in members}
+        state = State({id: report.member(id, since=0.0, received=0.0) for id, report in reports.items()})
+        world = decide(state, Desired(4, (4,), frozenset(members)), Timeouts(), 0.0)
+        assert isinstance(world, World)
+        for member in joined.values():
+            member.world = world
+            member._enter_mesh(world)
+        meshes = {id: mesh for id, member in joined.items() if (mesh := member.mesh)}
+        assert [*meshes] == [4, 0, 9]
+        for mesh in meshes.values():
+            mesh.handlers["x"] = lambda id, message: None
+        for one, other in ((4, 0), (0, 9), (9, 4)):
+            meshes[one].send(other, {"kind": "x"}, within_s=SOON_S).result(SOON_S)
+        assert [(mesh.complete, mesh.unheard) for mesh in meshes.values()] == [(False, ())] * 3
+        with contextlib.closing(Mesh(7, "127.0.0.1", KEY, run="run")) as late:  # it connects, and so all hear each other
+            late.enter(world.generation, world.members)
+            late.learn(world.generation, {id: mesh.address for id, mesh in meshes.items()})
+            until(lambda: all(mesh.complete for mesh in (late, *meshes.values())))
+    finally:
+        for member in joined.values():
+            member.close()
+
+
+def test_in_a_large_world_a_member_knows_those_that_it_watches_and_rank_0_and_rank_0_all() -> None:
+    members = [*range(100, 300)]
+    assert watched_peers.known(100, members) == tuple(members[1:])
+    assert watched_peers.known(150, members) == (100, 148, 149, 151, 152, 250)
+    assert watched_peers.known(102, members[:64]) == (100, 101, *members[3:64])
+
+
+def test_a_member_that_is_called_before_it_has_an_index_is_heard_once_it_has_one(made: Callable[..., Mesh]) -> None:
+    one, late = made(1), made(-1)
+    one.enter(1, (1, 2))
+    one.learn(1, {2: late.address})
+    one.handlers["x"] = late.handlers["x"] = lambda id, message: None
+    with pytest.raises(Undelivered, match=r"worker 2 refuses connections"):
+        one.send(2, {"kind": "x"}, within_s=SOON_S).result(SOON_S)
+    late.id = 2
+    late.enter(1, (1, 2))
+    late.learn(1, {1: one.address})
+    until(lambda: one.complete and late.complete)
+    one.send(2, {"kind": "x"}).result(SOON_S)
 
 
 # Messages

@@ -31,10 +31,11 @@ PAST: Document = {"generation": 4, "attempt": 1, "worker": 1, "failure": FAILURE
 REPORT: Document = {
     "run": "train-1", "id": 1, "standing": "waiting", "generation": 4, "since": 1.5, "address": "10.0.0.7:4711", "failed": True,
     "failure": FAILURE, "mesh": True, "unheard": [0, 2], "refused": [2], "attempt": 1, "past": [PAST], "held": 40, "owes": False,
-    "again": True, "batch": [4, 1, 64],
+    "again": True, "batch": [4, 1, 64], "mesh_address": "10.0.0.7:4712",
 }  # fmt: skip
 WORLD: Document = {
     "generation": 4, "members": [0, 2], "address": "[::1]:4711", "reason": "worker 1 is lost", "at": 9.25, "held": 40,
+    "mesh_addresses": ["10.0.0.7:4712", ""],
 }  # fmt: skip
 CALLED: Document = {"generation": 5, "reason": "worker 2 leaves", "planned": True, "deadline": 85.5, "leave_s": 75.0}
 CALL: Document = {
@@ -55,11 +56,11 @@ STOP: Document = {"word": "stop", "generation": 4, "attempt": 1}
 GO: Document = {"word": "go", "generation": 4, "attempt": 1, "address": "h:1", "worker": 1, "failure": FAILURE}
 NO: Document = {"word": "no", "generation": 4, "attempt": 1, "reason": "a worker leaves"}
 
-A_WORLD = World(4, (0, 2), "[::1]:4711", "worker 1 is lost", 9.25, 40)
+A_WORLD = World(4, (0, 2), "[::1]:4711", "worker 1 is lost", 9.25, 40, ("10.0.0.7:4712", ""))
 A_CALL = Call(5, "worker 2 leaves", True, 10.5, (2,), Cause.LEAVING, (1,))
 A_REPORT = messages.Report(
     "train-1", 1, MemberState.WAITING, 4, 1.5, "10.0.0.7:4711", True, FAILURE, True, (0, 2), (2,), 1, (PAST,), 40, False, True,
-    (4, 1, 64),
+    (4, 1, 64), "10.0.0.7:4712",
 )  # fmt: skip
 IS_CLOSED = Closed("all is done", 0, End.SUCCEEDED)
 

@@ -1,4 +1,4 @@
-"""Handlers whose coordinator says nothing: with real meshes and stores, their processes only imagined."""
+"""Members whose coordinator says nothing: with real meshes and stores, their processes only imagined."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from outlast.job import contract
 from outlast.job.workerfiles import notice_file, progress_file
-from outlast.rendezvous.handler import Handler, Leaving
+from outlast.rendezvous import world_store
+from outlast.rendezvous.membership import Leaving, Membership, RunClosed
 from outlast.rendezvous.messages import Called, Closed, Report
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.world import World
@@ -60,52 +60,53 @@ class Members:
 
     def __init__(self, directory: Path, size: int, faster: float) -> None:
         self.clients = [Client(id, tuple(range(size))) for id in range(size)]
-        self.handlers = []
+        self.members = []
         for client in self.clients:
             state = directory / str(client.id)
             state.mkdir()
-            handler = Handler(client, run_id="r", state=state, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
-            handler.key, handler.repairs = b"k" * 32, Repairs(client.id, 10, lambda: faster * time.monotonic())
-            handler._notice = state / contract.NOTICE
-            self.handlers.append(handler)
+            member = Membership(client, run_id="r", state=state, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+            member.key, member.repairs = b"k" * 32, Repairs(client.id, 10, lambda: faster * time.monotonic())
+            member._notice = state / contract.NOTICE
+            self.members.append(member)
         self.pool = ThreadPoolExecutor(size)
         self.busy: tuple[int, ...] = ()
         """Those that do something else."""
 
     def start(self) -> None:
-        started = [self.pool.submit(handler.next_rendezvous) for handler in self.handlers]
+        started = [self.pool.submit(member.next_world, world_store.connect) for member in self.members]
         until(lambda: all(client.said.address for client in self.clients))
         for client in self.clients:
-            client.world = World(1, client.members, self.clients[0].said.address, "training starts")
+            meshes = tuple(each.said.mesh_address for each in self.clients)
+            client.world = World(1, client.members, self.clients[0].said.address, "training starts", mesh_addresses=meshes)
         self.met(started)
         if len(self.clients) > 1:
-            until(lambda: all(handler.mesh and handler.mesh.complete for handler in self.handlers))
+            until(lambda: all(member.mesh and member.mesh.complete for member in self.members))
 
     def fail(self, id: int, failure: dict[str, Any] = KILLED) -> list[Future[Any]]:
         """Processes of one fail; the others train until they are asked to stop."""
 
-        def trains(handler: Handler) -> Any:
-            if handler is self.handlers[id]:
-                handler.failed(failure)
+        def trains(member: Membership) -> Any:
+            if member is self.members[id]:
+                member.failed(failure)
             else:
-                until(lambda: handler.num_nodes_waiting() or handler.closed)
-            return handler.next_rendezvous()
+                until(lambda: member.must_stop() or member.closed)
+            return member.next_world(world_store.connect)
 
-        return [self.pool.submit(trains, handler) for each, handler in enumerate(self.handlers) if each not in self.busy]
+        return [self.pool.submit(trains, member) for each, member in enumerate(self.members) if each not in self.busy]
 
     def met(self, futures: list[Future[Any]]) -> None:
         """All are in one world, and its store works."""
-        infos = [future.result(timeout=60) for future in futures]
-        infos[0].store.set(f"greeting-{self.handlers[0].attempt}", "hello")
-        assert all(info.store.get(f"greeting-{self.handlers[0].attempt}") == b"hello" for info in infos)
-        assert [(info.rank, info.world_size) for info in infos] == [(rank, len(infos)) for rank in range(len(infos))]
+        stores = [future.result(timeout=60) for future in futures]
+        stores[0].set(f"greeting-{self.members[0].attempt}", "hello")
+        assert all(store.get(f"greeting-{self.members[0].attempt}") == b"hello" for store in stores)
+        assert [member.rank for member in self.members] == [*range(len(stores))]
 
     def end(self) -> None:
         for client in self.clients:
             client.closed = Closed("over", 0)
         self.pool.shutdown()
-        for handler in self.handlers:
-            handler.shutdown()
+        for member in self.members:
+            member.close()
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_members_meet_again_in_the_same_generation_at_a_fresh_store(members: Cal
     world = members(size)
     for attempt in (1, 2):
         world.met(world.fail(size // 2))
-        assert [handler.attempt for handler in world.handlers] == [attempt] * size
+        assert [member.attempt for member in world.members] == [attempt] * size
         assert os.environ[contract.Env.ATTEMPT] == str(attempt)
         assert {(client.said.standing, client.said.generation, client.said.attempt) for client in world.clients} == {
             ("training", 1, attempt)
@@ -159,7 +160,7 @@ def test_members_meet_again_in_the_same_generation_at_a_fresh_store(members: Cal
 
 
 def leaves(world: Members) -> None:
-    notice_file.write(world.handlers[2]._notice, "leave", "evicted", time.time() + 60)
+    notice_file.write(world.members[2]._notice, "leave", "evicted", time.time() + 60)
 
 
 def hears_a_call(world: Members) -> None:
@@ -167,14 +168,14 @@ def hears_a_call(world: Members) -> None:
 
 
 def has_finished(world: Members) -> None:
-    world.handlers[2].done()
-    world.pool.submit(world.handlers[2].next_rendezvous)
+    world.members[2].done()
+    world.pool.submit(world.members[2].next_world, world_store.connect)
     until(lambda: world.clients[2].said.standing == "done")
     world.busy = (2,)
 
 
 def is_of_another_version(world: Members) -> None:
-    mesh = world.handlers[2].mesh
+    mesh = world.members[2].mesh
     assert mesh is not None
     del mesh.handlers["attempt"]
 
@@ -186,17 +187,17 @@ def test_the_coordinator_decides_when_one_member_cannot(members: Callable[..., M
     world.fail(1)
     until(lambda: world.clients[1].said.failed)
     assert world.clients[1].said.failure == KILLED
-    assert [handler.attempt for handler in world.handlers] == [0, 0, 0]
+    assert [member.attempt for member in world.members] == [0, 0, 0]
 
 
 def test_a_member_that_is_gone_is_the_coordinators(members: Callable[..., Members]) -> None:
     world = members(3)
-    mesh = world.handlers[2].mesh
+    mesh = world.members[2].mesh
     assert mesh is not None
     mesh.close()
     world.fail(1)
     until(lambda: world.clients[1].said.failed)
-    assert world.handlers[0].attempt == 0
+    assert world.members[0].attempt == 0
 
 
 def test_what_another_attempt_would_not_help_is_reported_as_ever(members: Callable[..., Members]) -> None:
@@ -204,25 +205,25 @@ def test_what_another_attempt_would_not_help_is_reported_as_ever(members: Callab
     failure = {**KILLED, "code": 78}
     world.fail(0, failure)
     until(lambda: world.clients[0].said.failed)
-    assert (world.clients[0].said.failure, world.handlers[0].attempt) == (failure, 0)
+    assert (world.clients[0].said.failure, world.members[0].attempt) == (failure, 0)
 
 
 def test_a_call_that_comes_while_they_agree_is_followed(members: Callable[..., Members]) -> None:
     """One member's processes take long to end: the coordinator hears of the failure, and its call comes first."""
     world = members(2, 10.0)
-    world.handlers[0].dies = lambda: True
+    world.members[0].dies = lambda: True
     world.fail(1)
     until(lambda: world.clients[1].said.failed, 30)
     for client in world.clients:
         client.called = Called(2, KILLED["reason"], False, time.time() + 60)
-    world.handlers[0].dies = lambda: False
+    world.members[0].dies = lambda: False
     until(lambda: world.clients[0].said.standing == "waiting")
-    assert [handler.attempt for handler in world.handlers] == [0, 0]
+    assert [member.attempt for member in world.members] == [0, 0]
 
 
 def test_what_was_held_before_a_world_is_told_once(members: Callable[..., Members]) -> None:
     world = members(1)
-    writer = progress_file.Writer(world.handlers[0]._state, 0)
+    writer = progress_file.Writer(world.members[0]._state, 0)
     writer.write(progress_file.Progress(generation=1, rank=0, phase="train", snapshot=20))
     world.clients[0].called = Called(2, "growing", False, time.time() + 60)
     [joins] = world.fail(0)
@@ -236,10 +237,10 @@ def test_what_was_held_before_a_world_is_told_once(members: Callable[..., Member
 
 def test_members_that_were_late_go_on_when_the_last_is_ready(members: Callable[..., Members]) -> None:
     world = members(2, 10.0)
-    world.handlers[0].dies = lambda: True
+    world.members[0].dies = lambda: True
     futures = world.fail(1)
     until(lambda: world.clients[1].said.failed, 30)
-    world.handlers[0].dies = lambda: False
+    world.members[0].dies = lambda: False
     world.met(futures)
     assert [(client.said.standing, client.said.failed, client.said.attempt) for client in world.clients] == [
         ("training", False, 1)
@@ -248,13 +249,14 @@ def test_members_that_were_late_go_on_when_the_last_is_ready(members: Callable[.
 
 def test_a_pause_before_the_next_start_ends_when_the_worker_is_told_to_leave(members: Callable[..., Members]) -> None:
     alone = members(1)
-    (handler,) = alone.handlers
-    handler.pause_s = 600.0
+    (member,) = alone.members
+    member.pause_s = 600.0
     (started,) = alone.fail(0)
-    until(lambda: handler.attempt == 1)
+    until(lambda: member.attempt == 1)
     assert not started.done()
-    notice_file.write(handler._notice, "leave", "its node goes", time.time() + 60)
-    assert started.result(timeout=60).world_size == 1
+    notice_file.write(member._notice, "leave", "its node goes", time.time() + 60)
+    assert started.result(timeout=60)
+    assert member.world.members == (0,)
 
 
 @pytest.mark.parametrize("attempt", [0, 2])
@@ -267,17 +269,17 @@ def test_who_takes_the_place_of_a_killed_elastic_agent_knows_the_step_that_is_in
     writer.write(progress_file.Progress(3, 0, "train", step=9, committed=saved, snapshot=9))
     writer.close()
     client = Client(1, (0, 1))
-    handler = Handler(client, run_id="r", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
-    handler._notice = tmp_path / contract.NOTICE
-    notice_file.write(handler._notice, "leave", "evicted", time.time() + 60)
-    elastic_agent._replace(handler, client, 3, attempt, KILLED)  # type: ignore[arg-type]
+    member = Membership(client, run_id="r", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+    member._notice = tmp_path / contract.NOTICE
+    notice_file.write(member._notice, "leave", "evicted", time.time() + 60)
+    elastic_agent._replace(member, client, 3, attempt, KILLED)  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(handler.next_rendezvous)
+        ended = pool.submit(member.next_world, world_store.connect)
         until(lambda: client.reports)
         said = client.reports[0]
         if owes:
             client.closed = Closed("over", 0)
-        with pytest.raises(RendezvousClosedError) as raised:
+        with pytest.raises(RunClosed) as raised:
             ended.result(timeout=60)
-    assert raised.type is (RendezvousClosedError if owes else Leaving)
+    assert raised.type is (RunClosed if owes else Leaving)
     assert (said.generation, said.attempt, said.failure, said.held) == (3, attempt, KILLED, 9)

@@ -1,7 +1,7 @@
 """Simulated cluster in memory, with a simulated clock: an API server, kubelets, and the agents of one job.
 
 `look` is one pass of the operator under test, which may be killed after any of its writes. Agents behave as the real ones
-(`rendezvous.handler`, `agent.lifecycle`): they report, join worlds, save when told of a planned interruption, and leave when
+(`rendezvous.membership`, `agent.lifecycle`): they report, join worlds, save when told of a planned interruption, and leave when
 told.
 """
 

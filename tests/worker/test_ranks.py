@@ -22,7 +22,7 @@ from outlast.job.workerfiles import plain_scripts
 from outlast.job.workerfiles import progress_file as progress
 from outlast.job.workerfiles.progress_file import Progress
 from outlast.rendezvous import root_cause
-from outlast.rendezvous.handler import LOOK_S, Handler
+from outlast.rendezvous.membership import LOOK_S, Membership
 from outlast.rendezvous.world import World
 from outlast.worker.agent import reporter
 from outlast.worker.agent.ranks import Ranks
@@ -122,7 +122,7 @@ def test_where_no_record_can_be_written_that_of_an_earlier_process_is_gone(tmp_p
 def test_records_that_are_not_of_this_start_tell_the_coordinator_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that can only be read keeps them."""
     monkeypatch.setenv(contract.Env.WORKER, "0")
-    member = Handler(cast(Any, None), run_id="r", state=tmp_path, host="127.0.0.1", processes=1)
+    member = Membership(cast(Any, None), run_id="r", state=tmp_path, host="127.0.0.1", processes=1)
     member.world = World(2, (1, 0), "", "")
     old = Progress(generation=1, rank=0, phase="train", step=9, committed=5, snapshot=9)
     for fields in ({}, {"generation": 2, "attempt": 1}):
@@ -148,7 +148,7 @@ class Amended:
 
 def test_the_batch_is_reported_once_it_is_known_and_kept_while_other_processes_start(tmp_path: Path) -> None:
     client, now = Amended(), [0.0]
-    member = Handler(cast(Any, client), run_id="r", state=tmp_path, host="127.0.0.1", processes=2)
+    member = Membership(cast(Any, client), run_id="r", state=tmp_path, host="127.0.0.1", processes=2)
     member._clock = cast(Any, lambda: now[0])
     writers = [progress.Writer(tmp_path, local_rank) for local_rank in (0, 1)]
 
@@ -157,7 +157,7 @@ def test_the_batch_is_reported_once_it_is_known_and_kept_while_other_processes_s
         for told in (0, batch):
             writers[0].write(Progress(generation=generation, rank=0, phase="started", batch=cast(Any, told)))
             for _ in range(2):
-                assert member.num_nodes_waiting() == 0
+                assert not member.must_stop()
                 now[0] += LOOK_S / 2
         return client.batches
 

@@ -386,7 +386,7 @@ was stopped from outside; `early` is true if the process had hung for longer tha
 WORKER = "worker.json"
 """The agent's report: `{pid, state, reason, code, ranks, probes, still}`."""
 WORLD = "world.json"
-"""File with the current world of this worker, written by the rendezvous handler."""
+"""File with the current world of this worker, written by its membership in the rendezvous."""
 END = "end.json"
 """`{reason, code}`: the end of the run according to the operator; written by `kubernetes.board`."""
 NOTICE = "notice.json"

@@ -15,8 +15,8 @@ after every member has reported that its processes of the previous attempt have 
 that has refused never starts.
 
 The coordinator always wins: when it calls the members, publishes a world or ends the run, `refuse` ends the attempts of that
-world. If some members have already started, the call stops them like any running attempt. Used by `rendezvous.handler`; decision
-0041.
+world. If some members have already started, the call stops them like any running attempt. Used by `rendezvous.membership`;
+decision 0041.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The handler that connects torchrun to our rendezvous: `torchrun --rdzv-backend=outlast --rdzv-endpoint=...`.
 
-The elastic agent, torch's or ours, requests the next world (`next_rendezvous`), polls for changes (`num_nodes_waiting`), and
-stops on `RendezvousClosedError`. The coordinator provides the answers, through a transport. The agent of rank 0 hosts the
-TCPStore of the process group, on a socket that is already listening when its address is reported. Every generation has a fresh
-store.
+Torch's elastic agent requests the next world (`next_rendezvous`), polls for changes (`num_nodes_waiting`), and stops on
+`RendezvousClosedError`. A `Membership` has the answers; our own elastic agent asks it without this handler.
 
 Published as entry point `torchrun.handlers: outlast`; it works with torch 2.11 and newer.
 """
@@ -11,22 +9,14 @@ Published as entry point `torchrun.handlers: outlast`; it works with torch 2.11 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import dataclasses
-import json
-import math
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # its type stubs forget it
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -37,140 +27,19 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from outlast.base import files
-from outlast.base.clock import Awake
-from outlast.base.typed_json import is_count
 from outlast.job import contract, sealed_lines
-from outlast.job.workerfiles import notice_file, progress_file
-from outlast.rendezvous import messages, transport
-from outlast.rendezvous.attempts import Past
-from outlast.rendezvous.member_client import Client
-from outlast.rendezvous.mesh.address_exchange import CONNECT_S, Exchange
-from outlast.rendezvous.mesh.mesh import Mesh
-from outlast.rendezvous.repairs import Repairs
-from outlast.rendezvous.world import MemberState, World
+from outlast.rendezvous import transport, world_store
+from outlast.rendezvous.membership import Membership, NoWorld, RunClosed
+from outlast.rendezvous.world import MemberState
 
 BACKEND = "outlast"
-_NUMBERS = (contract.Env.GENERATION, contract.Env.ATTEMPT, contract.Env.HELD)
-"""Environment variables that describe the world to training processes, which inherit our environment from torchrun."""
-STORE_TIMEOUT_S = 30.0
-"""Timeout of requests to a world's store, once connected."""
-LOOK_S = 1.0
-"""Interval at which training processes that have not reported a batch are asked for it."""
-REACH_S = 5.0
-"""Timeout for connecting to the store. TCPStore itself would retry even if the host refuses connections."""
-
-
-class Leaving(RendezvousClosedError):
-    """Raised if this worker was asked to leave and so joins no further world."""
 
 
 class Handler(RendezvousHandler):
-    """The rendezvous handler of one worker.
+    """torch's interface to a membership."""
 
-    `state` is a directory for `world.json` and the notice; `processes` is the number of training processes of this worker.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        *,
-        run_id: str,
-        state: Path,
-        host: str,
-        processes: int,
-        join_s: float = math.inf,
-        leave_s: float | None = None,
-    ) -> None:
-        """`join_s` is the timeout for a world. `leave_s` is the time in which training must save and leave on request; if None,
-        the deadline of the call applies."""
-        self._client = client
-        self._run_id = run_id
-        self._join_s, self._leave_s = join_s, leave_s
-        self._clock = Awake()
-        self._request: tuple[tuple[str, int, float], float] | None = None
-        """The last request to training (kind, generation, deadline), with the deadline converted to our clock."""
-        for name in _NUMBERS:  # a new name moves the environment, under a thread that reads it in C (glibc before 2.41: SIGSEGV)
-            os.environ.setdefault(name, "0")
-        self._state = state
-        self._host = host
-        self._processes = processes
-        self._notice = Path(os.environ.get(contract.Env.NOTICE, state / contract.NOTICE))
-        self.world: World | None = None
-        self.attempt = 0
-        """Number of restarts of the current world's processes without the coordinator."""
-        self.joining: Callable[[], None] = lambda: None
-        """Callback for a new world, before its training processes start."""
-        self.dies: Callable[[], bool] = lambda: False
-        """Callback that returns True while a rank is crashing, so that we do not stop it before it has reported its error."""
-        self.pause_s = 0.0
-        """Delay in seconds before the next start of processes; the other members wait."""
-        self._next: dict[str, Any] = {}
-        self._reported_leaving = False
-        self._unsaved = False
-        """True if this worker's memory holds a step newer than any checkpoint."""
-        self._held = self._saved = 0
-        """This worker's newest step, saved or in memory, and its newest saved step."""
-        self._batch: tuple[int, ...] = ()
-        """See `messages.Report.batch`."""
-        self._looked = -math.inf
-        """Time at which the processes were last asked for their batch."""
-        self.key = b""
-        """Key of the run; empty to disable the mesh."""
-        self.mesh: Mesh | None = None
-        """This member's side of the mesh; None before the first world with several members."""
-        self._exchange: Exchange | None = None
-        self.repairs: Repairs | None = None
-        """This member's side of the attempts; None if only the coordinator may restart processes."""
-        self.repaired: Callable[[Past], None] = lambda _: None
-        """Callback for each restart that the members agreed on."""
-
-    # Called by the elastic agent's loop between two worlds
-
-    def failed(self, failure: dict[str, Any]) -> None:
-        """Record that the training processes of the current world have failed."""
-        self._next = {"failed": True, "failure": failure}
-
-    def replaced(self, failure: dict[str, Any]) -> None:
-        """Report that the training processes have failed, before this worker ends and another one takes its place."""
-        self._client.amend(failed=True, failure=failure, **(self.repairs.report(failed=True) if self.repairs else {}))
-
-    def left(self, *, reached: bool) -> None:
-        """Report that the training processes have ended and this worker leaves. If `reached` is False, other workers wait for its
-        save."""
-        self._report_leaving()
-        self._owes()
-        self._client.amend(held=self._saved, owes=not reached)
-
-    def done(self) -> None:
-        """Record that the training processes of the current world have finished."""
-        self._next = {"standing": MemberState.DONE}
-
-    @property
-    def generation(self) -> int:
-        """Generation of the current world; 0 before the first world."""
-        return self.world.generation if self.world else 0
-
-    @property
-    def rank(self) -> int:
-        """Rank of this worker in the current world; -1 before the first world."""
-        return self.world.members.index(self._client.id) if self.world else -1
-
-    @property
-    def closed(self) -> messages.Closed | None:
-        """The final result; None until the run is over."""
-        return self._client.closed
-
-    def leaving(self) -> bool:
-        """Return whether this worker was asked to leave."""
-        return notice_file.read(self._notice).get("kind") == "leave"
-
-    def called(self) -> bool:
-        """Return whether a newer generation than the current world's has been called."""
-        called = self._client.called
-        return called is not None and self.world is not None and called.generation > self.world.generation
-
-    # torch's interface
+    def __init__(self, member: Membership) -> None:
+        self.member = member
 
     def get_backend(self) -> str:
         return BACKEND
@@ -180,273 +49,34 @@ class Handler(RendezvousHandler):
         return True
 
     def get_run_id(self) -> str:
-        """Return the run id without slashes, since torch uses it in a directory name."""
-        return self._run_id.replace("/", ".")
+        return self.member.run_id
 
     def is_closed(self) -> bool:
-        return self._client.closed is not None
+        return self.member.closed is not None
 
     def set_closed(self) -> None:
         """Do nothing: only the coordinator ends a run."""
 
     def shutdown(self) -> bool:
-        if self.mesh:
-            self.mesh.close()
-        if self._exchange:
-            self._exchange.stop()
-            self._exchange.join()
-        self._client.close()
+        self.member.close()
         return True
 
     def num_nodes_waiting(self) -> int:
         """Return 1 if this worker must stop its training processes and request the next world, otherwise 0."""
-        now = self._clock()
-        if self._client.closed is not None:
-            return 1
-        if self._batch[:2] != (self.generation, self.attempt) and now - self._looked >= LOOK_S:
-            self._looked = now
-            last, newest = self._batch, self._newest_batch()
-            if newest != last:
-                self._client.amend(batch=newest)
-        request, called = notice_file.read(self._notice), self._client.called
-        if request.get("kind") == "leave":
-            self._refuse("this worker was told to leave")
-            self._report_leaving()
-            broken = called is not None and self.called() and not called.planned  # ranks of other workers may have left already
-            saves = self._listening() or self._owes() if broken else self._saves()
-            return int(not saves or self._too_late("leave", 0, request["deadline"]))
-        if called is None or not self.called():
-            return int(self.repairs is not None and self.repairs.stop_requested() and not self.dies())
-        self._refuse(called.reason)
-        too_late = self._too_late("call", called.generation, called.deadline)
-        if not called.planned or not self._saves() or too_late:
-            return int(not self.dies())
-        if request.get("generation") != called.generation:
-            try:
-                notice_file.write(self._notice, "call", called.reason, called.deadline, generation=called.generation)
-            except OSError:  # a full disk: training receives no request to save, and could not save
-                return 1
-        return 0
+        return int(self.member.must_stop())
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next world that includes this worker, and connect to its store."""
-        begun = time.monotonic()
-        while True:
-            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            listener = socket.create_server((self._host, 0), family=family, backlog=1024)
-            with listener:
-                address = f"{self._host}:{listener.getsockname()[1]}"
-                again = self._again(address)
-                world = again or self._next_world(address)
-                try:
-                    return self._join(world, listener, again=again is not None)
-                except (RuntimeError, OSError) as error:
-                    problem = error
-            # The store's host died before we connected: report that, and request another world.
-            where = f"the store of generation {world.generation} at {world.address}"
-            reason = f"worker {self._client.id} cannot reach {where}: {problem}"
-            if time.monotonic() - begun > self._join_s:  # its host is alive but unreachable
-                raise RendezvousTimeoutError(f"no world within join_timeout ({self._join_s:g} s): {reason}") from problem
-            failure = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time()}
-            self.failed({**failure, "echo": True, "step": None, "committed": None})
-
-    def _again(self, address: str) -> World | None:
-        """Return the current world with a fresh store if its members agree to restart their processes, otherwise None."""
-        self._owes()
-        if self.repairs is None or self.world is None:
-            return None
-        if self._next.get("standing") is MemberState.DONE:
-            self._refuse("this worker has finished")
-            return None
-
-        def late() -> None:  # the coordinator may decide sooner
-            self._client.report(address=address, generation=self.generation, **self._stopped())
-
-        failure, step = self._next.get("failure"), max((record.step for record in self._records()), default=0)
-        go = self.repairs.agree(address, step, failure, overruled=self._overruled, late=late)
-        if go is None:
-            if failure:
-                print(f"outlast | the coordinator is to start the processes again: {self.repairs.reason}", flush=True)
-            return None
-        self._next = {}
-        return dataclasses.replace(self.world, address=go.address, held=self._held)
-
-    def _overruled(self) -> str:
-        """Return the reason why the coordinator must decide; empty if the members may."""
-        new, mesh = self._client.world, self.mesh
-        if self._client.closed is not None or self.called() or (new is not None and new.generation > self.generation):
-            return "the coordinator has decided what comes next"
-        if self.leaving():
-            return "this worker was told to leave"
-        if self.world is None or len(self.world.members) == 1:
-            return ""
-        if mesh is None or not mesh.complete:
-            return "the members do not watch each other"
-        return f"worker {mesh.unheard[0]} is not heard" if mesh.unheard else ""
-
-    def _refuse(self, reason: str) -> None:
-        if self.repairs:
-            self.repairs.refuse(reason)
-
-    def _stopped(self) -> dict[str, Any]:
-        """Fields of the report after our processes have stopped."""
-        self._owes()
-        fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, "held": self._held}
-        fields |= {"owes": self._unsaved, "batch": self._newest_batch()}
-        fields |= self._next
-        return {**(self.repairs.report(failed=True) if fields["failed"] and self.repairs else {}), **fields}
-
-    def _next_world(self, address: str) -> World:
-        generation = self.generation
-        fields = self._stopped()
-        self._next = {}
-        if not self._reported_leaving or self._unsaved:
-            self._reported_leaving = False
-            self._client.report(address=address, generation=generation, **fields)
-        begun = time.monotonic()
-        while True:
-            self._clock()
-            if self._client.closed is not None:
-                raise RendezvousClosedError(self._client.closed.reason)
-            if time.monotonic() - begun > self._join_s:
-                why = self._client.why
-                raise RendezvousTimeoutError(f"no world within join_timeout ({self._join_s:g} s){': ' if why else ''}{why}")
-            if self.leaving() and not self._unsaved:  # otherwise it leaves from the next world, after a save
-                self._report_leaving()
-                raise Leaving("this worker was told to leave")
-            world, called = self._client.world, self._client.called
-            if (
-                fields["standing"] is MemberState.DONE
-                and called is not None
-                and not called.planned
-                and called.generation > generation
-            ):
-                fields["standing"] = MemberState.WAITING  # other workers failed at the end: the last steps are repeated
-                who = f"rank {self.rank}" if self._processes == 1 else "a process"
-                failure = {"rank": None, "code": 1, "reason": f"{who} on worker {self._client.id}", "time": time.time()}
-                left = {"echo": True, "left": True, "step": None, "committed": None}
-                fields |= {"failed": True, "failure": failure | left}
-                self._client.report(**fields)
-            if world is not None and world.generation > generation and self._client.id in world.members:
-                return world
-            self._client.wait(0.1)
-
-    def _join(self, world: World, listener: socket.socket, *, again: bool) -> RendezvousInfo:
-        rank = world.members.index(self._client.id)
+        try:
+            store = self.member.next_world(world_store.connect)
+        except RunClosed as problem:
+            raise RendezvousClosedError(str(problem)) from problem
+        except NoWorld as problem:
+            raise RendezvousTimeoutError(str(problem)) from problem
+        world = self.member.world
+        assert world is not None
         host, port = world.address.rsplit(":", 1)
-        self.world = world
-        self.joining()
-        self._enter_mesh(world, host, int(port), again=again)
-        reported = self._take_up(world, again=again)
-        os.environ |= dict(zip(_NUMBERS, map(str, (world.generation, self.attempt, world.held)), strict=True))
-        if notice_file.read(self._notice).get("kind") == "call":
-            self._notice.unlink(missing_ok=True)
-        fields = {**dataclasses.asdict(world), "attempt": self.attempt}
-        with contextlib.suppress(OSError):  # for people only; a full disk must not prevent a world
-            files.replace(self._state / contract.WORLD, json.dumps(fields))
-        reported |= {"generation": world.generation, "failed": False, "failure": None, "held": 0}
-        self._client.report(standing=MemberState.TRAINING, **reported)
-        self._report_peers()
-        timeout, reach = timedelta(seconds=STORE_TIMEOUT_S), timedelta(seconds=REACH_S)
-        if rank == 0:
-            store = TCPStore(
-                host, int(port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-            )
-        else:
-            socket.create_connection((host, int(port)), timeout=REACH_S).close()
-            store = TCPStore(host, int(port), is_master=False, timeout=reach)
-            store.set_timeout(timeout)
-        until, self.pause_s = time.monotonic() + self.pause_s, 0.0
-        while time.monotonic() < until and not self.num_nodes_waiting() and not self.leaving():
-            self._client.wait(0.1)
-        return RendezvousInfo(store, rank, len(world.members), RendezvousStoreInfo(host, int(port)))
-
-    def _take_up(self, world: World, *, again: bool) -> dict[str, Any]:
-        """Enter a new world, or another attempt of the current world. Returns the attempt fields of the next report."""
-        if self.repairs is None:
-            return {}
-        if again:
-            self.repaired(self.repairs.taken_up())
-        else:
-            self.repairs.enter(world, self.mesh)
-        self.attempt = self.repairs.attempt
-        return self.repairs.report()
-
-    def _enter_mesh(self, world: World, host: str, port: int, *, again: bool) -> None:
-        """Watch the other members of this world. Returns at once; the exchange of addresses runs in the background, through the
-        store of this attempt."""
-        if again and (self.mesh is None or self._exchange is None or self._exchange.over):
-            return
-        if self._exchange:
-            self._exchange.stop()
-        if not self.key or len(world.members) < 2:
-            if self.mesh:
-                self.mesh.enter(world.generation, (self._client.id,))
-            return
-        if self.mesh is None:
-            try:
-                self.mesh = Mesh(self._client.id, self._host, self.key, run=self._run_id, clock=self._clock)
-            except OSError as problem:
-                print(f"outlast | this worker cannot listen at {self._host}, so its peers do not watch it: {problem}", flush=True)
-                return
-            self.mesh.changed = self._report_peers
-        if not again:
-            self.mesh.enter(world.generation, world.members)
-        timeout = timedelta(seconds=CONNECT_S)
-        self._exchange = Exchange(self.mesh, world, lambda: TCPStore(host, port, is_master=False, timeout=timeout))
-
-    def _report_peers(self) -> None:
-        """Report unheard peers. Does nothing while the mesh is still in another world, whose indices may belong to other
-        processes. Also called in the mesh's thread."""
-        if self.mesh and self.mesh.generation == self.generation:
-            self._client.amend(mesh=self.mesh.complete, unheard=self.mesh.unheard, refused=self.mesh.refused)
-
-    def _listening(self) -> bool:
-        """Return whether all training processes have an open session, in which they read notices, save and leave. Before that,
-        training has nothing to save and may wait for a rank that has left."""
-        records = self._records()
-        return len(records) == self._processes and all(record.phase not in ("started", "open") for record in records)
-
-    def _saves(self) -> bool:
-        """Return whether training saves on request. A world with a step to restore (`World.held`) restores it first, even if a
-        member leaves, since the step may be in the memory of few."""
-        return self._listening() or self._owes() or (self.world is not None and self.world.held > 0)
-
-    def _records(self) -> list[progress_file.Progress]:
-        """Return the progress records of this attempt's processes."""
-        records = [progress_file.read(self._state, local_rank) for local_rank in range(self._processes)]
-        return [each for each in records if each and (each.generation, each.attempt) == (self.generation, self.attempt)]
-
-    def _owes(self) -> bool:
-        """Return whether this worker's memory holds an unsaved step, according to its processes' records. Records of the last
-        world count until the new processes have restored the step."""
-        records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
-        if records:
-            in_memory, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))
-            self._unsaved, self._held = in_memory > self._saved, max(in_memory, self._saved)
-        return self._unsaved
-
-    def _newest_batch(self) -> tuple[int, ...]:
-        """Return the batch to report (`messages.Report.batch`): that of the running processes, once they have told it."""
-        batch = max((each.batch for each in self._records() if is_count(each.batch)), default=0)
-        if batch:
-            self._batch = self.generation, self.attempt, 0 if batch % self._processes else batch // self._processes
-        return self._batch
-
-    def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
-        """Return whether training has used up its time to save and leave. The time starts when we receive the request, since the
-        sender's clock may differ from ours. A new deadline restarts it."""
-        request, now = (kind, generation, deadline), self._clock()
-        if self._request is None or self._request[0] != request:
-            left_s = deadline - time.time() if self._leave_s is None else self._leave_s
-            self._request = request, now + left_s
-        return now > self._request[1]
-
-    def _report_leaving(self) -> None:
-        if not self._reported_leaving:
-            self._reported_leaving = True
-            self._owes()
-            self._client.report(standing=MemberState.LEAVING, held=self._held, owes=True)
+        return RendezvousInfo(store, self.member.rank, len(world.members), RendezvousStoreInfo(host, int(port)))
 
 
 class Torchrun(Handler):
@@ -456,25 +86,24 @@ class Torchrun(Handler):
         try:
             return super().next_rendezvous()
         except RendezvousClosedError as problem:
-            if self.closed is None or self.closed.code != contract.Exit.DONE:
+            closed = self.member.closed
+            if closed is None or closed.code != contract.Exit.DONE:
                 raise
             # The job has finished without this surplus node. torchrun has no other way to end with success.
-            print(f"outlast | {self.closed.reason}; nothing is left to do here", flush=True)
+            print(f"outlast | {closed.reason}; nothing is left to do here", flush=True)
             raise SystemExit(0) from problem
 
     def shutdown(self) -> bool:
         """Report how this node has ended. torchrun calls this in a `finally` block, so `sys.exception` is its error."""
         ended_by = sys.exception()
         if ended_by is None:
-            self._client.report(standing=MemberState.DONE)
+            self.member.report(MemberState.DONE)
         elif isinstance(ended_by, ChildFailedError):
             rank, first = ended_by.get_first_failure()
-            reason = (
-                f"worker {self._client.id} gives up, its --max-restarts are used up: rank {rank} exited with {first.exitcode}"
-            )
+            reason = f"worker {self.member.id} gives up, its --max-restarts are used up: rank {rank} exited with {first.exitcode}"
             failure = {"rank": rank, "code": contract.Exit.GIVEN_UP, "reason": reason, "traceback": "", "time": time.time()}
             failure |= {"echo": False, "step": None, "committed": None}
-            self._client.report(standing=MemberState.LEAVING, failed=True, failure=failure)
+            self.member.report(MemberState.LEAVING, failed=True, failure=failure)
         return super().shutdown()
 
 
@@ -488,25 +117,15 @@ def create(params: RendezvousParameters) -> Handler:
 
         sizes = params.min_nodes, params.max_nodes
         elected, join_s = torchrun.client(params.endpoint, run=params.run_id, sizes=sizes, conf=params.config)
-        handler = Torchrun(elected, host=params.local_addr or elected.host, join_s=join_s, **options)
-        handler.key = sealed_lines.key(os.environ)
-        return handler
+        member = Membership(elected, host=params.local_addr or elected.host, join_s=join_s, **options)
+        member.key = sealed_lines.key(os.environ)
+        return Torchrun(member)
     id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
     client = transport.client(params.endpoint, transport.Member(params.run_id, id, state, processes))
-    return Handler(client, host=params.local_addr or "127.0.0.1", **options)
+    return Handler(Membership(client, host=params.local_addr or "127.0.0.1", **options))
 
 
 def _temporary_directory() -> str:
     path = tempfile.mkdtemp(prefix="outlast-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
-
-
-@contextlib.contextmanager
-def member(client: Client, **fields: Any) -> Any:
-    """Provide a handler, and shut it down at the end of the context."""
-    handler = Handler(client, **fields)
-    try:
-        yield handler
-    finally:
-        handler.shutdown()

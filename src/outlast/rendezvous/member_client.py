@@ -2,7 +2,7 @@
 
 A board is a socket to the coordinator (`transports.sockets`), the API server (`kubernetes.board`) or an etcd
 (`rendezvous.etcd.client`). Each report is complete and replaces the previous one. While a board or the coordinator is away,
-nothing is raised here: what was published last stays valid, and training continues. Used by `rendezvous.handler`.
+nothing is raised here: what was published last stays valid, and training continues. Used by `rendezvous.membership`.
 """
 
 from __future__ import annotations

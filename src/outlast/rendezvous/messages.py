@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 
 from outlast.job.contract import End
 from outlast.rendezvous import vocabulary
-from outlast.rendezvous.vocabulary import Id, MemberState, World, is_address
+from outlast.rendezvous.vocabulary import Id, MaybeAddress, MemberState, World
 
 _MOST_UNHEARD = 256
 """Maximum number of peers in one report; a member watches few."""
@@ -35,7 +35,7 @@ class Report:
     generation: int = 0
     """Generation of the member's current or last world."""
     since: float = 0.0
-    address: Annotated[str, lambda address: not address or is_address(address)] = ""
+    address: MaybeAddress = ""
     """`host:port` where the member would host the world's store."""
     failed: bool = False
     failure: Mapping[str, Any] | None = None
@@ -69,6 +69,8 @@ class Report:
     `batch` is the samples of one step over all ranks, divided by the number of processes of this member. The size of a world must
     divide it. 0 if the processes of one member cannot share the samples equally, so that no size would help.
     """
+    mesh_address: MaybeAddress = ""
+    """`host:port` where the member's mesh listens; empty without a mesh."""
 
     def member(self, id: int, *, since: float, received: float, why: str = "") -> vocabulary.Member:
         """Return the worker `id` as this report describes it. Times are the coordinator's: since when the worker has had its
@@ -88,6 +90,7 @@ class Report:
             self.again,
             self.owes,
             self.batch,
+            self.mesh_address,
         )
 
     def changed(self, standing: str, **fields: Any) -> Self:

@@ -1,7 +1,7 @@
 """One process's side of the attempts: a `Participant` connected to the mesh, the clock and the training processes.
 
-The elastic agent has one `Repairs`. Its handler calls `stop_requested` while processes train, and `agree` once they have ended.
-The decisions are in `rendezvous.attempts`.
+A member has one `Repairs`. Its membership calls `stop_requested` while processes train, and `agree` once they have ended. The
+decisions are in `rendezvous.attempts`.
 """
 
 from __future__ import annotations

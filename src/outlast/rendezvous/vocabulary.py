@@ -20,6 +20,8 @@ Id = Annotated[int, lambda id: id < contract.MOST_WORKERS]
 is_address = re.compile(r"[!-~]{1,255}:[0-9]{1,5}").fullmatch
 Address = Annotated[str, is_address]
 """`host:port`."""
+MaybeAddress = Annotated[str, lambda address: not address or is_address(address)]
+"""`host:port`, or empty."""
 
 
 class MemberState(enum.StrEnum):
@@ -65,6 +67,8 @@ class Member:
     """True if other workers may not yet be able to load the step that this worker holds or is saving."""
     batch: tuple[int, ...] = ()
     """See `messages.Report.batch`."""
+    mesh_address: str = ""
+    """See `messages.Report.mesh_address`."""
 
 
 class Cause(enum.StrEnum):
@@ -127,6 +131,8 @@ class World:
     at: float = 0.0
     held: int = 0
     """The newest complete step of any worker of the last world. A resume below this step loses steps and is reported."""
+    mesh_addresses: tuple[MaybeAddress, ...] = ()
+    """Where each member's mesh listens, in rank order; empty for a member without one. Older versions publish none."""
 
 
 @dataclass(frozen=True)

@@ -487,7 +487,8 @@ def _world(s: _Situation, chosen: Sequence[Member]) -> World:
     why = f"{s.called.reason}; " if s.called and s.called.cause is not Cause.RESUME else ""
     generation = s.called.generation if s.called else s.next
     reason = f"{why}training {_goes_on(s)} with {size}"
-    return World(generation, tuple(m.id for m in chosen), chosen[0].address, reason, s.now, s.held_step)
+    meshes = tuple(m.mesh_address for m in chosen) if any(m.mesh_address for m in chosen) else ()
+    return World(generation, tuple(m.id for m in chosen), chosen[0].address, reason, s.now, s.held_step, meshes)
 
 
 # Phrases for reasons

@@ -1,6 +1,6 @@
 """The notice: a file that asks the training of this worker to save at the next step boundary and leave (`contract.NOTICE`).
 
-The agent writes the notice when the worker is interrupted (`leave`), the rendezvous handler when a new rendezvous is requested
+The agent writes the notice when the worker is interrupted (`leave`), its membership when a new rendezvous is requested
 (`call`, with the next generation). Training only checks whether the file exists. A file needs no signal handler in the training
 process, and outlives its writer.
 """

@@ -253,7 +253,7 @@ class Membership:
             self.closed = Closed(published.ended[self._who.token], contract.Exit.INTERRUPTED)
         world = published.world
         if world and world.generation > (self._newest.generation if self._newest else 0):
-            self._newest, self._tokens = world, published.tokens
+            self._newest, self._tokens = replace(world, mesh_addresses=()), published.tokens  # each member's key has a copy
             if (self.id, self._who.token) in zip(
                 world.members, published.tokens, strict=False
             ):  # not an earlier process of our index

@@ -5,7 +5,7 @@ Design: docs/decisions/0039-the-mesh.md.
     connection   one socket with sealed lines
     peer         the connection to one peer, and messages that wait for an answer
     mesh         all connections of a member, in one thread
-    exchange     the members' addresses, through the world's store
 
-Used by `rendezvous.handler`. Training (gloo, NCCL) and snapshots use sockets of their own.
+Members report where their mesh listens, and a world carries the addresses of its members (`vocabulary.World`).
+Used by `rendezvous.membership`. Training (gloo, NCCL) and snapshots use sockets of their own.
 """

@@ -12,7 +12,7 @@ The watching side connects, so two members that watch each other have two connec
 (`connection.IDLE_S`), so the thread only reads the clock once per second while all is well. The kernel also acknowledges for a
 stopped or starved process, which therefore stays heard; hang detection is the task of its own agent.
 
-Docs: docs/decisions/0039-the-mesh.md. Used by `rendezvous.handler`.
+Docs: docs/decisions/0039-the-mesh.md. Used by `rendezvous.membership`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class Mesh:
         self, id: int, host: str, key: bytes, *, run: str = "", clock: Callable[[], float] | None = None, thread: bool = True
     ) -> None:
         """Listen on `host`. Raises OSError. Without `thread`, the caller must call `turn`."""
-        self.id = id
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._listener.setblocking(False)
@@ -111,6 +110,15 @@ class Mesh:
         self._thread = threading.Thread(target=self._run, name="outlast-mesh", daemon=True)
         if thread:
             self._thread.start()
+
+    @property
+    def id(self) -> int:
+        """Index of this member; negative before one is assigned."""
+        return int(self._hello["id"])
+
+    @id.setter
+    def id(self, id: int) -> None:
+        self._hello["id"] = id
 
     # Called from any thread
 

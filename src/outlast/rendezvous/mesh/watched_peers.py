@@ -82,6 +82,8 @@ class PeerState:
 
 EVERYBODY = 8
 """Maximum size of a world in which every member watches all others."""
+SMALL = 64
+"""Maximum size of a world in which every member knows the addresses of all others."""
 
 
 def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
@@ -96,3 +98,11 @@ def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
     place, size = members.index(id), len(members)
     places = {(place + sign * distance) % size for distance in (1, 2, size // 2) for sign in (1, -1)}
     return tuple(members[each] for each in sorted(places))
+
+
+def known(id: int, members: Sequence[int]) -> tuple[int, ...]:
+    """Return the peers whose addresses member `id` needs: those that it watches, and rank 0, which leads attempts. Rank 0, and
+    every member of a small world, needs all."""
+    if id == members[0] or len(members) <= SMALL:
+        return tuple(each for each in members if each != id)
+    return tuple(dict.fromkeys((members[0], *watched(id, members))))

@@ -10,6 +10,7 @@ that the coordinator has published.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -27,10 +28,10 @@ from outlast.job import contract, sealed_lines
 from outlast.job.contract import FailureCause
 from outlast.job.ledger import Ledger
 from outlast.job.workerfiles import log_pipe, progress_file
-from outlast.rendezvous import restart_budget, transport
+from outlast.rendezvous import restart_budget, transport, world_store
 from outlast.rendezvous.attempts import Past
-from outlast.rendezvous.handler import Handler, member
 from outlast.rendezvous.member_client import Client
+from outlast.rendezvous.membership import Membership, RunClosed
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.root_cause import left_early
 from outlast.rendezvous.world import World
@@ -61,8 +62,6 @@ disk. A plain script without reported steps counts as at step 0 if it was silent
 def main(argv: list[str], *, ready_fd: int | None = None) -> None:
     """Train in successive worlds until the run has ended. `ready_fd` is a pipe that is closed once ranks can be forked. Raises
     SystemExit."""
-    import torch.distributed.elastic.rendezvous as rendezvous
-
     processes, grace_s, limit, command = int(argv[0]), argv[1], int(argv[2]), argv[3:]
     os.environ[contract.Env.PARENT] = str(os.getpid())
     state = Path(os.environ[contract.Env.STATE])
@@ -74,38 +73,39 @@ def main(argv: list[str], *, ready_fd: int | None = None) -> None:
     if ready_fd is not None and transport.others_may_wait(os.environ):
         os.read(ready_fd, 1)
     early, kills, seen = 0, restart_budget.Kills(), Seen(time.monotonic)
-    with member(client, run_id=run_id, state=state, host=host, processes=processes, leave_s=float(grace_s)) as handler:
-        handler.key = sealed_lines.key(os.environ)
-        handler.repaired = lambda past: _repaired(past, first=handler.rank == 0)
+    member = Membership(client, run_id=run_id, state=state, host=host, processes=processes, leave_s=float(grace_s))
+    with contextlib.closing(member):
+        member.key = sealed_lines.key(os.environ)
+        member.repaired = lambda past: _repaired(past, first=member.rank == 0)
 
         def joining() -> None:
             _forget(state, processes)
-            handler.repairs = handler.repairs or Repairs(id, limit)
+            member.repairs = member.repairs or Repairs(id, limit)
 
-        handler.joining = joining
-        handler.dies = lambda: any(
+        member.joining = joining
+        member.dies = lambda: any(
             seen.age(rank, record["time"]) < EXIT_TIMEOUT_S for rank, record in _causes(state, processes).items()
         )
         if lost:
-            _replace(handler, client, **lost)
+            _replace(member, client, **lost)
         while True:
             begun, logged = time.monotonic(), log_pipe.size(log)
             try:
-                failures, left = _train(handler, state, processes, float(grace_s), command)
-            except rendezvous.RendezvousClosedError:
-                closed = handler.closed
+                failures, left = _train(member, state, processes, float(grace_s), command)
+            except RunClosed:
+                closed = member.closed
                 if closed and closed.code in (contract.Exit.GIVEN_UP, contract.Exit.INTERRUPTED):
                     print(f"outlast | {closed.reason}", file=sys.stderr, flush=True)
-                code = closed.code if closed else _left(handler)
+                code = closed.code if closed else _left(member)
                 sys.exit(contract.Exit.FAILED if code == os.EX_SOFTWARE else code)  # EX_SOFTWARE is for our own bugs
             if not failures:
-                handler.done()
+                member.done()
             elif not any(_is_cause(failure) for failure in failures) and any(_was_interrupted(failure) for failure in failures):
-                if handler.leaving():
-                    sys.exit(_left(handler))
-                if not handler.called():  # backoff for a script that always exits with 75
+                if member.leaving():
+                    sys.exit(_left(member))
+                if not member.called():  # backoff for a script that always exits with 75
                     early = early + 1 if time.monotonic() - begun < MAX_BACKOFF_S else 0
-                    handler.pause_s = backoff.exponential(early - 1, 0.5, MAX_BACKOFF_S) if early else 0.0
+                    member.pause_s = backoff.exponential(early - 1, 0.5, MAX_BACKOFF_S) if early else 0.0
             else:
                 first = _first(failures, left)
                 line = f"{contract.ECHO if first['echo'] else 'outlast | '}{first['reason']}"
@@ -115,55 +115,54 @@ def main(argv: list[str], *, ready_fd: int | None = None) -> None:
                     first["early"] = ""
                 outside = contract.killed(first["code"]) or first["cause"] is FailureCause.DISK_FULL
                 kills = kills.after(outside, first["step"], time.monotonic() - begun)
-                handler.pause_s = kills.pause_s  # before the next start; this failure is reported at once
-                _report(handler, {**first, "log_tail": log_pipe.tail(log, line, since=logged, prefix=prefix)})
+                member.pause_s = kills.pause_s  # before the next start; this failure is reported at once
+                _report(member, {**first, "log_tail": log_pipe.tail(log, line, since=logged, prefix=prefix)})
 
 
-def _report(handler: Handler, failure: dict[str, Any]) -> None:
+def _report(member: Membership, failure: dict[str, Any]) -> None:
     """Report a failure of the training processes. A worker with wrong bits ends, so that another one takes its place."""
     if failure["cause"] is not FailureCause.BITS:
-        return handler.failed(failure)
-    handler.replaced(failure)
+        return member.failed(failure)
+    member.replaced(failure)
     sys.exit(contract.Exit.FAILED)
 
 
-def _left(handler: Handler) -> int:
+def _left(member: Membership) -> int:
     """Leave once the other workers can load the state that was saved here. Returns the exit code. The agent kills this process if
     that takes too long."""
-    handler.left(reached=False)
-    if handler.rank == 0:
-        rank0_files.leave(os.environ, handler.generation, over=lambda: handler.closed is not None)
-    handler.left(reached=True)
+    member.left(reached=False)
+    if member.rank == 0:
+        rank0_files.leave(os.environ, member.generation, over=lambda: member.closed is not None)
+    member.left(reached=True)
     return contract.Exit.INTERRUPTED
 
 
-def _replace(handler: Handler, client: Client, generation: int, attempt: int, failure: dict[str, Any]) -> None:
+def _replace(member: Membership, client: Client, generation: int, attempt: int, failure: dict[str, Any]) -> None:
     """Replace a killed elastic agent, and report that its training processes have ended with it."""
-    handler.world, handler.attempt = World(generation, (client.id,), "", ""), attempt
+    member.world, member.attempt = World(generation, (client.id,), "", ""), attempt
     client.amend(generation=generation, attempt=attempt, again=True)
-    handler.failed(failure)
+    member.failed(failure)
 
 
 def _train(
-    handler: Handler, state: Path, processes: int, grace_s: float, command: list[str]
+    member: Membership, state: Path, processes: int, grace_s: float, command: list[str]
 ) -> tuple[list[dict[str, Any]], int | None]:
     """Join worlds and run the training processes until they end by themselves. Returns their failures, none on success, and the
     rank of a process that exited with 0 although others failed."""
     kills = machine_memory.Machine().oom_kills()
     while True:
-        joined = handler.next_rendezvous()
-        assert handler.world is not None
-        _log_start(handler)
-        if joined.world_size > 1:
-            called = lambda: handler.num_nodes_waiting() > 0  # noqa: E731
-            rank0_files.share(joined.store, first=joined.rank == 0, called=called, environ=os.environ)
-        environs = rank_processes.environs(handler.world, handler.get_run_id(), processes, joined.rank)
+        tcp_store = member.next_world(world_store.connect)
+        assert member.world is not None
+        _log_start(member)
+        if len(member.world.members) > 1:
+            rank0_files.share(tcp_store, first=member.rank == 0, called=member.must_stop, environ=os.environ)
+        environs = rank_processes.environs(member.world, member.run_id, processes, member.rank)
         environs = [{**os.environ, **environ} for environ in environs]
         ranks = rank_processes.RankProcesses(str(state / warm_request.SOCKET), command, environs)
         try:
-            while not ranks.over() and not handler.num_nodes_waiting():
+            while not ranks.over() and not member.must_stop():
                 ranks.wait(MONITOR_INTERVAL_S)
-            if (over := ranks.over()) and not any(_is_cause(_failure(state, handler, end)) for end in ranks.failures()):
+            if (over := ranks.over()) and not any(_is_cause(_failure(state, member, end)) for end in ranks.failures()):
                 ranks.wait(rank_processes.CAUSE_S, all_=True)
         finally:
             promised = os.path.exists(os.environ.get(contract.Env.NOTICE, ""))
@@ -177,13 +176,13 @@ def _train(
         end = rank_processes.Ended(record["rank"], local_rank, record["code"], record["time"])
         failures.setdefault(local_rank, end)
     left = ranks.left()
-    return [_failure(state, handler, end, oom=oom) for end in failures.values()], left.rank if left else None
+    return [_failure(state, member, end, oom=oom) for end in failures.values()], left.rank if left else None
 
 
-def _log_start(handler: Handler) -> None:
+def _log_start(member: Membership) -> None:
     """Log that the training processes start again in a new world. `_repaired` logs further attempts of a world."""
-    if handler.world and handler.generation > 1 and not handler.attempt:
-        print(contract.start_line(handler.generation, 0, handler.world.reason), file=sys.stderr, flush=True)
+    if member.world and member.generation > 1 and not member.attempt:
+        print(contract.start_line(member.generation, 0, member.world.reason), file=sys.stderr, flush=True)
 
 
 def _forget(state: Path, processes: int) -> None:
@@ -219,7 +218,7 @@ def _first(failures: list[dict[str, Any]], rank: int | None) -> dict[str, Any]:
     return {**first, "rank": rank, "reason": reason, "echo": False, "left": True, "traceback": ""}
 
 
-def _failure(state: Path, handler: Handler, ended: rank_processes.Ended, *, oom: bool = False) -> dict[str, Any]:
+def _failure(state: Path, member: Membership, ended: rank_processes.Ended, *, oom: bool = False) -> dict[str, Any]:
     """Return the failure of one training process for the rendezvous. `oom`: the kernel's OOM killer has killed a process of this
     worker meanwhile."""
     rank, local_rank = ended.rank, ended.local_rank
@@ -234,7 +233,7 @@ def _failure(state: Path, handler: Handler, ended: rank_processes.Ended, *, oom:
     # Messages of OutlastError are whole sentences.
     sentence = bool(record) and not record.get("traceback") and not verdict and record["type"] != "SystemExit"
     reached = progress_file.read(state, local_rank)
-    if reached and (reached.generation, reached.attempt) != (handler.generation, handler.attempt):
+    if reached and (reached.generation, reached.attempt) != (member.generation, member.attempt):
         reached = None
     reported = 0
     if reached and reached.phase == "started":  # a plain script, which reports steps at most

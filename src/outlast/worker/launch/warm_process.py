@@ -329,10 +329,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-MEETING = (
-    "outlast.rendezvous.handler",
-    "outlast.worker.launch.elastic_agent",
-)
+MEETING = ("outlast.worker.launch.elastic_agent",)
 """Modules that the elastic agent imports."""
 TRAINING = (
     *("torch.nn.parallel", "outlast.worker.launch.training_process", "torch.distributed.checkpoint"),
