@@ -78,7 +78,7 @@ class Difference:
 def differing(copies: Sequence[Copy]) -> list[Difference]:
     """Return the differences between the copies of each share, with the tensors of modules before those of optimizers."""
     found: dict[tuple[int | None, int], list[str]] = {}
-    """Names of tensors, by the rank that differs (None: unknown) and the share."""
+    """Names of tensors, by the rank that differs (None if unknown) and the share."""
     groups: dict[int, list[Copy]] = {}
     for each in copies:
         if each.checksums:

@@ -51,7 +51,7 @@ class Fault:
     do: str
     """One of `ACTIONS`."""
     worker: int | None = None
-    """Index of the worker; None: a random one."""
+    """Index of the worker; None for a random one."""
     at: timedelta | None = None
     """Time since the run was submitted."""
     step: int | None = None

@@ -24,8 +24,8 @@ _TOOLS = "xpan,xbox_zoom,xwheel_zoom,xzoom_in,xzoom_out,reset"
 
 
 class Plots:
-    """The plots of a page by their names. Those over `time`, the seconds since the start of the run, are zoomed together, and so
-    are those over `step`."""
+    """The plots of a page by their names. All plots over `time`, in seconds since the start of the run, are zoomed together, and
+    so are all plots over `step`."""
 
     def __init__(self, seconds: float, steps: float) -> None:
         self.drawn: dict[str, Any] = {}

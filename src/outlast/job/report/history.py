@@ -19,7 +19,7 @@ _ERRORS = 50
 _FINE = 2000
 """Minimum number of buckets of the step over the time."""
 _ORDINARY = (Bucket.TRAINING, Bucket.DATA, Bucket.SNAPSHOT, Bucket.CHECKPOINT)
-"""Buckets of a run that nothing disturbs."""
+"""Buckets of undisturbed training."""
 _SOURCE = re.compile(r"(?:worker|rank)-(\d+)(?:-|$)")
 """Name of a training process in the ledger."""
 
@@ -130,8 +130,8 @@ def _number(value: object) -> float:
 
 
 def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
-    """Return at most `most` segments: the longest ones that are lost to training, then the longest others. What lies between them
-    is one segment, of the bucket that most of it belongs to."""
+    """Return at most `most` segments: the longest ones that are lost to training, then the longest others. The time between
+    two of them is one segment, of the bucket that most of it belongs to."""
     if len(segments) <= most:
         return list(segments)
     picked = heapq.nlargest(most // 2, segments, key=lambda each: (each.bucket not in _ORDINARY, each.end - each.start))

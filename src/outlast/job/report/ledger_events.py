@@ -107,7 +107,7 @@ class Survey:
     """Facts about all events that the timeline needs before its own pass over them."""
 
     start: int | None = None
-    """Time of the first event in microseconds since the epoch; None without any event."""
+    """Time of the first event in microseconds since the epoch; None if there are no events."""
     last_steps: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     """End of the last step of each attempt of each generation. Its world was intact up to this time, whatever was reported."""
     blind: bool = True

@@ -121,7 +121,7 @@ class Resources(Checked):
     cpu: field_types.Cores | None = None
     """CPU cores: `4`, `500m`. With `kubectl apply`, write a fraction as text, `500m` or `"0.5"`: API servers accept no other."""
     cpu_limit: field_types.Cores | None = None
-    """CPU limit, `8`, for namespaces that require one. Kubernetes only. Default: none: data loaders may use idle cores."""
+    """CPU limit, `8`, for namespaces that require one. Kubernetes only. No limit by default: data loaders may use idle cores."""
     memory: field_types.Memory | None = None
     """Memory: `16Gi`."""
     gpu: field_types.Whole = 0

@@ -95,7 +95,7 @@ class Logged(NamedTuple):
     steps: int | None = None
     """Total number of steps, if the line gives it."""
     epoch: int | None = None
-    """The epoch whose steps are counted, or UNNAMED if the line does not name it. None: the line counts steps of the run."""
+    """The epoch whose steps are counted, or UNNAMED if the line does not name it. None if the line counts steps of the run."""
 
 
 UNNAMED = -1

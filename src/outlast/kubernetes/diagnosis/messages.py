@@ -42,8 +42,8 @@ def refusal(namespace: str, message: str) -> Finding:
 
 
 def _amounts(message: str) -> str:
-    """Return the amounts in a message about a quota: `pods: a pod asks for 1, 3 of 3 are used` for `requested: pods=1, used:
-    pods=3, limited: pods=3`."""
+    """Return the amounts in a message about a quota. `requested: pods=1, used: pods=3, limited: pods=3` becomes `pods: a pod
+    asks for 1, 3 of 3 are used`."""
     if (match := re.search(r"requested: (\S+), used: (\S+), limited: (\S+)", message)) is None:
         return ""
     requested, used, limit = (dict(part.partition("=")[::2] for part in text.split(",")) for text in match.groups())

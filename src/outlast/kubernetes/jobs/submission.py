@@ -29,7 +29,7 @@ FILE_ANNOTATION = "outlast.dev/file"
 
 
 def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-    """Return the documents of a job for the operator. `run` identifies the submission (None: a digest of the file); `fresh`
+    """Return the documents of a job for the operator. `run` identifies the submission (a digest of the file if None); `fresh`
     starts a new run."""
     from outlast.kubernetes import manifests
 

@@ -1,7 +1,7 @@
 """Kubeflow's documents as job files: `TrainJob` of its Trainer, and `PyTorchJob` of its training operator.
 
 `fields.yaml` is the table of their fields: each becomes a field of an ElasticJob, is dropped with a sentence, or is translated
-here. What cannot be honoured is refused. Why: docs/decisions/0064-documents-of-others.md.
+here. A field that cannot be honoured is refused. Why: docs/decisions/0064-documents-of-others.md.
 """
 
 from __future__ import annotations

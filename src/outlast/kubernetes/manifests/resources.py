@@ -29,7 +29,7 @@ class Share:
     threads: int
     """Number of threads per process (OMP_NUM_THREADS). Results depend on it, so it must be the same on every machine."""
     shared_memory: int | None
-    """Size of `/dev/shm` in bytes; None: limited only by the memory."""
+    """Size of `/dev/shm` in bytes; None if only the memory limits it."""
 
     def container(self) -> dict[str, Quantities]:
         return {key: value for key, value in (("requests", self.requests), ("limits", self.limits)) if value}

@@ -24,7 +24,7 @@ https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-no
 
 
 class NoticePeriod(NamedTuple):
-    """Time from a notice until the node is gone, in seconds; None: the pod's own grace period ends first."""
+    """Time from a notice until the node is gone, in seconds; None if the pod's own grace period ends first."""
 
     default_s: float | None
     spot_s: float | None
@@ -73,7 +73,7 @@ class Departure:
     cause: str
     """The taint's key (with the value if the taint is `LEAVING`), the condition's type, or the annotation's key."""
     deadline: float | None = None
-    """Seconds since the epoch; None: not before the pod's own grace period ends."""
+    """Seconds since the epoch; None if the pod's own grace period ends first."""
     reason: str = ""
     """The reason annotated together with the deadline, if any."""
 
@@ -82,7 +82,7 @@ class Departure:
         return f"node {node} ({self.cause}{f', {self.reason}' if self.reason else ''})"
 
     def grace_s(self, pod: Document, now: float) -> int | None:
-        """Return the grace period with which to delete a pod; None: the pod's own, which ends before the deadline. At least
+        """Return the grace period with which to delete a pod; None if the pod's own ends before the deadline. At least
         1, since with 0 the deletion would not wait for the node."""
         if self.deadline is None:
             return None

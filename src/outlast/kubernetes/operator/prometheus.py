@@ -41,14 +41,15 @@ class _Job:
     step: int | None = None
     restarts: int = 0
     progressed_at: float | None = None
-    """Time at which progress was last written; the next field is the time at which the newest checkpoint was committed."""
+    """Time at which progress was last written."""
     committed_at: float | None = None
+    """Time at which the newest checkpoint was committed."""
     losses: elasticjob_status.Losses | None = None
 
 
 class Metrics:
-    """All metrics of one operator, in a separate registry. Those of the jobs that exist are computed at each scrape. Safe to call
-    from any thread."""
+    """All metrics of one operator, in a separate registry. The metrics of existing jobs are computed at each scrape. Safe to
+    call from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -158,7 +158,7 @@ class Snapshots:
         self._share = 0
         """Our share in the last snapshot."""
         self._passed, self._pass = 0, 1
-        """The number of snapshots that differ since the last comparison, and the number at which the next one comes."""
+        """How many snapshots differ since the last comparison, and at how many the next comparison is due."""
         self._equal: dict[int, int] = {}
         """Step of the last snapshot without a difference, by the number of our share; all of them compare all that every rank
         has."""
