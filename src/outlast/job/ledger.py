@@ -184,7 +184,7 @@ class Events:
 
 
 def read(*directories: Path) -> Events:
-    """Return all events in the ledgers of these directories, as far as they are written now."""
+    """Return all events written so far in the ledgers of these directories."""
 
     def source(path: Path, size: int) -> Source:
         def pieces() -> Iterator[bytes]:

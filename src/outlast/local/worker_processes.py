@@ -220,7 +220,7 @@ class WorkerPool:
                 print(f"worker {index} {why}; killed it", flush=True)
 
     def kill_elastic(self, index: int, pid: int, why: str) -> None:
-        """Kill only the elastic agent of a worker. The worker's agent, with the newest snapshot, starts another one."""
+        """Kill only the elastic agent of a worker. The worker's agent keeps the newest snapshot and starts another one."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):

@@ -8,8 +8,8 @@ from outlast.cli.find_job import FileArgument
 def convert(file: FileArgument) -> None:
     """Print the job file of a TrainJob or PyTorchJob of Kubeflow.
 
-    Fields that are assumed or dropped are said on standard error, a line each; a document that cannot be honoured is refused with
-    one sentence. run, submit and render accept such documents as they are, and say the same. - reads from standard input.
+    Standard error has a line for each field that is assumed or dropped. A document that cannot be honoured is refused with one
+    sentence. run, submit and render accept such documents as they are, and print the same lines. The file - is standard input.
 
     \b
     Examples:

@@ -199,8 +199,8 @@ class Submission:
 
     def _existing(self, document: Document, alive: AbstractSet[str]) -> Document | None:
         """Return the existing object with a document's name, or None if there is none or if its owners are gone. In the
-        latter case the object is deleted: garbage collection may be about to delete it, and so take it away from the new
-        workload."""
+        latter case the object is deleted here, since garbage collection may otherwise delete it after the new workload has begun
+        to use it."""
         if (existing := apply_documents.existing(self.cluster, document)) is None:
             return None
         kind, meta, owners = kinds.kind_of(document), document["metadata"], owner_references.owners(existing)

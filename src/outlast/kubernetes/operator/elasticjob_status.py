@@ -114,10 +114,10 @@ class Progress:
     bytes: int = 0
     """Size of the newest checkpoint; 0: unknown."""
     goodput: float | None = None
-    """Goodput that the worker of rank 0 computes from the run's ledger; after the end, from the whole ledger. None: not
-    reported."""
+    """Goodput that the worker of rank 0 computes from the run's ledger; after the end, from the whole ledger. None if it
+    was not reported."""
     losses: Losses | None = None
-    """Losses computed with it; kept while nobody trains. None: never reported."""
+    """Losses computed with it; kept while nobody trains. None if they were never reported."""
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ class Snapshots:
         return float(self._place.weight * int(digest, 16)) if digest else math.nan
 
     def count(self, sums: Sequence[float], *, compare: bool = True) -> None:
-        """Act on the sums of all ranks' votes. Without `compare`, no ranks are named that differ."""
+        """Act on the sums of all ranks' votes. Ranks that differ are named only with `compare`."""
         due, working, problems, unready, missed, cost, digests = sums
         self._agreed = self._enabled and due > 0 and not any((working, problems, unready, missed))
         if problems and self._enabled:

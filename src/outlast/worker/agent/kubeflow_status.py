@@ -32,7 +32,7 @@ _TAIL = 1 << 16
 
 
 class StatusServer:
-    """The status server that `environ` names, if any. `output` is the job's."""
+    """The status server that `environ` names, if any. `output` is the job's output directory."""
 
     def __init__(self, environ: Mapping[str, str], output: Path) -> None:
         self._environ, self._metrics = environ, output / contract.METRICS
