@@ -19,7 +19,7 @@ from outlast.rendezvous.etcd import client as etcd
 from outlast.rendezvous.etcd import election, key_schema
 from outlast.rendezvous.etcd import gateway as servers
 from outlast.rendezvous.etcd.gateway import Outcome
-from outlast.rendezvous.etcd.member import Identity, Membership
+from outlast.rendezvous.etcd.member import EtcdMember, Identity
 from outlast.rendezvous.world import MemberState
 from simulated_etcd import Link, SimulatedEtcd
 
@@ -53,16 +53,16 @@ class Bench:
         self.words += 1
         return f"word-{self.words}"
 
-    def member(self, token: str, id: int | None = None, *, skew: float = 0.0, **fields: Any) -> Membership:
+    def member(self, token: str, id: int | None = None, *, skew: float = 0.0, **fields: Any) -> EtcdMember:
         how = {"clock": lambda: self.etcd.now + skew, **{name: fields.pop(name) for name in ("clock", "wall") if name in fields}}
         who = Identity("r", id, token, most=3, **fields)
-        member = Membership(Link(self.etcd, random.Random(0)), OF, who, choose=min, **how)
+        member = EtcdMember(Link(self.etcd, random.Random(0)), OF, who, choose=min, **how)
         self.hear(member)
         member.report = dataclasses.replace(member.report, address=f"{token}:1")
         member.publish()
         return member
 
-    def hear(self, *members: Membership) -> None:
+    def hear(self, *members: EtcdMember) -> None:
         for member in members:
             member.listed(member._store.range(OF.decided, prefix=True))
 
@@ -75,7 +75,7 @@ class Bench:
         self.turn(candidate, seconds=0.0)
         return candidate, voice
 
-    def turn(self, *candidates: election.Candidate, seconds: float = 3.0, keep: tuple[Membership, ...] = ()) -> None:
+    def turn(self, *candidates: election.Candidate, seconds: float = 3.0, keep: tuple[EtcdMember, ...] = ()) -> None:
         """Time passes, in which these decide, and those members renew their leases."""
         for _ in range(max(1, round(seconds / 0.25))):
             for candidate in candidates:
@@ -97,7 +97,7 @@ def bench() -> Bench:
     return Bench()
 
 
-def trains(bench: Bench, *members: Membership) -> None:
+def trains(bench: Bench, *members: EtcdMember) -> None:
     for member in members:
         bench.hear(member)
         assert member.world is not None
@@ -107,7 +107,7 @@ def trains(bench: Bench, *members: Membership) -> None:
         member.publish()
 
 
-def fails(member: Membership, reason: str = "it failed", *, time: float = 0.0, echo: bool = False) -> None:
+def fails(member: EtcdMember, reason: str = "it failed", *, time: float = 0.0, echo: bool = False) -> None:
     failure = {"rank": 0, "code": 1, "reason": reason, "traceback": "", "time": time, "echo": echo, "step": None}
     member.report = dataclasses.replace(
         member.report, standing=MemberState.WAITING, failed=True, failure={**failure, "committed": None}
@@ -454,7 +454,7 @@ def test_a_world_that_etcd_has_forgotten_is_taken_up_and_generations_are_passed_
 
 def test_a_member_takes_up_all_keys_that_have_changed_in_one_revision() -> None:
     """The keys of a lease are deleted in one revision when it ends."""
-    member = Membership(Link(SimulatedEtcd(), random.Random(0)), OF, Identity("a"))
+    member = EtcdMember(Link(SimulatedEtcd(), random.Random(0)), OF, Identity("a"))
     member.happened([servers.KeyValue(OF.leader, "", 4, 4)])
     assert member._leader
     member.happened([servers.Gone(OF.published, 5), servers.Gone(OF.leader, 5)])

@@ -20,7 +20,7 @@ from outlast.job.status import State
 from outlast.rendezvous import coordinator, restart_budget, world
 from outlast.rendezvous.etcd import election, key_schema
 from outlast.rendezvous.etcd.gateway import KeyValue
-from outlast.rendezvous.etcd.member import Identity, Membership
+from outlast.rendezvous.etcd.member import EtcdMember, Identity
 from outlast.rendezvous.world import MemberState
 from simulated_etcd import Link, SimulatedEtcd, Watch
 
@@ -49,7 +49,7 @@ class Node:
         nnodes = f"{sizes[0]}:{sizes[1]}"
         token = f"process-{number}"
         who = Identity("run", None, token, TTL, nnodes, sizes[1])
-        self.member = Membership(self.link, OF, who, clock=self.clock, choose=rng.choice)
+        self.member = EtcdMember(self.link, OF, who, clock=self.clock, choose=rng.choice)
         self.member.report = dataclasses.replace(self.member.report, address=f"host-{number}:1")
         what = coordinator.Settings(
             tuple(range(sizes[0], sizes[1] + 1)), restart_budget.Policy(10**6, timedelta(hours=1)), world.Timeouts(start=5.0)

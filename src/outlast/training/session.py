@@ -263,7 +263,7 @@ class Session:
 
     @public("net = run.ddp(model)")
     def ddp(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
-        """Wrap `model` in `DistributedDataParallel(model, **options)`, with the same order of additions after every restart.
+        """Wrap `model` in DistributedDataParallel on this rank's device, with the same order of additions after every restart.
 
         Plain DDP rebuilds its gradient buckets after the first backward pass. With three or more ranks, the gradients' sum then
         has other bits, so the first step after a resume would not be exact. This method makes DDP rebuild the buckets before the

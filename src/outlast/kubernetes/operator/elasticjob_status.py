@@ -399,10 +399,13 @@ def _rendezvous_document(status: Status, grace_s: float) -> Document:
     if call is not None:
         times = {"at": _ms(call.at), "deadline": _ms(call.at + grace_s)}
         called = {**dataclasses.asdict(call), "leaving": list(call.leaving), "lost": list(call.lost) or None, **times}
-    lists = {name: list(getattr(world, name)) for name in ("members", "mesh_addresses")} if world else {}
+    published = None
+    if world is not None:
+        lists = {"members": list(world.members), "mesh_addresses": list(world.mesh_addresses)}
+        published = {**dataclasses.asdict(world), **lists, "at": _ms(world.at)}
     return {
         "run": status.run,
-        "world": {**dataclasses.asdict(world), **lists, "at": _ms(world.at)} if world else None,
+        "world": published,
         "called": called,
         "closed": dataclasses.asdict(status.result) if status.result else None,
         "formed": status.has_formed_world or None,

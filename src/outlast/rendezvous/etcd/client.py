@@ -1,7 +1,7 @@
 """A member's client of the etcd v3 rendezvous, for torchrun anywhere and for pods without an operator.
 Docs: docs/decisions/0014-rendezvous-by-etcd.md, docs/guide/torchrun.md.
 
-This module connects `member.Membership` and `election.Candidate` with etcd, and has `look`, which reads the state of runs for
+This module connects `member.EtcdMember` and `election.Candidate` with etcd, and has `look`, which reads the state of runs for
 people. While etcd is unreachable, the last published state stays valid and training continues; no error is raised here.
 """
 
@@ -23,7 +23,7 @@ from outlast.base.backoff import ConnectionLog, pause
 from outlast.base.errors import EtcdError, OutlastError
 from outlast.job.contract import Env
 from outlast.rendezvous.etcd import gateway, key_schema
-from outlast.rendezvous.etcd.member import Identity, Membership
+from outlast.rendezvous.etcd.member import EtcdMember, Identity
 from outlast.rendezvous.messages import Closed, Published, Report
 from outlast.rendezvous.world import Call, World
 
@@ -96,7 +96,7 @@ class Board:
         """`name` is the run's name in etcd, by default `who.run`."""
         self.etcd = gateway.Etcd(where, answer_s=_answer_s(who.ttl))
         self.keys = key_schema.Keys.of(where.prefix, name or who.run)
-        self.membership = Membership(self.etcd, self.keys, who)
+        self.membership = EtcdMember(self.etcd, self.keys, who)
         self.run, self._ttl = who.run, who.ttl
         self.put_log = ConnectionLog("this worker does not reach the others", "this worker reaches the others again")
         self.watch_log = ConnectionLog()  # `put` notices it, too

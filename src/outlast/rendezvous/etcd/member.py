@@ -62,7 +62,7 @@ class Identity:
     """The newest generation recorded in the output, which the next world exceeds."""
 
 
-class Membership:
+class EtcdMember:
     """One member. `clock` is steady; `wall` is this machine's wall clock, for deadlines that its other processes read."""
 
     def __init__(
