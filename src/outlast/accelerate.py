@@ -30,7 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outlast.base.errors import OutlastError
 from outlast.training import Session, ddp, libraries, mistakes, session
-from outlast.training.libraries import Order
+from outlast.training.samples import loader_order
+from outlast.training.samples.loader_order import Order
 from outlast.training.state import weights
 
 TESTED = "1.0 and 1.15"
@@ -93,7 +94,7 @@ def _training_loader(accelerator: Any, loader: Any) -> Any:
             f"outlast.accelerate.attach: the loader is a {type(loader).__name__}, which reads on one rank for all; "
             "use DataLoaderConfiguration(dispatch_batches=False)"
         )
-    if problem := libraries.unordered(loader.dataset):
+    if problem := loader_order.unordered(loader.dataset):
         raise OutlastError(f"outlast.accelerate.attach: {problem}")
     return loader
 
@@ -118,7 +119,7 @@ class Run:
         self._pending = False
         """True before the boundary of an epoch's last step, which includes the work at the end of the epoch."""
         self._adopt(ranks)
-        loader.base_dataloader = libraries.Loader(base, self._order, seed)
+        loader.base_dataloader = loader_order.Loader(base, self._order, seed)
         accelerator._outlast, accelerator.load_state = self, _refuse
         self.session.__enter__()
         for model in accelerator._models:

@@ -35,8 +35,8 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from outlast.base.errors import OutlastError
 from outlast.storage import checkpoints
 from outlast.training import Session, ddp, libraries, session
-from outlast.training.libraries import Order
-from outlast.training.samples import seeded
+from outlast.training.samples import loader_order, seeded
+from outlast.training.samples.loader_order import Order
 from outlast.training.state import checkpoint, weights
 
 TESTED = "4.56, 4.57 and 5.23"
@@ -123,7 +123,7 @@ def _unsupported_data(trainer: Trainer) -> str:
         return f"{online[0]} generates samples while it trains, which are no part of the state; it cannot continue exactly"
     if data is None:
         return "the trainer has no train_dataset"
-    if problem := libraries.unordered(data):
+    if problem := loader_order.unordered(data):
         return problem
     for name in ("get_train_dataloader", "_get_train_sampler"):
         if getattr(kind, name) is not getattr(Trainer, name):
@@ -175,7 +175,7 @@ class _Attachment:
     def plan(self) -> None:
         """Set micro-batch and accumulation for this world. Raises OutlastError if it cannot share the batch."""
         trainer: Any = self.trainer
-        size, accumulate = libraries.plan(self.batch, trainer.args.world_size, self.most)
+        size, accumulate = loader_order.plan(self.batch, trainer.args.world_size, self.most)
         trainer.args.per_device_train_batch_size = trainer._train_batch_size = size
         trainer.args.gradient_accumulation_steps = accumulate
 
@@ -208,7 +208,7 @@ class _Attachment:
             drop_last=args.dataloader_drop_last,
         )  # fmt: skip
         self.order.seek(self.position.step)
-        return libraries.Loader(theirs, self.order, args.seed)
+        return loader_order.Loader(theirs, self.order, args.seed)
 
     def resume(self) -> None:
         """Load the newest state once the Trainer has made model, optimizer and schedule, then do the step's remaining work."""

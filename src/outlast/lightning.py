@@ -36,7 +36,8 @@ from torchmetrics import Metric
 from outlast.base.errors import OutlastError
 from outlast.storage import checkpoints
 from outlast.training import Session, ddp, libraries, session
-from outlast.training.libraries import Order
+from outlast.training.samples import loader_order
+from outlast.training.samples.loader_order import Order
 from outlast.training.samples.stream import map_tensors
 from outlast.training.state import checkpoint, weights
 
@@ -94,7 +95,7 @@ def attach(trainer: Trainer, batch: int, *, seed: int | None = None) -> None:
     if problem := _problem(trainer):
         raise OutlastError(f"outlast.lightning.attach: {problem}")
     attachment = _Attachment(trainer, batch, int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed)
-    libraries.plan(batch, int(os.environ.get("WORLD_SIZE", "1")), None)
+    loader_order.plan(batch, int(os.environ.get("WORLD_SIZE", "1")), None)
     for path, mixin in _HOOKS.items():
         owner = _at(trainer, path)
         was = type(owner)
@@ -202,15 +203,15 @@ class _Attachment:
         """Return the user's loader of training samples, with our order and seeded samples."""
         trainer = self.trainer
         several = "there are several loaders of training samples; give one" if self.order is not None else ""
-        if problem := several or libraries.unordered_loader(theirs):
+        if problem := several or loader_order.unordered_loader(theirs):
             raise OutlastError(f"outlast.lightning: {problem}")
         self.order = _Order(
             len(theirs.dataset), self.batch, rank=trainer.global_rank, ranks=trainer.world_size, most=theirs.batch_size,
             seed=self.seed, drop_last=theirs.drop_last,
-            shuffle=libraries.shuffled(theirs),
+            shuffle=loader_order.shuffled(theirs),
         )  # fmt: skip
         trainer.accumulate_grad_batches = self.order.accumulate
-        return libraries.Loader(theirs, self.order, self.seed)
+        return loader_order.Loader(theirs, self.order, self.seed)
 
     def count_steps(self) -> None:
         """Validate after equally many optimizer steps in every world: `val_check_batch` counts a rank's micro-batches."""

@@ -15,8 +15,8 @@ from machines import PROGRAMS, Machine
 from outlast.base.errors import InvalidJob
 from outlast.job import spec
 from outlast.kubernetes import kubeflow
-from outlast.kubernetes.kubeflow import command_line
-from outlast.kubernetes.kubeflow.command_line import Program, Unknown
+from outlast.kubernetes.kubeflow import container_command
+from outlast.kubernetes.kubeflow.container_command import Program, Unknown
 from outlast.kubernetes.kubeflow.translation import IMAGE
 
 Outlast = Callable[..., tuple[int, str, str]]
@@ -321,7 +321,7 @@ FUNCTION = (
     ],
 )
 def test_commands_are_read(words: list[str], program: Program) -> None:
-    assert command_line.read(words) == program
+    assert container_command.read(words) == program
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_commands_are_read(words: list[str], program: Program) -> None:
 )
 def test_a_command_that_cannot_be_translated_is_one_sentence(words: list[str], sentence: str) -> None:
     with pytest.raises(Unknown) as error:
-        command_line.read(words)
+        container_command.read(words)
     assert str(error.value) == sentence
 
 

@@ -335,7 +335,7 @@ def test_a_store_is_checked_once_a_day(away: Store, tmp_path: Path) -> None:
     away.delete(["a"])
     assert counts(push_and_pull.push(source, away, tmp_path / "push")) == (0, 1, 0)
     state = index.State.decode((tmp_path / "push").read_bytes())
-    state.checked -= push_and_pull.CHECK_EVERY_S
+    state.checked -= index.CHECK_EVERY_S
     (tmp_path / "push").write_bytes(state.encode())
     assert counts(push_and_pull.push(source, away, tmp_path / "push")) == (1, 0, 0)
 

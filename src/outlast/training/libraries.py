@@ -5,16 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
-
-import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
-
-from outlast import order
-from outlast.base.errors import OutlastError
-from outlast.training.samples import seeded
-from outlast.training.samples.stream import kind
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outlast.training.session import Session
@@ -33,44 +24,6 @@ SPLIT = "the model is split over ranks (tensor, context or pipeline parallelism)
 STATIC_GRAPH = "static_graph lays out gradients after the first step and cannot resume exactly; leave it out"
 RESERVED = ("step", "reduce")
 """Parameters of `Session.log`, which no logged value can be named."""
-
-
-def plan(batch: int, ranks: int, most: int | None) -> order.Plan:
-    """The same as `order.plan`. Raises OutlastError."""
-    try:
-        return order.plan(batch, ranks, most)
-    except ValueError as problem:
-        raise OutlastError(f"{problem}; change batch, or the number of workers") from None
-
-
-def unordered(dataset: Any) -> str:
-    """The reason why a dataset has no order in which a run could continue, and the remedy; empty if it has one."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        return f"the training data is {kind(dataset)} without an order to continue; give a dataset with __getitem__ and __len__"
-    return ""
-
-
-def unordered_loader(loader: Any) -> str:
-    """The same for the loader of training samples, which chooses the order by its sampler."""
-    if not isinstance(loader, DataLoader):
-        return (
-            f"the training loader is {kind(loader)}, whose samples have no order to continue; give a torch.utils.data.DataLoader"
-        )
-    dataset: Any = loader.dataset
-    if problem := unordered(dataset):
-        return problem
-    sampler = loader.sampler
-    drawn = isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != len(dataset))
-    if drawn or not isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler):
-        return (
-            f"the loader's {type(sampler).__name__} chooses the samples itself; remove it, or make the order part of the dataset"
-        )
-    return "the loader's batch_sampler chooses the batches itself; give batch_size instead" if loader.batch_size is None else ""
-
-
-def shuffled(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's sampler shuffles."""
-    return bool(getattr(loader.sampler, "shuffle", isinstance(loader.sampler, RandomSampler)))
 
 
 def split(accelerator: Any) -> str:
@@ -93,40 +46,3 @@ def boundary(run: Session, step: int, *, measured_later: bool) -> bool:
     else:
         return run.due(step)
     return False
-
-
-class Order(order.BatchSampler):
-    """Micro-batches of `seeded.Key`s. Raises OutlastError if `ranks` cannot share the batch."""
-
-    def __init__(self, samples: int, batch: int, *, ranks: int, most: int | None, **options: Any) -> None:
-        plan(batch, ranks, most)
-        super().__init__(samples, batch, ranks=ranks, most=most, **options)
-
-    @property
-    def num_processes(self) -> int:
-        """The number of ranks, from which accelerate computes the size of a batch over all ranks."""
-        return self.ranks
-
-    def micro_batches(self, step: int) -> Iterator[list[Any]]:
-        return ([(self.epoch, index) for index in indices] for indices in super().micro_batches(step))
-
-
-class Loader(DataLoader[Any]):
-    """A loader with the dataset, the collator and the workers of another one, but samples in our order and seeded."""
-
-    def __init__(self, other: DataLoader[Any], order: Order, seed: int) -> None:
-        super().__init__(
-            seeded.Batches(other.dataset, cast(Any, other.collate_fn), seed),
-            batch_sampler=cast(Any, order),
-            collate_fn=seeded.only,
-            generator=torch.Generator(),  # without one, each iteration draws a number from the default generator
-            num_workers=other.num_workers,
-            pin_memory=other.pin_memory,
-            prefetch_factor=other.prefetch_factor,
-            persistent_workers=other.persistent_workers,
-            multiprocessing_context=other.multiprocessing_context,
-            worker_init_fn=other.worker_init_fn,
-        )
-
-    def set_epoch(self, epoch: int) -> None:
-        cast(Order, self.batch_sampler).set_epoch(epoch)

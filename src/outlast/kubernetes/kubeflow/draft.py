@@ -10,7 +10,7 @@ from typing import Any
 from outlast.base import units
 from outlast.base.errors import InvalidJob
 from outlast.job import accelerators, contract
-from outlast.kubernetes.kubeflow import command_line
+from outlast.kubernetes.kubeflow import container_command
 
 Document = dict[str, Any]
 _SHORT = {resource: name for name, resource in accelerators.RESOURCES.items()}
@@ -108,9 +108,9 @@ class Draft:
         """Translate what the container starts. Files beside the document are the job's code, all others are the image's."""
         words = [*trainer.pop("command", ()), *trainer.pop("args", ())]
         try:
-            program = command_line.read(words)
-        except command_line.Unknown as error:
-            raise self.refusal(f"{field}.command{f' ({command_line.short(words)})' if words else ''}", str(error)) from error
+            program = container_command.read(words)
+        except container_command.Unknown as error:
+            raise self.refusal(f"{field}.command{f' ({container_command.short(words)})' if words else ''}", str(error)) from error
         script = posixpath.normpath(program.script)
         in_image = posixpath.join(trainer.pop("workingDir", ""), program.directory, script)
         before: list[str] = []
@@ -128,7 +128,7 @@ class Draft:
             self.say(f"{field}.command: {script}", f"is {'beside this file, whose directory is the code' if beside else where}")
         self.put("args", [*before, *program.args])
         self.put("env", self.env | program.env)
-        if dropped := sorted({*(program.options or {})} - {*command_line.HONOURED}):
+        if dropped := sorted({*(program.options or {})} - {*container_command.HONOURED}):
             self.say(f"{field}.command: --{', --'.join(dropped)}", "is dropped: workers find one another without it")
         self.launcher |= {"python": ""} if program.options is None else program.options
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 VERSION = 1
+CHECK_EVERY_S = 86_400.0
+"""Seconds after which the store is listed again, since other programs may write to it without a manifest."""
 GRANULARITY_NS = 2_000_000_000
 """Granularity of mtimes: two seconds on FAT, a clock tick elsewhere. A file that was written less than this before it was read
 may be written again without a new mtime, so it is read once more; git calls these files racy."""
@@ -172,6 +174,10 @@ class State:
     """Local time of the last listing of the store."""
     objects: dict[str, Object] = field(default_factory=dict)
     seen: dict[str, Seen] = field(default_factory=dict)
+
+    def stale(self, now: float) -> bool:
+        """Return whether the store must be listed again; a clock that was set back makes it so, too."""
+        return not 0 <= now - self.checked < CHECK_EVERY_S
 
     def encode(self) -> bytes:
         paths = sorted(self.objects.keys() | self.seen.keys())

@@ -32,8 +32,6 @@ from outlast.storage.sync.transfer import Damaged, Download, Sent, receive, send
 __all__ = ["MANIFEST", "Options", "Progress", "Report", "Sent", "pull", "push", "receive", "send"]
 
 MANIFEST = ".outlast-manifest"
-CHECK_EVERY_S = 86_400.0
-"""Seconds after which the store is listed again, since other programs may write to it without a manifest."""
 _PROGRESS_S = 0.2
 _ABANDONED_S = 3600.0
 """Seconds without growth after which a partial file counts as abandoned."""
@@ -203,7 +201,7 @@ class _Run:
         except (Missing, ValueError):  # treat an unreadable manifest as a missing one
             state.etag, state.clean_before = "", 0
             check = self.changed = True
-        if check or not 0 <= time.time() - state.checked < CHECK_EVERY_S:
+        if check or state.stale(time.time()):
             entries = ((e.key, e.size, e.etag, e.modified) for e in store.entries() if not self._skip(e.key))
             objects = index.listed(entries, state.objects, self._key)
             self.changed |= objects != state.objects
