@@ -528,7 +528,7 @@ def _connected(namespace: str | None, context: str | None) -> Cluster:
 
 
 def _closing(place: KubernetesBackend) -> KubernetesBackend:
-    """Close the connections of a backend with its last `Run`."""
+    """Close a backend's connections once it is unreferenced."""
     weakref.finalize(place, place.cluster.close)
     return place
 

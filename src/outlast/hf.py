@@ -270,7 +270,7 @@ class _Attachment:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluate without affecting the random numbers of training."""
+        """Keep evaluation from changing training's random state."""
         with checkpoint.kept_generators() as self.evaluation:
             yield
         self.evaluation = None

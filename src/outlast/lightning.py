@@ -74,8 +74,8 @@ _CHANGING = (
 def world(strategy: Any = "ddp") -> dict[str, Any]:
     """Return Trainer's arguments for the processes of this start: devices, num_nodes and strategy.
 
-    They come from the environment, since each start may have a different number of workers. Without workers, the result is empty.
-    """
+    They come from the environment, since each start may have a different number of workers. If there are no workers, the result
+    is empty. """
     if "WORLD_SIZE" not in os.environ:
         return {}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -89,7 +89,7 @@ def attach(trainer: Trainer, batch: int, *, seed: int | None = None) -> None:
     than the training loader's `batch_size`; `accumulate_grad_batches` is set accordingly, and `val_check_interval` counts
     optimizer steps. The order of samples is a function of `seed` (default: that of `L.seed_everything`). The last batch of an
     epoch is filled up with the epoch's first samples unless the loader has `drop_last`. Only the first start reads
-    `fit(ckpt_path=...)`. Outside of a job, states are in `out` below the Trainer's `default_root_dir`. Raises OutlastError with
+    `fit(ckpt_path=...)`. Outside a job, states are in `out` below the Trainer's `default_root_dir`. Raises OutlastError with
     the reason, here or in `fit`, if training cannot continue exactly.
     """
     if problem := _problem(trainer):

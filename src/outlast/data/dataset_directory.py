@@ -73,7 +73,7 @@ class Marker:
 
 
 def marker(directory: Path) -> Marker | None:
-    """Return the marker of a complete dataset; None without a marker, or if one of its entries is missing.
+    """Return the marker of a complete dataset; None if there is no marker, or if one of its entries is missing.
 
     Raises OutlastError if the marker cannot be read.
     """

@@ -204,7 +204,7 @@ def read(*directories: Path) -> Events:
 
 
 def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a text that arrives in pieces, without their newlines."""
+    """Yield lines, without newlines, from text that arrives in pieces."""
     begun: list[bytes] = []
     for piece in pieces:
         first, *others = piece.split(b"\n")

@@ -248,7 +248,7 @@ class LocalBackend:
         self._launch(state_dir, new=True)
 
     def _end(self, name: str, verb: str) -> None:
-        """Cancel or kill a run. Without a running launcher, do the launcher's work here."""
+        """Cancel or kill a run. If no launcher is running, do its work here."""
         state_dir, ending = self._existing(name), ENDINGS[verb]
         status = self._read(state_dir)
         if status.state.final:
@@ -295,7 +295,8 @@ class LocalBackend:
             raise OutlastError(f"{problem.filename} cannot be removed: {problem.strerror}; remove it yourself") from problem
 
     def places(self, name: str) -> tuple[Path, Path, str]:
-        """Return a job's state directory, its output directory, and the URL of its output in a store (empty without a store)."""
+        """Return a job's state directory, its output directory, and the URL of its output in a store (empty if there is no
+        store)."""
         state_dir = self._existing(name)
         run = Run.read(state_dir)
         return state_dir.path, Path(run.output), run.store

@@ -76,7 +76,7 @@ class LiveStatus:
         self.has_session, self.warning = False, ""
 
     def committed(self) -> int:
-        """Return the step of the newest committed checkpoint; 0 without any checkpoint."""
+        """Return the step of the newest committed checkpoint; 0 if there is none."""
         newest = self._newest()
         return newest.step if newest else 0
 

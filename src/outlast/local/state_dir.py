@@ -130,7 +130,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The user's request for a running job."""
+    """A user's request to a running job."""
 
     replicas: int
     end: str = ""
@@ -182,7 +182,7 @@ _TAIL = 8192
 
 
 def newest_metrics(output: Path) -> dict[str, float]:
-    """Return the step and the values in the newest line of `metrics.jsonl`; empty without a line or a readable file."""
+    """Return the step and the values in the newest line of `metrics.jsonl`; empty if there is no line or no readable file."""
     try:
         with (output / contract.METRICS).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))

@@ -162,7 +162,7 @@ def _grouped(x: Tensor, weight: Tensor) -> bool:
 
 
 class _Permuted(torch.autograd.Function):
-    """Permutation of rows, whose backward pass is a permutation instead of a scatter-add, so it is deterministic."""
+    """Permutes rows. The backward pass is another permutation, not a scatter-add, so it is deterministic."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

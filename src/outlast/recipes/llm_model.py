@@ -1,7 +1,7 @@
-"""Model of `llm`: a Hugging Face causal language model, with all weights trained or with LoRA, and its loss.
+"""The model of `llm`: a Hugging Face causal language model, trained in full or with LoRA, and its loss.
 
-No other module of the recipes imports transformers and peft. `load` reads a model from a directory, `Tuned` computes the loss of
-a row of samples, and `write` saves a directory for `AutoModelForCausalLM` or `PeftModel`.
+The only recipe module that imports peft. `load` reads a model from a directory, `Tuned` computes the loss of a row of samples,
+and `write` saves a directory for `AutoModelForCausalLM` or `PeftModel`.
 """
 
 # mypy: allow-untyped-calls

@@ -33,7 +33,7 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Remove the lines of steps after `step`, and an incomplete line left by a killed process."""
+    """Remove lines for steps after `step`, and any partial line left by a killed process."""
     if not path.exists() or not path.stat().st_size:
         return
     with path.open("r+b") as file:

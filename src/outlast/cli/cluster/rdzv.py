@@ -158,7 +158,7 @@ def _world(run: Run) -> str:
 
 
 def _decides(run: Run) -> str:
-    """Return the coordinator's name for users; empty without a coordinator."""
+    """Return the coordinator's name for users; empty if there is none."""
     if run.coordinator is None:
         return ""
     who = "" if run.coordinator.id is None else f"member {run.coordinator.id}"

@@ -1,6 +1,6 @@
-"""The pages of `outlast ui` and their server: the list of jobs, a job, the log of a worker. They only read jobs.
+"""The server and pages of `outlast ui`: the job list, a job, a worker's log. All are read-only.
 
-A job's page is that of `outlast report -o html`, below the panel of notebooks. Reasons: docs/decisions/0068-the-live-page.md.
+A job's page is the one from `outlast report -o html`, below the notebook panel. Rationale: docs/decisions/0068-the-live-page.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tokenizes ASCII text with byte-level BPE in numpy, without a Python object per word.
 
-`starts` splits a text into GPT-2's words by the classes of neighbouring characters. `Table` stores the tokens of words of up to
+`starts` splits text into GPT-2's words by the classes of neighbouring characters. `Table` stores the tokens of words of up to
 16 bytes in a direct-mapped table, keyed by the word's bytes as two integers, and all other words in a dict. The results are
 exact: `tests/data/test_prepare_text.py` compares them with the library's.
 

@@ -1,8 +1,8 @@
 """Turns images into columns: `image` uint8 (n, H, W, 3) and `label` int64 (n,); with `encoded`, `image` holds the bytes of the
 files.
 
-Stretched images have `aspect` float32 (n,): width / height of the image in its file. A crop that uses the aspect
-(`outlast.recipes.pixels.boxes`) has the same proportions as in the file.
+Stretched images also have `aspect` float32 (n,): the original width / height. A crop that uses it
+(`outlast.recipes.pixels.boxes`) keeps the original proportions.
 
 Layouts: `CLASS/...`, `train/CLASS/...` with `val/CLASS/...` (ImageNet), tiny-imagenet-200 (whose val has a list of labels), and
 CIFAR-10's batches. Classes are numbered in order of their names. Samples are sorted by a hash of their names, so that every shard

@@ -139,7 +139,7 @@ def described(settings: Settings) -> dict[str, Any]:
 def _documents(
     place: work_units.Place, reader: Reader, settings: Settings, sources: Sequence[File]
 ) -> tuple[list[Unit], set[str] | None]:
-    """Return the units to encode, and the characters of all documents, or None without a survey."""
+    """Return the units to encode, and the characters of all documents, or None if no survey was made."""
     plain = [file for file in sources if not file.name.endswith(jsonl_lines.SUFFIX)]
     part = source_files.parts(sources if len(plain) < len(sources) and source_files.named(sources) else plain, settings.val)
     documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in sources]

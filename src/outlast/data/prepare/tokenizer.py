@@ -112,7 +112,7 @@ def train(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> str:
 
 
 def write_vocabulary(path: Path, tokenizer: Any) -> None:
-    """Write nanoGPT's `meta.pkl`: its `train.py` reads the size of the vocabulary, and its `sample.py` decodes with it."""
+    """Write the `meta.pkl` that gives nanoGPT's `train.py` the vocabulary size and lets its `sample.py` decode."""
     size = vocab_size(tokenizer)
     shard_format.write_vocabulary(path, size, {i: tokenizer.decode([i], skip_special_tokens=False) for i in range(size)})
 

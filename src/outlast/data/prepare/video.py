@@ -140,7 +140,7 @@ def _label(name: str, listed: Mapping[str, str], *, divided: bool) -> str:
 
 
 def listed(path: str) -> tuple[dict[str, str], str]:
-    """Read a CSV. Returns labels by file or id, and the CSV's digest; both are empty without a path. Raises BadSource."""
+    """Read a CSV. Returns labels by file or id, and the CSV's digest; both are empty if no path is given. Raises BadSource."""
     if not path:
         return {}, ""
     content = Path(path).read_bytes() if Path(path).is_file() else b""

@@ -160,7 +160,7 @@ def cores() -> int:
 
 
 def fitting(request: Request, each: int) -> Request:
-    """Set the number of processes, if 0: one per core, or fewer if memory is short for `each` bytes of samples per process."""
+    """Default `processes` to one per core, or fewer if memory is too small for `each` bytes of samples per process."""
     if request.processes:
         return request
     machine = machine_memory.Machine()

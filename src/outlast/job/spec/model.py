@@ -369,7 +369,7 @@ class Tracking(Checked):
             )
 
     def variables(self) -> dict[str, str]:
-        """Return the fields as environment variables of the workers, see `tracking.tracker_interface.settings`."""
+        """Return the fields as environment variables for workers; see `tracking.tracker_interface.settings`."""
         return {
             **({contract.Env.TENSORBOARD: "1"} if self.tensorboard else {}),
             **({contract.Env.MLFLOW: self.mlflow} if self.mlflow else {}),
@@ -478,8 +478,7 @@ class Spec(Checked):
         return "outlast" not in (self.image or "") if self.inject is None else self.inject
 
     def processes(self) -> int:
-        """Return the number of training processes per worker. `auto` means one for each accelerator, and one without
-        accelerators."""
+        """Return the number of training processes per worker. `auto` means one per accelerator, but at least one."""
         count = self.processes_per_worker
         return max(1, self.resources.gpu) if count == "auto" else int(count)
 

@@ -47,8 +47,8 @@ def existing(cluster: Cluster, document: Document) -> Document | None:
 
 
 def check(cluster: Cluster, documents: Iterable[Document], labels: Mapping[str, str] = {}, *, instead: str) -> None:
-    """Raise Taken for the first document whose name belongs to an object that Outlast has not created with these labels.
-    `instead` is the remedy in the error."""
+    """Raise Taken if a document's name is used by an object that Outlast did not create with these labels. The error suggests
+    `instead`."""
     for document in documents:
         ownership.check(existing(cluster, document), labels, instead=instead)
 

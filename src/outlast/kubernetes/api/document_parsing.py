@@ -156,7 +156,7 @@ def _problem(name: str, span: _Span, max_bytes: int | None) -> str:
 
 
 def _scalars(text: bytes, outer: _Span) -> Document:
-    """Return the short scalars of an omitted object, such as `managedBy`."""
+    """Return an omitted object's short scalars, such as `managedBy`."""
     scalars: Document = {}
     if text[outer.begin] != ord("{"):
         return scalars

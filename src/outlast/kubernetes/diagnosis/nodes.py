@@ -147,7 +147,7 @@ def _selector(snapshot: Snapshot, pod: Document) -> Finding:
 
 
 def _values(snapshot: Snapshot, key: str) -> str:
-    """Return a text with the nodes' values for a label; empty if reading nodes is forbidden."""
+    """Return the nodes' values as text for a label; empty if reading nodes is forbidden."""
     if "nodes" in snapshot.forbidden:
         return ""
     values = sorted({node["metadata"].get("labels", {}).get(key) for node in snapshot.nodes} - {None})

@@ -215,8 +215,8 @@ class Submission:
         return None
 
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> list[str]:
-        """End or remove workloads that are in the way of a new job, or refuse. Returns sentences about them. Raises
-        AlreadyRunning."""
+        """Delete workloads that block a new job. Returns messages for the user. Raises AlreadyRunning if one must not be
+        replaced."""
         desired = {(kinds.kind_of(document), document["metadata"]["name"]) for document in documents}
         sentences: list[str] = []
         for number, old in enumerate(self.workloads.of(name)):

@@ -43,8 +43,8 @@ class Download:
         return names.fit(f"data-{re.sub(r'[^a-z0-9]+', '-', self.directory.lower()).strip('-')}", names.MAX_LENGTH - 6)
 
     def target(self) -> tuple[str, str, str]:
-        """Return the destination, and the claim's name and mount path, both empty without a claim. Raises OutlastError if the
-        destination is missing or not on the claim."""
+        """Return the destination, and the claim's name and mount path, both empty if there is no claim. Raises OutlastError if
+        the destination is missing or not on the claim."""
         if not self.claim:
             if "://" not in self.to or self.to.startswith("file://"):
                 raise OutlastError(

@@ -200,8 +200,7 @@ def with_event(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fie
 
 
 def read(status: Mapping[str, Any]) -> Status:
-    """Return the fields of a status; `{}` for a new job. Invalid parts, written by another program or version, are
-    dropped."""
+    """Parse a job's status (`{}` for a new job). Drops invalid parts, such as those from another program or version."""
     rendezvous, counted = status.get("rendezvous") or {}, status.get("judged") or {}
     account = status.get("accounting") or {}
     return Status(

@@ -1,13 +1,13 @@
-"""Kueue: the Workloads of a job, the quota admitted for each, and the changes to be made to them.
+"""Kueue: a job's Workloads, the quota admitted for each, and the changes to make to them.
 
-A job has one Workload for its first workers, and one more for each addition during training: for workers that were not admitted
-at first, and for workers that `outlast scale` adds. So training goes on with the workers that are admitted, and the job never
-requests quota that it already has. Each Workload can be evicted separately: the job shrinks by its workers, and stops only below
-`workers.min`. Quota that a job no longer needs is given back: Workloads are deleted as a whole, or part of their quota is marked
-as reclaimable (https://kueue.sigs.k8s.io/docs/concepts/workload/#dynamic-reclaim).
+A job has one Workload for its first workers, and one more for each later addition: workers that were not admitted at first, and
+workers that `outlast scale` adds. So training continues with the admitted workers, and the job never requests quota it already
+has. Each Workload can be evicted separately: the job loses only its workers, and stops only if fewer than `workers.min` remain.
+Quota that a job no longer needs is returned: whole Workloads are deleted, or part of their quota is marked as reclaimable
+(https://kueue.sigs.k8s.io/docs/concepts/workload/#dynamic-reclaim).
 
-An eviction is a request by Kueue. The quota stays reserved until the pods are gone; then the creator of the Workload releases it,
-as Kueue's own integrations do. No state is kept between reconcile passes. Pure.
+Kueue only requests an eviction. The quota stays reserved until the pods are gone; then the Workload's creator releases it, as
+Kueue's own integrations do. The functions are pure: no state is kept between reconcile passes.
 """
 
 from __future__ import annotations

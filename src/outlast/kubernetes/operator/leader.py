@@ -1,7 +1,7 @@
 """Leader election: if there are several operators, only the one that holds the Lease `outlast-operator` in its namespace acts.
-The leader renews the Lease. A standby takes the Lease over if it has seen no renewal for the whole duration, measured on its own
-clock: clocks of machines are not compared, and time while suspended counts. A leader that cannot renew stops acting before then,
-so two never act at once."""
+The leader renews the Lease. A standby takes over once it has seen no renewal for the Lease's full duration on its own clock:
+machines' clocks are never compared, and suspended time counts. A leader that cannot renew stops before then, so two never act
+at once."""
 
 from __future__ import annotations
 

@@ -358,7 +358,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
 
 
 def _progress(text: str | None) -> LeaseProgress:
-    """Return a member's progress; without any if it is invalid."""
+    """Return a member's progress; an empty one if it is invalid."""
     try:
         return decode(LeaseProgress, from_json(text or "{}"))
     except (TypeError, ValueError):

@@ -64,7 +64,7 @@ def final_state(job: Document) -> str | None:
 
 
 def scale_patch(replicas: int) -> Document:
-    """Return the merge patch of a job's spec that sets the number of workers."""
+    """Return the spec merge patch that sets a job's number of workers."""
     return {"replicaSpecs": {"Worker": {"replicas": replicas}}}
 
 

@@ -181,7 +181,7 @@ def ready(server: Server, token: str) -> bool:
 
 
 def running(directory: Path, environ: Mapping[str, str]) -> str | None:
-    """Return the URL, including the token, of this user's running server for the directory; None without any server."""
+    """Return the URL, including the token, of this user's running server for the directory; None if there is none."""
     from jupyter_server import serverapp
 
     for each in serverapp.list_running_servers(environ["JUPYTER_RUNTIME_DIR"]):

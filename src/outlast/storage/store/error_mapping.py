@@ -130,7 +130,7 @@ def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> Sto
 
 
 def _response(error: Exception) -> tuple[int, str, str, str]:
-    """Return the HTTP status (0 without a response), the store's error code and message, and the whole text."""
+    """Return the HTTP status (0 if there was no response), the store's error code and message, and the whole text."""
     if (answer := s3.answer(error)) is not None:
         return *answer, f"{error} {getattr(error, 'kwargs', {}).get('error', '')}"
     text = str(error)

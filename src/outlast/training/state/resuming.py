@@ -6,7 +6,7 @@ any object of the script is changed.
 
 States that a way back has withdrawn do not count (`way_back`). All ranks exchange its records, too: a disk may lack them. No
 snapshot is dropped before another state is loaded. A damaged copy is not read again. An unreachable copy is retried for 20
-seconds before the next state is used. Without another state, the next start tries again.
+seconds before the next state is used. If there is no other state, the next start tries again.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class _Committed:
 
 
 def _report(client: Client | None, search: newest_on_disks.Search) -> bytes | None:
-    """Return this rank's report to all ranks, or None without an agent.
+    """Return this rank's report to all ranks, or None if there is no agent.
 
     A worker's first rank reports the parts in the worker's memory, and rank 0 the store's newest checkpoint. Raises NotRestored
     if the agent does not answer, since its parts may be the newest state.

@@ -92,7 +92,7 @@ class Saves:
         return sum(stream.step for stream in mistakes.streams_of(self.state))
 
     def stepped(self) -> bool:
-        """Return whether a step has ended since the session resumed; always True without a stream."""
+        """Return whether a step has ended since the session resumed; always True if there is no stream."""
         return self.position() > self._begun or not mistakes.streams_of(self.state)
 
     def advanced(self, call: str, step: int) -> None:

@@ -80,7 +80,7 @@ def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]
 def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
     """Return the parameters and buffers of a model on the CPU, gathered from shards, by their names without DDP's prefix.
 
-    Tied tensors of the model are one tensor in the result. Without `keep`, this rank only takes part, and the result is empty. A
+    Tied tensors of the model become one tensor. Without `keep`, this rank only takes part, and the result is empty. A
     collective if the model is sharded.
     """
     weights: Weights = {}

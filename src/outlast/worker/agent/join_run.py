@@ -63,7 +63,7 @@ class Ended:
 
 
 def query_end(others: Sequence[str], run: str) -> Ended | None:
-    """Query the workers at these `host:port`, which stay up after the end, for the end of the run; returns None without an
+    """Query the workers at these `host:port`, which stay up after the end, for the end of the run; returns None if there is no
     answer."""
 
     def query(address: str) -> Ended | None:

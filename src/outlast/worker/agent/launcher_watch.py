@@ -24,7 +24,7 @@ STAGGER_S = 0.2
 
 
 class LauncherWatch:
-    """A worker's watch of this machine's launcher, configured by its environment. Without a launcher, it does nothing."""
+    """A worker's watch of this machine's launcher, configured by its environment. If there is no launcher, it does nothing."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._command = environ.get(Env.REVIVE, "")

@@ -34,8 +34,8 @@ class Gpus:
         self._lock = threading.Lock()
 
     def samples(self) -> list[Sample]:
-        """Return use and memory of each GPU, as far as NVML knows them: it knows no use of a part of a GPU (MIG). Empty without
-        NVML, and while an earlier call has not returned, as a broken GPU may block NVML."""
+        """Return each GPU's utilization and memory, if NVML reports them; it reports no utilization for MIG slices. Empty without
+        NVML, or while an earlier call is pending: a broken GPU can hang NVML."""
         if not self._lock.acquire(blocking=False):
             return []
         try:

@@ -331,7 +331,7 @@ def watch() -> Watch:
 
 
 def store() -> Any:
-    """Return a separate connection to the process group's store, since the script's may be blocked; None without a store."""
+    """Return a separate connection to the process group's store, since the script's may be blocked; None if there is no store."""
     dist = sys.modules["torch.distributed"]
     try:
         return dist.distributed_c10d._get_default_store().clone()
@@ -340,7 +340,7 @@ def store() -> Any:
 
 
 def where(frame: FrameType | None) -> tuple[str, str]:
-    """Return the collective in which a thread waits (empty if none), and the thread's line of the script."""
+    """Return the collective a thread is waiting in (empty if none), and the script line it is on."""
     waits = ""
     if frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name

@@ -63,7 +63,7 @@ def ahead(environ: Mapping[str, str], copy: Path | None = None) -> dict[str, str
 
 
 def _listing(package: Path) -> list[tuple[str, int, int]]:
-    """Return the path, the size and the time of the last change of each file, without bytecode; empty without a package."""
+    """Return the path, the size and the time of the last change of each file, without bytecode; empty if there is no package."""
     listing = []
     for directory, below, names in os.walk(package):
         below[:] = [name for name in below if name != "__pycache__"]

@@ -179,7 +179,7 @@ class _Watch:
 
 
 def _searches() -> bool:
-    """Return whether the environment is read by a module in `_SEARCHES`."""
+    """Return whether a module in `_SEARCHES` is reading the environment."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
         frame = frame.f_back

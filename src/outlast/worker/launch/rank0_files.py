@@ -109,7 +109,7 @@ def _uploaded(output: Path, generation: str, over: Callable[[], bool]) -> str | 
 
 
 def requested(output: Path) -> str:
-    """Return the generation of a requested upload; empty without a request."""
+    """Return the generation of a requested upload; empty if there is none."""
     return files.text(output / _REQUEST)
 
 

@@ -1,7 +1,7 @@
 """Gang scheduling of the workers: none, the coscheduling plugin, or Volcano.
 
 `of` returns the pods' labels and the PodGroup. With `auto`, the operator chooses the scheduler that the cluster has (`choose`);
-without a cluster, `auto` means none. Kueue admits whole jobs by itself, see `labels.queue_label`.
+if there is no cluster, `auto` means none. Kueue admits whole jobs by itself, see `labels.queue_label`.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def queue_name(job: Mapping[str, Any]) -> str:
 
 
 def priority(job: Mapping[str, Any], classes: Iterable[Mapping[str, Any]]) -> Priority | str:
-    """Return the priority of a job, by Kueue's rules: from the class that the label names, else from the class of the pods,
-    else from the cluster's default class. Returns a sentence if the class does not exist."""
+    """Return a job's priority by Kueue's rules: from the class named by its label, else the pods' class, else the cluster's
+    default. Returns an error message if the class does not exist."""
     label = (job["metadata"].get("labels") or {}).get(PRIORITY)
     class_name = label or (job["spec"].get("scheduling") or {}).get("priorityClassName")
     kind = kinds.WORKLOAD_PRIORITY.kind if label else kinds.PRIORITY_CLASS.kind

@@ -201,7 +201,7 @@ def _host_is_lost(rec: ReconcilePass, host: Pod | None, pod: Pod) -> bool:
 
 
 def _permanent(code: int) -> bool:
-    """Return whether `ExitCode` does not restart a worker after this exit code. Without an exit code (-1), a restart may
+    """Return whether `ExitCode` does not restart a worker after this exit code. If there is no exit code (-1), a restart may
     succeed."""
     return code not in (-1, *RETRYABLE)
 

@@ -74,8 +74,8 @@ def _account(rec: ReconcilePass, *, trains: bool) -> tuple[float | None, elastic
 
 
 def _snapshot(rec: ReconcilePass) -> tuple[int, int]:
-    """Return the newest complete snapshot that a member of the current world reports, and the number of steps between two
-    snapshots; both are 0 outside a world."""
+    """Return the step of the newest complete snapshot that the world's members report, and the snapshot interval in steps; (0, 0)
+    if no member reports."""
     inside = [each.progress for each in rec.snapshot.reports.values() if each.member.id in rec.members]
     return max(((each.snapshot, each.every) for each in inside), default=(0, 0))
 
