@@ -411,7 +411,7 @@ def test_a_worker_that_leaves_is_a_member_until_the_store_has_what_it_saved(
 def test_the_end_is_written_before_the_ledger_is_read(tmp_path: Path, monkeypatch) -> None:
     """Killed while it reads the ledger of a month, the launcher leaves a job that has succeeded."""
     launcher = a_launcher(tmp_path, Machine())
-    launcher._close(State.SUCCEEDED, "training is done", 0)
+    launcher.over(State.SUCCEEDED, "training is done", 0)
 
     def killed(*_: object) -> float:
         raise MemoryError
@@ -431,7 +431,7 @@ def test_status_and_report_say_the_same_goodput(tmp_path: Path) -> None:
     for step in range(1, 20):
         launcher.ledger.step(1, step)
         wall.sleep(0.001)
-    launcher._close(State.SUCCEEDED, "training is done", 0)
+    launcher.over(State.SUCCEEDED, "training is done", 0)
     launcher._finish()
     backend = LocalBackend(tmp_path / "state", start=lambda *_, **_env: None)
     assert backend.status("job").goodput == goodput.buckets(backend.events("job"), None).goodput > 0
@@ -505,6 +505,40 @@ def test_what_members_repaired_is_counted_once_whatever_becomes_of_the_launcher(
     unaware._recover()
     unaware.on_report(report)
     assert (unaware.restarts, unaware.counted, unaware.history) == (0, (1, 1), ())
+
+
+def test_a_launcher_goes_on_from_the_file_of_the_version_before_and_writes_one_that_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = wall.time() - 100
+    world_before = {
+        "generation": 4, "members": [0, 2], "address": "127.0.0.1:4711", "reason": "worker 1 is lost", "at": written - 9,
+        "held": 40, "mesh_addresses": [],
+    }  # fmt: skip
+    before = {
+        "time": written, "generation": 4, "world": world_before, "history": [[written - 50, 30, None], [written - 20, 30, 40]],
+        "restarts": 5, "interruptions": 2, "judged": 3, "attempt": 1, "start": 2, "lost": [[1, 2.5, 1]],
+        "gpus": {"CUDA_VISIBLE_DEVICES": ["0"]}, "closing": None, "end": "", "workers": [],
+    }  # fmt: skip
+    launcher = a_launcher(tmp_path, Machine())
+    launcher.state_dir.recovery.write_text(json.dumps(before))
+    for again in range(2):  # also from its own file
+        revived = Launcher(launcher.state_dir)
+        monkeypatch.setattr(revived.pool, "ended", list)
+        revived.pool.present[0] = Worker(0, 1, 1)
+        revived._recover()
+        assert revived.state.world == dataclasses.replace(decode(world.World, world_before), at=revived.state.world.at)
+        assert (revived.restarts, revived.counted, revived.newest_start(), revived.followed) == (5, (3, 1), (4, 2), 4), again
+        assert (revived.status.interruptions, revived.state.called) == (2, None)
+        ages = [(revived.clock() - at, *rest) for at, *rest in revived.history]
+        assert ages == [(pytest.approx(150, abs=9), 30, None), (pytest.approx(120, abs=9), 30, 40)]
+        assert [(id, revived.clock() - loss.at) for id, loss in revived.state.lost.items()] == [(1, pytest.approx(102.5, abs=9))]
+    ours = json.loads(launcher.state_dir.recovery.read_text())
+    assert {name: type(ours[name]) for name in before} == {name: type(value) for name, value in before.items()}
+    assert {name: ours[name] for name in ("generation", "judged", "attempt", "restarts", "start")} == {
+        "generation": 4, "judged": 3, "attempt": 1, "restarts": 5, "start": 2
+    }  # fmt: skip
+    assert [wall.time() - at for at, *_ in ours["history"]] == [pytest.approx(150, abs=9), pytest.approx(120, abs=9)]
 
 
 @pytest.mark.parametrize(
@@ -583,7 +617,7 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
 
     (first.output / "work" / "checkpoint-60").mkdir()
     (first.output / "work" / "checkpoint-60" / "model.pt").touch()
-    launcher._close(State.SUCCEEDED, "done", 0)
+    launcher.over(State.SUCCEEDED, "done", 0)
     launcher._finish()
     assert launcher.status.saved.name == "work/checkpoint-60"
     assert launcher.status.warnings == [warning], "it has not become well by the end"

@@ -327,6 +327,28 @@ def test_failures_count_on_when_another_decides_and_no_clock_of_others_is_believ
     assert voice.ended[0][1] == "it failed; restarts.limit (1 within 1h without a new checkpoint) is used up"
 
 
+def test_who_decides_goes_on_from_what_the_version_before_has_published(bench: Bench) -> None:
+    text = """{"by": "old", "born": "i2", "before": "i1", "terms": "", "world": {"generation": 4, "members": [0, 1], "address":
+        "a:1", "reason": "training starts", "at": 9.25, "held": 40, "mesh_addresses": ["", ""]}, "tokens": ["a", "b"], "called":
+        null, "leave_s": 75.0, "closed": null, "why": "", "floor": 3, "done": [], "judged": 3, "restarts": 5, "failures":
+        [[100.0, 30, null], [50.0, 30, 40]], "failure": {"worker": 1, "code": 1, "reason": "it failed"}, "attempt": 2, "ended":
+        {"c": "it is lost"}, "lost": [[2, 2.5, 1]]}"""
+    link = Link(bench.etcd, random.Random(0))
+    link.txn([], [servers.put(OF.published, text, link.grant(600))])
+    before = bench.said()
+    (decides, _), a, b = bench.candidate("new"), bench.member("a", 0), bench.member("b", 1)
+    bench.turn(decides, seconds=1, keep=(a, b))
+    after, passed = bench.said(), bench.said().failures[0][0] - 100
+    assert 0 <= passed <= 1
+    assert after.failures == ((100 + passed, 30, None), (50 + passed, 30, 40))
+    assert after.lost == ((2, 2.5 + passed, 1),)
+    assert after.world == dataclasses.replace(before.world, at=after.world.at)  # type: ignore[union-attr, type-var]
+    carried = ("incarnation", "previous_incarnation", "tokens", "called", "closed", "min_generation", "counted", "attempt")
+    for name in (*carried, "restarts", "failure", "ended"):
+        assert getattr(after, name) == getattr(before, name), name
+    assert (after.by, after.restarts, after.counted, after.attempt, after.min_generation) == ("new", 5, 3, 2, 3)
+
+
 def test_what_members_have_repaired_is_counted_once_also_when_another_decides(bench: Bench) -> None:
     (first, _), a, b = bench.candidate("first", limit=9), bench.member("a", 0), bench.member("b", 1)
     bench.turn(first, seconds=5, keep=(a, b))

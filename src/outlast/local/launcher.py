@@ -32,8 +32,8 @@ from outlast.job.status import JobStatus, State, StoreStatus
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir
 from outlast.local.worker_processes import Ended, Worker, WorkerPool
-from outlast.rendezvous import messages, partition, restart_budget, root_cause, world
-from outlast.rendezvous.coordinator import Coordinator, Settings, after
+from outlast.rendezvous import messages, root_cause, world
+from outlast.rendezvous.coordinator import Coordinator, CoordinatorState, Settings, after
 from outlast.rendezvous.transports import sockets
 from outlast.worker import tracking
 from outlast.worker.agent import upload_handle
@@ -126,7 +126,7 @@ class Launcher(Coordinator):
             self.heartbeat = heartbeat.Heartbeats(lambda: store.open_(self.store), self.run_id, owner, home, lost=lambda _: None)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._close, State.INTERRUPTED, f"the launcher received {number.name}", 75)
+            loop.add_signal_handler(number, self.over, State.INTERRUPTED, f"the launcher received {number.name}", 75)
         while True:
             self._wake.clear()
             self._end_silent()
@@ -155,18 +155,20 @@ class Launcher(Coordinator):
             memory = json.loads(self.state_dir.recovery.read_text())
         except FileNotFoundError:
             return
-        self.history = tuple(restart_budget.Record(*record) for record in memory["history"])
-        self.restarts, self.status.interruptions = memory["restarts"], memory["interruptions"]
+        ages = [(memory["time"] - at, committed, step) for at, committed, step in memory["history"]]
+        before = {"counted": memory["judged"], "failures": ages}  # all that the version before wrote
+        last = decode(CoordinatorState, {**before, **memory, "closed": None})  # the end is in `closing`
+        self.restore(last, max(0.0, time.time() - memory["time"]))
+        self.status.interruptions = memory["interruptions"]
         with contextlib.suppress(OSError, ValueError):
-            last = JobStatus.model_validate_json(self.state_dir.status.read_text())
-            self.status.started, self.status.failure = last.started, last.failure
-            self.status.step, self.status.epoch = last.step, last.epoch
-            if last.started is not None:
-                self.started = self.clock() - max(0.0, time.time() - last.started)
+            shown = JobStatus.model_validate_json(self.state_dir.status.read_text())
+            self.status.started, self.status.failure = shown.started, shown.failure
+            self.status.step, self.status.epoch = shown.step, shown.epoch
+            if shown.started is not None:
+                self.started = self.clock() - max(0.0, time.time() - shown.started)
         generation = max(memory["generation"], self.record.generation)
-        if generation:
-            self.state = after(generation, self.clock())
-        self.counted, self.followed = (memory["judged"], memory.get("attempt", 0)), generation
+        restored, self.followed = self.state, generation
+        self.state = dataclasses.replace(after(generation, self.clock()), lost=restored.lost)
         self._started = memory["generation"], memory.get("start", 0)
         self.pool.gpus = memory["gpus"]  # a worker that restarts us sees only its own
         self.pool.adopt(memory["workers"])
@@ -175,26 +177,20 @@ class Launcher(Coordinator):
             self.closing, self.close_by = (State(state), reason, code), self.clock() + self.timeouts.leave + EXIT_TIMEOUT_S
             self.closed, self.status.end = messages.Closed(reason, code), End(memory.get("end", ""))
         self._collect_ended()
-        if self.pool.present and memory["world"]:  # it may still be training, so wait for its reports
-            self.state = world.State({}, decode(world.World, memory["world"]), since=self.clock())
+        if self.pool.present and restored.world:  # it may still be training, so wait for its reports
+            self.state = dataclasses.replace(restored, called=None, since=self.clock())
             self.say(State.RUNNING, "the launcher was started again over a running world")
-        since_s = max(0.0, time.time() - memory["time"])
-        lost = [(id, ago_s + since_s, times) for id, ago_s, times in memory.get("lost", ())]
-        self.state = dataclasses.replace(self.state, lost=partition.read(lost, self.clock()))
         self.remember()
 
     def remember(self) -> None:
         memory = {
+            **dataclasses.asdict(self.written()),
             "time": time.time(),
             "generation": self.generation(),
-            "world": dataclasses.asdict(self.state.world) if self.state.world else None,
             "history": self.history,
-            "restarts": self.restarts,
             "interruptions": self.status.interruptions,
             "judged": self.counted[0],
-            "attempt": self.counted[1],
             "start": self.newest_start()[1],
-            "lost": partition.written(self.state.lost, self.clock()),
             "gpus": self.pool.gpus,
             "closing": self.closing,
             "end": self.status.end,
@@ -211,7 +207,7 @@ class Launcher(Coordinator):
                 worker = self.pool.start(index, self.reports)
             except (OutlastError, OSError) as problem:
                 if isinstance(problem, OutlastError) and not self.pool.present:
-                    self._close(State.FAILED, str(problem), contract.Exit.MISCONFIGURED)
+                    self.over(State.FAILED, str(problem), contract.Exit.MISCONFIGURED)
                     return
                 self.not_joined[index] = f"worker {index} cannot be started: {problem}"
                 self.pool.pause(index)
@@ -242,7 +238,7 @@ class Launcher(Coordinator):
             self.ledger.write("exited", worker=worker.index, code=end.code, reason=end.message, interrupted=end.interrupted)
             if end.displaced and self.closing is None:
                 self.displaced = True
-                self._close(State.INTERRUPTED, end.message, contract.Exit.INTERRUPTED)
+                self.over(State.INTERRUPTED, end.message, contract.Exit.INTERRUPTED)
             elif self.closing is None and not worker.leaving:
                 if end.interrupted:
                     self.status.interruptions += 1
@@ -272,8 +268,9 @@ class Launcher(Coordinator):
         super().add_failure(failure, echo=echo)
 
     def newest_start(self) -> tuple[int, int]:
-        """Return the newest start of processes, possibly one that only the previous launcher saw."""
-        return max(super().newest_start(), self._started)
+        """Return the newest generation and its newest reported attempt, possibly as only the previous launcher saw them."""
+        starts = [(each.generation, each.attempt) for each in self.reports.values() if each.generation == self.generation()]
+        return max([(self.generation(), 0), self._started, *starts])
 
     # Decisions
 
@@ -334,19 +331,16 @@ class Launcher(Coordinator):
     def failed(self, failure: Failure) -> None:
         self.status.failure = failure
 
-    def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
-        self._close(state, reason, code, end)
-
     def _keep_deadlines(self) -> None:
         """End a job that starts too late or runs too long. The clock stops while the machine sleeps."""
         now, limits = self.clock(), self.job.spec
         startup, active = limits.startup_deadline_seconds, limits.active_deadline_seconds
         if startup and self.started is None and now - self.submitted > startup:
             reason = f"training has not started within startupDeadlineSeconds ({startup})"
-            self._close(State.FAILED, reason, contract.Exit.FAILED, End.STARTUP_DEADLINE)
+            self.over(State.FAILED, reason, contract.Exit.FAILED, End.STARTUP_DEADLINE)
         elif active and self.started is not None and now - self.started > active:
             reason = f"the job has run for activeDeadlineSeconds ({active})"
-            self._close(State.FAILED, reason, contract.Exit.FAILED, End.DEADLINE)
+            self.over(State.FAILED, reason, contract.Exit.FAILED, End.DEADLINE)
 
     # Requests of the user
 
@@ -360,7 +354,7 @@ class Launcher(Coordinator):
         old, self.request = self.request, new
         ending = ENDINGS.get(new.end)
         if ending and self.closing is None:
-            self._close(ending.state, ending.reason, ending.code)
+            self.over(ending.state, ending.reason, ending.code)
         elif ending and ending.at_once and old.end != new.end:
             self.closing = (ending.state, ending.reason, ending.code)
             self.closed = messages.Closed(*self.closing[1:])
@@ -371,7 +365,7 @@ class Launcher(Coordinator):
 
     # The end
 
-    def _close(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
+    def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
         """Record the decision to end. Notify workers that wait for the next world, and ask all other workers to leave."""
         if self.closing is not None:
             return

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.failure import Failure
 from outlast.job.status import State
-from outlast.rendezvous import attempts, messages, restart_budget, root_cause, world
+from outlast.rendezvous import attempts, messages, partition, restart_budget, root_cause, world
 from outlast.rendezvous.root_cause import Pending
-from outlast.rendezvous.world import Cause, MemberState
+from outlast.rendezvous.world import Call, Cause, MemberState, World
 
 if TYPE_CHECKING:
     from outlast.job import spec
@@ -45,6 +45,36 @@ class Settings:
         return cls(fields.workers.allowed(), restart_budget.Policy(fields.restarts.limit, fields.restarts.window), timeouts)
 
 
+@dataclasses.dataclass(frozen=True)
+class CoordinatorState:
+    """What a successor cannot learn from the members. Times are ages in seconds, since clocks differ. Field names are the wire
+    format of `launcher.json`, and but for a few that of etcd."""
+
+    world: World | None = None
+    called: Call | None = None
+    closed: messages.Closed | None = None
+    min_generation: int = 0
+    """Lower bound of generations: calls use newer ones."""
+    counted: int = 0
+    """The newest generation with a counted failure."""
+    attempt: int = 0
+    """Attempt of that failure in generation `counted`, see `failure.Failure.attempt`."""
+    restarts: int = 0
+    """Number of failures counted since the start of the run."""
+    failures: tuple[tuple[float, int, int | None], ...] = ()
+    """`restart_budget.Record`s, each with its age instead of its time."""
+    failure: Mapping[str, Any] | None = None
+    """The last counted failure, a `failure.Failure`."""
+    lost: tuple[tuple[int, float, int], ...] = ()
+    """`partition.Loss`es that keep members out of worlds, each as id, age, and number of consecutive losses."""
+
+    @property
+    def generation(self) -> int:
+        """The newest generation that may have existed."""
+        called = self.called.generation - 1 if self.called else 0
+        return max(self.min_generation, called, self.world.generation if self.world else 0)
+
+
 class Coordinator:
     """The coordinator of one run. The transport calls `on_report` and `on_gone`; `decide` acts on the new state."""
 
@@ -53,7 +83,7 @@ class Coordinator:
         self.clock = clock
         self.history: restart_budget.History = ()
         self.restarts = 0
-        """Number of failures counted since the start of the run."""
+        self.failure: Mapping[str, Any] | None = None
         self.reports: dict[int, messages.Report] = {}
         self.state = world.State({})
         """The input of `world.decide`."""
@@ -131,6 +161,28 @@ class Coordinator:
     def finished(self, state: State, closed: messages.Closed) -> None:
         """Hook for the end of the run, to record it."""
 
+    # The state for a successor
+
+    def written(self) -> CoordinatorState:
+        """Return the state for a successor."""
+        state, now = self.state, self.clock()
+        failures = tuple((now - at, committed, step) for at, committed, step in self.history)
+        lost = tuple((id, now - loss.at, loss.times) for id, loss in state.lost.items() if loss.held)
+        rest = *self.counted, self.restarts, failures, self.failure, lost
+        return CoordinatorState(state.world, state.called, self.closed, state.min_generation, *rest)
+
+    def restore(self, last: CoordinatorState, ago_s: float = 0.0) -> None:
+        """Continue from a predecessor's state, written `ago_s` seconds ago. Its end is left to the caller."""
+        now = self.clock()
+        then = now - ago_s
+        self.counted, self.restarts, self.failure = (last.counted, last.attempt), last.restarts, last.failure
+        self.history = tuple(restart_budget.Record(then - age, committed, step) for age, committed, step in last.failures)
+        current = last.world and dataclasses.replace(last.world, at=now)
+        called = last.called and dataclasses.replace(last.called, at=now)
+        lost = {id: partition.Loss(then - age, times) for id, age, times in last.lost}
+        self.state = world.State({}, current, called, min_generation=last.min_generation, lost=lost)
+        self.followed = self.generation()
+
     # Reports
 
     def on_report(self, report: messages.Report) -> None:
@@ -203,11 +255,6 @@ class Coordinator:
         """Return the newest published generation."""
         called = self.state.called.generation - 1 if self.state.called else 0
         return max(called, self.state.world.generation if self.state.world else 0)
-
-    def newest_start(self) -> tuple[int, int]:
-        """Return the newest generation and its newest reported attempt."""
-        generation = self.generation()
-        return generation, max((each.attempt for each in self.reports.values() if each.generation == generation), default=0)
 
     def _call(self, call: world.Call) -> messages.Called:
         until = call.at + self.timeouts.leave
@@ -288,6 +335,7 @@ class Coordinator:
 
     def _counted(self, failure: Failure, verdict: restart_budget.Restart | restart_budget.Stop, **facts: Any) -> bool:
         """Apply a verdict; returns False if it ends the run."""
+        self.failure = failure.document(but=("traceback",))
         self.failed(failure)
         texts = {name: text for name in ("traceback", "log_tail") if (text := getattr(failure, name))}
         self.event("failure", **{name: getattr(failure, name) for name in _FACTS}, **texts, **facts)

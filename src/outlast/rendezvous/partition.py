@@ -98,17 +98,6 @@ class Loss:
         return 0.0 if not self.held else min(LONGEST_HELD_S, HELD_S * 2 ** min(self.times - 1, 16))
 
 
-def written(lost: Mapping[int, Loss], now: float) -> tuple[tuple[int, float, int], ...]:
-    """Return losses for the next coordinator: id, seconds since the loss, and consecutive losses of each member that is kept
-    out."""
-    return tuple((id, now - loss.at, loss.times) for id, loss in lost.items() if loss.held)
-
-
-def read(losses: Iterable[tuple[int, float, int]], now: float) -> dict[int, Loss]:
-    """Parse the output of `written`."""
-    return {id: Loss(now - ago_s, times) for id, ago_s, times in losses}
-
-
 def decide(ranks: Sequence[int], views: Mapping[int, View], now: float, *, called_at: float | None = None) -> Verdict:
     """Return the lost members of a world, according to its members' reports.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.failure import Failure
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, messages, partition, restart_budget, world
+from outlast.rendezvous import coordinator, messages, world
 from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.etcd.gateway import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
 from outlast.rendezvous.etcd.member import TTL_S, Store
@@ -107,8 +107,6 @@ class Term(coordinator.Coordinator):
         self._last_published: key_schema.Published | None = None
         self._last_published_at = 0.0
         self._why = ""
-        self._failure: Mapping[str, Any] | None = None
-        """The last counted failure."""
         self._ended: dict[str, str] = {}
         """Reasons for fencing, by token of the process."""
         self._listen_until: float | None = None
@@ -141,16 +139,8 @@ class Term(coordinator.Coordinator):
             self._incarnation = newest.incarnation if newest else self._config.nonce()
             self._listen_until = now + LISTEN_S
         if last:
-            self.counted, self.restarts, self._failure = (last.counted, last.attempt), last.restarts, last.failure
-            self.history = tuple(restart_budget.Record(now - ago, committed, step) for ago, committed, step in last.failures)
-            self.state = world.State(
-                {},
-                last.world and replace(last.world, at=now),
-                last.called and replace(last.called, at=now),
-                min_generation=last.min_generation,
-                lost=partition.read(last.lost, now),
-            )
-            self._tokens, self.followed, self._ended = last.tokens, self.generation(), dict(last.ended)
+            self.restore(last)
+            self._tokens, self._ended = last.tokens, dict(last.ended)
         for kv in members:
             self._on_report_key(kv)
         if not self.state.world:
@@ -291,35 +281,28 @@ class Term(coordinator.Coordinator):
         generation = state.world.generation if state.world else 0
         done = [m.id for m in state.members.values() if m.standing is world.MemberState.DONE and m.generation >= generation]
         return key_schema.Published(
+            **vars(self.written()),
             by=self._config.token,
             incarnation=self._incarnation,
             previous_incarnation=self._previous_incarnation,
             nnodes=self._config.nnodes,
-            world=state.world,
             tokens=self._tokens if state.world else (),
-            called=state.called if state.called and state.called.generation > generation else None,
             leave_s=self.timeouts.leave,
-            closed=self.closed,
             why=self._why,
-            min_generation=state.min_generation,
             done=tuple(sorted(set(done) & set(ranks))),
-            counted=self.counted[0],
-            attempt=self.counted[1],
-            restarts=self.restarts,
-            failure=self._failure,
             ended=self._ended,
         )
 
     def _publish(self) -> None:
         """Publish the state if it has changed. Raises Deposed if this term is over."""
-        new, last, now = self._state_to_publish(), self._last_published, self.clock()
+        current, last, now = self._state_to_publish(), self._last_published, self.clock()
+        new = replace(current, failures=(), lost=())  # what ages is no change
         if last and replace(new, why=last.why) == last and now - self._last_published_at < WHY_S:
             new = last  # one write for many members that arrive one after the other
         if new != last:
             if self.state.world is None and new.why != (last.why if last else ""):
                 self._effects.append(lambda: self._config.events.say(new.why))
-            history = tuple((now - time_, committed, step) for time_, committed, step in self.history)
-            self._write(replace(new, failures=history, lost=partition.written(self.state.lost, now)).dumps())
+            self._write(current.dumps())
             self._last_published, self._last_published_at = new, now
         effects, self._effects = self._effects, []
         for effect in effects:
@@ -370,7 +353,6 @@ class Term(coordinator.Coordinator):
         self._tokens = tuple(self._seen[id][0] for id in new.members)
 
     def failed(self, failure: Failure) -> None:
-        self._failure = failure.document(but=("traceback",))
         if failure.traceback:
             self._effects.append(lambda: self._config.events.say(failure.traceback))
 

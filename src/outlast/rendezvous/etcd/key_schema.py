@@ -14,14 +14,15 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 from urllib.parse import quote, unquote
 
 from outlast.base.typed_json import decode
 from outlast.job import contract
+from outlast.rendezvous.coordinator import CoordinatorState
 from outlast.rendezvous.etcd.gateway import KeyValue
-from outlast.rendezvous.messages import Closed, Report
-from outlast.rendezvous.world import Call, World
+from outlast.rendezvous.messages import Report
+from outlast.rendezvous.world import World
 
 _WIRE = {
     "nnodes": "terms",
@@ -126,8 +127,8 @@ class Leader(_Value):
     """Nonce of this election."""
 
 
-@dataclass(frozen=True)
-class Published(_Value):
+@dataclass(frozen=True, kw_only=True)
+class Published(CoordinatorState, _Value):
     """The published state, with all decisions. It has one writer."""
 
     by: str
@@ -137,39 +138,16 @@ class Published(_Value):
     previous_incarnation: str = ""
     """Incarnation of the previous run of this name, which has ended and whose members are ignored."""
     nnodes: str = ""
-    world: World | None = None
     tokens: tuple[str, ...] = ()
     """Tokens of the world's processes in the order of its members, since an index may pass to another process."""
-    called: Call | None = None
     leave_s: float = 0.0
     """Duration of a planned call in seconds, from when a member receives it."""
-    closed: Closed | None = None
     why: str = ""
     """The coordinator's reason to wait, without the remaining seconds, or a description of normal training."""
-    min_generation: int = 0
-    """Lower bound of generations: calls use newer ones."""
     done: tuple[int, ...] = ()
     """Members of the world that have finished, and may have exited."""
-    counted: int = 0
-    """The newest generation with a counted failure."""
-    restarts: int = 0
-    failures: tuple[tuple[float, int, int | None], ...] = field(default=())
-    """`restart_budget.Record`s, each with its age in seconds when the state was written, instead of its time."""
-    failure: Mapping[str, Any] | None = None
-    """The last counted failure, a `failure.Failure`."""
-    attempt: int = 0
-    """Attempt of that failure in generation `counted`, see `failure.Failure.attempt`."""
     ended: Mapping[str, str] = field(default_factory=dict)
     """Reasons for fenced processes to exit, by the token of the process."""
-    lost: tuple[tuple[int, float, int], ...] = ()
-    """`partition.Loss`es that keep members out of worlds, each as id, seconds since the loss, and number of consecutive
-    losses."""
-
-    @property
-    def generation(self) -> int:
-        """The newest generation that may have existed."""
-        called = self.called.generation - 1 if self.called else 0
-        return max(self.min_generation, called, self.world.generation if self.world else 0)
 
 
 def live(published: Published, leader: KeyValue | None) -> bool:
