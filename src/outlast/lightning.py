@@ -75,7 +75,7 @@ def world(strategy: Any = "ddp") -> dict[str, Any]:
     """Return Trainer's arguments for the processes of this start: devices, num_nodes and strategy.
 
     They come from the environment, since each start may have a different number of workers. If there are no workers, the result
-    is empty. """
+    is empty."""
     if "WORLD_SIZE" not in os.environ:
         return {}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

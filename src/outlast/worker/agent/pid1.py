@@ -3,7 +3,7 @@
 Orphans, e.g. the data loaders of a killed rank, become children of process 1. If nobody waits for them, they remain zombies until
 the pod reaches its pid limit and cannot fork. The agent cannot reap them itself: waiting for *any* child would consume the exit
 codes of its own children. So process 1 only reaps, and forks before the agent has threads, files or children. If another program
-is process 1 (a shared process namespace, `docker run --init`, a laptop), this module does nothing. """
+is process 1 (a shared process namespace, `docker run --init`, a laptop), this module does nothing."""
 
 from __future__ import annotations
 
