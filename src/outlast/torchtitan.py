@@ -138,7 +138,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
         return True
 
     def _observe(self, trainer: Any, run: Session) -> None:
-        """Record the metrics of steps. Validations neither affect the random numbers of training nor count as hangs."""
+        """Record the metrics of steps. Validations neither affect training's random state nor count as hangs."""
         log = trainer.metrics_processor.logger.log
 
         def noted(metrics: dict[str, Any], step: int) -> None:
@@ -204,7 +204,7 @@ def _unsupported(trainer: Any, loader: Any) -> str:
 
 
 class _Position:
-    """The steps and tokens of a Trainer, with `state_dict` and `load_state_dict`, for every number of ranks."""
+    """The steps and tokens of a Trainer, with `state_dict` and `load_state_dict`, for any number of ranks."""
 
     def __init__(self, trainer: Any, ranks: int) -> None:
         self._trainer, self._ranks = trainer, ranks

@@ -1,4 +1,4 @@
-"""Shared parts of the integrations of training libraries: `outlast.hf`, `outlast.accelerate`, `outlast.lightning` and
+"""Shared parts of the integrations with training libraries: `outlast.hf`, `outlast.accelerate`, `outlast.lightning` and
 `outlast.torchtitan`."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
-    """The first of an object's methods that is absent or has not the parameters that we rely on; empty if there is none."""
+    """The first of an object's methods that is absent or lacks parameters that we rely on; empty if there is none."""
     for name, parameters in hooks.items():
         method = getattr(owner, name, None)
         if method is None or not set(parameters) <= set(inspect.signature(method).parameters):

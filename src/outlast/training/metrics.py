@@ -1,6 +1,6 @@
 """`metrics.jsonl`: the values that a run logs, one JSON object per line, with each step only once.
 
-Rank 0 appends. When a run resumes from an earlier step, the lines of later steps are cut off, because these steps are repeated.
+Rank 0 appends. When a run resumes from an earlier step, the lines for later steps are cut off, because these steps are repeated.
 If workers have separate disks, every disk has the lines up to its newest checkpoint (`Copy`), so that rank 0 may run on any
 worker after a restart.
 """
@@ -94,7 +94,7 @@ class Copy:
         """On rank 0, the number of leading bytes that all disks are known to have."""
 
     def even_out(self, disks: Disks, step: int) -> str:
-        """Remove the lines of steps after `step`, and copy the file with the most remaining steps to all disks.
+        """Remove the lines for steps after `step`, and copy the file with the most remaining steps to all disks.
 
         Returns why the copy failed on this rank, or an empty string. A collective of the leaders, in the training thread.
         """

@@ -1,6 +1,6 @@
 """A rank's own time per step: its step less the time in collectives, from which `job.slow_ranks` tells slow ranks.
 
-Waits of the session's calls are known (`Calls.waited_s`). The wait of the backward pass for the last gradients is measured by
+Waits in the session's calls are known (`Calls.waited_s`). The wait of the backward pass for the last gradients is measured by
 DDP's logger in every n-th step, by the clock on a CPU, with events on a GPU: the time of the communication less the part that
 overlaps the computation. The numbers of a step are there once the forward pass of the next one has begun.
 Reasons: docs/decisions/0067-slow-and-differing-ranks.md.
@@ -122,7 +122,7 @@ def _work(state: Mapping[str, Any], ranks: int) -> list[int]:
 
 
 def _backward_wait_s(stats: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the seconds that the backward passes of a step have waited for gradients; None if DDP has not measured them."""
+    """Return the seconds that a step's backward passes waited for gradients; None if DDP has not measured them."""
     trained = [each for each in stats if each.get("backward_comm_time")]
     waits = [each["backward_comm_time"] - each.get("backward_compute_comm_overlap_time", 0) for each in trained]
     return max(0, sum(waits)) / 1e9 if waits else None

@@ -18,7 +18,7 @@ At = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A part in the memory of a worker."""
+    """A part in a worker's memory."""
 
     part: Part
     address: str

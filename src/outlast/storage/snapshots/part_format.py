@@ -112,14 +112,14 @@ class Item:
 
     key: str
     dtype: str
-    """torch's name of the data type, such as `float32`; `bytes` for other data than tensors."""
+    """torch's name for the data type, such as `float32`; `bytes` for anything but a tensor."""
     size: tuple[int, ...]
     """Shape of the whole tensor; () for bytes and scalars."""
     offsets: tuple[int, ...]
     """Index of the chunk's first element in the tensor."""
     chunk: tuple[int, ...]
     place: int
-    """Offset in the data of the part, in bytes."""
+    """Offset in the part's data, in bytes."""
     nbytes: int
 
     def blocks(self) -> list[tuple[int, int]]:

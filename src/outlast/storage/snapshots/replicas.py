@@ -24,7 +24,7 @@ class Place:
     """Location of a worker."""
 
     address: str
-    """Address of its agent's data port; empty without a port."""
+    """Address of its agent's data port; empty if it has none."""
     node: str = ""
     zone: str = ""
 
@@ -118,7 +118,7 @@ def rate(nbytes: int, interval_s: float | None) -> float:
 
 
 class Sender:
-    """The sender of replicas of one agent."""
+    """One agent's sender of replicas."""
 
     def __init__(self, rooms: Rooms, key: bytes) -> None:
         self._rooms, self._key = rooms, key

@@ -1,4 +1,4 @@
-"""The rooms of one agent: files in memory, their parts and their users. Threads of `server` and `data_port` share the rooms.
+"""One agent's rooms: files in memory, their parts and their users. Threads of `server` and `data_port` share the rooms.
 
 `choose`, a pure rule, picks the room of a part: one complete snapshot is kept at any time, and memory holds at most two. Rooms
 are reused, since touched memory costs no page faults. A room is free unless it is in use or holds a part of the newest complete
@@ -35,7 +35,7 @@ class View:
     """The snapshot to which the room's part belongs; None for an empty room."""
     busy: bool = False
     replica: bool = False
-    """True if the room holds a part of another worker."""
+    """True if the room holds another worker's part."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Room:
 
 
 class Rooms:
-    """The rooms of one agent."""
+    """One agent's rooms."""
 
     def __init__(self, run: str, budget: int, headroom: Callable[[], int]) -> None:
         self.run, self.budget, self.headroom = run, budget, headroom
@@ -156,7 +156,7 @@ class Rooms:
     def admit(self, run: str, at: At, complete: At, session: str = "", *, own: bool = True) -> None:
         """Record the current generation and the newest complete snapshot. Raises Refused for anything out of date.
 
-        Parts of other workers (not `own`) must belong to the session of this worker's ranks.
+        Other workers' parts (not `own`) must belong to the session of this worker's ranks.
         """
         if run != self.run:
             raise Refused(f"this worker trains run {self.run}, not {run}")

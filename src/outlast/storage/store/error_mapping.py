@@ -142,7 +142,7 @@ def _response(error: Exception) -> tuple[int, str, str, str]:
 
 
 def _without_credentials(scheme: str, undone: str, status: int, text: str) -> StoreError:
-    """Return the error for missing credentials of GCS or Azure; obstore tries the machine's metadata last."""
+    """Return the error for missing GCS or Azure credentials; obstore tries the machine's metadata last."""
     first = text.splitlines()[0].removeprefix("Generic ")
     if scheme == "gs":
         looked, way = "GOOGLE_APPLICATION_CREDENTIALS, gcloud's default login", "gcloud auth application-default login"

@@ -72,7 +72,7 @@ class Access:
         return {**options, "access_key_id": key, "secret_access_key": secret, **({"session_token": token} if token else {})}
 
     def fresh(self) -> dict[str, Any]:
-        """Return credentials for the next minutes. botocore renews them 10 minutes before they expire, obstore 5."""
+        """Return credentials for the next few minutes. botocore renews them 10 minutes before they expire, obstore 5."""
         with _mapped_errors("the credentials for S3"):
             frozen = self.credentials.get_frozen_credentials()
         return {
@@ -121,7 +121,7 @@ class Access:
 
 
 def access(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 30) -> Access:
-    """Find credentials, region and endpoint. Raises Denied without credentials."""
+    """Find credentials, region and endpoint. Raises Denied if there are no credentials."""
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     style = environ.get("AWS_S3_ADDRESSING_STYLE")
@@ -158,7 +158,7 @@ def access(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 30) ->
 def answer(error: BaseException) -> tuple[int, str, str] | None:
     """Return status, code and message of a botocore exception, or None for other exceptions.
 
-    Without a response, the status is 0, and code and message are empty.
+    If there was no response, the status is 0, and code and message are empty.
     """
     response = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:

@@ -168,7 +168,7 @@ class State:
 
     place: str = ""
     etag: str = ""
-    """The etag of the manifest that `objects` came from; empty without a manifest."""
+    """The etag of the manifest that `objects` came from; empty if there is no manifest."""
     clean_before: int = 0
     checked: float = 0.0
     """Local time of the last listing of the store."""

@@ -96,7 +96,7 @@ def push(
     """Upload the files of the directory `source` that are missing or different in `store`.
 
     `state` is a local file that records both sides. Files that `leave` accepts are not sent, but their existing objects stay.
-    Without `delete`, objects without a file in `source` are deleted if they are `expired`. Raises NotFound without a source,
+    Without `delete`, objects without a file in `source` are deleted if they are `expired`. Raises NotFound if there is no source,
     AlreadyRunning if another process holds the state, StoreError, and Stopped. Completed transfers are recorded in any case.
     """
     skip = options.skip

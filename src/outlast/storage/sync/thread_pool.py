@@ -24,7 +24,7 @@ FEW, MANY = 8, 128
 _WINDOW_S = 0.5
 """Seconds for which throughput is measured before threads are added."""
 _LEAVE_S = 3.0
-"""Seconds that jobs in progress may go on after a stop."""
+"""Seconds that jobs in progress may continue after a stop."""
 
 
 class Job(NamedTuple, Generic[T]):
