@@ -28,7 +28,7 @@ from outlast.job import accelerators
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what trains here, by their names."""
+    """Return the versions of the software that trains here, by name."""
     found = {"outlast": __version__, "Python": platform.python_version(), "torch": str(torch.__version__)}
     return found | ({"CUDA": torch.version.cuda} if torch.version.cuda else {})
 

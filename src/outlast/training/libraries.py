@@ -37,7 +37,7 @@ def split(accelerator: Any) -> str:
 def boundary(run: Session, step: int, *, measured_later: bool) -> bool:
     """End a step, and return whether a checkpoint is due that waits for the evaluation of this step. A collective.
 
-    With `measured_later` an evaluation follows, by which the job ranks its checkpoints: one that is due is the caller's to save.
+    With `measured_later`, an evaluation follows that ranks checkpoints, so the caller saves the one that is due.
     """
     if not measured_later:
         run.boundary(step)

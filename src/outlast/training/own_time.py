@@ -2,7 +2,7 @@
 
 Waits in the session's calls are known (`Calls.waited_s`). The wait of the backward pass for the last gradients is measured by
 DDP's logger in every n-th step, by the clock on a CPU, with events on a GPU: the time of the communication less the part that
-overlaps the computation. The numbers of a step are there once the forward pass of the next one has begun.
+overlaps the computation. A step's numbers are available once the next step's forward pass has begun.
 Reasons: docs/decisions/0067-slow-and-differing-ranks.md.
 """
 
@@ -48,7 +48,7 @@ class OwnTimes:
         self.begin({})
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Begin a window with this state: what has come since the last step is no step."""
+        """Begin a window with this state; time since the last step does not count as a step."""
         self._work = _work(state, self._calls.ranks)
         self._last: tuple[float, float] | None = None
         self._step: tuple[float, float] | None = None
@@ -62,7 +62,7 @@ class OwnTimes:
         return self._calls.rank == 0 and len(self._samples) >= _LEAST and self._clock() - self._opened >= WINDOW_S
 
     def step(self, record: Progress, *, compare: bool) -> None:
-        """Record the end of a step; with `compare`, the window is over. Then it is a collective."""
+        """Record the end of a step. With `compare`, the window ends, and the call is a collective."""
         self._sample()
         if compare:
             self._compare(record)

@@ -87,9 +87,9 @@ def open(seed: int = 0, *, quiet: bool = False) -> Session:
 def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False, batch: int = 0) -> Session:
     """Open the session of a process whose library has joined its process group and seeded its generators.
 
-    The process group stays as it is, and stays open at the end; without one the world has one rank. `output` is the directory of
-    checkpoints, metrics and results outside of a job; default: as of `open`. `batch` is the number of samples of one step that
-    all ranks must share equally, so that later worlds of a job have sizes that can. Otherwise the same as `open`. A collective.
+    The process group stays open at the end; if there is none, the world has one rank. `output` is the directory of checkpoints,
+    metrics and results outside a job; the default is that of `open`. `batch` is the number of samples per step, which all ranks
+    must share equally, so that a job's later worlds have sizes that can. Otherwise as `open`. A collective.
     """
     return Session(seed, quiet, attached=True, output=output, batch=batch)
 
@@ -547,9 +547,9 @@ class Session:
         newest; a value that is not finite is never best. A step is saved once, with its metric at that time.
 
         After `interrupted` has returned True, the call waits until the checkpoint is committed and raises SystemExit(75). If the
-        last saves took longer than the time left, the call only waits for the save in progress, and training later goes on from
-        that step. A save that fails, e.g. because the disk is full, is reported, and training goes on. Raises OutlastError before
-        `resume`, if `step` does not advance with the stream, and if a Stream that is being read is not in the state. A
+        last saves took longer than the time left, the call only waits for the save in progress, and training later continues from
+        that step. A save that fails, e.g. because the disk is full, is reported, and training continues. Raises OutlastError
+        before `resume`, if `step` does not advance with the stream, and if a Stream that is being read is not in the state. A
         collective.
         """
         step = mistakes.whole(step)

@@ -16,7 +16,7 @@ from outlast.training.samples.stream import kind
 
 
 def plan(batch: int, ranks: int, most: int | None) -> order.Plan:
-    """The same as `order.plan`. Raises OutlastError."""
+    """`order.plan`, but raises OutlastError."""
     try:
         return order.plan(batch, ranks, most)
     except ValueError as problem:
@@ -31,7 +31,7 @@ def unordered(dataset: Any) -> str:
 
 
 def unordered_loader(loader: Any) -> str:
-    """The same for the loader of training samples, which chooses the order by its sampler."""
+    """The same for a training loader, whose sampler chooses the order."""
     if not isinstance(loader, DataLoader):
         return (
             f"the training loader is {kind(loader)}, whose samples have no order to continue; give a torch.utils.data.DataLoader"

@@ -85,7 +85,7 @@ class Directory:
 class Shards:
     """The samples of prepared data, for a `Stream` or for indexing.
 
-    `place` is a directory written by `outlast data prepare`, a directory of nanoGPT's with `train.bin` and `val.bin`, or the URL
+    `place` is a directory written by `outlast data prepare`, a nanoGPT directory with `train.bin` and `val.bin`, or the URL
     of either in a store (`s3://bucket/data`). Shards in a store are fetched through this machine's cache as needed. `part` is
     `train` or `val`.
 
