@@ -46,7 +46,7 @@ class State(enum.StrEnum):
 
     @property
     def trains(self) -> bool:
-        """True if the job makes steps, and therefore has a rate."""
+        """True if the job is training, and therefore has a rate."""
         return self in (State.RUNNING, State.RESIZING)
 
 
@@ -114,19 +114,18 @@ class CheckpointStatus(_Model):
 
 
 class SnapshotStatus(_Model):
-    """The newest complete snapshot in the memory of the workers. Unlike a checkpoint, a snapshot is lost with the last of these
-    workers."""
+    """The newest complete snapshot in the workers' memory. Unlike a checkpoint, it is lost with the last of these workers."""
 
     step: int
     every: int = 0
-    """Number of steps between two snapshots; 0: unknown."""
+    """Number of steps between snapshots; 0 if unknown."""
 
 
 class SavedStatus(_Model):
     """The newest file or directory whose name looks like a checkpoint of a plain script."""
 
     name: str
-    """Path in the output."""
+    """Path within the output."""
     step: int | None = None
     """The step in its name."""
     time: float
@@ -162,7 +161,7 @@ class LostStatus(_Model):
     generation: int = -1
     """Generation of the world that the last failure ended."""
     up_to: bool = False
-    """True if the costs are upper bounds: the moment of a fault is not always known."""
+    """True if the costs are upper bounds, since the time of a fault is not always known."""
 
 
 class JobStatus(_Model):
@@ -218,7 +217,7 @@ class JobStatus(_Model):
     """Cost of failures so far; None before the first failure, and for jobs in a cluster, where `outlast report` computes it."""
     output: str = ""
     file: str = ""
-    """Path of the job file of a job on this machine; empty if the file is gone."""
+    """Path of the job file, for jobs on this machine; empty if the file is gone."""
     command: str = ""
     """The command that runs the job again, if it differs from `outlast run FILE`: for a script on this machine."""
     store: StoreStatus | None = None

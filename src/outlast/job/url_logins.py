@@ -1,4 +1,4 @@
-"""Logins and signatures in URLs: detection, removal from public texts, and logins from the environment or ~/.netrc.
+"""Logins and signatures in URLs: detection, removal from public text, and logins from the environment or ~/.netrc.
 
 The login of a store itself comes from the environment: `storage.store.s3`.
 """
@@ -24,7 +24,7 @@ _SIGNATURE = re.compile(
 
 
 def hidden(text: str) -> str:
-    """Remove logins, and queries with a signature, from the URLs in a text."""
+    """Remove logins, and queries with a signature, from the URLs in text."""
     return _SIGNATURE.sub("", _LOGIN.sub("", text))
 
 
@@ -56,7 +56,7 @@ def of(host: str) -> tuple[str, str] | None:
             login = netrc.netrc().authenticators(host)
     except FileNotFoundError:
         return None
-    except (netrc.NetrcParseError, OSError):  # their message may hold a part of a password
+    except (netrc.NetrcParseError, OSError):  # their message may contain part of a password
         raise OutlastError(
             f"{where} cannot be read; write lines like machine HOST login USER password PASSWORD, and let nobody else read it"
         ) from None

@@ -44,11 +44,11 @@ PROGRESS_S = 3.0
 LONGEST_PAUSE_S = 1.0
 """Maximum seconds between two attempts to send a changed report, or to watch. For a plain renewal, the maximum is RENEW_S."""
 ANSWER_S = 10.0
-"""Seconds to wait for the API server's answer to a report. The value is arbitrary: a newer report soon follows."""
+"""Seconds to wait for the API server's response to a report. Arbitrary: a newer report soon follows."""
 
 
 def board(endpoint: str, member: Member) -> Board:
-    """Return the member's side of an endpoint, see `transport.Transport`."""
+    """Return the member's side of an endpoint; see `transport.Transport`."""
     if not member.environ.get(Env.MEMBER):
         raise OutlastError(f"{Env.MEMBER} is not set; set it to the uid of this pod (fieldRef metadata.uid)")
     return Board(endpoint.removeprefix(contract.KUBERNETES), member)
@@ -75,14 +75,14 @@ class _Leaving:
 
 @dataclass(frozen=True)
 class _Rendezvous(Published):
-    """`.status.rendezvous` of an ElasticJob, see `operator.elasticjob_status`."""
+    """`.status.rendezvous` of an ElasticJob; see `operator.elasticjob_status`."""
 
     run: str = ""
     leaving: tuple[_Leaving, ...] = ()
 
 
 class Board:
-    """A member's side, see `member_client.Board`: its Lease, and the newest state that the operator published."""
+    """A member's side; see `member_client.Board`: its Lease, and the newest state that the operator published."""
 
     def __init__(self, job: str, member: Member) -> None:
         environ = member.environ
@@ -94,14 +94,14 @@ class Board:
         self._state, self._processes = member.state, member.processes
         self._output = Path(environ[Env.OUTPUT]) if Env.OUTPUT in environ else None
         self._copied_entries: list[Any] = []
-        """Entries by the operator that the run's ledger already contains."""
+        """The operator's entries that the run's ledger already contains."""
         self._min_generation = member.generation
         self._owner: dict[str, Any] | None = None
         """Owner reference to the ElasticJob. None until the watch shows the job; reports are written only after that."""
         self._workers = 1
         self._previous_generation = 0
-        """Newest generation from before this member started. The member belongs to no world up to that generation, even if a
-        world lists its id."""
+        """Newest generation before this member started. The member belongs to no world up to that generation, even if a world
+        lists its id."""
         self._resource_version = ""
         """Version of our Lease after our last write."""
         self._report: Report | None = None
@@ -221,7 +221,7 @@ class Board:
                     print(f"outlast | the deadline of this pod cannot be recorded in {self._state}: {problem}", flush=True)
 
     def _copy_ledger(self, entries: object, world: World | None) -> None:
-        """On the worker of rank 0, copy the operator's new entries into the run's ledger."""
+        """On rank 0's worker, copy the operator's new entries into the run's ledger."""
         if self._output is None or world is None or world.members[0] != self.id or not isinstance(entries, list):
             return
         new = [entry for entry in entries if entry not in self._copied_entries]
@@ -302,14 +302,14 @@ class Board:
 
 
 def _account(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return goodput and losses of the run from an `agent.upload.Report`; empty if that process does not compute them."""
+    """Return the run's goodput and losses from an `agent.upload.Report`; empty if that process does not compute them."""
     if report.get("goodput") is None:
         return {}
     return {"goodput": report["goodput"], "lost": report.get("lost"), "lostSteps": report.get("lost_steps")}
 
 
 def report_account(job: str, worker: int, environ: Mapping[str, str], report: Mapping[str, Any]) -> None:
-    """Report goodput and losses of a finished run to the operator. Raises ClusterError."""
+    """Report a finished run's goodput and losses to the operator. Raises ClusterError."""
     with contextlib.closing(_connected(environ.get(Env.NAMESPACE, ""))) as cluster:
         name = contract.worker_name(job, worker)
         lease = cluster.patch(LEASE, name, {})

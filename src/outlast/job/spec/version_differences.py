@@ -13,11 +13,11 @@ from outlast.job.spec.model import Job
 _SECRET = re.compile(r"(-[\w-]*(?:token|key|secret|passw|credential)[\w-]*(?:=|\s))\S+", re.IGNORECASE)
 """Arguments that may be secrets, as in `manifests.labels`."""
 _LENGTH = re.compile(r"-*(?:.*\.)?(?:(?:max|n|num|total|train|training)[-_])*(?:steps|iters|iterations|epochs)", re.IGNORECASE)
-"""Options for the length of the training, such as `--max_iters`, but not `--warmup-steps`."""
+"""Options that set the length of the training, such as `--max_iters`, but not `--warmup-steps`."""
 _ELSEWHERE = ("args", "code", "environment", "output", "suspend", "workers")
-"""Fields for the place, the size and the arguments of a job."""
+"""Fields for a job's place, size and arguments."""
 _LONGEST = 60
-"""Maximum number of characters of a value in a sentence."""
+"""Maximum number of characters of a quoted value."""
 
 
 def between(old: Job, new: Job, but: Collection[str] = ()) -> Iterator[str]:

@@ -33,7 +33,7 @@ class Document:
     lines: dict[Place, int]
     """The line (from 1) of each value, or of its key in a mapping."""
     problems: list[tuple[int, str]] = field(default_factory=list)
-    """Line and sentence of each mistake in a readable document, such as a repeated key."""
+    """Line and description of each mistake in a readable document, such as a repeated key."""
 
     def line(self, place: Place) -> int | None:
         """Return the line of a value, or of the nearest enclosing value if it is missing in the document."""
@@ -115,7 +115,7 @@ class _Walk:
             return "" if node.tag == _NULL else node.value
         try:
             return self.loader.construct_object(node, deep=True)
-        except ValueError:  # `2024-13-45` looks like a date and is none
+        except ValueError:  # `2024-13-45` looks like a date but is not one
             return node.value
 
     def mapping(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:

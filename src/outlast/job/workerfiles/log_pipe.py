@@ -1,5 +1,5 @@
-"""The output of a worker, which the agent copies from a pipe to the log. A full disk therefore costs log lines but does not stop
-the training: a process that wrote to the log directly would fail with ENOSPC in a print.
+"""A worker's output, which the agent copies from a pipe to the log. A full disk therefore costs log lines but does not stop the
+training: a process that wrote to the log directly would fail with ENOSPC in a print.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ TAIL_BYTES = 2048
 """Maximum size in bytes of a tail, which is sent in reports. Equal to Kubernetes' limit for a termination message taken from a
 log."""
 _TAIL_WITHIN = 1 << 18
-"""Number of bytes at the end of a log in which a tail is searched. Arbitrary: other ranks write after the first failed rank."""
+"""Number of bytes at the end of a log that are searched for a tail. Arbitrary: other ranks write after the first failed rank."""
 _TAIL_S = 0.5
-"""Seconds to wait until a line reaches the log. Arbitrary: it takes a millisecond, and on a full disk it never arrives."""
+"""Seconds to wait for a line to reach the log. Arbitrary: it takes a millisecond, and on a full disk it never arrives."""
 
 
 class Output:
@@ -40,7 +40,7 @@ class Output:
         self.written = 0
         """Number of bytes written so far."""
         self.recent = b""
-        """The last bytes of the output so far, see `saves.last_step`."""
+        """The last bytes of the output so far; see `saves.last_step`."""
         self._copy_to: int | None = None
         self._log = os.dup(1)
         self._pipe, write = os.pipe()

@@ -1,4 +1,4 @@
-"""The notice: a file that asks the training of this worker to save at the next step boundary and leave (`contract.NOTICE`).
+"""The notice: a file that asks this worker's training to save at the next step boundary and leave (`contract.NOTICE`).
 
 The agent writes the notice when the worker is interrupted (`leave`), its membership when a new rendezvous is requested
 (`call`, with the next generation). Training only checks whether the file exists. A file needs no signal handler in the training
@@ -24,14 +24,14 @@ def write(path: Path, kind: str, reason: str, deadline: float, *, generation: in
 
 
 def left_s(path: Path | None) -> float:
-    """Return the seconds until the deadline, on the monotonic clock that all processes of a machine share; infinity without a
-    notice or a deadline."""
+    """Return the seconds until the deadline, on the monotonic clock that all processes of a machine share; infinity if there is
+    no notice or no deadline."""
     notice = read(path) if path else {}
     if "until" in notice:
         return max(0.0, float(notice["until"]) - time.monotonic())
-    return max(0.0, float(notice["deadline"]) - time.time()) if "deadline" in notice else math.inf  # of an earlier version
+    return max(0.0, float(notice["deadline"]) - time.time()) if "deadline" in notice else math.inf  # earlier version
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the notice; empty if none exists."""
+    """Return the notice; empty if there is none."""
     return files.mapping(path)

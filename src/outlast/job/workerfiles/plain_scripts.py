@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(.+?)\.(?:pth\.tar|ckpt|pt|pth|pkl|npz|bin|safetensors|tar)", re.IGNORECASE)
 _STEP = re.compile(r"(?<![a-z])(?:global_?)?(?:step|iter(?:ation)?)s?[-_=.]?(\d{1,15})(?![\da-z])", re.IGNORECASE)
 _TRAINER = re.compile(r"checkpoint-(\d{1,15})")
-"""Checkpoint directory of the Hugging Face Trainer. In the name of a file, the number may be an epoch."""
+"""Checkpoint directory of the Hugging Face Trainer. In a file name, the number may be an epoch."""
 _WORD = re.compile(
     r"(?<![a-z])(?:checkpoint|ckpt|chkpt|snapshot|last|latest|resume|epoch|train(?:er|ing)?_state)(?![a-z])", re.IGNORECASE
 )
@@ -31,7 +31,7 @@ _DEPTH = 4
 
 
 def step_of(directory: str) -> int | None:
-    """Return the step in the name of a checkpoint's directory: 140 for `checkpoint-140`, 500 for `global_step500`."""
+    """Return the step in the name of a checkpoint directory: 140 for `checkpoint-140`, 500 for `global_step500`."""
     match = _TRAINER.fullmatch(directory) or (None if _FILE.fullmatch(directory) else _STEP.search(directory))
     return int(match[1]) if match else None
 
@@ -89,7 +89,7 @@ def sentence(saved: SavedStatus | None, now: float) -> str:
 
 
 class Logged(NamedTuple):
-    """A step in a line of a log."""
+    """A step in a log line."""
 
     step: int
     steps: int | None = None
@@ -103,8 +103,8 @@ UNNAMED = -1
 
 def begun_anew(before: SavedStatus | None, reached: Logged, now: Logged, first: Logged | None) -> str:
     """Return a warning if a restarted script trains from the beginning. `now`, the first step of its new process, is then near
-    the first step of the run, although the run had `reached` a later step. Empty if the script goes on, or if this is uncertain.
-    `before` is the checkpoint that the script had saved."""
+    the first step of the run, although the run had `reached` a later step. Empty if the script continues, or if this is
+    uncertain. `before` is the checkpoint that the script had saved."""
     begin = first or Logged(0, None, None if now.epoch is None else 0)
     epochs = [each.epoch for each in (begin, now, reached)]
     if UNNAMED in epochs or len({epoch is None for epoch in epochs}) > 1:
@@ -150,7 +150,7 @@ _EMPTY = re.compile(r"\b0%\||[━╸╺]\s*0/")
 _LINES = re.compile(r"[\r\n]+")
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _LINE = 400
-"""Maximum number of searched characters per line. Steps are near the beginning of a line."""
+"""Maximum number of characters searched per line. Steps are near the beginning of a line."""
 
 
 def step_in(line: str) -> Logged | None:

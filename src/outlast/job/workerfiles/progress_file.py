@@ -31,13 +31,13 @@ class Progress:
     steps: int | None = None
     """Total steps of the run, if known."""
     committed: int = 0
-    """Step of the newest committed checkpoint, as far as this process knows."""
+    """Step of the newest committed checkpoint that this process knows of."""
     bytes: int = 0
     """Size of that checkpoint, if known."""
     snapshot: int = 0
-    """Step of the newest complete snapshot in memory; 0 without any."""
+    """Step of the newest complete snapshot in memory; 0 if there is none."""
     every: int = 0
-    """Number of steps between snapshots; 0: unknown."""
+    """Number of steps between snapshots; 0 if unknown."""
     batch: int = 0
     """Samples of one step over all ranks, which share them equally; 0: unknown, or any number of ranks will do."""
     stepped: int = 0
@@ -49,7 +49,7 @@ class Progress:
     """Number of saves that this process has begun, and the seconds that training stood still for them."""
     stalled_s: float = 0.0
     saves: int = 0
-    """On rank 0, number of committed saves, and the seconds from the begin of each to its commit."""
+    """On rank 0, number of committed saves, and the seconds from the start of each to its commit."""
     saved_s: float = 0.0
     own_s: float = 0.0
     """Median of the rank's own time per step in the last window, in seconds (`job.slow_ranks`); 0: unknown."""
@@ -65,7 +65,7 @@ class Progress:
     attempt: int = 0
     """The process's `contract.Env.ATTEMPT`."""
     time: float = 0.0
-    """Time of the write in seconds since the epoch, for people only. The agent measures silence with its own clock."""
+    """Time of the write in seconds since the epoch, for human readers only. The agent measures silence with its own clock."""
 
 
 class Writer:
@@ -77,7 +77,7 @@ class Writer:
         self._process = {"pid": os.getpid(), "started": kernel(os.getpid())[1], "attempt": attempt}
         self._step, self._stepped, self._stepped_s = 0, 0, 0.0
         self._end: float | None = None
-        """End of the last step, without the stalls so far; None before the first step, which also prepares, has ended."""
+        """End of the last step, without the stalls so far; None until the first step, which includes preparation, has ended."""
 
     def write(self, record: Progress) -> None:
         """Replace the record, adding the process, the time, and the duration of its steps."""
@@ -112,7 +112,7 @@ def _opened(path: Path) -> int:
 
 
 def read(directory: Path, local_rank: int) -> Progress | None:
-    """Return the newest record; None before the first record, or during its replacement."""
+    """Return the newest record; None before the first record, or while it is being replaced."""
     try:
         record = json.loads((directory / contract.PROGRESS.format(local_rank=local_rank)).read_bytes())
         return Progress(**{field.name: record[field.name] for field in dataclasses.fields(Progress) if field.name in record})
@@ -134,7 +134,7 @@ def cpu_s(pid: int) -> float:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat after the name, which may be any bytes; empty if the process does not exist."""
+    """Return the fields of /proc/PID/stat after the name, which may contain any bytes; empty if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

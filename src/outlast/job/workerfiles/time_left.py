@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 END_S = 2.0
-"""Maximum seconds for the end of the processes and the upload of the log."""
+"""Maximum seconds for the processes to end and the log to be uploaded."""
 UPLOAD_S = 30.0
 """Assumed seconds for the last upload before the first measurement; equal to `contract.Pod.LAST_PUSH_S`."""
 MARGIN = 1.5
@@ -48,8 +48,8 @@ def divided(left_s: float, *, stored: bool, upload_s: float | None = None) -> st
 def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0) -> str:
     """Return why another save does not fit into `left_s` seconds; empty if the save may fit.
 
-    `save_s` is the minimum duration of the last save. Without a measurement it is None, and another save is tried. `running_s` is
-    the remaining time of a save in progress, which has to end first.
+    `save_s` is the minimum duration of the last save. It is None if there is no measurement; another save is then tried.
+    `running_s` is the remaining time of a save in progress, which has to end first.
     """
     if save_s is None or running_s + save_s <= left_s:
         return ""

@@ -2,8 +2,8 @@
 
 A job may be nested 10,000 levels deep, which Python's parser cannot read. It may also contain a million empty objects, which take
 25 times the memory of their text after parsing. The text is therefore measured first, without recursion. A value that is nested
-too deep or too long is omitted, and the document has a message about that under `UNREADABLE`. The document's name, uid and
-version are always preserved.
+too deep or too long is omitted, and the document has a message about it under `UNREADABLE`. The document's name, uid and version
+are always preserved.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Span(NamedTuple):
     begin: int
     end: int
     depth: int
-    """Nesting depth, up to three too small; 0 for a scalar."""
+    """Nesting depth, at most three too low; 0 for a scalar."""
 
 
 def document(text: bytes, kind: Kind | None = None) -> Document:
@@ -94,7 +94,7 @@ def event(text: bytes, kind: Kind) -> tuple[str, Document]:
 
 def page(text: bytes, kind: Kind) -> tuple[Document, Iterator[Document]]:
     """Return the metadata and the documents of a list. The iterator parses each document when it reaches it. Raises ValueError,
-    also during the iteration."""
+    even during iteration."""
     meta: Document = {}
     items: _Span | None = None
     for key, span in _members(text, _skip_space(text, 0)):
@@ -106,7 +106,7 @@ def page(text: bytes, kind: Kind) -> tuple[Document, Iterator[Document]]:
 
 
 def _is_small(size: int, kind: Kind | None) -> bool:
-    """Return whether a text of this size can be parsed without measuring it."""
+    """Return whether text of this size can be parsed without measuring it."""
     return kind not in dropins.ELASTIC_JOBS and (kind is None or size <= _MAX_BYTES.get(kind, size))
 
 

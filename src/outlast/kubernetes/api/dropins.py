@@ -42,7 +42,7 @@ class Functions(Protocol):
         """Return the CustomResourceDefinition of this kind of job."""
 
     def reconcile(self, limits: Any, cached: Any, now: float, features: Any, /) -> Any:
-        """Return the plan for one job, see `operator.reconcilers`."""
+        """Return the plan for one job; see `operator.reconciler_by_kind`."""
 
 
 @dataclass(frozen=True)

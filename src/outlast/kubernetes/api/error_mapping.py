@@ -1,6 +1,6 @@
 """Maps error responses of an API server to Outlast's errors, each with a remedy.
 
-No other module does that. Pure; tests/kubernetes/test_kube.py checks it with responses of real servers.
+No other module does this. Pure; tests/kubernetes/test_kube.py checks it with responses of real servers.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def context_name(config: Mapping[str, Any], context: str | None) -> str:
 
 
 def impersonation_headers(config: Mapping[str, Any], context: str) -> list[tuple[str, str]]:
-    """Return the HTTP headers by which the user of a context impersonates another user; empty without impersonation.
+    """Return the HTTP headers by which a context's user impersonates another; empty if there is none.
 
     https://kubernetes.io/docs/reference/access-authn-authz/user-impersonation/
     """

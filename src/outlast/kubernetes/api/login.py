@@ -1,7 +1,7 @@
 """Connects to a cluster with the kubeconfig or the account of this pod.
 
-lightkube reads kubeconfigs, and runs the login programs of clouds. Only this module imports it, and never for the account of a
-pod: its compiled parts need one version of Python, and an elastic agent may run in another, the image's own.
+lightkube reads kubeconfigs, and runs clouds' login programs. Only this module imports it, and never for the account of a pod: its
+compiled parts need one version of Python, and an elastic agent may run in another, the image's own.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class _Login(NamedTuple):
 
 
 def not_installed(error: ImportError) -> NoCluster:
-    """Return the error for a missing library that access to clusters requires."""
+    """Return the error for a missing library that cluster access requires."""
     library = (error.name or "").partition(".")[0]
     return NoCluster(f"{library} is not installed; for clusters: pip install 'outlast[kubernetes]'")
 
 
 def connect(context: str | None = None, namespace: str | None = None, *, prefer_pod: bool = False) -> Cluster:
-    """Return the cluster of a context of the kubeconfig (default: its current context), or the cluster in which this pod runs.
+    """Return the cluster of a kubeconfig context (default: the current one), or the cluster in which this pod runs.
 
     With `prefer_pod`, a pod that has an account uses it and ignores `$KUBECONFIG`, which may be meant for the training script.
     Sends no request to the server. Raises NoCluster.
@@ -87,7 +87,7 @@ def _from_kubeconfig(paths: list[Any], context: str | None) -> _Login:
 
 
 def _from_pod(context: str | None) -> _Login:
-    """Return the login of the account of this pod. Raises NoCluster outside of pods.
+    """Return the login of this pod's account. Raises NoCluster if there is no such account.
 
     https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
     """
@@ -125,8 +125,8 @@ def _read_refusal(answer: httpx2.Response) -> None:
 
 
 def _for_lightkube(merged: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapt the login programs of a kubeconfig to lightkube. lightkube sets no KUBERNETES_EXEC_INFO, and rejects version v1 of
-    the programs' output, although v1 equals v1beta1."""
+    """Adapt a kubeconfig's login programs to lightkube. lightkube sets no KUBERNETES_EXEC_INFO, and rejects version v1 of the
+    programs' output, although v1 equals v1beta1."""
 
     def user(entry: Mapping[str, Any]) -> dict[str, Any]:
         program = entry["user"].get("exec")

@@ -12,7 +12,7 @@ from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.api.requests import Document, Request
 
 _PAGE, _PAGE_OF_JOBS = 100, 20
-"""Number of documents per page, and of jobs, which users may make 1 MiB large each: an API server needs minutes for 500 of those,
+"""Number of documents per page, and of jobs, each of which may be 1 MiB in size: an API server needs minutes for 500 of those,
 and a page must fit into the operator's memory."""
 
 
@@ -52,7 +52,7 @@ class Api:
     def address(
         self, verb: str, kind: Kind, name: str, namespace: str | None, *, everywhere: bool = False, subresource: str = ""
     ) -> tuple[Subject, str]:
-        """Return the subject of a request, for its errors, and the path of the request."""
+        """Return a request's subject, for its errors, and its path."""
         effective_namespace = (namespace or self.namespace) if kind.namespaced and not everywhere else ""
         parts = [kind.root, *(["namespaces", quote(effective_namespace, safe="")] if effective_namespace else []), kind.plural]
         parts += [quote(name, safe=":")] if name else []

@@ -1,4 +1,4 @@
-"""Functions that read pods: the worker of a pod, its phase and containers, why it waits and how it ended. Pure.
+"""Functions that read pods: a pod's worker, phase and containers, why it waits and how it ended. Pure.
 
 Pods are documents from the API server, and any part of their status may be missing. The operator, `jobs` and `diagnosis` read
 pods only through these functions. The commands `status`, `logs` and `list` show the sentences to users.
@@ -47,7 +47,7 @@ class End:
     code: int
     """Exit code; -1 if the container was lost or never started."""
     sentence: str
-    """Text that follows the name of the worker: `was killed (exit code 137)`."""
+    """Text that follows the worker's name: `was killed (exit code 137)`."""
     counted: bool
     """Whether the end is a failure rather than an interruption."""
     time: float
@@ -135,7 +135,7 @@ def disrupted(pod: Document) -> bool:
 
 
 def unreachable(pod: Document) -> bool:
-    """Return whether the pod's node does not answer. In that case, the node controller sets Ready to False and preserves the last
+    """Return whether the pod's node is unreachable. In that case, the node controller sets Ready to False and preserves the last
     reported state of the containers (kubernetes/pkg/controller/util/node, MarkPodsNotReady)."""
     gated = pod["spec"].get("readinessGates") or terminating(pod)
     contradiction = condition(pod, "Ready", "False") and condition(pod, "ContainersReady", "True")
@@ -362,18 +362,18 @@ def rejected_by_kubelet(reason: str) -> bool:
 
 
 def unreachable_reason(pod: Document) -> str:
-    """Return a phrase for a pod whose node does not answer; otherwise an empty text."""
+    """Return a phrase for a pod whose node does not answer; empty for other pods."""
     return f"is on {pod['spec'].get('nodeName', 'a node')}, which does not answer" if unreachable(pod) else ""
 
 
 def memory_field(pod: Document) -> str:
-    """Return the field of the pod's job that sets the memory of its container."""
+    """Return the job field that sets the memory of the pod's container."""
     has_drop_in = any(dropins.has(owner) for owner in pod["metadata"].get("ownerReferences") or ())
     return f"resources.limits.memory of its container {container_name(pod)}" if has_drop_in else "resources.memory"
 
 
 def out_of_memory(pod: Document) -> str:
-    """Return a phrase about an OOMKilled container. Without a limit, the container has exceeded the memory of its node."""
+    """Return a phrase about an OOMKilled container. If there is no limit, the container has exceeded its node's memory."""
     limit = ((container(pod).get("resources") or {}).get("limits") or {}).get("memory")
     return f"was OOMKilled: it used more than {f'its limit of {limit}' if limit else 'its node had left'}"
 

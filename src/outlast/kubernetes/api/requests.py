@@ -33,7 +33,7 @@ READ_S = 65.0
 _MAX_MESSAGE = 2**20
 """Maximum size of a websocket message in bytes. A kubelet sends messages of 32 KiB."""
 _CLOSE_S = 1.0
-"""Seconds to wait until the reader of a websocket sees the end of the websocket."""
+"""Seconds to wait until the reader of a websocket sees its end."""
 _MAX_CLIENTS = 32
 """Maximum number of HTTP clients per cluster. Each client takes some kilobytes, plus the connections of its threads."""
 _ATTEMPTS = 4
@@ -71,7 +71,7 @@ class Clients:
         self._guard = threading.Lock()
 
     def for_thread(self) -> httpx2.Client:
-        """Return the client of this thread. Threads share clients only beyond the limit."""
+        """Return this thread's client. Threads share clients only beyond the limit."""
         client: httpx2.Client | None = getattr(self._of_thread, "client", None)
         if client is None:
             with self._guard:
@@ -208,7 +208,7 @@ def error_for(status: int, body: bytes, subject: Subject) -> ClusterError:
 
 
 def connection_error(error: Exception, subject: Subject) -> ClusterError:
-    """Return the error for a request without a response."""
+    """Return the error for a request that got no response."""
     import httpx2
 
     text = str(error) or type(error).__name__

@@ -17,14 +17,14 @@ from outlast.kubernetes.api.stop import Stop
 
 _WATCH_S = 140
 """Requested duration of one connection in seconds. The next connection continues at the same version. The duration is less than
-`_SILENCE_S`: for a kind without any change since its start the server sends no bookmarks, so only the end of the connection shows
-that the server is alive."""
+`_SILENCE_S`: the server sends no bookmarks for a kind that has not changed since its start, so only the end of the connection
+shows that the server is alive."""
 _SILENCE_S = 150.0
-"""Timeout in seconds of a connection without any event, bookmark or end."""
+"""Timeout in seconds for a connection with no event, bookmark or end."""
 _STABLE_S = 30.0
-"""Seconds after which a connection that the server ends is no failure, even without events."""
+"""A connection that the server ends after this many seconds is not a failure, even if it had no events."""
 _LONGEST_PAUSE_S = 1.0
-"""Maximum seconds between two attempts to connect: workers must hear soon of a new world."""
+"""Maximum seconds between two attempts to connect: workers must soon hear of a new world."""
 
 
 @dataclass(frozen=True)

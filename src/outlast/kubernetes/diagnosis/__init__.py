@@ -10,7 +10,7 @@
 
 A rule is a function from a `Snapshot` to findings. `RULES` lists rules in order: first causes that ended the job, then causes
 that prevent the creation, the scheduling and the start of pods, and finally causes that stop training. messages.yaml has the
-meanings of messages from Kubernetes.
+meanings of Kubernetes' messages.
 """
 
 from __future__ import annotations

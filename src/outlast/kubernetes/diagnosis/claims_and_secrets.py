@@ -1,4 +1,4 @@
-"""Rules about claims, Secrets and ConfigMaps for which a pod waits, and the default storage class."""
+"""Rules about claims, Secrets and ConfigMaps that a pod waits for, and the default storage class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def default_class(snapshot: Snapshot) -> str:
 
 @per_pod
 def claims(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
-    """Find claims that are missing or have no volume, and for which pods wait."""
+    """Find claims that pods wait for because they are missing or have no volume."""
     by_name = {pod_status.name(claim): claim for claim in snapshot.claims}
     for name in claimed(pod) if pod_status.phase(pod) == "Pending" else ():
         claim, what = by_name.get(name), f"waits for the claim {name}"

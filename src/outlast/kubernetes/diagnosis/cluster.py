@@ -75,7 +75,7 @@ def rights(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def definition(snapshot: Snapshot) -> Iterator[Finding]:
-    """Check that the CRD of ElasticJob is installed and the user may use it."""
+    """Check that the ElasticJob CRD is installed and that the user may use it."""
     if kinds.ELASTIC_JOB not in snapshot.served_kinds:
         yield warned("ElasticJob", "is not defined here", f"outlast install; {_WITHOUT_OPERATOR}")
     elif missing := [right.verb for right in snapshot.missing_rights if right.kind == kinds.ELASTIC_JOB]:
@@ -111,7 +111,7 @@ def operator(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def conflicting_controllers(snapshot: Snapshot) -> Iterator[Finding]:
-    """Check that no controller runs that the operator replaces."""
+    """Check that no controller that the operator replaces is running."""
     if snapshot.conflicting_controllers:
         yield Finding(
             "controller",
@@ -200,7 +200,7 @@ def optional(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def quotas(snapshot: Snapshot) -> Iterator[Finding]:
-    """Report quotas of the namespace that are used up."""
+    """Report the namespace's quotas that are used up."""
     for quota in snapshot.quotas:
         status = quota.get("status", {})
         for resource, hard in status.get("hard", {}).items():

@@ -157,7 +157,7 @@ def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Finding:
 
 
 def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
-    """Return the reason of an end from the agent's last log line about it; empty if no log has one."""
+    """Return the reason for an end from the agent's last log line about it; empty if there is none."""
     for pod in pods:
         for line in reversed(snapshot.logs.get(pod_status.name(pod), ())):
             if end := contract.parse_end_line(line):
@@ -206,9 +206,9 @@ def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:
 
 
 def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
-    """Return `Startup` or `Liveness` if the kubelet killed the container because of that probe; otherwise an empty text. The
-    kubelet's event names the probe only for containers that are restarted. Without that event, the deletion or eviction of the
-    pod counts as the cause."""
+    """Return `Startup` or `Liveness` if the kubelet killed the container because of that probe; otherwise empty. The kubelet's
+    event names the probe only for containers that are restarted. Without that event, the deletion or eviction of the pod counts
+    as the cause."""
     killing, failing = snapshot.events_about(pod, "Killing"), _failing(snapshot, pod)
     if not killing or not failing or (pod_status.termination(pod) or {}).get("reason") == "OOMKilled":
         return ""

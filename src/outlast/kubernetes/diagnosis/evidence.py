@@ -1,8 +1,8 @@
 """The snapshot of a job or a namespace, on which the rules of `outlast why` and `outlast doctor` are based.
 
-A `Snapshot` holds plain documents of the API server, read by `diagnosis.gather`; the rules read nothing else. Any document or
-field may be missing, since a controller may be older. A list that is forbidden is empty, and its kind is in `forbidden`. An event
-may outlive its pod.
+A `Snapshot` holds plain documents from the API server, read by `diagnosis.gather_evidence`; the rules read nothing else. Any
+document or field may be missing, since a controller may be older. A list that is forbidden is empty, and its kind is in
+`forbidden`. An event may outlive its pod.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outlast.kubernetes.manifests.render_request import Document
 
 @dataclass(frozen=True)
 class Right:
-    """A right that a command of Outlast requires."""
+    """A right that an Outlast command requires."""
 
     verb: str
     kind: Kind
@@ -53,12 +53,12 @@ class Snapshot:
     claims: tuple[Document, ...] = ()
     kueue_workloads: tuple[Document, ...] = ()
     queues: tuple[Document, ...] = ()
-    """LocalQueues of Kueue."""
+    """Kueue's LocalQueues."""
     pod_groups: tuple[Document, ...] = ()
     secrets: frozenset[str] = frozenset()
     config_maps: frozenset[str] = frozenset()
     logs: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The last lines of logs, by the name of the pod."""
+    """The last lines of logs, by pod name."""
 
     # For a namespace
 
@@ -68,7 +68,7 @@ class Snapshot:
     served_kinds: frozenset[Kind] = frozenset()
     """Installed kinds, among the optional kinds that Outlast can use."""
     missing_rights: tuple[Right, ...] = ()
-    """Rights that Outlast's commands require and the user lacks."""
+    """Rights that Outlast's commands require but the user lacks."""
     operator: Document | None = None
     """The operator's Deployment."""
     conflicting_controllers: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ class Finding:
     """Machine-readable name: `image`, `unschedulable`, `out-of-memory`, ..."""
     what: str
     remedy: str = ""
-    """Text about the necessary action; empty if none is necessary."""
+    """The necessary action; empty if there is none."""
     evidence: tuple[str, ...] = ()
     """Verbatim messages from the API server, the scheduler or the kubelet, or lines from the log."""
     outcome: Outcome = "fail"
@@ -34,7 +34,7 @@ class Finding:
 
 
 def passed(name: str, what: str, remedy: str = "", evidence: tuple[str, ...] = ()) -> Finding:
-    """Return a finding without a problem: a job that is finished, suspended or training, or a check that passes."""
+    """Return a finding that is no problem: a job that is finished, suspended or training, or a check that passes."""
     return Finding(name, what, remedy, evidence, "pass")
 
 

@@ -31,7 +31,7 @@ RIGHTS = (
     Right("watch", kinds.POD),
     Right("get", kinds.POD, "log"),
     Right("create", kinds.POD, "exec", required=False),
-    *(Right(verb, kinds.SECRET, required=False) for verb in ("get", "create", "patch")),  # the key of workers at worker 0
+    *(Right(verb, kinds.SECRET, required=False) for verb in ("get", "create", "patch")),  # the workers' key
     *(Right("list", kind, required=False) for kind in (kinds.EVENT, kinds.CLAIM, kinds.QUOTA, kinds.NODE, kinds.STORAGE_CLASS)),
 )
 """Rights for the requests that Outlast's commands send in a namespace."""
@@ -164,8 +164,8 @@ def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dic
 
 
 def namespace(cluster: api.Cluster) -> Snapshot:
-    """Return the snapshot of the cluster's namespace, without any change to it. Raises Unanswered or Unauthorized if the cluster
-    cannot be queried."""
+    """Return a snapshot of the cluster's namespace, without changing it. Raises Unanswered or Unauthorized if the cluster cannot
+    be queried."""
     read = _Reader(cluster, cluster.namespace)
     served = frozenset(kind for kind in _OPTIONAL if cluster.serves(kind))
     rights = (*RIGHTS, *(_ELASTIC_JOB_RIGHTS if kinds.ELASTIC_JOB in served else ()))

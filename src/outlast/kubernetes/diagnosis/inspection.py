@@ -34,7 +34,7 @@ MIN_PYTHON = (3, 11)
 SEND_S = 2.0
 """Duration of the bandwidth measurement in seconds."""
 ELEMENTS = 4 * 2**20
-"""Number of elements in the tensor of the all-reduce (16 MiB)."""
+"""Number of elements in the all-reduce tensor (16 MiB)."""
 ROUNDS = 5
 if TYPE_CHECKING:
     Check = tuple[str, str, str, str]
@@ -52,7 +52,7 @@ def attempt(name: str, remedy: str, check: Callable[[], str], failure_outcome: s
     try:
         if what := check():
             yield name, "pass", what, ""
-    except Exception as error:  # a missing system library may raise anything
+    except Exception as error:  # a missing system library may raise any exception
         yield name, failure_outcome, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, remedy
 
 
@@ -101,8 +101,8 @@ def outlast(expected: str) -> Iterator[Check]:
 
 
 def torch(accelerators: Sequence[str] = ()) -> Iterator[Check]:
-    """Check torch and the GPUs that it can use. Each accelerator is a text such as `cuda::nvidia[0-9]*`: torch's device type, the
-    package that adds the device to torch, and the pattern of the device's files in /dev. Package and pattern may be empty."""
+    """Check torch and the GPUs that it can use. Each accelerator is a string such as `cuda::nvidia[0-9]*`: torch's device type,
+    the package that adds the device to torch, and the pattern of the device's files in /dev. Package and pattern may be empty."""
     checks = list(package("torch", "pip install 'outlast[train]'"))
     yield from checks
     if checks[0][1] != "pass":
@@ -201,8 +201,7 @@ def dns(names: Sequence[str]) -> Iterator[Check]:
 
 
 def peer(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str = "cpu") -> Iterator[Check]:
-    """Check the bandwidth between two pods, and an all-reduce between them of tensors on `device`. Rank 0 listens on
-    `address`."""
+    """Check the bandwidth between two pods, and an all-reduce of tensors on `device`. Rank 0 listens on `address`."""
     remedy = f"let pods reach each other on all ports (network policies, security groups, the network plugin); {port} was tried"
     yield from attempt("network", remedy, lambda: _send(address, port, timeout_s) if rank else _receive(port, timeout_s))
     remedy = f"see the network above; {backend} needs all ports between pods, and the same interface on both"
@@ -251,7 +250,7 @@ def _send(address: str, port: int, timeout_s: float) -> str:
 
 
 def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str) -> str:
-    """Run all-reduces between the two pods. Rank 0 returns the bandwidth as text, rank 1 an empty text."""
+    """Run all-reduces between the two pods. Rank 0 returns the bandwidth as text, rank 1 an empty string."""
     from datetime import timedelta
 
     import torch

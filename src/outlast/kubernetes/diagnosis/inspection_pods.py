@@ -55,7 +55,7 @@ class Options:
     image: str
     store: str = ""
     secrets: Sequence[str] = ()
-    """Names of Secrets for access to the store. Their entries become environment variables of the pods."""
+    """Names of Secrets for access to the store. Their entries become environment variables in the pods."""
     network: bool = True
     """Whether two pods test the network between them."""
     timeout_s: float = 300.0
@@ -154,7 +154,7 @@ def source() -> str:
 
 
 def parse_findings(lines: Sequence[str]) -> list[Finding]:
-    """Return the findings in the log of a pod."""
+    """Return the findings in a pod's log."""
     return [finding_for(json.loads(line.removeprefix(MARK))) for line in lines if line.startswith(MARK)]
 
 

@@ -88,7 +88,7 @@ def failed_creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _is_failed_creation(event: Document, snapshot: Snapshot) -> bool:
-    """Return whether an event reports the failed creation of a pod of the workload. For a Deployment, its ReplicaSets report
+    """Return whether an event reports that creating one of the workload's pods failed. For a Deployment, its ReplicaSets report
     it."""
     involved, name = event.get("involvedObject", {}), pod_status.name(snapshot.workload)
     matches = involved.get("name") == name or (

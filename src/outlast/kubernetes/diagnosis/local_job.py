@@ -1,4 +1,4 @@
-"""Finds out from its status and its ledger why a job on this machine does not train."""
+"""Finds out why a job on this machine does not train, from its status and its ledger."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Finding:
 
 
 def _repeated(status: JobStatus, events: Sequence[Event], now: float) -> str:
-    """Return a sentence if the job has failed several times without progress; otherwise an empty text."""
+    """Return a sentence if the job has failed several times without progress; otherwise empty."""
     relevant = [
         event for event in events if event["kind"] == "committed" or (event["kind"] == "failure" and event.get("counted"))
     ]
@@ -137,7 +137,7 @@ def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Findin
 
 
 def suspicious_ranks(status: JobStatus) -> Iterator[Finding]:
-    """Find ranks whose own time per step is above the others', or whose weights differ from theirs, of a job anywhere."""
+    """Find ranks whose own time per step is above the others', or whose weights differ from theirs, for any job."""
     for worker in status.workers:
         machine = worker.node or "this machine"
         if worker.slow:

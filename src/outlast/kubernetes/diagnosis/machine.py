@@ -22,7 +22,7 @@ from outlast.kubernetes.diagnosis.finding import Finding, passed, warned
 _MIN_FREE = 10 * 2**30
 """Minimum free disk space in bytes, enough for a few checkpoints of a small model."""
 _MIN_SHARED = 2**30
-"""Minimum free space of /dev/shm in bytes. Workers of data loaders pass samples through it."""
+"""Minimum free space in /dev/shm in bytes. Data loader workers pass samples through it."""
 _TORCH_S = 120
 
 EXTRAS = (
@@ -57,7 +57,7 @@ def torch(interpreter: str) -> list[Finding]:
     if done.returncode:
         error = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         return [Finding("torch", error[0], "pip install 'outlast[train]'")]
-    findings = inspection_pods.parse_findings(done.stdout.splitlines())  # a missing GPU is no failure: jobs may be for a cluster
+    findings = inspection_pods.parse_findings(done.stdout.splitlines())  # a missing GPU may be fine: jobs may be for a cluster
     return [replace(each, outcome="warn") if each.name == "gpu" and each.failed else each for each in findings]
 
 

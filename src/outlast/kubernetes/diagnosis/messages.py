@@ -25,7 +25,7 @@ def has_meaning(component: str, message: str) -> bool:
 
 
 def meaning(component: str, message: str, evidence: tuple[str, ...] = (), **words: Any) -> Finding:
-    """Return the finding for a message. Raises KeyError if `words` lacks a word of the sentence."""
+    """Return the finding for a message. Raises KeyError if `words` lacks a word for the sentence."""
     table = tables()[component]
     entry, match = next(
         (entry, match) for entry in table["meanings"] if (match := re.search(entry.get("pattern", ""), message, re.DOTALL))

@@ -147,7 +147,7 @@ def _selector(snapshot: Snapshot, pod: Document) -> Finding:
 
 
 def _values(snapshot: Snapshot, key: str) -> str:
-    """Return the nodes' values as text for a label; empty if reading nodes is forbidden."""
+    """Return the nodes' values for a label as text; empty if reading nodes is forbidden."""
     if "nodes" in snapshot.forbidden:
         return ""
     values = sorted({node["metadata"].get("labels", {}).get(key) for node in snapshot.nodes} - {None})
@@ -171,7 +171,7 @@ def _taint(snapshot: Snapshot, count: int, key: str, value: str) -> Finding:
 
 
 def lost_pods(snapshot: Snapshot, now: float) -> Iterator[Finding]:
-    """Find pods that have not ended on nodes that are missing or do not answer."""
+    """Find pods that have not ended, on nodes that are missing or unreachable."""
     nodes = {pod_status.name(node): node for node in snapshot.nodes}
     alive = [pod for pod in snapshot.pods if not pod_status.finished(pod) and pod["spec"].get("nodeName")]
     for name, group in grouped((pod["spec"]["nodeName"], pod) for pod in alive).items():

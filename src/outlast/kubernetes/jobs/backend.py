@@ -34,8 +34,8 @@ _AGENT_POLL_S = 5.0
 
 
 class KubernetesBackend:
-    """The jobs in one namespace of a cluster. With `everywhere`, `list` returns those of all namespaces; `selector` selects some
-    by their labels."""
+    """The jobs in one namespace of a cluster. With `everywhere`, `list` returns jobs in all namespaces; `selector` selects jobs
+    by label."""
 
     poll_s = 2.0
 
@@ -56,8 +56,8 @@ class KubernetesBackend:
     # Reading jobs
 
     def list(self) -> Sequence[JobStatus]:
-        """Return all jobs of the namespace, the newest last. Agents are not queried, so the steps are those that the operator
-        has written."""
+        """Return all jobs in the namespace, the newest last. Agents are not queried, so steps are as the operator has written
+        them."""
         by_name: dict[tuple[str, str], list[Document]] = {}
         for workload in self.workloads.list_(everywhere=self.everywhere, selector=self.selector):
             by_name.setdefault((workload["metadata"].get("namespace", ""), job_name(workload)), []).append(workload)
@@ -79,7 +79,7 @@ class KubernetesBackend:
         return self.workloads.recorded(name).output
 
     def events(self, name: str) -> Events:
-        """Return the ledger of the run, as far as it has been uploaded to the store, and events that only the cluster has
+        """Return the part of the run's ledger that has been uploaded to the store, and events that only the cluster has
         recorded."""
         workloads = self.workloads.existing(name)
         status = job_status.status(self.workloads.snapshot(name, workloads, (), query_agents=False))
@@ -120,9 +120,9 @@ class KubernetesBackend:
         raise self._unknown_worker(name, worker, self.pods(name))
 
     def reader(self, name: str) -> Callable[[str, int], bytes]:
-        """Return a function that reads files of the output in the pod of rank 0: (path, first byte) -> the content from that
-        byte on, empty if the file is missing. Needs a shell and `tail` in the image, and the right to run commands in pods,
-        but no port of the pod. Raises NotFound."""
+        """Return a function that reads files of the output in the pod of rank 0: (path, first byte) -> the content from that byte
+        on, empty if the file is missing. Needs a shell and `tail` in the image, and the right to run commands in pods, but no
+        open port. Raises NotFound."""
         world = self.status(name).world
         pod = self.pod(name, world[0] if world else 0)
         meta, script = pod["metadata"], 'f="$OUTLAST_OUTPUT/$1"; if [ -f "$f" ]; then exec tail -c "+$2" "$f"; fi'
@@ -279,7 +279,7 @@ class KubernetesBackend:
         self.cancel(name)
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        """Inject a fault into a worker's pod, see `fault_injection`."""
+        """Inject a fault into a worker's pod; see `fault_injection`."""
         faults.check(action)
         if worker is not None:
             return fault_injection.inject(self.cluster, self.pod(name, worker), action, rng)
@@ -302,7 +302,7 @@ class KubernetesBackend:
 
 
 class _JobPoll:
-    """Polls with few requests whether a job is over: only the job's kind is queried once it is known, and agents only every
+    """Polls whether a job is over, with few requests: only the job's kind is queried once it is known, and agents only every
     `_AGENT_POLL_S`."""
 
     def __init__(self, workloads: Workloads, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Downloading a dataset to a claim or a store, in a pod of a cluster."""
+"""Downloading a dataset to a claim or a store, in a pod in a cluster."""
 
 from __future__ import annotations
 

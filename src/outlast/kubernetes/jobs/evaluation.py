@@ -1,4 +1,4 @@
-"""Evaluating the model of a job on a cluster, in a separate pod."""
+"""Evaluating a job's model on a cluster, in a separate pod."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python3 - ACTION PICK TURNS STOPPED_S RUNNING_S      PICK in [0, 1) chooses the process
 
-Standard library only, Python 3.9 or newer: images of users have no Outlast, or another version of it. Prints rank and pid of the
-process; exits with 3 if there is no training process.
+Standard library only, Python 3.9 or newer: users' images may have no Outlast, or another version of it. Prints rank and pid of
+the process; exits with 3 if there is no training process.
 """
 
 import glob
@@ -31,8 +31,8 @@ def agent_pids(state: str) -> dict[int, int]:
 
 
 def torchrun_pids(proc: str = "/proc") -> dict[int, int]:
-    """Return the pids by rank of the processes started by plain torchrun: those that have a rank but whose parent has none, as
-    data loaders inherit the rank."""
+    """Return the pids by rank of the processes that plain torchrun started. These have a rank but their parent has none; data
+    loaders inherit the rank."""
     ranks, parents = {}, {}
     for entry in filter(str.isdecimal, os.listdir(proc)):
         try:

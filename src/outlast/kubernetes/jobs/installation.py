@@ -5,7 +5,7 @@ version changes only what differs, and an interrupted installation is completed 
 comes before the documents that need it, and we wait for it. It is deleted first and only on demand: all jobs are deleted with
 it.
 
-A namespace that existed before stays as it was. A cluster has one operator, as its roles and their binding are cluster-wide:
+A namespace that existed before is left as it was. A cluster has one operator, as its roles and their binding are cluster-wide:
 nothing is done while they serve an operator in another namespace.
 """
 
@@ -49,7 +49,7 @@ _PROTECTED_KINDS = (
     kinds.SECRET,
     kinds.CLAIM,
 )
-"""A namespace must not be deleted if it has objects of these kinds that are not ours."""
+"""A namespace must not be deleted if it contains objects of these kinds that are not ours."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,8 @@ def wait_for(
 
 
 def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Finding]:
-    """Wait until the operator or the node watcher runs. On timeout, return findings about why it does not; otherwise none."""
+    """Wait until the operator or the node watcher runs. On timeout, return findings about why it does not; otherwise return
+    none."""
     kind, meta = kind_of(workload), workload["metadata"]
     name, namespace = meta["name"], meta["namespace"]
 
@@ -206,8 +207,8 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Find
 
 
 def jobs(cluster: Cluster) -> list[str]:
-    """Return all ElasticJobs of the definitions that are ours, as `namespace/name`. Raises Forbidden: a user who may not list
-    jobs may not delete them."""
+    """Return all ElasticJobs whose definitions are ours, as `namespace/name`. Raises Forbidden: a user who may not list jobs may
+    not delete them."""
     elastic_jobs: list[Document] = []
     for kind in dropins.ELASTIC_JOBS:
         definition = cluster.find(kinds.CRD, kind.resource)

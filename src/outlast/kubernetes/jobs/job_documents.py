@@ -47,7 +47,7 @@ class Workloads:
     def list_(
         self, name: str = "", of_kinds: Sequence[kinds.Kind] = KINDS, *, everywhere: bool = False, selector: str = ""
     ) -> list[Document]:
-        """Return the workloads of one job, or of all jobs that a label selector matches, also of all namespaces."""
+        """Return the workloads of one job, or of all jobs that a label selector matches, in one namespace or in all."""
         workloads: list[Document] = []
         denied: dict[kinds.Kind, Forbidden] = {}
         listed = 0
@@ -87,7 +87,7 @@ class Workloads:
         )
 
     def no_namespace(self) -> Absent:
-        """Return the error to raise for a namespace that does not exist."""
+        """Return the error for a namespace that does not exist."""
         namespace, context = self.cluster.namespace, self.cluster.context
         instead = f"create it (kubectl create namespace {namespace}), or choose another with -n"
         return Absent(f"there is no namespace {namespace} in {context}; {instead}")
@@ -107,8 +107,7 @@ class Workloads:
         return [pod for pod in self.pods(job_name(workload)) if belongs_to(pod, workload)]
 
     def job(self, workload: Document) -> Job | None:
-        """Return the job file of a workload, as its pods read it, or None if we may not read it, or if it is of another
-        version."""
+        """Return the job file of a workload, as its pods read it, or None if we may not read it or it has another version."""
         from outlast.job import spec
 
         try:
@@ -161,7 +160,7 @@ class Workloads:
         return job_status.Snapshot(name, current, own, metrics, allowed_sizes, processes, older, unknown, time.time())
 
     def _metrics(self, documents: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
-        """Return the metrics of agents by the names of their pods, and the error if access to some was denied."""
+        """Return agents' metrics by the names of their pods, and the error if access to some was denied."""
         names = [pod["metadata"]["name"] for pod in documents if pod_status.running(pod)]
 
         def query(name: str) -> job_status.Metrics | ClusterError:
@@ -178,7 +177,7 @@ class Workloads:
         return {name: answer for name, answer in answers.items() if not isinstance(answer, ClusterError)}, denied
 
     def set_suspended(self, workload: Document, value: bool) -> None:
-        """Suspend or resume a workload in the way that its kind requires."""
+        """Suspend or resume a workload in the way its kind requires."""
         kind, title = kinds.kind_of(workload), workload["metadata"]["name"]
         if kind not in (kinds.STATEFUL_SET, *dropins.KINDS):
             self.cluster.patch(kind, title, {"spec": {"suspend": value}})
@@ -247,7 +246,7 @@ class Workloads:
 
 
 def workload_in(documents: Sequence[Document]) -> Document:
-    """Return the workload among the documents of a job."""
+    """Return the workload among a job's documents."""
     return next(document for document in documents if kinds.kind_of(document) in KINDS)
 
 

@@ -35,7 +35,7 @@ class Snapshot:
     workload: Document
     pods: Sequence[Document] = ()
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
-    """Metrics of agents, by the name of the agent's pod."""
+    """The agents' metrics, by pod name."""
     allowed_sizes: tuple[int, int] | None = None
     """`workers.min` and `max` of the job file, if the file could be read."""
     processes: int = 1
@@ -48,7 +48,7 @@ class Snapshot:
 
 def metrics(exposition: str) -> dict[str, float]:
     """Return the metrics of one agent, parsed from Prometheus' text format, without the prefix `outlast_`, as `name`, or as
-    `name/rank` for those of a rank."""
+    `name/rank` for metrics of a rank."""
     samples = re.findall(r'^outlast_(\w+)(?:\{(?:[^}]*\brank="(\d+)")?[^}]*\})? (\S+)', exposition, re.MULTILINE)
     return {f"{name}/{rank}" if rank else name: float(value) for name, rank, value in samples}
 
@@ -61,7 +61,7 @@ def status(snapshot: Snapshot) -> JobStatus:
     low, high = snapshot.allowed_sizes or (desired, desired)
     reported = snapshot.metrics.values()
     ends = [end for pod in snapshot.pods if (end := pods.end(pod)) is not None and end.code != 0]
-    # Of each pod's restarts, the last follows the end that `ends` has.
+    # Each pod's last restart follows the end that `ends` has.
     earlier_restarts = sum(max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1) for pod in snapshot.pods)
     state, reason = _state(snapshot, newest, desired)
     committed = round(max((m.get("committed_step", 0) for m in reported), default=0))
@@ -103,7 +103,7 @@ def status(snapshot: Snapshot) -> JobStatus:
 
 
 def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
-    """Return the observed status, completed by the one that the operator has written to the ElasticJob."""
+    """Return the observed status, completed from the one that the operator has written to the ElasticJob."""
     written = workload.get("status") or {}
     if dropins.has(workload):
         fields_ = {"restarts": written.get("restarts"), "started": pods.timestamp(written.get("startTime")) or None}
@@ -113,7 +113,7 @@ def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
     fields = {**observed.model_dump(), **{key: value for key, value in written.items() if value is not None}}
     if observed.told == "log":  # an operator does not read logs
         fields |= {"step": observed.step, "steps": observed.steps}
-    if observed.workers:  # pods show the places of workers as well as the operator
+    if observed.workers:  # pods show where workers run as well as the operator does
         fields["workers"] = [each.model_dump() for each in observed.workers]
     fields |= {
         "name": observed.name,
@@ -301,7 +301,7 @@ def _worker(pod: Document, reported: Metrics | None, documents: Sequence[Documen
 
 
 def _largest(told: Metrics, name: str) -> tuple[float, int]:
-    """Return the largest value of a metric of ranks, and its rank; (0, 0) if no rank has it."""
+    """Return the largest value of a per-rank metric, and its rank; (0, 0) if no rank has it."""
     values = ((value, key.rpartition("/")) for key, value in told.items())
     return max(((value, int(rank)) for value, (of, _, rank) in values if of == name), default=(0.0, 0))
 

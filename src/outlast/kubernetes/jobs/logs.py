@@ -24,7 +24,7 @@ from outlast.kubernetes.api import kinds, pod_status
 _QUEUE = 10_000
 """Maximum number of items (log lines, changes of pods, messages) that wait to be handled."""
 _POLL_S = 1.0
-"""Interval at which we check whether the job is over."""
+"""Interval between checks whether the job is over."""
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
 """RFC 3339, the format in which nodes write times."""
 _QUIET_S = 30.0
@@ -44,8 +44,8 @@ def merge(
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """Yield the lines of all pods, ordered by time; with `tail`, the last lines of the newest pod of each worker. `say` is
-    called for a pod whose node does not answer; if no node answers, the error is raised."""
+    """Yield the lines of all pods, ordered by time; with `tail`, the last lines of each worker's newest pod. `say` is called for
+    a pod whose node does not answer; if no node answers, the error is raised."""
     begun = sorted((pod for pod in documents if pod_status.has_started(pod)), key=pod_status.created_at)
     if tail is not None:
         begun = list({pod_status.index(pod): pod for pod in begun}.values())
@@ -67,7 +67,7 @@ def merge(
 def _existing_lines(
     cluster: api.Cluster, pod: api.Document, *, tail: int | None, since_s: float | None
 ) -> Iterator[tuple[tuple[str, str], LogLine]]:
-    """Times and lines of a pod, including those before the last restart of its container."""
+    """Yield a pod's times and lines, including those before its container's last restart."""
     meta, index = pod["metadata"], pod_status.index(pod)
     restarted = tail is None and int(pod_status.container_status(pod).get("restartCount", 0)) > 0
     for previous in (True, False) if restarted else (False,):
@@ -105,9 +105,9 @@ class Follower:
         self._reported: dict[str, str] = {}
 
     def lines(self) -> Iterator[LogLine]:
-        """Yield the lines of all present and future pods, until the job is over and all logs have been read, or the pods that are
-        left write nothing for `_QUIET_S`."""
-        deadline = 0.0  # deadline for the logs that still go on; 0 while the job is not over
+        """Yield the lines of all present and future pods, until the job is over and all logs have been read, or the remaining
+        pods write nothing for `_QUIET_S`."""
+        deadline = 0.0  # deadline for the logs that are still open; 0 while the job is not over
         try:
             for pod in backoff.until_answered(self._list, self.say, every_s=_POLL_S):
                 self._handle_pod(pod, first=True)
@@ -224,7 +224,7 @@ class _Reader:
         self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         self._uid, self._container, self._index = pod["metadata"]["uid"], pod_status.container_name(pod), pod_status.index(pod)
         self._restarts = int(pod_status.container_status(pod).get("restartCount", 0))
-        """How often the container had been restarted when we started to read this log."""
+        """Number of container restarts when we started to read this log."""
         self._last_line_at = time.monotonic()
         self._last, self._lines_at_last = "", 0
         """Time of the newest line, and the number of lines with that time. Kept when the container restarts, so that lines that
@@ -298,8 +298,8 @@ class _Reader:
 
 
 def _split(line: str) -> tuple[tuple[str, str], str] | None:
-    """Time and text of a line that begins with a time; None for the kubelet's own messages, such as that the log of a container
-    no longer exists (`unable to retrieve container logs for containerd://...`)."""
+    """Return the time and text of a line that begins with a time; None for the kubelet's own messages, such as that a log no
+    longer exists (`unable to retrieve container logs for containerd://...`)."""
     stamp, _, text = line.partition(" ")
     return (_sort_key(stamp), text) if _TIMESTAMP.fullmatch(stamp) else None
 

@@ -60,7 +60,7 @@ class Outcome:
 
 
 def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, now: float) -> Outcome:
-    """Return the outputs of a job that has ended. `stored` has the outputs from its store, see `read`, or says why the store
+    """Return the outputs of a job that has ended. `stored` has the outputs from its store (see `read`), or says why the store
     cannot be read."""
     values_by_name: dict[str, Any] = {
         "job": status.name,
@@ -93,7 +93,7 @@ def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, 
 
 
 def metric_outputs(evaluations: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the outputs with metrics, from the recipes' files in order of precedence and from lines of metrics.jsonl."""
+    """Return the metric outputs, from the recipes' files in order of precedence and from lines of metrics.jsonl."""
     newest = [*evaluations, *reversed(logged)]
     values = {"loss": _first_number(newest, ("loss", "val_loss")), "accuracy": _first_number(newest, _ACCURACY)}
     return {**values, "metrics": json.dumps(_finite(logged[-1])) if logged else None}
@@ -113,7 +113,7 @@ def _first_number(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) 
 
 
 def read(status: JobStatus) -> dict[str, Any] | str:
-    """Return the outputs that are in the store of a job, or a sentence about why the store cannot be read."""
+    """Return the outputs that are in a job's store, or a sentence about why the store cannot be read."""
     if status.store is None:
         where = status.output or "wherever its script writes"
         return f"the output is in no store ({where}), and this step does not see it"
@@ -158,7 +158,7 @@ def _document(place: Any, name: str) -> Mapping[str, Any]:
 
 
 def _parsed(text: bytes) -> Mapping[str, Any]:
-    """Return a JSON object, or an empty one if the text is anything else."""
+    """Parse a JSON object; empty if the text is anything else."""
     with contextlib.suppress(ValueError):
         value = json.loads(text)
         return value if isinstance(value, dict) else {}

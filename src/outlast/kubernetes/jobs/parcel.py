@@ -51,7 +51,7 @@ class Parcel:
     sentence: str = ""
     """`code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty when nothing is shipped."""
     url: str = ""
-    """URL of the archive in a store, where the archive must be before pods start; empty if no store is used."""
+    """URL of the archive in a store, which must be uploaded before pods start; empty if no store is used."""
     archive: Path = Path()
     """Path of the archive, valid until the end of the `with` block of `pack`."""
 
@@ -144,7 +144,7 @@ def _too_large(root: Path, entries: Sequence[code_files.Entry], limit: int) -> O
 
 
 def _make_parcel(job: spec.Job, archive: Path, content: str, limit: int) -> Parcel | None:
-    """Return the parcel for an archive, or None if neither a ConfigMap nor a store can take the archive."""
+    """Return the parcel for an archive, or None if neither a ConfigMap nor a store can hold it."""
     suffix = next(each for each in spec.ARCHIVES if archive.name.lower().endswith(each))
     checksum, size = archives.checksum(archive), archive.stat().st_size
     url, data, parent = "", b"", volumes.store_parent(job.spec)

@@ -16,11 +16,11 @@ from outlast.kubernetes.manifests import volumes
 
 
 def backend(cluster: api.Cluster, topology: str, say: Callable[[str], None]) -> KubernetesBackend:
-    """Return a backend that submits jobs with this topology. Tells `say` where code goes that does not fit a ConfigMap."""
+    """Return a backend that submits jobs with this topology. Tells `say` where code that does not fit into a ConfigMap goes."""
 
     def documents(job: Job, source: Path, run: str | None, fresh: bool) -> list[api.Document]:
         with rendered(job, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh) as (found, parcel):
-            if run is not None:  # without a run, the documents are only compared with the cluster's
+            if run is not None:  # if there is no run, the documents are only compared
                 if parcel.sentence:
                     say(parcel.sentence)
                 parcel.upload()
@@ -44,7 +44,7 @@ def rendered(
     documents are applied.
 
     `run` and `fresh` are as for `manifests.render`; `room` is the maximum size of code in a ConfigMap (default: as much as a
-    ConfigMap can hold). Raises InvalidJob with the name of the job's file.
+    ConfigMap can hold). Raises InvalidJob with the job file's name.
     """
     with pack(job, excluded=[source], limit=room or CONFIG_MAP_BYTES) as parcel:
         files = _texts(volumes.files(parcel.job.spec))

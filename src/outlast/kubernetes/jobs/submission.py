@@ -151,7 +151,7 @@ class Submission:
         try:
             try:
                 old = self._existing(secret, alive)
-            except Forbidden:  # as in a notebook: it may create Secrets, and read none
+            except Forbidden:  # as in a notebook, which may create Secrets but not read them
                 old, readable = None, False
             if old is not None:
                 own = (old["metadata"].get("labels") or {}).get(Label.JOB) == secret["metadata"]["labels"][Label.JOB]
@@ -165,7 +165,7 @@ class Submission:
             return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"
 
     def _ended(self, workload: Document) -> State | None:
-        """Return the state in which a workload has ended, None if it has not. For a StatefulSet the agents are queried."""
+        """Return the state in which a workload has ended, or None if it has not. For a StatefulSet, the agents are queried."""
         if kinds.kind_of(workload) is kinds.STATEFUL_SET and not job_status.is_suspended(workload):
             state = self.workloads.status(job_name(workload)).state
             return state if state.final else None

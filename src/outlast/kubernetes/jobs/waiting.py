@@ -1,10 +1,10 @@
-"""Waiting for the end of a job in a cluster, as a step of a pipeline does. Decision: docs/decisions/0054-a-step-of-a-pipeline.md.
+"""Waiting for the end of a job in a cluster, as a pipeline step does. Decision: docs/decisions/0054-a-step-of-a-pipeline.md.
 
     waiter = Waiter(workloads, "digits", say=print)
     waiter.submit(lambda: backend.submission.apply(job, source=file))
     result = waiter.wait()
 
-Only the end of the job ends the wait; the wait goes on while the API server is unavailable, or the job is suspended or queued.
+Only the end of the job ends the wait, which continues while the API server is unavailable or the job is suspended or queued.
 Clock and sleep are parameters, so that tests need not wait.
 """
 
@@ -37,7 +37,7 @@ PROGRESS_S = 60.0
 _SUBMIT_S = 600.0
 """Maximum time for which to retry the submission while the API server is unavailable."""
 _UNSERVED_S = 300.0
-"""Maximum time without the kind of the job: an API server that has just started may not serve it yet."""
+"""Maximum time for which the job's kind is not served: an API server that has just started may not serve it yet."""
 _CANCEL_S = 15.0
 """Maximum time for which to retry the cancellation: a pod has 30 s after SIGTERM."""
 
@@ -124,7 +124,7 @@ class Waiter:
         return WaitResult(Code.TERMINATED, f"SIGTERM: {self.name} {outcome}", JobStatus(name=self.name, run=""))
 
     def _cancel(self, read_step: ReadStep) -> str:
-        """Cancel the job, unless it should go on or has ended; returns a phrase about the result. Raises ClusterError."""
+        """Cancel the job, unless it should continue or has ended; returns a phrase about the result. Raises ClusterError."""
         if reason := reason_to_continue(*read_step()):
             return f"is not cancelled: {reason}"
         if self._uid:
@@ -150,8 +150,8 @@ class Waiter:
         return job_status.status(snapshot)
 
     def _retry(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
-        """Return the answer to a request, which is repeated while the API server is unavailable or does not serve the kind of
-        a job that existed before."""
+        """Return the response to a request, which is repeated while the API server is unavailable or does not serve the kind of a
+        job that existed before."""
         since = self.now()
         unserved: float | None = None
 
@@ -200,7 +200,8 @@ class Waiter:
 
 
 def _status_from_store(status: JobStatus) -> JobStatus | None:
-    """`status`, updated from the run's record in the store; None unless that record says that the run succeeded or failed."""
+    """Return `status`, updated from the run's record in the store; None unless that record says that the run succeeded or
+    failed."""
     if status.store is None or not status.run:
         return None
     from outlast.storage import runs, store
@@ -215,7 +216,7 @@ def _status_from_store(status: JobStatus) -> JobStatus | None:
 
 
 def progress(status: JobStatus) -> str:
-    """`digits: Running: all 2 workers train; step 120 of 400, checkpoint of step 100`."""
+    """Format progress: `digits: Running: all 2 workers train; step 120 of 400, checkpoint of step 100`."""
     facts = []
     if status.step or status.steps:
         facts.append(f"step {status.step}" + (f" of {status.steps}" if status.steps else ""))
@@ -226,7 +227,7 @@ def progress(status: JobStatus) -> str:
 
 
 def reason_to_continue(pod: api.Document | None, owner: api.Document | None) -> str:
-    """Return why a job should go on although its pipeline step received SIGTERM, or an empty string if the pipeline is being
+    """Return why a job should continue although its pipeline step received SIGTERM, or an empty string if the pipeline is being
     terminated. Pure. `pod` is the step's pod, None if it cannot be read; `owner` is the Workflow that owns it, None if the
     Workflow is gone."""
     spec = (owner or {}).get("spec") or {}
@@ -244,9 +245,9 @@ def reason_to_continue(pod: api.Document | None, owner: api.Document | None) -> 
 def own_pod(
     cluster: api.Cluster, environ: Mapping[str, str] = os.environ, *, last: api.Document | None = None
 ) -> tuple[api.Document | None, api.Document | None]:
-    """Return the pod in which this process runs, and the Workflow that owns it, as far as they exist and may be read. After a
-    forced deletion, a pod can be gone while its processes are still ending: then the pod returned is `last`, marked as being
-    deleted. Raises Unanswered."""
+    """Return the pod in which this process runs, and the Workflow that owns it, if they exist and may be read. After a forced
+    deletion, a pod can be gone while its processes are still ending: then the pod returned is `last`, marked as being deleted.
+    Raises Unanswered."""
     name = next((environ[key] for key in (Env.POD, "KFP_POD_NAME", "HOSTNAME") if environ.get(key)), "")
     if not name or not kubeconfig.in_pod(environ):
         return None, None

@@ -1,7 +1,7 @@
 """Kubeflow's documents as job files: `TrainJob` of its Trainer, and `PyTorchJob` of its training operator.
 
 `fields.yaml` is the table of their fields: each becomes a field of an ElasticJob, is dropped with a sentence, or is translated
-here. A field that cannot be honoured is refused. Why: docs/decisions/0064-documents-of-others.md.
+here. A field that cannot be honoured is refused. See docs/decisions/0064-documents-of-others.md.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Sequence[str]]:
-    """Translate a document of Kubeflow. Returns an ElasticJob, and a sentence for each field that is assumed or dropped; nothing
-    for other documents.
+    """Translate a Kubeflow document. Returns an ElasticJob, and a sentence for each field that is assumed or dropped; nothing for
+    other documents.
 
     `directory` may hold the script, beside the document; `source` names the document in errors. Raises InvalidJob with every
     mistake, or with a field that cannot be honoured.
@@ -63,7 +63,8 @@ def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Seque
 
 
 def _take(value: Any, rule: Any, place: Place, draft: Draft) -> Iterator[tuple[Place, str]]:
-    """Copy and drop fields as the table says. Yields place and sentence of each unknown field, and of values of a wrong type."""
+    """Copy and drop fields as the table says. Yields the place of, and a sentence about, each unknown field and mistyped
+    value."""
     name, target = validation.name(place), rule if isinstance(rule, str) else ""
     kind: Any = {"text": str, "whole": int, "any": object}.get(target, type(rule))
     if target.startswith("-> "):
@@ -86,7 +87,7 @@ def _take(value: Any, rule: Any, place: Place, draft: Draft) -> Iterator[tuple[P
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a document without null, which in Kubernetes says the same as nothing."""
+    """Return a document without nulls, which Kubernetes treats as absent."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value if each is not None] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
 """The command of a training container: which script, module or code torchrun or python runs, with which options. Pure.
 
-Understood are `torchrun [OPTIONS] train.py`, `python -m torch.distributed.run`, `python train.py`, `python -m package`,
-`python -c CODE`, a shell's `-c` with one of these at its end, and a function as Kubeflow's SDK sends it.
+It understands `torchrun [OPTIONS] train.py`, `python -m torch.distributed.run`, `python train.py`, `python -m package`, `python
+-c CODE`, a shell's `-c` that ends with one of these, and a function as Kubeflow's SDK sends it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from outlast.job import contract
 
 HONOURED = ("nnodes", "nproc-per-node", "module", "m", "no-python")
-"""Options of torchrun that mean something to a job whose workers find one another by themselves."""
+"""The torchrun options that matter to a job whose workers find one another by themselves."""
 _FLAGS = ("standalone", "module", "m", "no-python", "run-path", "use-env", "virtual-local-rank")
-"""Options of torchrun without a value. https://docs.pytorch.org/docs/stable/elastic/run.html"""
+"""The torchrun options without a value. https://docs.pytorch.org/docs/stable/elastic/run.html"""
 _FUNCTION = re.compile(
     r"""(?P<before>.*?)read -r -d '' SCRIPT << EOM\n(?P<code>.*)\nEOM\n"""
     r"""printf "%s" "\$SCRIPT" > (?P<file>"[^"\n]+")\n(?P<start>[^\n]+) (?P=file)\s*""",
@@ -27,7 +27,7 @@ _FUNCTION = re.compile(
 
 
 class Unknown(ValueError):
-    """A command that cannot be translated, as the rest of a sentence that begins with the command."""
+    """A command that cannot be translated; the message completes a sentence that begins with the command."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Program:
     code: str = ""
     args: tuple[str, ...] = ()
     options: dict[str, str] | None = None
-    """Options of torchrun by name, such as `nnodes`; None if the command has no torchrun."""
+    """The torchrun options by name, such as `nnodes`; None if the command does not use torchrun."""
     directory: str = ""
     """Directory that the shell enters first."""
     env: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -82,7 +82,7 @@ def _launched(rest: list[str]) -> Program:
 
 
 def _shell(text: str) -> Program:
-    """Return what the last command of a shell script runs, if those before it prepare nothing but variables and the directory."""
+    """Return what a shell script's last command runs, if the commands before it only set variables and the directory."""
     if function := _FUNCTION.fullmatch(text):
         program = _shell(f"{function['before']}\n{function['start']} function.py")
         return dataclasses.replace(program, script="", code=f"{function['code'].strip()}\n")
@@ -133,6 +133,6 @@ def _with_references(word: str) -> str:
 
 
 def short(words: Sequence[str]) -> str:
-    """Return a command for a sentence."""
+    """Shorten a command for use in a sentence."""
     text = shlex.join(words)
     return text if len(text) <= 60 else f"{text[:59]}…"

@@ -1,4 +1,4 @@
-"""A job file in the making: what a document of Kubeflow becomes, and what must be said of it."""
+"""A job file in the making: what a Kubeflow document becomes, and what the user must be told about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COPIED = {"tolerations": "tolerations", "nodeSelector": "nodeSelector", "priori
 
 @dataclasses.dataclass
 class Draft:
-    """The fields of an ElasticJob as far as they are known, and a sentence for each field that is assumed or dropped."""
+    """The known fields of an ElasticJob, and a sentence for each field that is assumed or dropped."""
 
     source: str
     directory: Path
@@ -29,13 +29,13 @@ class Draft:
     said: list[str] = dataclasses.field(default_factory=list)
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     launcher: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Options of torchrun by name, such as `nnodes`; `python` if the training starts without it."""
+    """The torchrun options by name, such as `nnodes`; `python` if training starts without torchrun."""
 
     def say(self, field: str, sentence: str) -> None:
         self.said.append(f"{field} {sentence}")
 
     def put(self, path: str, value: Any) -> None:
-        """Set the field at a path in `spec`, such as `restarts.limit`, unless the value is nothing."""
+        """Set the field at a path in `spec`, such as `restarts.limit`, unless the value is empty."""
         if value in (None, [], {}):
             return
         *above, name = path.split(".")
@@ -48,7 +48,7 @@ class Draft:
         return InvalidJob([(None, f"{field} {sentence}")], source=self.source)
 
     def take_pod(self, pod: Document, field: str) -> None:
-        """Translate a pod template with the container `trainer`; what a job file has no field for stays in its `template`.
+        """Translate a pod template with the container `trainer`; parts for which a job file has no field stay in its `template`.
         Raises InvalidJob."""
         fields = dict(pod.get("spec", {}))
         containers = fields.pop("containers", [])
@@ -105,7 +105,7 @@ class Draft:
             self.say(f"{field}: env {', '.join(dropped)}", "is dropped: Outlast sets what training processes need")
 
     def _take_command(self, trainer: Document, field: str) -> None:
-        """Translate what the container starts. Files beside the document are the job's code, all others are the image's."""
+        """Translate what the container starts. Files beside the document are the job's code; all others are in the image."""
         words = [*trainer.pop("command", ()), *trainer.pop("args", ())]
         try:
             program = container_command.read(words)
@@ -133,7 +133,7 @@ class Draft:
         self.launcher |= {"python": ""} if program.options is None else program.options
 
     def take_sizes(self, replicas: int, field: str, *, elastic: bool) -> None:
-        """Set the numbers of workers: those of torchrun's `--nnodes` if it is a range, else `replicas`, or fewer if `elastic`."""
+        """Set the numbers of workers: from torchrun's `--nnodes` if it is a range, else `replicas`, or fewer if `elastic`."""
         least, colon, most = self.launcher.get("nnodes", "").partition(":")
         if colon and least.isdecimal() and most.isdecimal():
             inside = min(max(replicas, int(least)), int(most))
@@ -148,7 +148,7 @@ class Draft:
             self.say(f"{field} ({replicas})", f"is workers.replicas, and so workers.min and workers.max: {ways}")
 
     def take_processes(self, given: str, field: str, *, cores: bool) -> None:
-        """Set the processes of a worker. With `cores`, `auto` means one for each core where there are no GPUs."""
+        """Set the number of processes per worker. With `cores`, `auto` means one per core if there are no GPUs."""
         count, resources = self.launcher.get("nproc-per-node") or given, self.spec.get("resources", {})
         if "python" in self.launcher:
             self.spec["processesPerWorker"] = 1

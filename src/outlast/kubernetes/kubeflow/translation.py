@@ -10,9 +10,9 @@ from outlast.kubernetes.kubeflow.draft import Document, Draft
 from outlast.kubernetes.manifests import overlay
 
 IMAGE = "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime"
-"""Image of the runtime torch-distributed of Kubeflow Trainer 2.3."""
+"""Image of the torch-distributed runtime in Kubeflow Trainer 2.3."""
 _OTHERS = {"deepspeed": "MPI", "mlx": "MPI", "mpi": "MPI", "jax": "JAX", "xgboost": "XGBoost", "torchtune": "torchtune"}
-"""The programs that Kubeflow's other runtimes start, by the first word of the runtimes' names."""
+"""The programs that Kubeflow's other runtimes start, by the first word of a runtime's name."""
 
 
 def train_job(document: Document, draft: Draft) -> None:
@@ -60,7 +60,7 @@ def _templates(spec: Document) -> list[Document]:
 
 
 def _patches(spec: Document) -> Iterator[tuple[str, str, Document]]:
-    """Yield the field of each patch of pods, with the name of the Job whose pods it changes."""
+    """Yield the field of each pod patch, with the name of the Job whose pods it changes."""
     for n, each in enumerate(spec.get("podTemplateOverrides", ())):
         patch = {name: each[name] for name in ("metadata", "spec") if name in each}
         yield from ((f"podTemplateOverrides[{n}]", target.get("name", ""), patch) for target in each.get("targetJobs", ()))
@@ -88,7 +88,7 @@ def pytorch_job(document: Document, draft: Draft) -> None:
         draft.launcher.setdefault("nnodes", f"{least}:{elastic.get('maxReplicas', least)}")
     replicas = sum(each.get("replicas", 1) for each in specs.values())
     draft.take_sizes(replicas, f"{field}.replicas", elastic=False)
-    if "maxRestarts" in elastic:  # of torchrun; backoffLimit is that of the pods
+    if "maxRestarts" in elastic:  # torchrun's; backoffLimit is the pods'
         draft.spec.setdefault("restarts", {"limit": elastic["maxRestarts"]})
     restarts = specs[kind].get("restartPolicy", "OnFailure")
     if restarts == "Never":
@@ -98,7 +98,7 @@ def pytorch_job(document: Document, draft: Draft) -> None:
 
 
 def named_trainer(pod: Document, name: str) -> Document:
-    """Return a pod template, or a patch of one, with the container `name` under the name of Outlast's."""
+    """Return a pod template, or a patch of one, with the container `name` renamed to that of Outlast's."""
     spec = pod.get("spec", {})
     given = spec.get("containers", ())
     containers = [{**each, "name": Pod.TRAINER} if each.get("name") == name else each for each in given]

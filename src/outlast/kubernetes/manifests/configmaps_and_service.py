@@ -1,5 +1,5 @@
-"""The objects besides the workload: ConfigMaps with the job file and the code, the headless Service, claims, and the rights of
-workers."""
+"""The objects besides the workload: ConfigMaps with the job file and the code, the headless Service, claims, and the workers'
+rights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from outlast.kubernetes.manifests.render_request import Document, Request
 
 
 def config(request: Request) -> Document:
-    """Return the ConfigMap with the job file. It is immutable: another content has another name."""
+    """Return the ConfigMap with the job file. It is immutable: different content has a different name."""
     return kinds.CONFIG_MAP.document(
         labels.metadata(request, request.names.config), immutable=True, data=volumes.config_data(request)
     )
 
 
 def code(request: Request) -> list[Document]:
-    """Return the ConfigMap with the archive of code, if there is one. Its name contains the archive's checksum."""
+    """Return the ConfigMap with the code archive, if there is one. Its name contains the archive's checksum."""
     checksum = volumes.checksum(request.spec.code)
     if not (request.code and checksum):
         return []
@@ -92,7 +92,7 @@ def _storage(claim: Document) -> dict[str, str]:
 
 
 def worker_account(job: str) -> str:
-    """Return the name of the account of a job's workers, and of its Role."""
+    """Return the name of the workers' account, which is also its Role's name."""
     return f"{job}-worker"
 
 

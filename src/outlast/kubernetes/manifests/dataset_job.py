@@ -16,7 +16,7 @@ from outlast.kubernetes.manifests import labels, names, volumes
 from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE, Document
 
 _TTL_S = 86_400
-"""TTL of the Job after its end, during which its log can be read."""
+"""TTL of the Job after it ends, during which its log can be read."""
 _RETRIES = 3
 """Maximum number of retries; each continues from the files on the claim."""
 
@@ -34,9 +34,9 @@ class Download:
     claim: str = ""
     """`NAME:/PATH`: the claim's name, and the path at which it is mounted."""
     image: str = OPERATOR_IMAGE
-    """An image with Outlast; the default is without torch."""
+    """An image with Outlast; the default has no torch."""
     secrets: Sequence[str] = ()
-    """Names of Secrets whose keys become environment variables, mostly credentials of a store."""
+    """Names of Secrets whose keys become environment variables, mostly credentials for a store."""
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class Download:
 
 
 def parse_claim(option: str) -> tuple[str, str]:
-    """Return the claim's name and the mount path in `--claim NAME:/PATH`. Raises OutlastError if the option has another form."""
+    """Return the claim's name and the mount path in `--claim NAME:/PATH`. Raises OutlastError if the option is malformed."""
     claim, colon, path = option.partition(":")
     if not colon or not re.fullmatch(r"(/[^/:.][^/:]*)+", path) or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
         raise OutlastError(f"--claim {option} is no claim with a path; write --claim NAME:/PATH, e.g. efs-pvc:/data")

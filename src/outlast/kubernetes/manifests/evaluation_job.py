@@ -14,7 +14,7 @@ from outlast.kubernetes.manifests.scheduling import gang
 
 COMPONENT = "evaluation"
 _TTL_S = 3600
-"""TTL of the Job after its end, during which its log can be read."""
+"""TTL of the Job after it ends, during which its log can be read."""
 
 
 def _identifies_workload(label: str) -> bool:

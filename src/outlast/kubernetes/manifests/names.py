@@ -1,4 +1,4 @@
-"""Names of Kubernetes objects, within the limits on length.
+"""Names of Kubernetes objects, within the length limits.
 
 Jobs and ConfigMaps are immutable. Their names end with a digest of the content, so that applying a changed file creates new
 objects, and applying the same file changes nothing.
@@ -43,7 +43,7 @@ class Names:
         return fit(f"{self.job}-{self.digest}")
 
     def code(self, checksum: str) -> str:
-        """Return the name of the ConfigMap that contains the archive of code with this SHA-256."""
+        """Return the name of the ConfigMap for the code archive with this SHA-256."""
         return fit(f"{self.job}-code-{checksum[:_DIGITS]}")
 
     @property

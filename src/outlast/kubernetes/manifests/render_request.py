@@ -28,7 +28,7 @@ class Request:
     files: Mapping[str, str] = field(default_factory=dict)
     """Contents of the local files that pods need, by path; see `volumes.files`."""
     code: bytes = b""
-    """The archive of code for the ConfigMap; empty if there is none or the ConfigMap already exists."""
+    """The code archive for the ConfigMap; empty if there is none or the ConfigMap already exists."""
     fresh: bool = False
     """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
     agent_image: str = OPERATOR_IMAGE
@@ -60,7 +60,7 @@ class Request:
         return self.with_spec(suspend=True, workers=workers.model_copy(update={"replicas": workers.allowed()[0]}))
 
     def limited_to(self, workers: int) -> Request:
-        """Return the request limited to `workers`, the number of pods that there will be, so that no worker waits for more."""
+        """Return the request limited to `workers`, the number of pods to come, so that no worker waits for more."""
         return self.with_spec(workers=self.spec.workers.model_copy(update={"replicas": workers, "max": workers}))
 
 

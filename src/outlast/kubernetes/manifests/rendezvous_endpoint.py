@@ -1,7 +1,7 @@
 """Rendezvous endpoints without an operator: etcd, or worker 0.
 
 Worker 0 is addressed by its full name. The name of the headless Service resolves to every pod: with that name, each pod would
-take itself for the host of the store, and wait forever.
+take itself for the store's host, and wait forever.
 """
 
 from __future__ import annotations

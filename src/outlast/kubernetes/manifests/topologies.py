@@ -1,9 +1,7 @@
 """The topologies of a job on Kubernetes, each a function from a request to documents.
 
-    elasticjob     the ElasticJob itself, for the operator
-    job            one pod with all the GPUs, a `batch/v1` Job, without rendezvous
-    indexed-job    one pod per worker, an Indexed Job
-    statefulset    one pod per worker, a StatefulSet: for clusters whose users may not create Jobs
+    elasticjob the ElasticJob itself, for the operator job one pod with all the GPUs, a `batch/v1` Job, no rendezvous indexed-job
+    one pod per worker, an Indexed Job statefulset one pod per worker, a StatefulSet: for clusters whose users may not create Jobs
 
 Only the first needs an operator. The others do not scale by themselves, and Kubernetes counts their failures, by exit codes:
 progress does not reset the budget for restarts, and `restarts.window` has no effect.
@@ -103,7 +101,7 @@ def indexed_job(request: Request) -> list[Document]:
 
 
 def _partial_admission(fields: spec.Spec) -> dict[str, str]:
-    """Return the annotation with which Kueue may admit a part of the workers, down to `min`:
+    """Return the annotation with which Kueue may admit only some workers, down to `min`:
     https://kueue.sigs.k8s.io/docs/tasks/run/jobs/."""
     if not labels.queue_label(fields) or fields.workers.min == fields.workers.replicas:
         return {}

@@ -10,13 +10,13 @@ from outlast.kubernetes.manifests import resources, volumes
 from outlast.kubernetes.manifests.render_request import Document, Request
 
 KEY = "key"
-"""Key in the Secret with which the workers of a job authenticate one another."""
+"""Key in the Secret with which a job's workers authenticate one another."""
 Source = str | dict[str, object]
-"""A variable's value, or what Kubernetes takes it from: `{"fieldRef": ...}`."""
+"""A variable's value, or the source from which Kubernetes takes it: `{"fieldRef": ...}`."""
 
 
 def field_source(path: str) -> Source:
-    """Return the value of a field of the pod itself (https://kubernetes.io/docs/concepts/workloads/pods/downward-api/)."""
+    """Return the source for a field of the pod itself (https://kubernetes.io/docs/concepts/workloads/pods/downward-api/)."""
     return {"fieldRef": {"fieldPath": path}}
 
 
@@ -84,8 +84,8 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
 
 
 def _process(request: Request) -> dict[str, Source]:
-    """Variables that programs expect: a writable home, a user name (the pod's user ID has none), and settings that make results
-    the same on every machine."""
+    """Return variables that programs expect: a writable home, a user name (the pod's user ID has none), and settings that make
+    results the same on every machine."""
     return {
         "HOME": Pod.HOME,
         "USER": "outlast",

@@ -17,7 +17,7 @@ from outlast.kubernetes.manifests import resources
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 
 _STATE_SIZE = "256Mi"
-"""Size limit of the state directory, which is in memory and contains some kilobytes."""
+"""Size limit of the state directory, which is in memory and contains a few kilobytes."""
 
 
 def document(job: spec.Job) -> spec.Job:
@@ -64,7 +64,7 @@ def checksum(code: str | None) -> str:
 
 
 def archive(code: str | None) -> str:
-    """Return the file name of the archive of code in a ConfigMap."""
+    """Return the file name of the code archive in a ConfigMap."""
     return PurePosixPath(spec.pinned(code or "")[0]).name
 
 
@@ -79,7 +79,7 @@ def output_is_lost(job: spec.Job) -> bool:
 
 
 def urls_without_credentials(fields: spec.Spec) -> list[str]:
-    """Return the URLs in S3 that a job names although its pods have no credentials for S3."""
+    """Return the S3 URLs that a job names although its pods have no credentials for S3."""
     pod = str(fields.template.get("spec") or "")
     own = any(
         name.startswith("AWS_") and name not in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL") for name in fields.env
@@ -104,7 +104,7 @@ def store_url(job: spec.Job) -> str:
 
 
 def store_parent(fields: spec.Spec) -> str:
-    """Parent URL of the outputs of jobs in a store; empty if the outputs are not in a store."""
+    """Return the parent URL of jobs' outputs in a store; empty if the outputs are not in a store."""
     return "" if fields.output is None or _is_local(fields.output) else fields.output.rstrip("/")
 
 
@@ -216,7 +216,7 @@ def user_volumes(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
 
 
 def _invisible_paths(job: spec.Job) -> Iterator[str]:
-    """Errors for local paths of the job that pods cannot see."""
+    """Yield errors for the job's local paths that pods cannot see."""
     fields = job.spec
     if code := code_to_ship(fields):
         place = spec.pinned(code)[0]
@@ -254,7 +254,7 @@ def _on_volume(fields: spec.Spec, place: str) -> bool:
 
 
 def _files_outside_code(fields: spec.Spec) -> list[tuple[str, str, str]]:
-    """Field, key in the ConfigMap, and local path of each file to send along because it is outside the code."""
+    """Return the field, ConfigMap key and local path of each file to send along because it is outside the code."""
     files: Mapping[str, str | None] = dict(fields.environment)
     keys = {"requirements": "requirements.txt", "conda": "environment.yml"}
     return [(name, keys[name], path) for name, path in files.items() if path and PurePosixPath(path).is_absolute()]

@@ -72,7 +72,7 @@ def template(request: Request, worker: Worker) -> Document:
 
 
 def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
-    """Return the pod of one worker, for the operator. The pod carries its job file, see `Request.job_file_in_annotation`."""
+    """Return the pod of one worker, for the operator. The pod carries its job file; see `Request.job_file_in_annotation`."""
     request = dataclasses.replace(request, job_file_in_annotation=True)
     templated = template(request, worker)
     meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))
@@ -84,7 +84,7 @@ def pod(request: Request, worker: Worker, *, index: int, generation: int, file: 
 
 
 def termination_grace_s(fields: spec.Spec) -> int:
-    """terminationGracePeriodSeconds: the job's grace period, and time for the last upload."""
+    """Return terminationGracePeriodSeconds: the job's grace period plus time for the last upload."""
     return math.ceil(fields.interruption.grace.total_seconds()) + Pod.LAST_PUSH_S
 
 

@@ -15,7 +15,7 @@ from outlast.job.contract import Label
 from outlast.kubernetes.api import pod_status
 
 END_MARGIN_S = 2.0
-"""Seconds between a pod's end and the deadline, in which the kubelet reports the end."""
+"""Seconds between a pod's end and the deadline, for the kubelet to report the end."""
 WORKER_RESERVE_S = 30.0
 """Seconds before the deadline at which the remaining workers are evicted."""
 
@@ -33,7 +33,7 @@ class Step:
 
 
 def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) -> tuple[list[Step], list[str]]:
-    """Return the evictions that are due, and the pods to wait for, as `namespace/name`. Without a deadline, each pod has its
+    """Return the evictions that are due, and the pods to wait for, as `namespace/name`. If there is no deadline, each pod has its
     configured grace period."""
     evictable = [pod for pod in pods if _evictable(pod)]
     remaining_s = math.inf if deadline is None else max(0.0, deadline - END_MARGIN_S - now)

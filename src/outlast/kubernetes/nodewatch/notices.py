@@ -53,8 +53,8 @@ def spot(text: str, now: float) -> Notice:
 
 
 def scheduled(text: str, now: float) -> list[Notice]:
-    """Parse the notices in `events/maintenance/scheduled`: a list of events with a code, a window and a state. Raises ValueError
-    for any other text.
+    """Parse the notices in `events/maintenance/scheduled`: a list of events, each with a code, a window and a state. Raises
+    ValueError for any other text.
 
     Once maintenance has begun, its deadline is the end of the window. After the window, the notice has no deadline.
     """
@@ -82,7 +82,7 @@ def effective(current: Sequence[Notice], recorded: Notice | None, now: float) ->
 
 
 def node_patch(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]:
-    """Return the patch that records this notice on a node, or removes the recorded notice. Other taints and cordons by others
+    """Return the patch that records this notice on a node, or removes the recorded notice. Other taints and others' cordons
     stay."""
     meta, spec = node["metadata"], node["spec"]
     taints = [each for each in spec.get("taints") or () if each["key"] != LEAVING]

@@ -1,8 +1,8 @@
 """Carrying out a plan in order; the process may be killed between any two writes.
 
-Every write states its precondition: a status the resource version it is based on, a deletion a uid, a creation that the name is
-free. If the precondition no longer holds, somebody else has changed the object: it is not overwritten, and the next reconcile
-pass decides again.
+Every write states its precondition: for a status, the resource version it is based on; for a deletion, a uid; for a creation,
+that the name is free. If the precondition no longer holds, somebody else has changed the object: it is not overwritten, and the
+next reconcile pass decides again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Pause before a creation is retried while another object with the same name is being deleted."""
 EVENT_WINDOW_S = 600
-"""Repetitions of a sentence within this time are one Event with a count. The API server keeps Events for an hour."""
+"""Repetitions of a message within this time are one Event with a count. The API server keeps Events for an hour."""
 FAILED_CREATE = "FailedCreate"
 """Reason of the Event when a pod cannot be created; Kubernetes' own controllers use the same."""
 
@@ -38,7 +38,7 @@ class Outcome:
     requeue_at: float | None
     """When to reconcile again even if nothing changes; seconds since the epoch."""
     stale_reason: str = ""
-    """A sentence about a changed job, or an object in the way, because of which the rest of the plan was dropped; else empty."""
+    """A sentence about a changed job, or an object in the way, for which the rest of the plan was dropped; else empty."""
     blocked_reason: str = ""
     """A sentence about another object that has the name of a pod to be created and will not go away by itself; else empty."""
 
@@ -165,9 +165,9 @@ class _Execution:
         return ""
 
     def _check_owner(self, document: Document, existing: Document) -> str | None:
-        """None if the existing object with a document's name belongs to the job. A sentence if the object belongs to an earlier
-        job of this name: it must be garbage-collected first. Any other object is left alone and reported; the result is empty.
-        Raises Refused if that is a Role or RoleBinding: pods must not get rights that somebody else has granted."""
+        """Return None if the existing object with a document's name belongs to the job. A sentence if the object belongs to an
+        earlier job of this name: it must be garbage-collected first. Any other object is left alone and reported; the result is
+        empty. Raises Refused if that is a Role or RoleBinding: pods must not get rights that somebody else has granted."""
         name = f"{kind_of(document)} {document['metadata']['name']}"
         if not document["metadata"].get("ownerReferences"):
             return ""
@@ -265,7 +265,7 @@ def event_document(job: Mapping[str, Any], event: Event, now: float) -> Document
         involvedObject={**involved, "uid": meta["uid"]},
         type=event.type,
         reason=event.reason,
-        message=event.message[:1024],  # the server takes no more
+        message=event.message[:1024],  # the server accepts no more
         source={"component": OPERATOR},
         firstTimestamp=time,
         lastTimestamp=time,

@@ -93,8 +93,8 @@ class KindCache:
         self.unconfirmed = set(self.watched)
 
     def set_version(self, version: str | None, now: float) -> list[_Entry]:
-        """Note that the watch has delivered everything up to a version, or that its connection is lost (None). Returns the
-        objects that have vanished without an event."""
+        """Note that the watch has delivered everything up to a version, or that its connection is lost (None). Returns objects
+        that have vanished without an event."""
         if version is None:
             self.connected = False
             return []
@@ -164,7 +164,8 @@ class KindCache:
         return [_decoded(each) for each in found if each is not None and each.job == job[1]]
 
     def _advance(self, version: int) -> None:
-        """Raise the version that the watch has reached, unless it is still listing: the items of a list come in no order."""
+        """Raise the version that the watch has reached, unless it is still listing: a list's items come in no particular
+        order."""
         if self.connected and self.unconfirmed is None:
             self.delivered_version = max(self.delivered_version, version)
 
@@ -259,7 +260,7 @@ class Cache:
             return CachedJob(_decoded(job) if job else None, pods, leases, self._nodes, since, job_count=jobs)
 
     def unsynced(self, kinds: Iterable[Kind] | None = None) -> list[Kind]:
-        """Kinds whose watch has never delivered everything."""
+        """Return the kinds whose watch has never delivered everything."""
         with self._lock:
             return [kind for kind in kinds or self._required if not self._kinds[kind].synced]
 

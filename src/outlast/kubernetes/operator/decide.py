@@ -1,9 +1,9 @@
-"""The operator's decisions: an ordered table of rules; a pure function of one snapshot of a job.
+"""The operator's decisions: an ordered table of rules, applied as a pure function to one snapshot of a job.
 
     plan = decide(snapshot)
 
 Each rule is named after a situation and writes a sentence, which becomes the status, the Event and the log line. If several rules
-write one in a pass, people read the first; all rules may add to the plan. `rendezvous.world.decide` decides which workers train
+write one in a pass, users see the first; all rules may add to the plan. `rendezvous.world.decide` decides which workers train
 together, and `rendezvous.root_cause` whether a failure is restarted, as on one machine.
 
 Invariants: apart from terminating pods there are never more pods than desired, and never two with the same index; no failure is

@@ -22,7 +22,7 @@ def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
     topologies.elasticjob(request)  # validates jobs from kubectl, which `outlast submit` has not checked
     worker = worker_pod.pod(request, _worker(snapshot, request), index=0, generation=0, file="")
     return (
-        *configmaps_and_service.claims(request),  # without owner: they may hold data that others need
+        *configmaps_and_service.claims(request),  # no owner: they may hold data that others need
         *_worker_access(snapshot, request, bound_account=worker["spec"].get("serviceAccountName") or "default"),
         _with_owner(snapshot, configmaps_and_service.service(request)),
         _budget(snapshot, request),
@@ -41,7 +41,7 @@ def updated_prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
 
 
 def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, min_count: int, priority: Priority) -> Document:
-    """Return a Workload that requests `count` workers, see `manifests.scheduling.kueue`."""
+    """Return a Workload that requests `count` workers; see `manifests.scheduling.kueue`."""
     request = _request(snapshot)
     meta = labels.metadata(request, name)
     meta["labels"] = {**meta["labels"], kueue.JOB_UID: snapshot.uid}
@@ -125,7 +125,7 @@ _LOOSE_SKEW = 1000
 
 
 def _prefer_other_nodes(pod: Document, nodes: Sequence[str]) -> None:
-    """Make a pod prefer other nodes. This is no requirement, as the pod would stay pending if there are no other nodes."""
+    """Make a pod prefer other nodes. This is not a requirement, as the pod would stay pending if there were no other nodes."""
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
     affinity = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})
     preferred = affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", [])

@@ -42,14 +42,14 @@ class CountedFailure:
 
 @dataclass(frozen=True)
 class Silent:
-    """A pod that was deleted because its worker was silent. How the pod ends will show why."""
+    """A pod that was deleted because its worker was silent. The pod's end will show why."""
 
     uid: str
     worker: int
     node: str
     since: float
     generation: int = 0
-    """Generation of the worker's world; 0 for none."""
+    """Generation of the worker's world; 0 if there is none."""
     echo: bool = False
     """Whether the failure is already counted."""
     after_s: float = LEASE_S
@@ -58,7 +58,7 @@ class Silent:
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker that its peers could not reach. It is excluded from worlds for a while, see `rendezvous.partition.Loss`."""
+    """A worker that its peers could not reach. It is excluded from worlds for a while; see `rendezvous.partition.Loss`."""
 
     worker: int
     uid: str
@@ -110,14 +110,14 @@ class Progress:
     mark: tuple[int, float] | None = None
     """The step that rank 0 had reported when `rate` was measured, and its time by rank 0's clock."""
     snapshot: tuple[int, int] = (0, 0)
-    """Step of the newest complete snapshot in memory, and the number of steps between two snapshots; 0: none, or unknown."""
+    """Step of the newest complete snapshot in memory, and the number of steps between snapshots; 0 if none or unknown."""
     bytes: int = 0
-    """Size of the newest checkpoint; 0: unknown."""
+    """Size of the newest checkpoint; 0 if unknown."""
     goodput: float | None = None
-    """Goodput that the worker of rank 0 computes from the run's ledger; after the end, from the whole ledger. None if it
-    was not reported."""
+    """Goodput that rank 0's worker computes from the run's ledger; after the end, from the whole ledger. None if it was not
+    reported."""
     losses: Losses | None = None
-    """Losses computed with it; kept while nobody trains. None if they were never reported."""
+    """Losses computed with it; kept while nothing trains. None if they were never reported."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Status:
     handled_pods: tuple[str, ...] = ()
     """Uids of pods whose end is already counted; the pods may still exist."""
     restarted: Mapping[str, int] = field(default_factory=dict)
-    """Restarts of containers by kubelets that are already counted, by the uid of the pod; only for workers without an agent."""
+    """Container restarts by kubelets that are already counted, by pod uid; only for workers without an agent."""
     silent: tuple[Silent, ...] = ()
     lost: tuple[Lost, ...] = ()
     leaves: tuple[Leaving, ...] = ()
@@ -167,7 +167,7 @@ class Status:
     queue: str = ""
     """The Kueue queue in which the job waits, or that has admitted it."""
     gang: str = ""
-    """The gang scheduler of all the job's pods, even if another one is installed later; empty for none."""
+    """The gang scheduler of all the job's pods, even if another one is installed later; empty if there is none."""
     progress: Progress = Progress()
     ledger: tuple[Mapping[str, Any], ...] = ()
     """The decisions, as events of the run's ledger: the first one and the newest."""
@@ -188,8 +188,7 @@ class Status:
 
 
 MAX_LEDGER_EVENTS = 32
-"""Maximum number of ledger entries in the status. The worker of rank 0 watches them and copies new ones into the run's own
-ledger."""
+"""Maximum number of ledger entries in the status. Rank 0's worker watches them and copies new ones into the run's own ledger."""
 
 
 def with_event(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
@@ -301,9 +300,9 @@ def _valid(type_: type[T], fields: object) -> T | None:
 def write(
     status: Status, *, job: str, pods: int, world_size: int, size_range: tuple[int, int], checkpoints: str, grace_s: float
 ) -> Document:
-    """Return the status as a document. `world_size` is the number of workers in the current world, `size_range` their allowed
-    numbers, `checkpoints` the URL of the checkpoints in a store, and `grace_s` how long a planned re-rendezvous waits for workers
-    to save, in seconds."""
+    """Return the status as a document. `world_size` is the number of workers in the current world, `size_range` is the allowed
+    range, `checkpoints` is the URL of the checkpoints in a store, and `grace_s` is how many seconds a planned re-rendezvous waits
+    for workers to save."""
     low, high = size_range
     world, progress = status.world, status.progress
     goodput = progress.goodput

@@ -35,7 +35,7 @@ class KueueObjects:
     kind: Kind
     """The kind of Workloads, in the version that the cluster serves."""
     workloads: Sequence[Document] = ()
-    """Workloads with the label of the job."""
+    """Workloads with the job's label."""
     flavors: Mapping[str, Document] = field(default_factory=dict)
     """All ResourceFlavors, by name."""
     classes: Sequence[Document] = ()
@@ -97,7 +97,7 @@ class WorkloadSlice(Identified):
 
     @property
     def reason(self) -> str:
-        """Why the Workload is not admitted, in Kueue's words."""
+        """The reason why the Workload is not admitted, in Kueue's words."""
         order = ("Evicted", "QuotaReserved", "Admitted") if self.is_evicted else ("QuotaReserved", "Admitted")
         for type_ in order:
             condition = self.condition(type_)
@@ -128,7 +128,7 @@ class WorkloadSlice(Identified):
                 "type": type_,
                 "status": status,
                 "reason": reason,
-                "message": message[:1024],  # more than enough of messages that others wrote
+                "message": message[:1024],  # more than enough for messages that others wrote
                 "lastTransitionTime": since,
                 "observedGeneration": self.document["metadata"].get("generation", 1),
             }
@@ -175,7 +175,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Queue:
-    """The queue of a job and its Workloads."""
+    """A job's queue and Workloads."""
 
     name: str
     """Name of the queue; empty for a job that was taken out of its queue."""
@@ -309,8 +309,8 @@ class Queue:
         return Changes((), tuple(statuses), tuple(deletes))
 
     def free_quota(self, pods: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Free quota of each Workload, in pods. Pods that name no Workload, as they were created before there was a queue, also
-        use up free quota."""
+        """Return each Workload's free quota, in pods. Pods that name no Workload, as they were created before there was a queue,
+        also use up free quota."""
         free = {workload.name: workload.count for workload in self.admitted_slices}
         unassigned = 0
         for pod in pods:
@@ -326,7 +326,7 @@ class Queue:
 
 
 def queue_of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
-    """Return the queue of a job, or None without Kueue, or for a job that has neither a queue nor Workloads."""
+    """Return a job's queue, or None if there is no Kueue or the job has neither a queue nor Workloads."""
     if features.kueue is None:
         return None
     own = [WorkloadSlice(each) for each in features.kueue.workloads if owned_by(each, job)]

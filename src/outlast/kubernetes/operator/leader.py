@@ -27,11 +27,11 @@ RENEW_DEADLINE_S = 10.0
 """The leader stops acting this long after its last renewal: the rest of the duration is for requests in flight."""
 
 ANSWER_OVERDUE_S = 5.0
-"""If an answer is overdue by this much, the API server was unavailable, even if no connection was lost."""
+"""If a response is overdue by this much, the API server was unavailable, even if no connection was lost."""
 
 
 def boottime() -> float:
-    """Monotonic seconds that include time while suspended, in which our Lease can expire. CLOCK_MONOTONIC stops then, see
+    """Return monotonic seconds, including suspended time, in which our Lease can expire. CLOCK_MONOTONIC stops then; see
     clock_gettime(2)."""
     return time.clock_gettime(_CLOCK)
 
@@ -97,8 +97,8 @@ class Leadership:
         self._answering_since = 0.0
 
     def answered_for_s(self) -> float:
-        """Return the seconds for which the API server has answered without interruption. Watches do not show this: a server that
-        hangs keeps its connections, and delivers old events afterwards."""
+        """Return for how many seconds the API server has responded without interruption. Watches do not show this: a hung server
+        keeps its connections, and delivers old events afterwards."""
         now = self._clock()
         return 0.0 if self._answer_is_overdue(now) else now - self._answering_since
 
@@ -151,7 +151,7 @@ class Leadership:
         if action == "wait":
             self._log_once(reason)
             return
-        with contextlib.suppress(Taken, Conflict):  # another was faster; the next step shows which
+        with contextlib.suppress(Taken, Conflict):  # another was faster; the next attempt shows which
             write = self.cluster.create if lease is None else self.cluster.replace
             self._lease = write(_renewed_lease(lease, self.identity, self.namespace, self._duration_s))
             first, self._renewed_at = self._renewed_at is None, requested_at

@@ -1,1 +1,1 @@
-"""Documents that are installed once per cluster: definitions, rights, the operator and the node watcher."""
+"""Documents installed once per cluster: definitions, rights, the operator and the node watcher."""

@@ -1,5 +1,5 @@
-"""Rules for fields of a job in CEL, for the API server. Rules between fields are in `cel.yaml`. The API server rejects
-rules that it estimates to be expensive, so the lists that rules iterate over are bounded (`BOUNDS`).
+"""CEL rules for a job's fields, for the API server. Rules between fields are in `cel.yaml`. The API server rejects rules that it
+estimates to be expensive, so the lists that rules iterate over are bounded (`BOUNDS`).
 
 The fields that define the training itself are immutable (`IMMUTABLE`): otherwise, pods of the old and the new specification would
 train together. The number of workers, the deadlines and the settings for the job's end are mutable.

@@ -67,8 +67,8 @@ def _field(model: str, name: str, field: Schema, definitions: dict[str, Schema])
 
 
 def _structural(part: Schema, definitions: dict[str, Schema]) -> Schema:
-    """Return the structural schema of a part of pydantic's schema. Raises ValueError if there is none, which a change of the
-    model may cause."""
+    """Return the structural schema of a part of pydantic's schema. Raises ValueError if there is none, as may happen when the
+    model changes."""
     if "$ref" in part:
         return _model(part["$ref"].removeprefix("#/$defs/"), definitions)
     if "const" in part:

@@ -21,7 +21,7 @@ from outlast.kubernetes.manifests.scheduling import placement
 
 CONTAINER = "operator"
 USER_ROLES = ("outlast-view", "outlast-edit")
-"""ClusterRoles of the users of ElasticJobs."""
+"""ClusterRoles for users of ElasticJobs."""
 NODE_WATCH = "outlast-node-watch"
 """Name of the node watcher's DaemonSet, its account, its role and its namespace."""
 

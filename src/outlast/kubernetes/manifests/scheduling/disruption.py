@@ -20,8 +20,8 @@ https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md#w
 
 
 def min_available(workers: spec.Workers) -> int:
-    """Minimum number of workers that evictions must leave: `workers.min`, but one worker may always be evicted, since otherwise a
-    drain of its node would never end. A job that needs all its workers saves, and waits for the replacement."""
+    """Minimum number of workers that evictions must leave: `workers.min`, but one worker may always be evicted, since otherwise
+    draining its node would never end. A job that needs all its workers saves, and waits for the replacement."""
     return max(0, min(workers.min, workers.replicas - 1))
 
 

@@ -1,7 +1,7 @@
 """Gang scheduling of the workers: none, the coscheduling plugin, or Volcano.
 
 `of` returns the pods' labels and the PodGroup. With `auto`, the operator chooses the scheduler that the cluster has (`choose`);
-if there is no cluster, `auto` means none. Kueue admits whole jobs by itself, see `labels.queue_label`.
+if there is no cluster, `auto` means no gang. Kueue admits whole jobs by itself; see `labels.queue_label`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from outlast.kubernetes.manifests import labels, resources
 from outlast.kubernetes.manifests.render_request import Document, Request
 
 GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
-"""Label of the pods of a gang, for the coscheduling plugin."""
+"""Label of a gang's pods, for the coscheduling plugin."""
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
-"""Annotation of the pods of a gang, for Volcano."""
+"""Annotation of a gang's pods, for Volcano."""
 SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
 GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
 """API groups by which a cluster shows that it has a scheduler; the first group that exists wins."""

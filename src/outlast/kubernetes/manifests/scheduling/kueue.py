@@ -1,7 +1,7 @@
 """Kueue's Workloads for a job, and the effects of an admission on the job's pods. Pure.
 
 Kueue manages quotas and the Workloads that request them; the creator of a Workload manages the pods
-(https://kueue.sigs.k8s.io/docs/concepts/workload/). `operator.queues` decides what to request.
+(https://kueue.sigs.k8s.io/docs/concepts/workload/). `operator.kueue_workloads` decides what to request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VERSIONS: tuple[tuple[Kind, Kind, Kind], ...] = (
 
 @dataclass(frozen=True)
 class Priority:
-    """Priority of a Workload. The value is needed besides the name, since Kueue does not look it up."""
+    """Priority of a Workload. The value is needed as well as the name, since Kueue does not look it up."""
 
     value: int
     name: str = ""
@@ -45,7 +45,7 @@ class Priority:
 
 
 def queue_name(job: Mapping[str, Any]) -> str:
-    """Kueue's queue for an ElasticJob: from the job's label, else from `scheduling`; empty if there is none."""
+    """Return Kueue's queue for an ElasticJob: from the job's label, else from `scheduling`; empty if there is none."""
     label = (job["metadata"].get("labels") or {}).get(QUEUE)
     scheduling = job["spec"].get("scheduling") or {}
     return str(label or (scheduling.get("queue") if scheduling.get("gang") != "volcano" else "") or "")

@@ -1,4 +1,4 @@
-"""Constraints on the nodes of a worker's pod: spot machines, instance types, accelerators, spread over nodes."""
+"""Constraints on the nodes for a worker's pod: spot machines, instance types, accelerators, spread over nodes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _nodes(fields: spec.Spec) -> dict[str, str]:
 
 
 def _affinity(fields: spec.Spec) -> Document:
-    """Node affinity: one of the terms of `required` must match, with all its expressions."""
+    """Return the node affinity: one of the terms of `required` must match, with all its expressions."""
     alternatives = [
         {"key": name, "operator": "In", "values": [each.strip() for each in value.split(",") if each.strip()]}
         for name, value in _nodes(fields).items()
@@ -86,7 +86,7 @@ def _affinity(fields: spec.Spec) -> Document:
 
 
 def avoid_spot(affinity: Document) -> Document:
-    """Return a pod's affinity with the requirement that its node is no spot machine. A node without any of the labels of spot
+    """Return a pod's affinity with the requirement that its node is not a spot machine. A node without any of the labels of spot
     nodes is not a spot machine."""
     nodes = affinity.get("nodeAffinity") or {}
     terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
