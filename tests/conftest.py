@@ -83,6 +83,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
+    os.register_at_fork(after_in_child=gc.freeze)  # a data loader's worker must not finalize what earlier tests have left
 
 
 @pytest.fixture(autouse=True)
