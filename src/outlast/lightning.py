@@ -151,7 +151,7 @@ def _missing(trainer: Any) -> str:
 
 
 def _callback_problem(trainer: Any) -> str:
-    """Return the problem with a callback, and the remedy. A module may add callbacks in `fit`."""
+    """Return the same for callbacks, some of which a module may add in `fit`."""
     names = [type(each).__name__ for each in trainer.callbacks if isinstance(each, _CHANGING)]
     return f"{names[0]} changes weights or batches in ways that no state holds; leave it out" if names else ""
 
