@@ -1,4 +1,4 @@
-"""Exact, elastic resume for the Trainer of Lightning.
+"""Exact, elastic resume for Lightning's Trainer.
 
     import outlast.lightning
 
@@ -53,7 +53,7 @@ _META = (
 )  # fmt: skip
 """Arguments of `self.log` that Lightning stores."""
 TESTED = "2.6"
-"""Versions of lightning that the tests cover."""
+"""The Lightning version that the tests cover."""
 _ATTRIBUTES = (
     *(f"_logger_connector.{name}" for name in _LOGGED),
     "fit_loop._data_fetcher",
@@ -104,7 +104,7 @@ def attach(trainer: Trainer, batch: int, *, seed: int | None = None) -> None:
 
 
 def _at(trainer: Any, path: str) -> Any:
-    """Return a part of a trainer by its path of attributes; the trainer itself for an empty path."""
+    """Return a part of a trainer by its attribute path; the trainer itself if the path is empty."""
     return operator.attrgetter(path)(trainer) if path else trainer
 
 
@@ -151,7 +151,7 @@ def _missing(trainer: Any) -> str:
 
 
 def _callback_problem(trainer: Any) -> str:
-    """Return the same for the callbacks. A module may add some in `fit`."""
+    """Return the same for callbacks, some of which a module may add in `fit`."""
     names = [type(each).__name__ for each in trainer.callbacks if isinstance(each, _CHANGING)]
     return f"{names[0]} changes weights or batches in ways that no state holds; leave it out" if names else ""
 
@@ -159,7 +159,7 @@ def _callback_problem(trainer: Any) -> str:
 class _Order(Order):
     @property
     def sampler(self) -> _Order:
-        """This object, since the fit loop looks for `set_epoch` at the sampler of the loader's batch sampler."""
+        """This object, since the fit loop looks for `set_epoch` on the sampler of the loader's batch sampler."""
         return self
 
 
@@ -174,7 +174,7 @@ class _Attachment:
         self.position = _Position(trainer)
         self.order: _Order | None = None
         self.owing = False
-        """True if the step to continue from has work left: its validation, and the end of its epoch."""
+        """True if the step to continue from has work left: its validation and the end of its epoch."""
         self.generators: dict[str, Any] = {}
         self.leavable = False
         """True if all ranks run the current validation with the same number of batches."""
@@ -288,7 +288,7 @@ class _Attachment:
 
     @contextlib.contextmanager
     def validating(self, batches: list[Any]) -> Iterator[None]:
-        """Validate without affecting the random numbers of training. A collective, except for validation within a step."""
+        """Validate without affecting training's random state. A collective, except for validation within a step."""
         trainer, run = self.trainer, self.run
         ended = run is not None and not trainer.sanity_checking and not trainer.fit_loop._should_accumulate()
         with checkpoint.kept_generators():
@@ -363,7 +363,7 @@ class _Checkpoints(_Mixin):
 
 class _Signals(_Mixin):
     def register_signal_handlers(self) -> None:
-        """Do nothing: Lightning's handler of SIGTERM broadcasts in the middle of other collectives. All ranks agree to leave."""
+        """Do nothing: Lightning's SIGTERM handler broadcasts in the middle of other collectives. All ranks agree to leave."""
 
 
 class _Data(_Mixin):
@@ -427,7 +427,7 @@ _HOOKS: dict[str, type[_Mixin]] = {
     "fit_loop.epoch_loop": _EpochLoop,
     "fit_loop.epoch_loop.val_loop": _ValidationLoop,
 }
-"""Mixins for the classes of a Trainer and its parts."""
+"""Mixins for the classes of the Trainer and its parts."""
 
 
 class _Held(NamedTuple):
@@ -439,7 +439,7 @@ class _Held(NamedTuple):
 
 
 class _Position:
-    """The state of a Trainer besides weights, optimizer and schedules, with `state_dict` and `load_state_dict`."""
+    """A Trainer's state besides weights, optimizer and schedules, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

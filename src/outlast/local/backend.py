@@ -118,7 +118,7 @@ class LocalBackend:
         self._start_role("launcher", [str(state_dir.path)], state_dir)
 
     def _start_role(self, role: str, argv: Sequence[str], state_dir: StateDir) -> None:
-        copy = state_dir.package.read_text() if state_dir.package.exists() else ""  # none for a run of an earlier version
+        copy = state_dir.package.read_text() if state_dir.package.exists() else ""  # empty for a run of an earlier version
         environ = package_copy.ahead(os.environ, Path(copy) if copy else None)
         self._start([sys.executable, "-m", "outlast", role, *argv], state_dir.log, env=environ)
 
@@ -176,7 +176,7 @@ class LocalBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield the workers' log lines, see `job.backend.Backend.logs`. Lines have no times here: existing ones come worker by
+        """Yield the workers' log lines; see `job.backend.Backend.logs`. Lines have no times here: existing lines come worker by
         worker, and `since_s` raises OutlastError."""
         if since_s is not None:
             raise OutlastError(f"{name} runs on this machine, where log lines have no times; use --tail N instead of --since")
@@ -274,7 +274,7 @@ class LocalBackend:
     def forget(self, name: str, *, output: bool = False) -> None:
         """Remove the state of an ended job, and with `output` also the job's output on this machine.
 
-        Output in a store stays. Raises OutlastError if the job has not ended, or if another job uses its output.
+        Output in a store is kept. Raises OutlastError if the job has not ended, or if another job uses its output.
         """
         state_dir = self._existing(name)
         status = self.status(name)
@@ -287,7 +287,7 @@ class LocalBackend:
             if owner := output_dir.last_owner(directory, state_dir):
                 raise OutlastError(f"output {directory} is that of the job in {owner} now; forget {name} without --output")
         try:
-            state_dir.run.unlink()  # first: without it the job does not exist
+            state_dir.run.unlink()  # first: the job exists only while this does
             shutil.rmtree(state_dir.path)
             if output and directory.exists():
                 shutil.rmtree(directory.resolve())
@@ -350,7 +350,7 @@ class LocalBackend:
         return state_dir
 
     def _read(self, state_dir: StateDir) -> JobStatus:
-        """Return the launcher's last status. A run without a readable status can still resume from its checkpoints."""
+        """Return the launcher's last status. A run with no readable status can still resume from its checkpoints."""
         run = Run.read(state_dir)
         try:
             file = run.file if Path(run.file).exists() else ""

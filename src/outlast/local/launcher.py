@@ -44,15 +44,15 @@ if TYPE_CHECKING:
     from outlast.storage.runs import heartbeat
 
 TICK_S = 0.1
-"""Seconds between two iterations of the loop without events."""
+"""Seconds between two iterations of the loop if there are no events."""
 WAIT_NOTICE_S = 2.0
 """Seconds of waiting after which the status explains the wait."""
 EARLY_FAILURE_S = 60.0
-"""Seconds within which a failed script without steps counts as failed at startup."""
+"""Seconds within which a script that fails before any step counts as failed at startup."""
 UPLOAD_TIMEOUT_S = 30.0
 """Timeout in seconds for uploading the files that the workers could not upload."""
 EXIT_TIMEOUT_S = 15.0
-"""Seconds that workers may take to exit after the end of the job."""
+"""Seconds that workers may take to exit after the job ends."""
 RELAUNCH_TIMEOUT_S = 60.0
 """Seconds that an agent may take to replace a killed elastic agent."""
 
@@ -156,7 +156,7 @@ class Launcher(Coordinator):
         except FileNotFoundError:
             return
         ages = [(memory["time"] - at, committed, step) for at, committed, step in memory["history"]]
-        before = {"counted": memory["judged"], "failures": ages}  # all that the version before wrote
+        before = {"counted": memory["judged"], "failures": ages}  # all that the previous version wrote
         last = decode(CoordinatorState, {**before, **memory, "closed": None})  # the end is in `closing`
         self.restore(last, max(0.0, time.time() - memory["time"]))
         self.status.interruptions = memory["interruptions"]
@@ -268,7 +268,7 @@ class Launcher(Coordinator):
         super().add_failure(failure, echo=echo)
 
     def newest_start(self) -> tuple[int, int]:
-        """Return the newest generation and its newest reported attempt, possibly as only the previous launcher saw them."""
+        """Return the newest generation and its newest reported attempt, even if only the previous launcher saw them."""
         starts = [(each.generation, each.attempt) for each in self.reports.values() if each.generation == self.generation()]
         return max([(self.generation(), 0), self._started, *starts])
 
@@ -315,10 +315,10 @@ class Launcher(Coordinator):
     def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
         self.live.read(self.state.world)
         current = self.status.step
-        if self.live.has_session and failure.step:  # the step of its own rank: the others may be a step further
+        if self.live.has_session and failure.step:  # its own rank's step: the others may be a step ahead
             current = failure.step
         step = 0 if self.status.told == "log" else current  # a step read from a log is shown, but decides nothing
-        # Neither a secondary failure nor that of a plain script that ran for a while shows the step.
+        # Neither a secondary failure nor one of a plain script that ran for a while shows the step.
         if failure.hung:  # a hung process has reported its step
             return failure, failure.step, self.live.committed()
         silent = not self.live.has_session and self.status.told != "script" and self.clock() - self.formed_at > EARLY_FAILURE_S
@@ -342,7 +342,7 @@ class Launcher(Coordinator):
             reason = f"the job has run for activeDeadlineSeconds ({active})"
             self.over(State.FAILED, reason, contract.Exit.FAILED, End.DEADLINE)
 
-    # Requests of the user
+    # The user's requests
 
     def _apply_request(self) -> None:
         new = Request.read(self.state_dir)
@@ -420,7 +420,7 @@ class Launcher(Coordinator):
         if self.store and self.request.end != "kill":
             state, reason, code = self._upload_rest(state, reason, code)
         if self.heartbeat is not None:
-            with contextlib.suppress(OutlastError):  # otherwise it seems alive until the heartbeat expires
+            with contextlib.suppress(OutlastError):  # otherwise it appears alive until the heartbeat expires
                 self.heartbeat.stop(left=True)
         self.status.finished = time.time()
         self.status.exit_code = code

@@ -33,13 +33,13 @@ from outlast.rendezvous.world import World
 from outlast.storage import checkpoints
 
 SCAN_INTERVAL_S = 2.0
-"""Minimum seconds between two scans for the files of a plain script, and between two computations of the live goodput."""
+"""Minimum seconds between two scans for a plain script's files, and between two computations of the live goodput."""
 MAX_SHARE = 0.02
-"""Maximum share of the launcher's time for scans, and for goodput. Slower ones run at longer intervals."""
+"""Maximum share of the launcher's time for scans, and for goodput. Slower ones run less often."""
 
 
 class LiveStatus:
-    """Updates the status of a run from the files of its workers."""
+    """Updates a run's status from its workers' files."""
 
     def __init__(self, state_dir: StateDir, run: Run, pool: WorkerPool, status: JobStatus, clock: Callable[[], float]) -> None:
         self.status = status
@@ -48,11 +48,11 @@ class LiveStatus:
         self.has_session = False
         """True if training in the current world reports its steps through a session, unlike a plain script."""
         self.warning = ""
-        """A problem that the training reports, e.g. a full disk."""
+        """A problem that training reports, e.g. a full disk."""
         self.begun_anew = self.alone = ""
         """Warnings about a plain script that restarts from the beginning, or trains without a process group."""
         self._pid = 0
-        """The pid of the plain script's rank 0."""
+        """The pid of a plain script's rank 0."""
         self._previous: plain_scripts.Logged | None = None
         """The last step of the process before `_pid`; None after the comparison with the first step of `_pid`."""
         self._first_of_run: plain_scripts.Logged | None = None
@@ -64,7 +64,7 @@ class LiveStatus:
         self._next_goodput = 0.0
 
     def start(self) -> None:
-        """Fill in the newest checkpoint of earlier worlds, or the newest file that a plain script saved."""
+        """Fill in the newest checkpoint from earlier worlds, or the newest file that a plain script saved."""
         if newest := self._newest():
             self.status.step, self.status.checkpoint = newest.step, newest
             self.status.reason = f"goes on from step {newest.step}"

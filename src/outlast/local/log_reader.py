@@ -1,4 +1,4 @@
-"""Reading and following the log files of workers on this machine."""
+"""Reading and following workers' log files on this machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Tail:
             self._file.seek(start)
             piece = self._file.read(cut)
             while (cut := piece.rfind(b"\n", 0, cut)) >= 0:
-                count += start + cut + 1 < end  # text after the last newline is a line, too
+                count += start + cut + 1 < end  # text after the last newline is also a line
                 if count == last:
                     return start + cut + 1
         return start if last else end

@@ -29,7 +29,7 @@ def left_s(path: Path | None) -> float:
     notice = read(path) if path else {}
     if "until" in notice:
         return max(0.0, float(notice["until"]) - time.monotonic())
-    return max(0.0, float(notice["deadline"]) - time.time()) if "deadline" in notice else math.inf  # earlier version
+    return max(0.0, float(notice["deadline"]) - time.time()) if "deadline" in notice else math.inf  # older versions
 
 
 def read(path: Path) -> dict[str, Any]:

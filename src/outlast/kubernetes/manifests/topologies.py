@@ -1,7 +1,9 @@
 """The topologies of a job on Kubernetes, each a function from a request to documents.
 
-    elasticjob the ElasticJob itself, for the operator job one pod with all the GPUs, a `batch/v1` Job, no rendezvous indexed-job
-    one pod per worker, an Indexed Job statefulset one pod per worker, a StatefulSet: for clusters whose users may not create Jobs
+    elasticjob     the ElasticJob itself, for the operator
+    job            one pod with all the GPUs, a `batch/v1` Job, no rendezvous
+    indexed-job    one pod per worker, an Indexed Job
+    statefulset    one pod per worker, a StatefulSet: for clusters whose users may not create Jobs
 
 Only the first needs an operator. The others do not scale by themselves, and Kubernetes counts their failures, by exit codes:
 progress does not reset the budget for restarts, and `restarts.window` has no effect.

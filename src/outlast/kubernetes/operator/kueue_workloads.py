@@ -97,7 +97,7 @@ class WorkloadSlice(Identified):
 
     @property
     def reason(self) -> str:
-        """The reason why the Workload is not admitted, in Kueue's words."""
+        """Why the Workload is not admitted, in Kueue's words."""
         order = ("Evicted", "QuotaReserved", "Admitted") if self.is_evicted else ("QuotaReserved", "Admitted")
         for type_ in order:
             condition = self.condition(type_)

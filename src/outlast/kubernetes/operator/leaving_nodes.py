@@ -1,7 +1,7 @@
-"""Nodes that are about to be terminated: which notices announce it, the deadline, and how long a pod there may take. Pure.
+"""Nodes that are about to be terminated: which notices announce this, the deadline, and how long a pod there may take. Pure.
 
 The deadline is in an annotation (`contract.Annotation.LEAVING_AT`) on the node or, if the process that announces it has no rights
-to nodes, on a pod. Without an annotation, the usual time of the notice counts, starting when the operator first saw the notice;
+to nodes, on a pod. If there is no annotation, the notice's usual time counts, starting when the operator first saw the notice;
 see docs/decisions/0045.
 """
 
@@ -34,7 +34,7 @@ class NoticePeriod(NamedTuple):
 
 _HANDLER = "https://github.com/aws/aws-node-termination-handler/blob/main/pkg/node/node.go"
 _KARPENTER = "https://karpenter.sh/docs/concepts/disruption/"
-_GKE = "https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms"  # of 30 s, kubelets leave ordinary pods 15
+_GKE = "https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms"  # kubelets leave ordinary pods 15 of the 30 s
 _AKS = "https://learn.microsoft.com/en-us/azure/aks/node-auto-drain"  # at least 30 s, by Azure's scheduled events
 TAINTS: Mapping[str, NoticePeriod] = {
     LEAVING: NoticePeriod(None, None, "docs/guide/spot.md"),  # its value says the kind
@@ -92,7 +92,7 @@ class Departure:
 
 
 def node_departure(node: Document | None) -> Departure | None:
-    """Return why the workers of a node have to leave, or None for a node that stays."""
+    """Return why a node's workers have to leave, or None if the node stays."""
     notices = _notices(node or {})
     if node is None or not notices:
         return None
@@ -102,7 +102,7 @@ def node_departure(node: Document | None) -> Departure | None:
     kind = notices.get(LEAVING, LeavingKind.UNKNOWN)
     seen, deadline = node.get(TAINTED_AT), _deadline(annotations)
     if deadline is not None and kind is LeavingKind.MAINTENANCE and seen is not None and deadline <= seen:
-        deadline = None  # it had begun when we heard of it, and may last for hours: there is time to save
+        deadline = None  # it had already begun when we saw it, and may last for hours: there is time to save
     if deadline is None and seen is not None:
         periods = [_notice_period_s(name, each, spot=spot) for name, each in notices.items()]
         deadline = min((seen + each for each in periods if each is not None), default=None)

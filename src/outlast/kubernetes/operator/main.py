@@ -1,4 +1,5 @@
-"""The operator's process: configures an `Operator` from options and environment, handles signals, and logs to standard output."""
+"""The operator's process: configures an `Operator` from options and the environment, handles signals, and logs to standard
+output."""
 
 from __future__ import annotations
 
@@ -40,13 +41,13 @@ MIN_LOST_S = 5.0
 
 
 def identity(env: Mapping[str, str]) -> str:
-    """Return the operator's identity in the leader election: the name of the pod, which survives a restart of the container,
-    or else this process."""
+    """Return the operator's identity in the leader election: the pod's name, which survives a container restart, or else this
+    process."""
     return env.get(Env.POD) or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
 
 
 def port(env: Mapping[str, str]) -> int:
-    """Port for health probes and metrics. Raises OutlastError."""
+    """Return the port for health probes and metrics. Raises OutlastError."""
     value = env.get(Env.PROBE_PORT, str(Pod.PROBE_PORT))
     if not value.isdecimal() or int(value) >= 2**16:
         raise OutlastError(f"{Env.PROBE_PORT} ({value}) is not a port; set it to one from 0 (any) to 65535")
@@ -83,8 +84,8 @@ def clock(cluster: api.Cluster, wall: Callable[[], float] = time.time) -> Clock:
 
 
 def own_image(cluster: api.Cluster, env: Mapping[str, str]) -> str:
-    """Return the image of this pod, which a kustomization may have chosen; outside of pods that of our releases. Raises
-    ClusterError."""
+    """Return the image of this pod, which a kustomization may have chosen; if this is not a pod, return our releases' image.
+    Raises ClusterError."""
     if Env.POD not in env:
         return OPERATOR_IMAGE
     pod = cluster.get(kinds.POD, env[Env.POD], namespace=env.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE)

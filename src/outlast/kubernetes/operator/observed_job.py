@@ -35,7 +35,7 @@ RECEIVED_AT = "heard"
 """Key for the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or at which a node became unready.
 Clocks of other machines are not compared with ours."""
 NNODES = f"{contract.GROUP}/nnodes"
-"""Annotation of a pod without an agent: the value of --nnodes for its torchrun."""
+"""Annotation of a pod without an agent: its torchrun's --nnodes."""
 MAX_LEASE_S = 600.0
 """Upper bound in seconds for the duration of a Lease, whatever its worker wrote."""
 
@@ -47,8 +47,8 @@ class Limits:
     silence_s: float = LEASE_S
     """A member whose Lease has not been renewed for this long is presumed dead."""
     mass_silence_s: float = 300.0
-    """The same if most workers fall silent at once though their nodes are ready, see decision 17. It equals the time for which
-    Kubernetes tolerates an unreachable node, and is several times what a kubelet needs to kill an agent that hangs."""
+    """The same if most workers fall silent at once though their nodes are ready; see decision 17. It equals the time for which
+    Kubernetes tolerates an unreachable node, and is several times what a kubelet needs to kill a hung agent."""
     progress_s: float = 3.0
     """Minimum interval between writes of the step if nothing else is written. The first step of a world is written at once."""
     lost_s: float = 30.0
@@ -113,7 +113,7 @@ class Pod(Identified):
 
     @property
     def finalizer_problem(self) -> str:
-        """A sentence if the finalizers of another controller keep a terminated pod; else empty."""
+        """A sentence if another controller's finalizers keep a terminated pod; else empty."""
         meta = self.document["metadata"]
         gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and pod_status.finished(self.document)
         finalizers = ", ".join(meta.get("finalizers") or ()) if gone else ""
@@ -126,31 +126,30 @@ class Pod(Identified):
 
     @property
     def log_tail(self) -> str:
-        """The last lines of the log of a pod that failed."""
+        """The last lines of a failed pod's log."""
         state = pod_status.container_status(self.document).get("state") or {}
         return str((state.get("terminated") or {}).get("message") or "")
 
 
 @dataclass(frozen=True)
 class LeaseProgress:
-    """The annotation `contract.Annotation.PROGRESS` of a Lease. The field names are those of the annotation, which
-    `kubernetes.board` writes."""
+    """A Lease's annotation `contract.Annotation.PROGRESS`, which `kubernetes.board` writes, with the same field names."""
 
     generation: int | None = None
-    """The generation in which `step` was done, if reported."""
+    """The generation in which `step` was completed, if reported."""
     step: int | None = None
     steps: int | None = None
     committed: int = 0
     bytes: int = 0
-    """Size of the newest committed checkpoint in bytes; 0: unknown."""
+    """Size of the newest committed checkpoint in bytes; 0 if unknown."""
     snapshot: int = 0
-    """Step of the newest complete snapshot in memory; 0: none, or unknown."""
+    """Step of the newest complete snapshot in memory; 0 if none or unknown."""
     every: int = 0
-    """Number of steps between two snapshots; 0: unknown."""
+    """Number of steps between snapshots; 0 if unknown."""
     time: float = 0.0
     """Time of `step` by the member's clock; 0 if not reported."""
     goodput: float | None = None
-    """Goodput of the run, as computed by the worker of rank 0."""
+    """The run's goodput, as computed by rank 0's worker."""
     lost: Mapping[str, float] | None = None
     lostSteps: int | None = None
     whole: bool = False
@@ -158,14 +157,14 @@ class LeaseProgress:
 
     @property
     def losses(self) -> Losses:
-        """The losses of the run, computed with its goodput, by known causes only, since each is a time series."""
+        """The run's losses, computed with its goodput; only known causes, since each is a time series."""
         seconds = {cause: float(lost) for cause, lost in (self.lost or {}).items() if cause in CAUSES and lost > 0}
         return Losses(seconds, self.lostSteps or 0)
 
 
 @dataclass(frozen=True)
 class MemberReport:
-    """The report of a member on its Lease."""
+    """A member's report on its Lease."""
 
     report: Report
     progress: LeaseProgress
@@ -173,9 +172,9 @@ class MemberReport:
     """The member as `report` describes it."""
     renewed: float
     failure: Failure | None
-    """The failure in the member's generation, see `rendezvous.messages.Report`."""
+    """The failure in the member's generation; see `rendezvous.messages.Report`."""
     echo: bool
-    """Whether that failure is secondary, that is, caused by the failure of another member."""
+    """Whether that failure is secondary, that is, caused by another member's failure."""
     lease_s: float
     """Duration of the Lease in seconds, at most MAX_LEASE_S."""
 
@@ -187,11 +186,11 @@ class PlainJob:
     job: Document
     """The equivalent ElasticJob: number of workers and restarts, deadlines."""
     nnodes: str
-    """The value of --nnodes for torchrun, `1:4`; pods carry it in the annotation `NNODES`. Workers with different values cannot
+    """The --nnodes for torchrun, such as `1:4`; pods carry it in the annotation `NNODES`. Workers with different values cannot
     train together."""
     policy: str
-    """The failures after which workers are restarted. `Never`: none; `ExitCode`: only if the pod was killed, lost, or never
-    started."""
+    """The failures after which workers are restarted: none with `Never`; with `ExitCode`, only if the pod was killed, lost or
+    never started."""
     service: Document
     """The Service through which workers find worker 0."""
     pod: Callable[[int], dict[str, Any]]
@@ -336,15 +335,15 @@ def is_ready(node: Document) -> bool:
 
 
 def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> MemberReport | None:
-    """Return the report on a Lease, or None if the Lease is that of an earlier pod of the same name, or of another run. Only
-    the Lease's name identifies the worker, as a worker can write the labels of its Lease."""
+    """Return the report on a Lease, or None if the Lease belongs to an earlier pod of the same name, or to another run. Only the
+    Lease's name identifies the worker, as a worker can write the labels of its Lease."""
     meta, fields = lease["metadata"], lease.get("spec") or {}
     annotations = meta.get("annotations") or {}
     try:
         index = int((meta.get("labels") or {})[Label.WORKER])
         report = decode(Report, from_json(annotations[Annotation.REPORT]))
         renewed = lease.get(RECEIVED_AT) or pod_status.timestamp(fields.get("renewTime"))
-        since = min(float(report.since), renewed)  # the clock of its node may be ahead
+        since = min(float(report.since), renewed)  # its node's clock may be ahead
         lease_s = min(MAX_LEASE_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
     except (KeyError, TypeError, ValueError, RecursionError):  # written by another version, or by others
         return None
@@ -358,7 +357,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
 
 
 def _progress(text: str | None) -> LeaseProgress:
-    """Return a member's progress; an empty one if it is invalid."""
+    """Return a member's progress; empty if it is invalid."""
     try:
         return decode(LeaseProgress, from_json(text or "{}"))
     except (TypeError, ValueError):

@@ -2,7 +2,7 @@
 
     Operator(cluster, {kinds.ELASTIC_JOB: reconciler}, ...).run(stop)
 
-A reconciler for each kind of job, which is a pure function, decides what to do. This process only ensures that nothing is decided
+Each kind of job has a reconciler, a pure function that decides what to do. This process only ensures that nothing is decided
 before all watches have delivered everything once, that only the leader writes, and that failures are retried with backoff. It may
 be killed between any two lines.
 """
@@ -45,7 +45,7 @@ MAX_BACKOFF_S = 60.0
 STUCK_S = 300.0
 """Timeout of a reconcile pass, after which the liveness probe fails and the kubelet restarts the process."""
 BUSY_PASSES = 30
-"""Number of consecutive passes with something to do after which a job is slowed down; no change of a job needs that many."""
+"""Number of consecutive passes with something to do after which a job is slowed down; no change to a job needs that many."""
 PROGRESS_DEBOUNCE_S = 2.0
 """If the members of a job only report progress, the job is reconciled within this time, once for all of them."""
 STOP_TIMEOUT_S = 6.0
@@ -101,7 +101,7 @@ class Operator:
         release_lease = threading.Event()
         election = threading.Thread(target=self.leadership.run, args=(release_lease,), name="lease", daemon=True)
         workers = [
-            threading.Thread(target=self._work, name=f"worker {n}", daemon=True)  # one that hangs must not keep the process
+            threading.Thread(target=self._work, name=f"worker {n}", daemon=True)  # a hung one must not keep the process alive
             for n in range(self._settings.workers)
         ]
         self.watches.start()
@@ -166,7 +166,7 @@ class Operator:
                 self.queue.done(key)
 
     def reconcile(self, key: Key) -> None:
-        """One reconcile pass: decide about a job and carry out the plan. Raises ClusterError."""
+        """Run one reconcile pass: decide about a job and carry out the plan. Raises ClusterError."""
         with self._decision_lock:
             now = self._clock()
             cached = self.cache.job(key, now)
@@ -199,7 +199,7 @@ class Operator:
             outcome = apply.carry_out(self.writer, job, plan, now, self._parallel, self._background, on_status_written)
         except (Forbidden, Refused) as error:
             self._refusals[key] = str(error)
-            if plan.requeue_at is not None:  # the workers that exist must not wait for those that are refused
+            if plan.requeue_at is not None:  # existing workers must not wait for those that are refused
                 self.queue.add_at(key, plan.requeue_at)
             raise
         if outcome.stale_reason:
@@ -223,7 +223,7 @@ class Operator:
             self.queue.hold(key, now + pause)  # our own writes come back as changes and must not keep us busy
 
     def _reconcile_deleted(self, key: Key, cached: CachedJob, now: float) -> None:
-        """Handle a job that no longer exists. Its objects are garbage-collected, but pods on nodes that do not answer must be
+        """Handle a job that no longer exists. Its objects are garbage-collected, but pods on unreachable nodes must be
         force-deleted."""
         self.metrics.remove_job(key.kind.resource, key.namespace, key.name)
         self._busy_passes.pop(key, None)

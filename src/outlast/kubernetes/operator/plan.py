@@ -1,7 +1,7 @@
 """A plan: `decide` returns it, and `apply.carry_out` executes it.
 
-The fields are carried out in their order. The process may be killed between any two writes: the next reconcile pass then plans
-the remaining writes, or better ones.
+The fields are carried out in order. The process may be killed between any two writes: the next reconcile pass then plans the
+remaining writes, or better ones.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Deletion:
     uid: str
     reason: str
     grace_s: int | None = None
-    """Grace period in seconds; 0: delete at once, without waiting for the node. Default: the pod's own grace period."""
+    """Grace period in seconds; 0 deletes at once, without waiting for the node. Default: the pod's own grace period."""
     kind: Kind = POD
 
 
 @dataclass(frozen=True)
 class Event:
-    """An Event of the job; its message is also the sentence in the status."""
+    """An Event about the job; its message is also the sentence in the status."""
 
     type: Literal["Normal", "Warning"]
     reason: str

@@ -105,7 +105,7 @@ class Metrics:
             self._recoveries.labels(failure_cause(new) if failed else "lost").observe(max(0.0, now - since))
 
     def text(self, *, leads: bool, now: float | None = None) -> str:
-        """Return all metrics in Prometheus' text format. `now`, in seconds since the epoch, is needed for ages; without it
+        """Return all metrics in Prometheus' text format. `now`, in seconds since the epoch, is needed for ages; if it is None,
         they are omitted."""
         self._leader.set(leads)
         self._now = now
@@ -129,7 +129,7 @@ class Metrics:
         lost = _family("outlast_lost_seconds_total")
         for (_, namespace, name), job in jobs:
             if job.losses is not None:
-                for cause in CAUSES:  # all of them: Prometheus sees no increase to the first value of a series
+                for cause in CAUSES:  # all of them: Prometheus does not see a series' first value as an increase
                     lost.add_metric((namespace, name, cause), job.losses.seconds.get(cause, 0.0))
         yield lost
 
@@ -159,11 +159,11 @@ _PER_JOB: Mapping[str, Callable[[_Job, float | None], float | None]] = {
     "outlast_progress_age_seconds": lambda job, now: _age(job, job.progressed_at, now),
     "outlast_commit_age_seconds": lambda job, now: _age(job, job.committed_at, now),
 }
-"""Metrics with the labels of a job."""
+"""Metrics with a job's labels."""
 
 
 def failure_cause(status: Mapping[str, Any]) -> str:
-    """Category of the last failure (`failure.CATEGORIES`)."""
+    """Return the category of the last failure (`failure.CATEGORIES`)."""
     return category(status.get("lastFailure") or status.get("failure") or {})
 
 

@@ -30,7 +30,7 @@ class ReconcilePass:
         self.status = dataclasses.replace(snapshot.status, run=snapshot.run)
         self.skip_rest = False
         self.deletes: dict[str, Deletion] = {}
-        """Deletions by the uid of the pod."""
+        """Deletions by pod uid."""
         self.creates: list[Document] = []
         self.prerequisites: tuple[Document, ...] = ()
         self.apply: tuple[Document, ...] = ()
@@ -127,16 +127,16 @@ class ReconcilePass:
         return max(now, default=self.status.progress.step)
 
     def end_of_wait(self, at: float, wait_s: float) -> float | None:
-        """Return the end of a wait that began at this time, or None once the wait is over. See `world.until` for clocks that
-        jump."""
+        """Return the end of a wait that began at this time, or None once the wait is over. See `world.until` about clock
+        jumps."""
         return world.until(at, wait_s, self.now)
 
     def update(self, **fields: Any) -> None:
         self.status = dataclasses.replace(self.status, **fields)
 
     def set_state(self, state: State, reason: str, condition_reason: str, *, event: bool = False, warning: bool = False) -> None:
-        """Set the state, its sentence and the condition; only the first call in a pass counts. `event` writes an Event
-        even if the state stays the same."""
+        """Set the state, its reason and the condition; only the first call in a pass counts. `event` writes an Event even if the
+        state stays the same."""
         if self.state_set:
             return
         self.state_set = True
@@ -150,10 +150,10 @@ class ReconcilePass:
             self.events.append(Event("Warning" if warning or state is State.FAILED else "Normal", condition_reason, reason))
 
     def record(self, kind: str, t: float | None = None, **fields: Any) -> None:
-        """Add an event of the run's ledger to the status. Before the first world, also record when the first pod was created and
-        when the first worker started."""
+        """Add a ledger event to the status. Before the first world, also record when the first pod was created and when the first
+        worker started."""
         if self.snapshot.plain is not None:
-            return  # nobody copies it into a ledger
+            return  # nothing copies it into a ledger
         ledger, now = self.status.ledger, self.now
         started_at = next((each["t"] for each in reversed(ledger) if each.get("kind") in ("submitted", "resumed")), None)
         if started_at is not None and not self.status.has_formed_world and kind != "resumed":
@@ -192,7 +192,7 @@ class ReconcilePass:
         self.skip_rest = True
 
     def stop_training(self) -> None:
-        """Clear the rate, snapshot and goodput of the current world, which no longer trains."""
+        """Clear the current world's rate, snapshot and goodput: it no longer trains."""
         self.update(progress=dataclasses.replace(self.status.progress, rate=None, mark=None, snapshot=(0, 0), goodput=None))
 
     def plan(self) -> Plan:
@@ -251,7 +251,7 @@ class ReconcilePass:
         return self.status.world.generation if self.status.world and self.is_member(pod) else 0
 
     def newest_start(self, generation: int) -> tuple[int, int]:
-        """Identifies the newest start of a generation's processes: the generation, and the newest attempt that its members have
+        """Return the newest start of a generation's processes: the generation, and the newest attempt that its members have
         reported."""
         return generation, self._attempts.get(generation, 0)
 
@@ -263,7 +263,7 @@ class ReconcilePass:
         return attempts
 
     def is_counted(self, generation: int) -> bool:
-        """Return whether the failure of a generation's newest start is already counted. Generation 0 stands for no world."""
+        """Return whether the failure of a generation's newest start is already counted. Generation 0 means no world."""
         return generation > 0 and self.status.counted >= self.newest_start(generation)
 
     def presumed_dead_at(self, report: MemberReport) -> float | None:
@@ -283,7 +283,7 @@ class ReconcilePass:
         return any(self.end_of_wait(self.last_seen(each), self.lease_s(each)) is None for each in self.late_members)
 
     def last_seen(self, report: MemberReport | None) -> float:
-        """Time of a member's last renewal, but not before our watches were connected. A renewal in the future, after our clock
-        was set back, is ignored."""
+        """Return the time of a member's last renewal, but not before our watches were connected. A renewal in the future, after
+        our clock was set back, is ignored."""
         late = report is None or report.renewed > self.now + self.lease_s(report)
         return self.snapshot.observed_since if late or report is None else max(report.renewed, self.snapshot.observed_since)

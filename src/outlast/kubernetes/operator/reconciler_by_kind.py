@@ -1,4 +1,4 @@
-"""The reconciler of each kind of job: of ElasticJobs, and of the kinds in `api.dropins`."""
+"""The reconciler for each kind of job: ElasticJobs, and the kinds in `api.dropins`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRITES_PER_S = 100
 
 
 def elastic_job(limits: Limits, cached: CachedJob, now: float, features: ClusterFeatures) -> Plan:
-    """Return the plan for an ElasticJob of Outlast."""
+    """Return the plan for an Outlast ElasticJob."""
     if (interval_s := cached.job_count / WRITES_PER_S) > limits.progress_s:
         limits = dataclasses.replace(limits, progress_s=interval_s)
     return decide.decide(observed_job.take_snapshot(cached, now, features, limits))
@@ -34,12 +34,12 @@ def orphans(limits: Limits, cached: CachedJob, now: float) -> Plan:
 
 
 def _of_an_elastic_job(pod: observed_job.Pod) -> bool:
-    """Return whether the operator has created the pod: pods of Jobs and StatefulSets carry the label of their job too."""
+    """Return whether the operator has created the pod: pods of Jobs and StatefulSets carry their job's label too."""
     return any(owner["kind"] == ELASTIC_JOB.kind for owner in pod.document["metadata"].get("ownerReferences") or ())
 
 
 def reconcilers(limits: Limits, agent_image: Callable[[], str] | None = None) -> dict[Kind, Reconciler]:
-    """Return the reconciler of each kind. `agent_image` returns the operator's own image; while it raises ClusterError, passes
+    """Return the reconciler for each kind. `agent_image` returns the operator's own image; while it raises ClusterError, passes
     fail and are repeated."""
 
     def elastic_jobs(cached: CachedJob, now: float, features: ClusterFeatures) -> Plan:

@@ -1,4 +1,4 @@
-"""The operator's watches: for each kind of object a thread fills the cache; one more thread discovers Kueue and gang schedulers.
+"""The operator's watches: one thread per kind of object fills the cache; another discovers Kueue and gang schedulers.
 
 No error ends a watch: errors are logged and counted, and the watch is started again after a pause.
 """
@@ -51,7 +51,7 @@ class Settings:
 
 
 class Watches:
-    """Threads that fill `cache`. They call `on_change` when the features of the cluster have changed: every job must then be
+    """Threads that fill `cache`. They call `on_change` when the cluster's features have changed: every job must then be
     reconciled."""
 
     def __init__(
@@ -82,13 +82,13 @@ class Watches:
         """The process must end when one of these threads ends."""
 
     def start(self) -> None:
-        """Discover the features of the cluster and start all threads."""
+        """Discover the cluster's features and start all threads."""
         self.discover()
         for thread in self.threads:
             thread.start()
 
     def stop(self) -> None:
-        """Stop all threads; threads that hang are left behind."""
+        """Stop all threads; hung threads are left behind."""
         self._stop.set()
         for thread in (*self.threads, *self._optional.values()):
             thread.join(_JOIN_S)  # the connections are closed next: no thread may use them then
@@ -98,7 +98,7 @@ class Watches:
         return any(kind.group == group for kind in self._served)
 
     def features(self, key: Key) -> ClusterFeatures:
-        """Optional features of the cluster, and the Kueue objects of a job."""
+        """Return the cluster's optional features, and a job's Kueue objects."""
         groups = frozenset(kind.group for kind in self._served)
         queues = next((kinds for kinds in kueue.VERSIONS if kinds[0] in self._served), ())
         if not queues or self._cache.unsynced((*queues, PRIORITY_CLASS)):

@@ -1,7 +1,7 @@
 """The operator's workqueue: keys of jobs to reconcile, each queued once, and never processed by two threads at a time.
 
 A key that is added while being processed is queued again afterwards. A key may also be added for a later time; if it is added for
-several times, the earliest counts. All times are those of the given clock, which must not jump.
+several such times, the earliest counts. All times are those of the given clock, which must not jump.
 """
 
 from __future__ import annotations

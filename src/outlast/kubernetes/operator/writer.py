@@ -1,6 +1,6 @@
 """The operator's writes: fenced (only the leader writes), counted, and put into the cache before the next decision.
 
-The writes of one part of a plan go in parallel; Events are written in the background.
+The writes for one part of a plan run in parallel; Events are written in the background.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Writer:
     def delete(
         self, kind: Kind, name: str, *, namespace: str | None = None, grace_s: float | None = None, uid: str | None = None
     ) -> Document:
-        """Delete an object, if its uid is this one."""
+        """Delete an object, if it has this uid."""
         self._check_and_count(kind, "delete")
         object_namespace = (namespace or self._cluster.namespace) if kind.namespaced else ""
         try:

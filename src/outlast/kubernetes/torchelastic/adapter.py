@@ -44,7 +44,7 @@ def definition() -> Document:
 
 
 def processes(job: Document) -> int:
-    """Return the number of processes per worker, from torchrun's arguments and variables; else 1, the default of torchrun."""
+    """Return the number of processes per worker, from torchrun's arguments and variables; else 1, torchrun's default."""
     container: Document = next((each for each in torchrun_pod.containers(job) if each["name"] == torchrun_pod.torchrun(job)), {})
     words = " ".join(map(str, [*(container.get("command") or ()), *(container.get("args") or ())]))
     argument = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", words)
@@ -95,7 +95,7 @@ def reconcile(limits: Limits, cached: CachedJob, now: float, _: ClusterFeatures)
 
 
 def translate(job: Document) -> PlainJob:
-    """Translate the job to an equivalent ElasticJob of Outlast whose workers have no agent."""
+    """Translate the job to an equivalent Outlast ElasticJob whose workers have no agent."""
     minimum, replicas, maximum = (min(each, contract.MOST_WORKERS) for each in sizes(job))
     spec = {
         "module": "torch.distributed.run",
@@ -153,8 +153,8 @@ def unsupported(job: Document) -> Iterator[str]:
 
 
 def _stored_status(job: Document) -> Document:
-    """Return the status that the operator last stored. Without it, derive the status from fields that the archived controller or
-    an earlier operator wrote."""
+    """Return the status that the operator last stored. If there is none, derive the status from fields that the archived
+    controller or an earlier operator wrote."""
     status = job.get("status") or {}
     if "job" in status:
         return dict(status["job"])

@@ -29,7 +29,7 @@ WORKER0 = f"{contract.GROUP}/worker-0"
 MAX_RESTARTS = 100
 """Value of torchrun's --max-restarts, and default of backoffLimit."""
 _CONF = {
-    "last_call_timeout": 5,  # s for which a world of fewer than maxReplicas workers waits for more; torch: 30
+    "last_call_timeout": 5,  # s for which a world of fewer than maxReplicas workers waits for more; torch's default: 30
     "join_timeout": 600,
     "read_timeout": 300,  # s to wait for worker 0: pulling its image takes time; torch: 60
     "keep_alive_interval": 1,  # s; with the next line, a lost worker is detected after 5 s instead of 15
@@ -100,7 +100,7 @@ def selector(name: str) -> dict[str, str]:
 
 
 def etcd(job: Document) -> str:
-    """Return the rendezvous endpoint of a job that uses etcd: `etcd://host:port`; else an empty text."""
+    """Return the rendezvous endpoint of a job that uses etcd: `etcd://host:port`; else an empty string."""
     scheme, _, place = str(job["spec"].get("rdzvEndpoint") or "").rpartition("://")
     requested = annotation(job, RENDEZVOUS) == "etcd" and place
     return f"{'etcds' if scheme in ('https', 'etcds') else 'etcd'}://{place}" if requested else ""

@@ -6,7 +6,7 @@
     notebooks.draw("gpt")       # the page of `outlast report -o html`, with plots
     notebooks.report("gpt")     # its figures as a dict
 
-As in `outlast status`, only jobs of the notebook's directory are visible. In a terminal, the panel is a line of text.
+As in `outlast status`, only jobs in the notebook's directory are visible. In a terminal, the panel is a line of text.
 `notebooks.jupyter` starts JupyterLab for `outlast notebook`, and `first.ipynb` is the first notebook.
 """
 
@@ -56,7 +56,7 @@ def report(name: str) -> dict[str, Any]:
 
 
 def draw(name: str) -> None:
-    """Show the page of `outlast report -o html`, or the text of `outlast report` where HTML is not shown. Needs bokeh."""
+    """Show the page of `outlast report -o html`, or the text of `outlast report` if HTML cannot be shown. Needs bokeh."""
     from IPython import display
 
     from outlast.job.report import page, printed

@@ -21,14 +21,14 @@ from outlast.rendezvous.world import MemberState
 
 
 def uncounted(rec: ReconcilePass) -> list[Pending]:
-    """Failures that members of the current world report and that are not counted yet."""
+    """Return failures that members of the current world report and that are not counted yet."""
     status = rec.status
     if status.world is None:
         return []
     counted, pending = status.counted, []
     for report in rec.snapshot.reports.values():
         member, pod = report.member, rec.pod(report.member.id)
-        late = member.again and member.generation < status.world.generation  # the others have gone on without it
+        late = member.again and member.generation < status.world.generation  # the others have continued without it
         if member.failed and (failure := report.failure) and (late or member.generation == status.world.generation):
             part = failure.start <= counted or root_cause.is_part_of_call(report.echo, status.called, counted, failure.generation)
             if part or (late and (pod is None or pod.uid in rec.handled_uids)):
@@ -41,7 +41,7 @@ def uncounted(rec: ReconcilePass) -> list[Pending]:
 
 
 def member_is_missing(rec: ReconcilePass) -> bool:
-    """Return whether a member of the world is gone or was replaced, so that the failures of the others are secondary."""
+    """Return whether a member of the world is gone or was replaced, so that the others' failures are secondary."""
     world = rec.status.world
     alive = {pod.index for pod in rec.alive}
     members = {id for id, report in rec.snapshot.reports.items() if world and report.member.generation >= world.generation}
@@ -61,7 +61,7 @@ def member_has_not_failed(rec: ReconcilePass) -> bool:
 
 
 def count_reported(rec: ReconcilePass, pending: list[Pending], new: world.World | None = None) -> None:
-    """Count the failures of one generation as one, that of their cause. Secondary failures are explained by a member that is
+    """Count one generation's failures as one, the failure that caused them. Secondary failures are explained by a member that is
     missing from the new world."""
     echo, failure = root_cause.cause(pending)
     generation = failure.generation
@@ -92,8 +92,8 @@ def repaired_failures(rec: ReconcilePass) -> None:
 
 
 def pod_failure(rec: ReconcilePass, pod: Pod, end: pod_status.End) -> Failure:
-    """Return the failure of a pod. Its own step is unknown by now; its peers were at the same step. A worker that leaves with
-    wrong bits has reported them before."""
+    """Return a pod's failure. Its own step is no longer known, but its peers were at the same step. A worker that leaves with
+    wrong bits has already reported them."""
     world_now, report = rec.status.world, rec.snapshot.reports.get(pod.index)
     told = report.failure if report else None
     if told and told.cause is FailureCause.BITS and world_now and told.generation == world_now.generation:

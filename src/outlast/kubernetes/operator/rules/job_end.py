@@ -78,7 +78,7 @@ def deadline_exceeded(rec: ReconcilePass) -> None:
 
 
 def force_delete(rec: ReconcilePass, pod: Pod) -> None:
-    """Force-delete a terminating pod whose node does not answer."""
+    """Force-delete a terminating pod whose node is unreachable."""
     plan = orphans([pod], rec.now, rec.snapshot.observed_since, rec.snapshot.limits)
     for deletion in plan.deletes:
         rec.deletes.setdefault(pod.uid, deletion)
@@ -86,7 +86,7 @@ def force_delete(rec: ReconcilePass, pod: Pod) -> None:
 
 
 def orphans(pods: Iterable[Pod], now: float, since: float, limits: Limits) -> Plan:
-    """Return the plan for terminating pods whose job no longer exists: pods on nodes that do not answer are force-deleted."""
+    """Return the plan for terminating pods whose job no longer exists: pods on unreachable nodes are force-deleted."""
     terminating = [(pod, max(pod.node_lost_at, since)) for pod in pods if pod.terminating and pod.node_lost_at is not None]
     ends = [(pod, world.until(silent_since, limits.lost_s, now)) for pod, silent_since in terminating]
     deletes = tuple(

@@ -15,7 +15,7 @@ from outlast.rendezvous.world import Call, Cause
 
 def unreadable(rec: ReconcilePass) -> None:
     """Handle an invalid job that the API server has admitted: it can be corrected as long as nothing runs. A job that cannot even
-    be parsed has failed, unless it has pods, so that it could be parsed when they were created."""
+    be parsed has failed, unless it has pods: it could be parsed when they were created."""
     if rec.snapshot.job is not None:
         return
     if document_parsing.UNREADABLE in rec.snapshot.document and rec.status.started is None and not rec.snapshot.pods:
@@ -33,7 +33,7 @@ def elected_through_etcd(rec: ReconcilePass) -> None:
     if not rec.status.uses_etcd or rec.status.result is not None:
         return
     newest = max([rec.status.generation, *(report.member.generation for report in rec.snapshot.reports.values())])
-    if newest > rec.status.generation:  # the operator does not know of this world: the next one must be newer
+    if newest > rec.status.generation:  # the operator does not know this world: the next must be newer
         rec.update(called=Call(newest, "the run goes on", False, rec.now, cause=Cause.RESUME))
     if any(pod.uid not in rec.pod_ends for pod in rec.snapshot.pods):
         for pod in rec.alive:
@@ -48,8 +48,8 @@ def elected_through_etcd(rec: ReconcilePass) -> None:
 
 
 def new_or_changed(rec: ReconcilePass) -> None:
-    """Create the objects that the pods of a new job need, and update those of a changed job. For a job that cannot be rendered as
-    pods, report why."""
+    """Create the objects that the pods of a new job need, and update those of a changed job. If a job cannot be rendered as pods,
+    report why."""
     status, generation = rec.status, rec.snapshot.generation
     if status.observed_generation == generation and status.started is not None:
         return

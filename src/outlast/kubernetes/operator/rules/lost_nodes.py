@@ -1,4 +1,4 @@
-"""Rules for nodes that do not answer, are gone, or are about to be terminated. Pure."""
+"""Rules for nodes that are unreachable, gone, or about to be terminated. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ keep whole seconds."""
 
 
 def lost_workers(rec: ReconcilePass) -> None:
-    """Force-delete pods whose node does not answer or is gone."""
+    """Force-delete pods whose node is unreachable or gone."""
     explained = set()
     silent = rec.status.silent_uids
     for pod in rec.snapshot.pods:
@@ -76,7 +76,7 @@ def cut_off_workers(rec: ReconcilePass) -> None:
 
 
 def excluded(rec: ReconcilePass) -> dict[int, Loss]:
-    """Return the workers excluded from worlds, in terms of `rendezvous.world`."""
+    """Return the workers excluded from worlds, as `rendezvous.world` represents them."""
     return {each.worker: Loss(each.at, each.times, held=each.held) for each in rec.status.lost}
 
 

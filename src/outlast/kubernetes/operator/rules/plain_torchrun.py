@@ -21,7 +21,7 @@ from outlast.rendezvous.root_cause import PLAIN_PODS
 RETRYABLE = (130, 137, 138, 143)
 """Exit codes after which `ExitCode` restarts a worker; all other codes are permanent failures."""
 OVERDUE_S = 60.0
-"""Time after a pod's grace period from which its node is presumed not to answer."""
+"""Time after a pod's grace period after which its node is presumed unreachable."""
 _NODE_STARTED = ("Unknown", "ContainerStatusUnknown")
 """Reasons that containerd and the kubelet report for containers that did not survive a restart of their node."""
 _REMEMBERED = 10
@@ -43,7 +43,7 @@ def restarted_containers(rec: ReconcilePass) -> None:
         previous = counted.get(pod.uid, 0)
         if count := max(previous, int(status.get("restartCount") or 0)):
             counts[pod.uid] = count
-        # If worker 0 is lost, all others exit with 1; errors of their own have that code only after torchrun's retries.
+        # If worker 0 is lost, all others exit with 1; their own errors have that code only after torchrun's retries.
         if not (pod.index > 0 and ended.get("exitCode") == 1) and ended.get("reason") not in _NODE_STARTED:
             added += counts.get(pod.uid, 0) - previous
     rec.update(restarted=counts, restarts=rec.status.restarts + added)
@@ -63,7 +63,7 @@ def ended_workers(rec: ReconcilePass) -> None:
             if _host_is_lost(rec, host, pod):
                 lost, sentence = True, f"{sentence} since worker 0, where workers meet, was lost"
             elif host and not host.ended and (retry_at := rec.end_of_wait(end.time, PLAIN_PODS.cause)) is not None:
-                rec.requeue_at(retry_at)  # the kubelet of worker 0 may be about to report
+                rec.requeue_at(retry_at)  # worker 0's kubelet may be about to report
                 continue
         if lost:
             again = "; it is created again" if not _succeeded(rec) else ""
@@ -143,8 +143,8 @@ def _plain_job(rec: ReconcilePass) -> PlainJob:
 
 
 def _succeeded(rec: ReconcilePass) -> list[Pod]:
-    """Pods whose worker has succeeded on its own. A success after the pod's deletion does not count: scripts may exit with 0 on
-    SIGTERM."""
+    """Return pods whose worker has succeeded on its own. A success after the pod's deletion does not count: scripts may exit with
+    0 on SIGTERM."""
     return [pod for pod in rec.succeeded if not _exited_on_deletion(rec, pod)]
 
 
@@ -163,8 +163,8 @@ def _started_too_late(rec: ReconcilePass, pod: Pod) -> bool:
 
 
 def _cannot_be_joined(rec: ReconcilePass, pod: Pod) -> bool:
-    """Return whether new workers cannot join a worker because it was started by another controller, or with another --nnodes
-    than they get."""
+    """Return whether new workers cannot join a worker because it was started by another controller, or with a different --nnodes
+    from theirs."""
     nnodes = _nnodes(pod)
     return not pod.ended and (nnodes != _plain_job(rec).nnodes if nnodes else _has_free_indices(rec))
 
@@ -186,13 +186,12 @@ def _has_free_indices(rec: ReconcilePass) -> bool:
 
 
 def _may_have_lost_store(pod: Pod) -> bool:
-    """Return whether a worker ended as torchrun does when the store of worker 0 is gone: with exit code 1, whatever the
-    script."""
+    """Return whether a worker ended as torchrun does when worker 0's store is gone: with exit code 1, whatever the script."""
     return pod.index > 0 and pod_status.terminated(pod_status.container_status(pod.document)).get("exitCode") == 1
 
 
 def _host_is_lost(rec: ReconcilePass, host: Pod | None, pod: Pod) -> bool:
-    """Return whether the worker 0 that hosted the store of this pod is gone."""
+    """Return whether the worker 0 that hosted this pod's store is gone."""
     if host is None or host.terminating:
         return True
     if (end := rec.pod_ends.get(host.uid)) is not None and not host.succeeded:

@@ -73,7 +73,7 @@ def _state(rec: ReconcilePass) -> world.State:
         if done or not gone:
             members[id] = report.member
     called = status.called
-    if called is not None:  # a lost watch or a clock that was set must not shorten the time to save
+    if called is not None:  # a lost watch or a clock change must not shorten the time to save
         called = dataclasses.replace(called, at=min(max(called.at, rec.snapshot.observed_since), rec.now))
     held = max([rec.committed, *(report.progress.snapshot for report in rec.snapshot.reports.values())])
     return world.State(members, status.world, called, lost=lost_nodes.excluded(rec), held=min(held, rec.step))

@@ -25,7 +25,7 @@ SILENT_RECHECK_S = 10.0
 """Poll interval while most workers are silent: their return triggers no reconcile pass."""
 AVOIDED_FROM = 2
 """Number of counted failures on a node, within the window, after which pods of this job avoid the node. A rank with wrong bits
-counts as so many."""
+counts as this many."""
 _MAX_BACKOFF_S = 60.0
 
 
@@ -75,7 +75,7 @@ def lost_fast_at(pod: Pod, ended: float) -> float:
 
 def silent_workers(rec: ReconcilePass) -> None:
     """Delete a worker whose Lease has expired, and count the failure once the pod is gone. If a ready node has killed it, the
-    worker hung or was stopped; a worker whose node does not answer is lost, see `lost_workers`. Silence in one world has one
+    worker hung or was stopped; a worker whose node is unreachable is lost (see `lost_workers`). Silence in one world has one
     cause and is counted once."""
     existing = {pod.uid for pod in rec.snapshot.pods}
     gone = [each for each in rec.status.silent if each.uid not in existing]
@@ -117,8 +117,8 @@ def silent_workers(rec: ReconcilePass) -> None:
 
 
 def mass_silence(rec: ReconcilePass) -> None:
-    """Report that most workers are silent though their nodes are ready. They go on training, and kubelets kill workers that
-    hang."""
+    """Report that most workers are silent though their nodes are ready. They continue to train, and kubelets kill hung
+    workers."""
     if rec.is_mass_silence() and rec.status.state is not None:
         silence_s, held_s = min(map(rec.lease_s, rec.late_members)), rec.snapshot.limits.mass_silence_s
         count = len(rec.snapshot.reports)
@@ -166,13 +166,13 @@ def missing_workers(rec: ReconcilePass) -> None:
 
 
 def _by_rank(rec: ReconcilePass) -> list[Pod]:
-    """Return the live pods, those to retain first: by rank in the world, then by index."""
+    """Return the live pods, those to retain first, by rank in the world and then by index."""
     order = {id: rank for rank, id in enumerate(rec.status.world.members)} if rec.status.world else {}
     return sorted(rec.alive, key=lambda pod: (order.get(pod.index, len(order)), pod.index))
 
 
 def desired_indices(rec: ReconcilePass) -> Iterable[int]:
-    """Indices of the members of the next world: those of pods that are retained or will be created."""
+    """Return the indices of the next world's members: pods that are retained or will be created."""
     retained = dict.fromkeys([pod.index for pod in _by_rank(rec)][: rec.desired])
     return [*retained, *[index for index in range(rec.desired) if index not in retained][: rec.desired - len(retained)]]
 
@@ -187,8 +187,8 @@ def backoff_until(rec: ReconcilePass) -> float | None:
 
 
 def _nodes_to_avoid(rec: ReconcilePass) -> tuple[str, ...]:
-    """Nodes to avoid: with repeated failures or wrong bits, about to be terminated, or with workers that their peers could not
-    reach."""
+    """Return nodes to avoid: those with repeated failures, wrong bits or workers that their peers could not reach, or about to be
+    terminated."""
     window = rec.policy.window.total_seconds()
     counts: dict[str, int] = {}
     for counted in rec.status.counted_failures:

@@ -62,7 +62,7 @@ def update_progress(rec: ReconcilePass) -> None:
 
 
 def _account(rec: ReconcilePass, *, trains: bool) -> tuple[float | None, elasticjob_status.Losses | None]:
-    """Goodput and losses as reported by the worker of rank 0 during training, and after the end by a worker whose values cover
+    """Return goodput and losses as reported by rank 0's worker during training, and after the end by a worker whose values cover
     the whole run."""
     first, over = rec.status.world.members[:1] if trains and rec.status.world else (), rec.status.finished is not None
     last = rec.status.progress
@@ -81,8 +81,7 @@ def _snapshot(rec: ReconcilePass) -> tuple[int, int]:
 
 
 def _mark(rec: ReconcilePass) -> tuple[int, float] | None:
-    """Return the newest step of rank 0 in the current world, and its time. Only rank 0 is read, as the clocks of nodes
-    differ."""
+    """Return the newest step of rank 0 in the current world, and its time. Only rank 0 is read, as nodes' clocks differ."""
     world = rec.status.world
     if world is None or rec.status.called is not None or rec.status.result is not None:
         return None

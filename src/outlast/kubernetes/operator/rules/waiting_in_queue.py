@@ -1,4 +1,4 @@
-"""The rule for a job that waits in a queue of Kueue. Pure."""
+"""The rule for a job that waits in a Kueue queue. Pure."""
 
 from __future__ import annotations
 
