@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from outlast.base.errors import OutlastError
 from outlast.training import Session, ddp, libraries, mistakes, session
 from outlast.training.samples import loader_order
-from outlast.training.samples.loader_order import Order
 from outlast.training.state import weights
 
 TESTED = "1.0 and 1.15"
@@ -111,7 +110,7 @@ class Run:
         shuffle = not isinstance(_innermost(base), torch.utils.data.SequentialSampler)
         most = base.batch_sampler.batch_size // (ranks if getattr(base.batch_sampler, "split_batches", False) else 1)
         self.session = session.attach(seed, output=output, quiet=True, batch=batch)
-        self._order = Order(
+        self._order = loader_order.Order(
             len(loader.dataset), batch, rank=rank, ranks=ranks, most=most, seed=seed, shuffle=shuffle, drop_last=loader._drop_last
         )
         self._accelerator, self._loader, self._epochs = accelerator, loader, epochs

@@ -36,7 +36,6 @@ from outlast.base.errors import OutlastError
 from outlast.storage import checkpoints
 from outlast.training import Session, ddp, libraries, session
 from outlast.training.samples import loader_order, seeded
-from outlast.training.samples.loader_order import Order
 from outlast.training.state import checkpoint, weights
 
 TESTED = "4.56, 4.57 and 5.23"
@@ -134,7 +133,7 @@ def _unsupported_data(trainer: Trainer) -> str:
     return ""
 
 
-class _Order(Order):
+class _Order(loader_order.Order):
     """The micro-batches of an epoch for the Trainer, which skips as many as it has trained; those are empty."""
 
     stopped = False

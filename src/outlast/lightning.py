@@ -37,7 +37,6 @@ from outlast.base.errors import OutlastError
 from outlast.storage import checkpoints
 from outlast.training import Session, ddp, libraries, session
 from outlast.training.samples import loader_order
-from outlast.training.samples.loader_order import Order
 from outlast.training.samples.stream import map_tensors
 from outlast.training.state import checkpoint, weights
 
@@ -156,7 +155,7 @@ def _callback_problem(trainer: Any) -> str:
     return f"{names[0]} changes weights or batches in ways that no state holds; leave it out" if names else ""
 
 
-class _Order(Order):
+class _Order(loader_order.Order):
     @property
     def sampler(self) -> _Order:
         """This object, since the fit loop looks for `set_epoch` on the sampler of the loader's batch sampler."""

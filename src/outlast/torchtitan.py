@@ -31,7 +31,6 @@ from outlast import order
 from outlast.base.errors import OutlastError
 from outlast.training import Session, libraries, session
 from outlast.training.samples import loader_order
-from outlast.training.samples.loader_order import Order
 from outlast.training.samples.stream import kind
 from outlast.training.state import checkpoint, weights
 
@@ -78,7 +77,7 @@ class Loader(order.Loader, BaseDataLoader):
         if problem := loader_order.unordered_loader(theirs):
             raise OutlastError(f"outlast.torchtitan: {problem}")
         dataset: Any = theirs.dataset
-        sampler = Order(
+        sampler = loader_order.Order(
             len(dataset), config.batch, rank=dp_rank, ranks=dp_world_size, most=local_batch_size, seed=config.seed,
             shuffle=loader_order.shuffled(theirs), drop_last=theirs.drop_last,
         )  # fmt: skip

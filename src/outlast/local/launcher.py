@@ -187,8 +187,8 @@ class Launcher(Coordinator):
             **dataclasses.asdict(self.written()),
             "time": time.time(),
             "generation": self.generation(),
-            "history": self.history,
             "interruptions": self.status.interruptions,
+            "history": self.history,  # this and the next: `failures` and `counted`, for a launcher of the previous version
             "judged": self.counted[0],
             "start": self.newest_start()[1],
             "gpus": self.pool.gpus,

@@ -47,8 +47,8 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class CoordinatorState:
-    """What a successor cannot learn from the members. Times are ages in seconds, since clocks differ. Field names are the wire
-    format of `launcher.json`, and but for a few that of etcd."""
+    """The part of a coordinator's state that its successor cannot learn from the members. Times are ages in seconds, since clocks
+    differ. The fields' names are those in `launcher.json` and, but for a few (`etcd.key_schema`), in etcd."""
 
     world: World | None = None
     called: Call | None = None

@@ -1,7 +1,7 @@
 """The command of a training container: which script, module or code torchrun or python runs, with which options. Pure.
 
-It understands `torchrun [OPTIONS] train.py`, `python -m torch.distributed.run`, `python train.py`, `python -m package`, `python
--c CODE`, a shell's `-c` that ends with one of these, and a function as Kubeflow's SDK sends it.
+It understands `torchrun [OPTIONS] train.py`, `python -m torch.distributed.run`, `python train.py`, `python -m package`,
+`python -c CODE`, a shell's `-c` that ends with one of these, and a function as Kubeflow's SDK sends it.
 """
 
 from __future__ import annotations
