@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from pathlib import Path
 
 
@@ -37,12 +36,3 @@ def listening(path: Path) -> socket.socket:
         os.chdir(here)
     sock.listen(128)
     return sock
-
-
-def process_of(sock: socket.socket) -> int:
-    """Return the pid of a Unix socket's peer; 0 if unknown."""
-    try:
-        pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
-    except OSError:  # a closed socket, or one of another kind
-        return 0
-    return 0 if pid == os.getpid() else pid  # some sandboxes report our own pid

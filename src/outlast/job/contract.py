@@ -109,12 +109,6 @@ class Env:
     """The newest step that any worker of the previous world is known to have completed; 0 if unknown."""
     ATTEMPT = "OUTLAST_ATTEMPT"
     """Number of times that the members of the world have restarted its processes without the coordinator."""
-    LOST = "OUTLAST_LOST"
-    """Generation, attempt and failure as JSON, for an elastic agent that replaces a killed one."""
-    PARENT = "OUTLAST_PARENT"
-    """Process id of the elastic agent. Once the agent is gone, its training processes must not start."""
-    NEEDED = "OUTLAST_NEEDED"
-    """`1` for an elastic agent that every world needs."""
     DATA = "OUTLAST_DATA"
     """Directory of the job's dataset, or the parent directory of several datasets."""
     MODELS = "OUTLAST_MODELS"
@@ -380,22 +374,13 @@ PULSE = "pulse-{local_rank}.json"
 ERROR = "error-{local_rank}.json"
 """The error of a failed training process: `{rank, generation, type, message, traceback, time}`; written by
 `launch.training_process`."""
-VERDICT = "verdict-{local_rank}.json"
-"""`{pid, reason, stuck, early, time}`: the hang for which the agent killed this training process. `stuck` is false if the process
-was stopped from outside; `early` is true if the process had hung for longer than it had run."""
 WORKER = "worker.json"
 """The agent's report: `{pid, state, reason, code, ranks, probes, still}`."""
 WORLD = "world.json"
 """File with the current world of this worker, written by its membership in the rendezvous."""
-END = "end.json"
-"""`{reason, code}`: the end of the run according to the operator; written by `kubernetes.board`."""
 NOTICE = "notice.json"
 """`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the coordinator requests a new
 rendezvous for `generation`. Training saves at the next step boundary and exits with 75."""
-
-LEAVE = "leave.json"
-"""`{deadline, reason}`: the operator's deadline for this worker, in seconds since the epoch; written by `kubernetes.board` for
-the agent."""
 
 SNAPSHOTS = "snapshots.sock"
 """Socket at which the agent serves memory for snapshots, see `snapshots.server`; absent if the agent serves none."""

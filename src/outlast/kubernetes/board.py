@@ -17,7 +17,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,11 +54,6 @@ def board(endpoint: str, member: Member) -> Board:
     return Board(endpoint.removeprefix(contract.KUBERNETES), member)
 
 
-def preload() -> None:
-    with contextlib.suppress(ImportError):  # the client reports a missing library
-        api.load()
-
-
 def renewal_interval_s(workers: int, *, mesh: bool) -> float:
     """Return the seconds between two renewals of a Lease in a job with this many workers; `mesh`: peers watch one another."""
     return max(contract.MESH_RENEW_S if mesh else RENEW_S, workers / contract.RENEWALS_PER_S)
@@ -92,6 +87,7 @@ class Board:
         self.watch_log = ConnectionLog("this worker does not hear the operator", "this worker hears the operator again")
         self._job, self._member, self._namespace = job, environ[Env.MEMBER], environ.get(Env.NAMESPACE, "")
         self._state, self._processes = member.state, member.processes
+        self._must_leave, self._run_ended = member.must_leave, member.run_ended
         self._output = Path(environ[Env.OUTPUT]) if Env.OUTPUT in environ else None
         self._copied_entries: list[Any] = []
         """The operator's entries that the run's ledger already contains."""
@@ -108,8 +104,8 @@ class Board:
         """The report that was written last, or whose write failed."""
         self._changed_at = 0.0
         self._away = False
-        self._recorded_deadline = ""
-        """The deadline for this pod that was last written for the agent, as JSON."""
+        self._deadline: _Leaving | None = None
+        """The last deadline for this pod."""
         self._published = Published()
         self._cluster: api.Cluster | None = None
         """The client of `put`; no other thread uses it, so it may be closed when its login expires."""
@@ -180,7 +176,10 @@ class Board:
             print(f"outlast | {problem}; does the operator have another version?", flush=True)
             state = _Rendezvous()
         run, world, called, closed = state.run or self.run, state.world, state.called, state.closed
-        self._record_deadline(state.leaving)
+        for each in state.leaving:
+            if each.uid == self._member and each != self._deadline:
+                self._deadline = each
+                self._must_leave(each.deadline, each.reason)
         self._copy_ledger(status.get("ledger"), world)
         self._workers = int(((document.get("spec") or {}).get("workers") or {}).get("replicas") or 1)
         if self._owner is None:
@@ -197,28 +196,9 @@ class Board:
         if world and (called is None or called.generation < world.generation):
             called = Called(world.generation, world.reason, False, world.at)  # the call happened, even if we did not receive it
         if closed and closed != self._published.closed and closed.code != contract.Exit.INTERRUPTED:
-            self._record_end(closed)  # recorded before anybody acts on it
+            self._run_ended(closed)
         ours = world if world and world.generation > self._previous_generation else self._published.world
         self._published = Published(called, ours, closed or self._published.closed)
-
-    def _record_end(self, closed: Closed) -> None:
-        try:
-            files.replace(self._state / contract.END, json.dumps(dataclasses.asdict(closed)))
-        except OSError as problem:
-            print(f"outlast | the end of the run cannot be recorded in {self._state}: {problem}", flush=True)
-
-    def _record_deadline(self, leaving: Iterable[_Leaving]) -> None:
-        """If the operator has published a deadline for this pod, write it to the agent's file `contract.LEAVE`."""
-        for each in leaving:
-            if each.uid != self._member:
-                continue
-            deadline = json.dumps({"deadline": each.deadline, "reason": each.reason})
-            if deadline != self._recorded_deadline:
-                try:
-                    files.replace(self._state / contract.LEAVE, deadline)
-                    self._recorded_deadline = deadline
-                except OSError as problem:
-                    print(f"outlast | the deadline of this pod cannot be recorded in {self._state}: {problem}", flush=True)
 
     def _copy_ledger(self, entries: object, world: World | None) -> None:
         """On rank 0's worker, copy the operator's new entries into the run's ledger."""

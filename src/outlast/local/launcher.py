@@ -31,7 +31,7 @@ from outlast.job.failure import Failure
 from outlast.job.status import JobStatus, State, StoreStatus
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir
-from outlast.local.worker_processes import Ended, Worker, WorkerPool
+from outlast.local.worker_processes import Ended, WorkerPool
 from outlast.rendezvous import messages, root_cause, world
 from outlast.rendezvous.coordinator import Coordinator, CoordinatorState, Settings, after
 from outlast.rendezvous.transports import sockets
@@ -53,8 +53,6 @@ UPLOAD_TIMEOUT_S = 30.0
 """Timeout in seconds for uploading the files that the workers could not upload."""
 EXIT_TIMEOUT_S = 15.0
 """Seconds that workers may take to exit after the job ends."""
-RELAUNCH_TIMEOUT_S = 60.0
-"""Seconds that an agent may take to replace a killed elastic agent."""
 
 
 class Launcher(Coordinator):
@@ -99,8 +97,6 @@ class Launcher(Coordinator):
         self.live = LiveStatus(state_dir, record, self.pool, self.status, self.clock)
         self._started = 0, 0
         """The `newest_start` recorded by the previous launcher."""
-        self.relaunching: dict[int, tuple[Worker, float]] = {}
-        """Workers whose silent elastic agent was killed, with the deadline for its replacement, by index."""
         self.output_lock: int | None = None
         self.heartbeat: heartbeat.Heartbeats | None = None
         self._written = ""
@@ -216,21 +212,11 @@ class Launcher(Coordinator):
             self.remember()
 
     def _end_silent(self) -> None:
-        """Kill silent agents and silent elastic agents. An agent replaces its elastic agent, and keeps the snapshots."""
+        """Kill agents that do nothing, or that the rendezvous does not hear."""
         for worker in self.pool.silent():
             self.pool.kill(worker.index, "has an agent that does nothing")
-        for id, pid in self.server.drop_silent().items():
-            why = f"was silent for {sockets.SILENCE_S:g} s"
-            if pid and id in self.pool.present:
-                self.pool.kill_elastic(id, pid, why)
-                self.relaunching[id] = self.pool.present[id], self.clock() + RELAUNCH_TIMEOUT_S
-            else:
-                self.pool.kill(id, why)
-        for id, (worker, until) in list(self.relaunching.items()):
-            if id in self.reports or self.pool.present.get(id) is not worker:
-                del self.relaunching[id]
-            elif self.clock() > until:
-                self.pool.kill(id, "says nothing although its elastic agent was killed")
+        for id in self.server.drop_silent():
+            self.pool.kill(id, f"was silent for {sockets.SILENCE_S:g} s")
 
     def _collect_ended(self) -> None:
         for end in self.pool.ended():

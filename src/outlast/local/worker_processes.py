@@ -219,13 +219,6 @@ class WorkerPool:
             with contextlib.suppress(OSError):
                 print(f"worker {index} {why}; killed it", flush=True)
 
-    def kill_elastic(self, index: int, pid: int, why: str) -> None:
-        """Kill only the elastic agent of a worker. The worker's agent keeps the newest snapshot and starts another one."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):
-            print(f"the elastic agent of worker {index} {why}; killed it", flush=True)
-
     def uploader_environ(self) -> dict[str, str]:
         """Return the environment of an uploader without a worker."""
         environ = {

@@ -1,7 +1,7 @@
 """The handler that connects torchrun to our rendezvous: `torchrun --rdzv-backend=outlast --rdzv-endpoint=...`.
 
 Torch's elastic agent requests the next world (`next_rendezvous`), polls for changes (`num_nodes_waiting`), and stops on
-`RendezvousClosedError`. A `Membership` has the answers; our own elastic agent asks it without this handler.
+`RendezvousClosedError`. A `Membership` has the answers; a worker's agent asks it without this handler.
 
 Published as entry point `torchrun.handlers: outlast`; it works with torch 2.11 and newer.
 """
@@ -40,6 +40,8 @@ class Handler(RendezvousHandler):
 
     def __init__(self, member: Membership) -> None:
         self.member = member
+        for name in member.numbers:  # a new name moves the environment, under a thread that reads it in C (glibc before 2.41)
+            os.environ.setdefault(name, "0")
 
     def get_backend(self) -> str:
         return BACKEND
@@ -75,6 +77,7 @@ class Handler(RendezvousHandler):
             raise RendezvousTimeoutError(str(problem)) from problem
         world = self.member.world
         assert world is not None
+        os.environ |= self.member.numbers  # training processes inherit our environment from torchrun
         host, port = world.address.rsplit(":", 1)
         return RendezvousInfo(store, self.member.rank, len(world.members), RendezvousStoreInfo(host, int(port)))
 
@@ -111,7 +114,8 @@ def create(params: RendezvousParameters) -> Handler:
     """Create a handler from torchrun's `--rdzv-*` options, with defaults from the worker's environment."""
     processes = int(params.get("processes", "1"))
     state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or _temporary_directory())
-    options: dict[str, Any] = {"run_id": params.run_id, "state": state, "processes": processes}
+    notice = Path(os.environ.get(contract.Env.NOTICE, state / contract.NOTICE))
+    options: dict[str, Any] = {"run_id": params.run_id, "state": state, "notice": notice, "processes": processes}
     if transport.mode(params.endpoint) is transport.Mode.ELECTED:
         from outlast.rendezvous import torchrun
 

@@ -6,7 +6,7 @@
 
 The coordinator provides the answers, through a transport. The worker of rank 0 hosts the TCPStore of the process group, on a
 socket that is already listening when its address is reported. Every generation, and every attempt, has a fresh store. Used by
-our elastic agent (`worker.launch.elastic_agent`) and by torch's (`rendezvous.handler`).
+a worker's agent (`worker.agent.world_loop`) and by torch's elastic agent (`rendezvous.handler`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -35,8 +34,6 @@ from outlast.rendezvous.mesh.mesh import Mesh
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.world import MemberState, World
 
-_NUMBERS = (contract.Env.GENERATION, contract.Env.ATTEMPT, contract.Env.HELD)
-"""Environment variables that describe the world to training processes, which inherit our environment from torchrun."""
 LOOK_S = 1.0
 """Interval at which training processes that have not reported a batch are asked for it."""
 Store = TypeVar("Store")
@@ -60,7 +57,8 @@ class NoWorld(Exception):
 class Membership:
     """The membership of one worker, used by one thread.
 
-    `state` is a directory for `world.json` and the notice; `processes` is the number of training processes of this worker.
+    `state` is a directory for `world.json`, `notice` the file that asks training to leave (`workerfiles.notice_file`), and
+    `processes` the number of training processes of this worker.
     """
 
     def __init__(
@@ -69,6 +67,7 @@ class Membership:
         *,
         run_id: str,
         state: Path,
+        notice: Path,
         host: str,
         processes: int,
         join_s: float = math.inf,
@@ -82,15 +81,15 @@ class Membership:
         self._clock = Awake()
         self._request: tuple[tuple[str, int, float], float] | None = None
         """The last request to training (kind, generation, deadline), with the deadline converted to our clock."""
-        for name in _NUMBERS:  # a new name moves the environment, under a thread that reads it in C (glibc before 2.41: SIGSEGV)
-            os.environ.setdefault(name, "0")
         self._state = state
         self._host = host
         self._processes = processes
-        self._notice = Path(os.environ.get(contract.Env.NOTICE, state / contract.NOTICE))
+        self._notice = notice
         self.world: World | None = None
         self.attempt = 0
         """Number of restarts of the current world's processes without the coordinator."""
+        self.abandoned: Callable[[], bool] = lambda: False
+        """Callback that returns True once the training processes are killed for good: leave at once, without a save."""
         self.joining: Callable[[], None] = lambda: None
         """Callback for a new world, before its training processes start."""
         self.dies: Callable[[], bool] = lambda: False
@@ -159,7 +158,14 @@ class Membership:
 
     def leaving(self) -> bool:
         """Return whether this worker was asked to leave."""
-        return notice_file.read(self._notice).get("kind") == "leave"
+        return self.abandoned() or notice_file.read(self._notice).get("kind") == "leave"
+
+    @property
+    def numbers(self) -> dict[str, str]:
+        """Environment variables that describe the current world to training processes."""
+        held = self.world.held if self.world else 0
+        numbers = {contract.Env.GENERATION: self.generation, contract.Env.ATTEMPT: self.attempt, contract.Env.HELD: held}
+        return {name: str(number) for name, number in numbers.items()}
 
     def called(self) -> bool:
         """Return whether a newer generation than the current world's has been called."""
@@ -184,7 +190,7 @@ class Membership:
     def must_stop(self) -> bool:
         """Return whether this worker must stop its training processes and request the next world."""
         now = self._clock()
-        if self._client.closed is not None:
+        if self._client.closed is not None or self.abandoned():
             return True
         if self._batch[:2] != (self.generation, self.attempt) and now - self._looked >= LOOK_S:
             self._looked = now
@@ -295,6 +301,8 @@ class Membership:
             if time.monotonic() - begun > self._join_s:
                 why = self._client.why
                 raise NoWorld(f"no world within join_timeout ({self._join_s:g} s){': ' if why else ''}{why}")
+            if self.abandoned():
+                raise Leaving("the training processes of this worker were killed")
             if self.leaving() and not self._unsaved:  # otherwise it leaves from the next world, after a save
                 self._report_leaving()
                 raise Leaving("this worker was told to leave")
@@ -323,7 +331,6 @@ class Membership:
         if not again:
             self._enter_mesh(world)
         reported = self._take_up(world, again=again)
-        os.environ |= dict(zip(_NUMBERS, map(str, (world.generation, self.attempt, world.held)), strict=True))
         if notice_file.read(self._notice).get("kind") == "call":
             self._notice.unlink(missing_ok=True)
         fields = {**dataclasses.asdict(world), "attempt": self.attempt}

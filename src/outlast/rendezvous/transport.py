@@ -6,8 +6,8 @@
     etcd://host:port,...    an agent, elected through an etcd                 `etcd.client`
 
 A new transport is a module, here or in another wing, with a line in `TRANSPORTS` and a function `board(endpoint, member)`: it
-returns a `member_client.Board`, which does not connect yet, and may raise OutlastError. It may also have `preload()`.
-Called by `handler.create` (torchrun) and `launch.elastic_agent`.
+returns a `member_client.Board`, which does not connect yet, and may raise OutlastError.
+Called by `handler.create` (torchrun) and `worker.agent.world_loop`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,7 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.rendezvous.member_client import Client
+from outlast.rendezvous.messages import Closed
 from outlast.rendezvous.transports import sockets
 
 
@@ -56,6 +57,10 @@ class Member:
     """The worker's state directory."""
     processes: int
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    must_leave: Callable[[float, str], None] = lambda _deadline, _reason: None
+    """Callback for the operator's deadline for this worker, in seconds since the epoch, and its reason."""
+    run_ended: Callable[[Closed], None] = lambda _: None
+    """Callback for the end of the run that the operator has published, before anybody acts on it."""
 
     @property
     def generation(self) -> int:
@@ -88,18 +93,12 @@ def client(endpoint: str, member: Member) -> Client:
     return Client(of(endpoint).board(endpoint, member))
 
 
-def others_may_wait(environ: Mapping[str, str]) -> bool:
-    """Return whether other workers may be training, and would stop as soon as this worker reports.
+def others_may_wait(environ: Mapping[str, str], *, needed: bool) -> bool:
+    """Return whether other workers may be training, and would stop as soon as this worker reports. `needed`: no world can do
+    without this worker.
 
     If no worker can train without this one, it is faster to report first and to prepare ranks meanwhile. On one machine,
     reporting takes no time.
     """
     trained = environ.get(Env.GENERATION, "0") != "0"
-    return mode(environ[Env.RENDEZVOUS]) is Mode.LAUNCHER or (trained and not environ.get(Env.NEEDED))
-
-
-def preload(endpoint: str) -> None:
-    """Import the modules for a client of this endpoint before its process is forked."""
-    transport = of(endpoint) if endpoint else None
-    if transport and hasattr(transport, "preload"):
-        transport.preload()
+    return mode(environ[Env.RENDEZVOUS]) is Mode.LAUNCHER or (trained and not needed)

@@ -1,7 +1,10 @@
-"""The TCPStore of a world's process group, which the worker of rank 0 hosts."""
+"""The TCPStore of a world's process group, which the worker of rank 0 hosts: in torchrun's process (`connect`), or in a process
+of its own that outlives rank 0's (`main`)."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from datetime import timedelta
 
@@ -18,11 +21,28 @@ REACH_S = 5.0
 def connect(world: World, rank: int, listener: socket.socket) -> TCPStore:
     """Connect to the store of a world; on rank 0, host it on the listening socket. Raises OSError and RuntimeError."""
     host, port = world.address.rsplit(":", 1)
-    timeout, reach = timedelta(seconds=TIMEOUT_S), timedelta(seconds=REACH_S)
     if rank == 0:
-        fd = listener.detach()
-        return TCPStore(host, int(port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
+        return _hosted(world.address, listener.detach())
     socket.create_connection((host, int(port)), timeout=REACH_S).close()
-    store = TCPStore(host, int(port), is_master=False, timeout=reach)
-    store.set_timeout(timeout)
+    return client(world.address)
+
+
+def client(address: str) -> TCPStore:
+    """Connect to the store at an address. Raises RuntimeError."""
+    host, port = address.rsplit(":", 1)
+    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=REACH_S))
+    store.set_timeout(timedelta(seconds=TIMEOUT_S))
     return store
+
+
+def main(argv: list[str]) -> None:
+    """Host the store at an address, on the socket in descriptor 0, until this process is killed."""
+    store = _hosted(argv[0], os.dup(0))
+    while store:
+        signal.pause()
+
+
+def _hosted(address: str, fd: int) -> TCPStore:
+    host, port = address.rsplit(":", 1)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    return TCPStore(host, int(port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)

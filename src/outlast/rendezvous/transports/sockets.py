@@ -275,16 +275,15 @@ class Server:
             self._encoded = content, json.dumps({kind: dataclasses.asdict(content)}).encode()
         writer.write(self._seals[writer].sealed(self._encoded[1]))
 
-    def drop_silent(self) -> dict[int, int]:
-        """Disconnect members that have been silent for too long, since a stopped process keeps its connection. Returns the pid of
-        each member by id; 0 on another machine."""
+    def drop_silent(self) -> list[int]:
+        """Disconnect members that have been silent for too long, since a stopped process keeps its connection. Returns their
+        ids."""
         now = self._clock()
         silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
-        processes = {id: unix_sockets.process_of(self._writers[id].get_extra_info("socket")) for id in silent}
         for id in silent:
             del self._beats[id]
             self._writers[id].transport.abort()
-        return processes
+        return silent
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         id: int | None = None

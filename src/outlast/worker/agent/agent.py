@@ -1,8 +1,8 @@
 """The agent of a worker: its first process on this machine, and the second in a pod (`agent.pid1`).
 
 The agent does not import torch, and outlives all processes that it starts. The environment (`contract.Env`) configures it, and
-`agent.start` starts it. It carries out the decisions of `agent.lifecycle`: it prepares code and data, starts the warm process and
-from it the elastic agent, requests training to leave, kills hung processes, answers probes, and exits with a code of
+`agent.start` starts it. It carries out the decisions of `agent.lifecycle`: it prepares code and data, trains in successive worlds
+(`agent.world_loop`, in a thread), requests training to leave, kills hung processes, answers probes, and exits with a code of
 `contract.Exit`. Its state on disk (`worker.json`) is replaced atomically, so the agent may be killed between any two lines.
 """
 
@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import queue
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from outlast.base import probes, unix_sockets
+from outlast.base import probes
 from outlast.base.clock import Awake
 from outlast.base.errors import OutlastError, Superseded
 from outlast.job import contract, sealed_lines
@@ -34,11 +33,21 @@ from outlast.job.workerfiles import notice_file, time_left
 from outlast.job.workerfiles.log_pipe import Output
 from outlast.rendezvous.transport import Mode
 from outlast.rendezvous.transports import orders
-from outlast.worker.agent import coordination, kubeflow_status, lifecycle, ranks, reporter, snapshot_memory, upload_handle
+from outlast.worker.agent import (
+    coordination,
+    kubeflow_status,
+    lifecycle,
+    ranks,
+    reporter,
+    snapshot_memory,
+    upload_handle,
+    world_loop,
+)
 from outlast.worker.agent.launcher_watch import LauncherWatch
 from outlast.worker.agent.lifecycle import Phase
 from outlast.worker.hangs import hang_limit, stacks
-from outlast.worker.launch import bytecode, package_copy, sibling, warm_request
+from outlast.worker.launch import bytecode, package_copy, sibling, warm_handle
+from outlast.worker.launch.rank_failures import Verdict
 
 if TYPE_CHECKING:
     from outlast.job import spec
@@ -79,18 +88,14 @@ class Agent:
         self._looked_at = self.clock()
         self._kill_at = float("inf")
         """Time at which leaving training is killed."""
-        self._published = ""
-        """The last deadline published by the operator, as JSON."""
-        self._warm = warm
+        self._warm = warm_handle.WarmProcess(environ, warm)
         self._stop_preparing = threading.Event()
         from outlast.worker.prepare import phases
 
         self._preparation = phases.Preparation(job, environ, stop=self._stop_preparing)
         self._preparing: threading.Thread | None = None
-        self._elastic: socket.socket | None = None
-        self._launch_at = float("inf")
-        self._lost: dict[str, Any] = {}
-        """The failure of the last elastic agent, which the next elastic agent reports."""
+        self._loop: world_loop.WorldLoop | None = None
+        self._training: threading.Thread | None = None
         self._events: queue.SimpleQueue[lifecycle.Event] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
@@ -122,8 +127,6 @@ class Agent:
             signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self.notice.unlink(missing_ok=True)
-        for name in (contract.END, contract.LEAVE):
-            (self.state / name).unlink(missing_ok=True)
         self._ranks.forget()
         if self._warm and (warning := bytecode.warning(image=contract.Env.ADDRESS in self.environ)):
             print(f"outlast | {warning}", flush=True)
@@ -142,8 +145,7 @@ class Agent:
         self._kill_training()
         if end.code != contract.Exit.INTERRUPTED:
             self._status_server.end(done=end.code == contract.Exit.DONE)
-        if self._warm:
-            self._warm.wait()
+        self._warm.wait()
         if self._preparing:
             self._preparing.join(PREPARATION_STOP_TIMEOUT_S)  # it ends its child processes
         if self._snapshots:
@@ -164,32 +166,29 @@ class Agent:
         return Ledger(self.output / contract.LEDGER, f"agent-{self.index}")
 
     def _kill_training(self) -> None:
-        if self._warm:
-            self._warm.kill()  # its forks die with it
+        self._warm.kill()  # its forks die with it, and the world loop ends
 
     # Effects
 
     def _happened(self, event: lifecycle.Event) -> None:
-        if event == lifecycle.Prepared(self.worker.phase) == lifecycle.Prepared(Phase.ENVIRONMENT) and self._warm is None:
-            with contextlib.suppress(OSError):  # tried again at launch
-                # in this thread, since the kernel kills the child when the thread that started it ends
-                self._warm = sibling.start_warm(self._preparation.python, self.environ)
+        if event == lifecycle.Prepared(self.worker.phase) == lifecycle.Prepared(Phase.ENVIRONMENT):
+            with contextlib.suppress(OSError):  # tried again before the first world
+                self._warm.start(self._preparation.python)
         self.worker, effects = lifecycle.step(self.worker, event)
         for effect in effects:
             match effect:
                 case lifecycle.Prepare(phase):
                     self._preparing = threading.Thread(target=self._prepare, args=(phase,), daemon=True)
                     self._preparing.start()
-                case lifecycle.Launch(pause_s):
-                    self._launch_at = self.clock() + pause_s
+                case lifecycle.Train():
+                    self._training = threading.Thread(target=self._train, name="worlds", daemon=True)
+                    self._training.start()
                 case lifecycle.Notify(reason, deadline):
                     self._notify(reason, deadline)
                 case lifecycle.Kill():
                     why = f"the grace period is over ({self.worker.leaving})" if self.worker.leaving else self.worker.reason
                     print(f"outlast | {why}; ending the training", flush=True)
                     self._kill_training()
-                    if self._elastic is None:  # during the pause before a launch
-                        self._events.put(lifecycle.Trained(contract.exit_code(-signal.SIGKILL)))
                 case lifecycle.Flush():
                     self._begin_flush()
                 case lifecycle.Exit(code, reason):
@@ -224,7 +223,7 @@ class Agent:
         """Upload the rest of the output, including the last line of this worker's log."""
         self._log.drain()
         try:
-            code, problem = self._upload.flush(timeout_s)
+            code, problem = self._upload.flush(timeout_s, run_ended=self.coordination.run_end is not None)
         except OSError as error:  # the limit on processes
             code, problem = 1, str(error)
         if code == upload_handle.SUPERSEDED:
@@ -311,27 +310,33 @@ class Agent:
         self.reporter.displaced = True
         self._put(lifecycle.Superseded(reason or "the run continues elsewhere"))
 
-    def _launch(self) -> None:
-        """Request an elastic agent from the warm process, which listens soon after its start, and forks once torch is
-        imported."""
-        try:
-            self._warm = self._warm or sibling.start_warm(self._preparation.python, self.environ)
-            sock = unix_sockets.connect(str(self.state / warm_request.SOCKET))
-        except OSError as problem:
-            why = None if self._warm else f"could not be started: {problem.strerror}"
-            if (status := self._warm.poll() if self._warm else -signal.SIGKILL) is not None:
-                self._warm = None
-                self._ended("warm process", min(status, 0) or os.EX_SOFTWARE, why)
-            return
+    def _train(self) -> None:
+        """Train in successive worlds; the thread's target."""
         from outlast.worker.prepare import phases
 
-        grace = f"{self.job.spec.interruption.grace.total_seconds():g}"
-        argv = [str(self.processes), grace, str(self.job.spec.restarts.limit), *phases.command(self.job, self.environ)]
-        environ = self.environ | ({contract.Env.LOST: json.dumps(self._lost)} if self._lost else {})
-        environ |= {contract.Env.NEEDED: "1"} if self.job.spec.workers.replicas <= self.job.spec.workers.min else {}
-        with contextlib.suppress(OSError):  # it died at this moment; the closed connection reports that
-            warm_request.request(sock, "elastic", argv, environ, self.environ[contract.Env.CODE], (0, 1, 2))
-        self._elastic, self._launch_at = sock, float("inf")
+        spec = self.job.spec
+        code: int = contract.Exit.FAILED
+        try:
+            settings = world_loop.Settings(
+                self.environ,
+                self._preparation.python,
+                self.processes,
+                phases.command(self.job, self.environ),
+                grace_s=spec.interruption.grace.total_seconds(),
+                restarts=spec.restarts.limit,
+                needed=spec.workers.replicas <= spec.workers.min,
+                must_leave=lambda deadline, reason: self._leave_until(deadline, f"told to leave: {reason}"),
+                run_ended=self.coordination.operator_ended_run,
+                record=self.ledger.write,
+            )
+            self._loop = world_loop.WorldLoop(settings, self._warm)
+            code = self._loop.run()
+        except OutlastError as problem:
+            print(f"outlast | {problem}", flush=True)
+            code = contract.Exit.MISCONFIGURED
+        except Exception:  # a bug, not a failure of the run
+            traceback.print_exc()
+        self._put(lifecycle.Trained(code))
 
     # Events
 
@@ -351,19 +356,6 @@ class Agent:
         self._leave_until(answer.deadline, f"ordered to leave{f': {answer.reason}' if answer.reason else ''}")
         return answer.status, answer.text
 
-    def _look_for_deadline(self) -> None:
-        """Read the operator's deadline for this worker, and leave by it if it is new."""
-        try:
-            text = (self.state / contract.LEAVE).read_text()
-            if text == self._published:
-                return
-            self._published, order = text, json.loads(text)
-            self._leave_until(float(order["deadline"]), f"told to leave: {order['reason']}")
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, KeyError, TypeError) as problem:
-            print(f"outlast | {contract.LEAVE} cannot be read: {problem!r}", flush=True)
-
     def _leave_until(self, deadline: float | None, reason: str) -> None:
         """Leave before `deadline` in seconds since the epoch; if None, within the job's grace period."""
         grace_s, now = self.job.spec.interruption.grace.total_seconds(), self._looked_at
@@ -382,49 +374,11 @@ class Agent:
     def _wait(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_r, selectors.EVENT_READ)
-            if self._elastic is not None:
-                selector.register(self._elastic, selectors.EVENT_READ)
-            for key, _ in selector.select(LOOK_INTERVAL_S):
-                if key.fileobj is self._elastic:
-                    self._elastic_ended()
-                else:
-                    os.read(self._wake_r, 4096)
-
-    def _elastic_ended(self) -> None:
-        assert self._elastic is not None
-        assert self._warm is not None
-        try:
-            reply = self._elastic.recv(4096)
-        except OSError:
-            reply = b""
-        self._elastic.close()
-        self._elastic = None
-        if reply:
-            ended = json.loads(reply)
-            self._ended("elastic agent", ended["status"], ended.get("why"))
-        else:
-            self._warm.kill()
-            status, self._warm = self._warm.wait(), None
-            self._ended("warm process", min(status, 0) or os.EX_SOFTWARE)
-
-    def _ended(self, process: str, status: int, why: str | None = None) -> None:
-        """Handle the end of the elastic agent, or of the warm process with all its forks."""
-        broken, reached, start, self._launch_at = status == os.EX_SOFTWARE, self._ranks.newest(), None, float("inf")
-        code = contract.Exit.FAILED if broken else contract.exit_code(status)
-        if (status < 0 or broken) and reached:
-            start = reached.generation, reached.attempt
-            how = "ended with an exception" if broken else f"was killed by {contract.signal_name(-status)}"
-            reason = f"the {process} of worker {self.index} {why or how}"
-            failure = {"rank": None, "code": code, "reason": reason, "time": time.time(), "committed": reached.committed}
-            self._lost = {"generation": start[0], "attempt": start[1], "failure": failure}
-            print(f"outlast | {reason}", flush=True)
-        self._events.put(lifecycle.Trained(code, start))
+            if selector.select(LOOK_INTERVAL_S):
+                os.read(self._wake_r, 4096)
 
     def _look(self) -> None:
         now = self._looked_at = self.clock()
-        if now >= self._launch_at and self._elastic is None and self.worker.phase is Phase.TRAINING and self._events.empty():
-            self._launch()
-        self._look_for_deadline()
         if self.worker.leaving and now > self._kill_at:
             self._kill_at = float("inf")
             self._events.put(lifecycle.GraceOver())
@@ -445,16 +399,14 @@ class Agent:
             os._exit(contract.Exit.FAILED)
 
     def _end_hang(self, victims: Sequence[tuple[hang_limit.Process, str]], processes: Sequence[hang_limit.Process]) -> None:
-        """Kill the `victims`, after a dump of the stacks of all `processes` and a verdict for the elastic agent."""
+        """Kill the `victims`, after a dump of the stacks of all `processes`."""
         file = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         stacks.dump([process.progress.pid for process in processes], file)
         for process, reason in victims:
             record = process.progress
             print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {file}", flush=True)
-            path = self.state / contract.VERDICT.format(local_rank=process.local_rank)
-            with contextlib.suppress(OSError):  # a full disk must not prevent the kill
-                verdict = {"pid": record.pid, "reason": reason, "stuck": not process.stopped, "early": process.early}
-                path.write_text(json.dumps({**verdict, "time": time.time()}))
+            if self._loop:
+                self._loop.condemn(process.local_rank, Verdict(reason, stuck=not process.stopped, early=process.early))
             self.ledger.write(
                 "hang", worker=self.index, rank=record.rank, pid=record.pid, silent_s=round(process.silent_s, 1),
                 state="stopped" if process.stopped else "stuck", stacks=str(file), reason=reason,

@@ -6,7 +6,6 @@ Every worker claims and records, since any other worker may have ended. `rendezv
 from __future__ import annotations
 
 import functools
-import json
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.base.errors import OutlastError
-from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.ledger import Ledger
@@ -53,6 +51,8 @@ class Coordination:
         self._store = environ.get(Env.STORE, "")
         self._owner = environ.get(Env.RUN, "")
         """The owner of the run, see `join_run`."""
+        self.run_end: Closed | None = None
+        """The end of the run that the operator has published."""
         self._coordinator: Host | etcd.Running | None = None
         self._heartbeat: heartbeat.Heartbeats | None = None
         self._recording: threading.Thread | None = None
@@ -159,18 +159,19 @@ class Coordination:
         self._recording = threading.Thread(target=end, daemon=True)
         self._recording.start()
 
+    def operator_ended_run(self, end: Closed) -> None:
+        """Note the end of the run. Called by the thread that watches the operator."""
+        self.run_end = end
+
     def record_end_from_operator(self) -> None:
         """Record the end of the run on behalf of the operator, which has no access to stores."""
-        try:
-            end = decode(Closed, json.loads((Path(self._environ[Env.STATE]) / contract.END).read_text()))
-        except FileNotFoundError:
-            return
-        self.record_end("Failed" if end.code else "Succeeded", end.reason, end.code)
+        if end := self.run_end:
+            self.record_end("Failed" if end.code else "Succeeded", end.reason, end.code)
 
     def tell_account(self, report: Mapping[str, Any]) -> None:
         """Report goodput and losses of the whole run to the operator, if the run has ended and this worker's upload process has
         computed them (`upload.Report`)."""
-        if report.get("goodput") is None or not (Path(self._environ[Env.STATE]) / contract.END).exists():
+        if report.get("goodput") is None or self.run_end is None:
             return
         from outlast.base.errors import ClusterError
 

@@ -1,8 +1,7 @@
 """The life of a worker as a pure state machine: events in, effects out.
 
     starting -> run, code, environment, data, checkpoint -> training -> flushing -> ended
-                          (an interruption at any time: save if possible, finish early, exit 75;
-                           an elastic agent that is killed or fails: launch it again, keep the snapshots)
+                          (an interruption at any time: save if possible, finish early, exit 75)
 
 This file decides what a worker does next, `hangs.hang_limit` decides when its processes hang, and `rendezvous.transport`
 decides who coordinates the run. `agent.agent` carries out the effects and reports the events. This file uses no clock, file or
@@ -15,7 +14,6 @@ import dataclasses
 import enum
 from typing import TypeAlias
 
-from outlast.base import backoff
 from outlast.job import contract
 from outlast.job.workerfiles import time_left
 
@@ -54,10 +52,6 @@ class Worker:
     reason: str = ""
     stay: bool = False
     """True if the worker's pod stays up after a final end, so that other pods can query the end of the run."""
-    start: tuple[int, int] | None = None
-    """(generation, attempt) of the worker's processes when the elastic agent was last relaunched."""
-    relaunches: int = 0
-    """Number of relaunches since `start` that started no process."""
 
 
 FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)
@@ -69,9 +63,6 @@ LAST_FLUSH_S = 10.0
 """Minimum timeout in seconds of an interrupted worker's last upload, even after its grace period."""
 LEAST_FLUSH_S = 1.0
 """Minimum timeout in seconds of an interrupted worker's last upload before a known end of its machine."""
-RELAUNCHES, PAUSE_S, LONGEST_PAUSE_S = 10, 1.0, 30.0
-"""Maximum number of consecutive relaunches that start no process, and the first and longest backoff between them, in seconds.
-Arbitrary: together they take three minutes, in which a machine at its process limit may recover."""
 
 
 # Events
@@ -100,12 +91,9 @@ class PreparationFailed:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """Event: the elastic agent has ended with this exit code (128+n for signal n)."""
+    """Event: training has ended for this worker, with this exit code (128+n for signal n)."""
 
     code: int
-    start: tuple[int, int] | None = None
-    """(generation, attempt) of the elastic agent's newest processes if it was killed or failed; None if it started none or ended
-    with the run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,10 +149,8 @@ class Prepare:
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
-    """Effect: start the elastic agent, and thereby the training, after a pause."""
-
-    pause_s: float = 0.0
+class Train:
+    """Effect: train in successive worlds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +163,7 @@ class Notify:
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """Effect: kill the elastic agent and the training processes."""
+    """Effect: kill the training processes, and leave the rendezvous."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +180,7 @@ class Exit:
     stay: bool = False
 
 
-Effect: TypeAlias = Prepare | Launch | Notify | Kill | Flush | Exit
+Effect: TypeAlias = Prepare | Train | Notify | Kill | Flush | Exit
 
 
 def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
@@ -207,16 +193,10 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
             return _enter(worker, PREPARATION[following] if following < len(PREPARATION) else Phase.TRAINING)
         case PreparationFailed(phase, reason, retry) if worker.phase is phase:
             return _flush(worker, contract.Exit.FAILED if retry else contract.Exit.MISCONFIGURED, reason)
-        case Trained(code, start) if worker.phase is Phase.TRAINING:
-            relaunches = worker.relaunches + 1 if start == worker.start else 0
-            if start is None or worker.late or relaunches > RELAUNCHES:
-                if worker.leaving and (code == contract.Exit.INTERRUPTED or contract.killed(code)):
-                    return _flush(worker, contract.Exit.INTERRUPTED, worker.leaving)
-                return _flush(worker, code, _verdict(code))
-            # The agent keeps its snapshots, which a leaving worker still saves. The coordinator counts failed starts of
-            # processes; we count relaunches that start none.
-            pause_s = backoff.exponential(relaunches - 1, PAUSE_S, LONGEST_PAUSE_S) if relaunches else 0.0
-            return dataclasses.replace(worker, start=start, relaunches=relaunches), (Launch(pause_s),)
+        case Trained(code) if worker.phase is Phase.TRAINING:
+            if worker.leaving and (code == contract.Exit.INTERRUPTED or contract.killed(code)):
+                return _flush(worker, contract.Exit.INTERRUPTED, worker.leaving)
+            return _flush(worker, code, _verdict(code))
         case Interrupted() if worker.phase not in (Phase.FLUSHING, Phase.ENDED):
             return _leave(worker, event)
         case GraceOver() if worker.leaving and worker.phase is Phase.TRAINING:
@@ -237,7 +217,7 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
 
 def _enter(worker: Worker, phase: Phase) -> tuple[Worker, tuple[Effect, ...]]:
     entered = dataclasses.replace(worker, phase=phase)
-    return entered, (Launch() if phase is Phase.TRAINING else Prepare(phase),)
+    return entered, (Train() if phase is Phase.TRAINING else Prepare(phase),)
 
 
 def _leave(worker: Worker, event: Interrupted) -> tuple[Worker, tuple[Effect, ...]]:

@@ -53,11 +53,6 @@ class Ranks:
             processes.append(self._observe(local_rank, record, state in ("T", "t"), written))
         return processes
 
-    def newest(self) -> progress_file.Progress | None:
-        """Return the newest record, even if its process has ended."""
-        records = filter(None, (progress_file.read(self._state, local_rank) for local_rank in range(self._count)))
-        return max(records, key=lambda record: (record.generation, record.attempt, record.step), default=None)
-
     def _observe(self, local_rank: int, record: progress_file.Progress, stopped: bool, written: int) -> Process:
         process = record.pid, record.started
         pulse = progress_file.pulse(self._state, local_rank)

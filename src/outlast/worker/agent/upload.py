@@ -1,7 +1,8 @@
 """The upload process, which uploads a job's output to its store during training. Started by `agent.upload_handle`.
 
     python -m outlast upload              upload until the agent closes standard input
-    python -m outlast upload --rest S     upload all that remains, retrying for S seconds; exit code 0 if all is uploaded
+    python -m outlast upload --rest S     upload all that remains, retrying for S seconds; exit code 0 if all is uploaded;
+                                          with --ended: the operator has ended the run
 
 The environment of the worker's agent (`contract.Env`) configures the process. Only one process uploads a directory: others wait
 for its lock and take over when it dies. Workers without a common disk all have the same checkpoints and metrics. The process of
@@ -127,6 +128,8 @@ class Uploader:
         """True if the earlier ledgers of all workers are on this disk; and the time of the next computation of the goodput."""
         self.ended: float | None = None
         """End of training, seconds since the epoch; None during training."""
+        self.run_ended = False
+        """True if the run has ended, too, and this worker does not just leave it."""
         self.report = Report()
 
     def update(self, **changes: object) -> None:
@@ -230,7 +233,7 @@ class Uploader:
             self._have_ledgers = False
         if contract.Env.MEMBER not in self._environ or now < self._count_at or not first:
             return
-        if self.ended and not (Path(self._environ[contract.Env.STATE]) / contract.END).exists():
+        if self.ended and not self.run_ended:
             return  # this worker leaves, and the run continues
         self._count_at = now + COUNT_S
         own, all_ = self.output / contract.LEDGER, self.output / OWN / contract.LEDGER
@@ -417,6 +420,7 @@ def main(argv: list[str]) -> int:
             run_id, owner = environ[contract.Env.RUN], environ[contract.Env.OWNER]
             retention = checkpoints.Retention.parse(job.spec.checkpoint.variables())
             uploader = Uploader(output, place, run_id, owner, retention, _print, environ=environ)
+            uploader.run_ended = "--ended" in argv
             if job.spec.compile.cache:
                 uploader.compiled = compile_cache.Cache.of(environ)
             if not final:

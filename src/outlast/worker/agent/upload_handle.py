@@ -95,10 +95,11 @@ class UploadProcess:
             self._child.wait()
         self._child = None
 
-    def flush(self, timeout_s: float) -> tuple[int, str]:
-        """Upload all remaining output, retrying until the timeout. Returns the exit code, and the reason if it is not 0."""
+    def flush(self, timeout_s: float, *, run_ended: bool = False) -> tuple[int, str]:
+        """Upload all remaining output, retrying until the timeout. `run_ended`: the operator has ended the run. Returns the exit
+        code, and the reason if it is not 0."""
         self.stop()
-        child = self._start("--rest", str(timeout_s))
+        child = self._start("--rest", str(timeout_s), *(["--ended"] if run_ended else []))
         try:
             code = child.wait(timeout_s + STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -5,8 +5,8 @@
     silent, as are all of the worker  1.25 x limit, before the first step at least 1.25 x 600 s
     /healthz of the worker fails      1.25 x limit, from the first step on
 
-`agent.ranks` observes, this module decides, `agent.agent` kills and writes a verdict file, from which `launch.elastic_agent`
-reports the failure. `hangs.deadlocks` detects deadlocks caused by the script earlier, within seconds.
+`agent.ranks` observes, this module decides, `agent.agent` kills, and `agent.world_loop` reports the failure. `hangs.deadlocks`
+detects deadlocks caused by the script earlier, within seconds.
 """
 
 from __future__ import annotations

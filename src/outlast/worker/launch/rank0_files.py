@@ -3,9 +3,10 @@
 Pods share no directory. A surviving pod has the files of its own ranks, a replaced pod has the files of the store. A script that
 saves on rank 0 and loads on all ranks would resume at a different step on each.
 
-So before the processes of a world start, rank 0's pod requests an upload of the script's files from its upload process, and
-announces the upload in the world's TCPStore. The other pods then fetch the files (`prepare.workdir`). A leaving rank 0's worker
-requests the same upload before it ends its membership (`leave`). Scripts with a session do not need this. Docs:
+So before the script starts in a world, rank 0's process requests an upload of the script's files from its pod's upload process,
+and announces the upload in the world's TCPStore. On each of the other pods, the first process then fetches the files
+(`prepare.workdir`) while the others wait for it. A leaving rank 0's worker requests the same upload before it ends its membership
+(`leave`). Scripts with a session do not need this. Docs:
 docs/decisions/0023-the-working-directory.md.
 """
 
@@ -34,29 +35,35 @@ _TIMEOUT_S = 300.0
 _POLL_INTERVAL_S = 0.05
 
 
-def share(tcp_store: Any, *, first: bool, called: Callable[[], bool], environ: Mapping[str, str]) -> None:
-    """Send rank 0's files to the other workers, on the `first` worker; fetch them on the other workers.
+def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
+    """Send rank 0's files to the other workers, from the worker of rank 0; fetch them on the other workers. Called by each
+    training process before its script.
 
-    Returns early once the workers are `called` to another world. After a failure, which is printed, the world begins with the
-    files of each pod.
+    `connect` connects to the TCPStore at an address. After a failure, which is printed, the world begins with each pod's files.
     """
-    if not _stored(environ):
+    if not _stored(environ) or environ["GROUP_WORLD_SIZE"] == "1":
         return
-    until = time.monotonic() + _TIMEOUT_S
+    worker, until = environ["GROUP_RANK"], time.monotonic() + _TIMEOUT_S
 
     def over() -> bool:
-        return called() or time.monotonic() > until
+        return time.monotonic() > until
 
     try:
-        if first:
-            tcp_store.set(_KEY, _send(environ, over))
-            return
-        while not tcp_store.check([_KEY]):
-            if over():
+        tcp_store = connect(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
+        expected = f"{_KEY}/{worker}" if environ["LOCAL_RANK"] != "0" else _KEY
+        try:
+            if environ["RANK"] == "0":
+                tcp_store.set(_KEY, _send(environ, over))
                 return
-            time.sleep(_POLL_INTERVAL_S)
-        if (announced := tcp_store.get(_KEY)) != _NOTHING:
-            _fetch(announced, environ, over)
+            while not tcp_store.check([expected]):
+                if over():
+                    return
+                time.sleep(_POLL_INTERVAL_S)
+            if expected == _KEY and (announced := tcp_store.get(_KEY)) != _NOTHING:
+                _fetch(announced, environ, over)
+        finally:
+            if environ["LOCAL_RANK"] == "0":
+                tcp_store.set(f"{_KEY}/{worker}", b"")
     except RuntimeError:  # rank 0's pod is lost, and this world with it
         pass
     except OSError as problem:

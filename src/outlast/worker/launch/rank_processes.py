@@ -1,12 +1,13 @@
-"""The training processes of this worker in one world: forks of the warm process, each with a connection that announces its end.
+"""A worker's training processes in one world, and the process of the world's store: forks of the warm process, each with a
+connection that announces its end.
 
-With several processes on a worker, each writes to a pipe, whose lines are copied to our stdout with the rank as a prefix.
+With several training processes on a worker, each writes to a pipe, whose lines are copied to our stdout with the rank as a
+prefix.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from outlast.base import unix_sockets
 from outlast.rendezvous.world import World
 from outlast.worker.launch import warm_request
+from outlast.worker.launch.rank_failures import Ended
 
 PIECE = 65536
 """Maximum number of bytes in one read (the capacity of a pipe) and in a line; longer lines are split."""
@@ -31,22 +33,6 @@ CAUSE_S = 0.5
 """Time in seconds in which a process that failed first may follow those that it made fail."""
 END_S = 60.0
 """Longest wait in seconds for the end of a killed process, which a driver or a disk may hold."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """The end of a training process."""
-
-    rank: int
-    local_rank: int
-    code: int
-    """Exit code, or the number of the signal that ended it, negative."""
-    time: float
-    """Seconds since the epoch."""
-    why: str = ""
-    """Why it could not be started, or is lost."""
-    asked: bool = False
-    """Whether we had asked it to end."""
 
 
 class Lines:
@@ -74,12 +60,23 @@ class Lines:
         return more
 
 
-class _Rank(threading.Thread):
-    """One training process. The thread copies its output, and ends with the process."""
+class Fork(threading.Thread):
+    """A fork of the warm process at `path`. The thread copies its output, and ends with the process."""
 
-    def __init__(self, path: str, command: Sequence[str], environ: Mapping[str, str], changed: threading.Condition) -> None:
-        self._rank, self._local_rank = int(environ["RANK"]), int(environ["LOCAL_RANK"])
-        super().__init__(name=f"rank-{self._rank}", daemon=True)
+    def __init__(
+        self,
+        path: str,
+        kind: str,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        cwd: str,
+        changed: threading.Condition,
+        *,
+        stdin: int = 0,
+    ) -> None:
+        self._rank = int(environ["RANK"]) if kind == "rank" else None
+        self._local_rank = int(environ["LOCAL_RANK"]) if kind == "rank" else -1
+        super().__init__(name=kind if self._rank is None else f"rank-{self._rank}", daemon=True)
         self._changed = changed
         self.ended: Ended | None = None
         self._asked_at = math.inf
@@ -87,15 +84,16 @@ class _Rank(threading.Thread):
         self._lines: Lines | None = None
         try:
             with contextlib.ExitStack() as unless_started:
-                if environ["LOCAL_WORLD_SIZE"] != "1":
+                if self._rank is not None and environ["LOCAL_WORLD_SIZE"] != "1":
                     self._lines = Lines(self._rank)
                     unless_started.callback(os.close, self._lines.read)
                 self._sock = unless_started.enter_context(unix_sockets.connect(path))
-                streams = (0, self._lines.write, self._lines.write) if self._lines else (0, 1, 2)
-                warm_request.request(self._sock, "rank", command, environ, os.getcwd(), streams)
+                streams = (stdin, self._lines.write, self._lines.write) if self._lines else (stdin, 1, 2)
+                warm_request.request(self._sock, kind, argv, environ, cwd, streams)
                 self.start()
                 unless_started.pop_all()
-        except (OSError, RuntimeError) as problem:  # the limit on descriptors or threads; or no warm process, which ends us, too
+        except (OSError, RuntimeError) as problem:  # the limit on descriptors or threads; or no warm process
+            time.sleep(warm_request.AGAIN_S)  # another attempt follows at once
             self._end(-signal.SIGKILL, time.time(), f"could not be started: {problem}")
         if self._lines:
             os.close(self._lines.write)
@@ -109,6 +107,8 @@ class _Rank(threading.Thread):
                 if (reply := answer.readline()).endswith(b"\n"):
                     end = json.loads(reply)
                     status, when, why = int(end["status"]), end["time"], str(end.get("why", ""))
+                    if why:
+                        time.sleep(warm_request.AGAIN_S)  # another attempt follows at once
             if self._lines:
                 self._lines.copy(last=True)
         except OSError as problem:  # of our own output; the closed connection ends the process
@@ -126,8 +126,6 @@ class _Rank(threading.Thread):
             pass
 
     def _end(self, status: int, when: float, why: str) -> None:
-        if why:
-            time.sleep(warm_request.AGAIN_S)  # another attempt follows at once
         with self._changed:
             self.ended = Ended(self._rank, self._local_rank, status, when, why, asked=self._asked_at <= when)
             self._changed.notify_all()
@@ -149,19 +147,29 @@ class _Rank(threading.Thread):
 
 
 class RankProcesses:
-    """The training processes of this worker in one world."""
+    """The training processes of this worker in one world, and the process of the world's store if it is hosted here."""
 
-    def __init__(self, path: str, command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> None:
-        """Start a process for each of `environs` by the warm process at `path`."""
+    def __init__(self, path: str, cwd: str) -> None:
+        """`path` is the socket of the warm process."""
+        self._path, self._cwd = path, cwd
         self._changed = threading.Condition()
-        self._ranks = [_Rank(path, command, environ, self._changed) for environ in environs]
+        self._ranks: list[Fork] = []
+        self._store: Fork | None = None
+
+    def host(self, address: str, listener: socket.socket, environ: Mapping[str, str]) -> None:
+        """Start the process of the world's store, which takes connections from the `listener`."""
+        self._store = Fork(self._path, "store", [address], environ, self._cwd, self._changed, stdin=listener.fileno())
+
+    def start(self, command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> None:
+        """Start a training process for each of `environs`."""
+        self._ranks = [Fork(self._path, "rank", command, environ, self._cwd, self._changed) for environ in environs]
 
     def over(self) -> bool:
-        """Return whether all processes have ended, or one has failed."""
+        """Return whether all training processes have ended, or a process has failed."""
         return self._ended() or bool(self.failures())
 
     def wait(self, timeout_s: float, *, all_: bool = False) -> None:
-        """Wait until `over`, or until all have ended, at most `timeout_s` seconds."""
+        """Wait until `over`, or until all training processes have ended, at most `timeout_s` seconds."""
         with self._changed:
             self._changed.wait_for(self._ended if all_ else self.over, timeout_s)
 
@@ -178,22 +186,27 @@ class RankProcesses:
         for rank in self._ranks:
             if not rank.ended:
                 rank.give_up()
+        if self._store:
+            self._store.signal(signal.SIGKILL)
 
     def failures(self) -> list[Ended]:
-        """Return the ends of those processes that did not exit with 0."""
-        return [rank.ended for rank in self._ranks if rank.ended and rank.ended.code]
+        """Return the ends of those training processes that did not exit with 0, and the end of the store before them."""
+        failed = [rank.ended for rank in self._ranks if rank.ended and rank.ended.code]
+        return [*failed, *([self._store.ended] if self._store and self._store.ended and not self._store.ended.asked else [])]
 
     def left(self) -> Ended | None:
         """Return the end of the first process that exited with 0 although we had not asked it to end."""
         return next((rank.ended for rank in self._ranks if rank.ended and not rank.ended.code and not rank.ended.asked), None)
 
 
-def environs(world: World, run_id: str, processes: int, group_rank: int) -> list[dict[str, str]]:
-    """Return what torchrun adds to the environment of the training processes of a worker."""
+def environs(world: World, run_id: str, processes: int, group_rank: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the environment of each training process of a worker: that of the worker, and what torchrun adds."""
     host, port = world.address.rsplit(":", 1)
     workers = len(world.members)
     size = {"WORLD_SIZE": workers * processes, "ROLE_WORLD_SIZE": workers * processes, "LOCAL_WORLD_SIZE": processes}
     shared = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **environ,
         **{name: str(value) for name, value in size.items()},
         "GROUP_RANK": str(group_rank),
         "GROUP_WORLD_SIZE": str(workers),
@@ -204,7 +217,6 @@ def environs(world: World, run_id: str, processes: int, group_rank: int) -> list
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
     ranks = [(local_rank, str(group_rank * processes + local_rank)) for local_rank in range(processes)]
     return [{**shared, "LOCAL_RANK": str(local_rank), "RANK": rank, "ROLE_RANK": rank} for local_rank, rank in ranks]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import runpy
 import sys
 import textwrap
@@ -25,18 +24,12 @@ from typing import Any
 
 from outlast.base import files
 from outlast.base.errors import NoRoom, NotRestored, NotSaved, OutlastError, Superseded, WrongBits, causes
-from outlast.job import accelerators, contract
+from outlast.job import contract
 from outlast.job.workerfiles import progress_file
 from outlast.worker.hangs import deadlocks
+from outlast.worker.launch import rank0_files, rank_failures
 
 _began = time.monotonic()
-_COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
-_SECONDARY = re.compile(
-    r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|"
-    r"no route to host|unreachable|" + "|".join(accelerators.LIBRARIES),
-    re.IGNORECASE,
-)
-"""Messages of collectives after the death of another process, which are secondary failures."""
 _USAGE = 2
 """Exit code of argparse and most commands for wrong arguments."""
 
@@ -47,6 +40,7 @@ def main(argv: list[str]) -> None:
     _began = time.monotonic()  # our parent may have imported this module long ago
     state = os.environ.get(contract.Env.STATE)
     if state:
+        rank0_files.share(os.environ, _tcp_store)
         _enter(Path(state))
     watch = deadlocks.watch()
     watch.record = lambda sentence: _record(state, OutlastError(sentence), "", contract.Exit.MISCONFIGURED)
@@ -76,13 +70,19 @@ def main(argv: list[str]) -> None:
         if hint := _hint(error):
             error.add_note(hint)
         text = "".join(traceback.format_exception(error.with_traceback(_below_runpy(error))))
-        if is_secondary(_record(state, error, text, contract.Exit.FAILED)):
+        if rank_failures.is_secondary(_record(state, error, text, contract.Exit.FAILED)):
             log = f"{contract.LOGS}/{contract.worker_log(int(os.environ.get(contract.Env.WORKER, '0')))}"
             text = f"a collective broke here because another rank has ended; its error is in {log}\n{text}"
             watch.broken, text = True, textwrap.indent(text, contract.ECHO, lambda _: True)
         sys.stderr.write(text)
         sys.stderr.flush()
         sys.exit(contract.Exit.FAILED)
+
+
+def _tcp_store(address: str) -> Any:
+    from outlast.rendezvous import world_store
+
+    return world_store.client(address)
 
 
 def _enter(state: Path) -> None:
@@ -140,15 +140,6 @@ def missing_hint(name: str, code: Path, origin: Path | None) -> str:
         return ""
     remedy = f"bring it back with !{below} in .outlastignore, or name it under data"
     return f"outlast: {original} is not in the copy of the code that the job runs in; {remedy}"
-
-
-def is_secondary(record: dict[str, Any]) -> bool:
-    """Return whether an error record is from a collective that broke because another rank had ended."""
-    if record.get("type") not in _COLLECTIVE:
-        return False
-    # The message of a failed save names only the ranks; the reason is in its traceback.
-    text = record["traceback"] if record["type"] == "CheckpointException" else record["message"]
-    return _SECONDARY.search(text) is not None
 
 
 def _record(state: str | None, error: BaseException, text: str, code: int) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 An import of torch would take 1-3 s of a core for each restart of each rank. So each worker has one process that has imported
 torch and has no other state: no threads, no CUDA context, no process group. On request it forks a child, which adopts the
-caller's streams, environment and directory, and becomes a training process (`launch.training_process`) or the worker's elastic
-agent (`launch.elastic_agent`).
+caller's streams, environment and directory, and becomes a training process (`launch.training_process`) or the process of a
+world's store (`rendezvous.world_store`).
 
     python -m outlast warm SOCKET PARENT
 
@@ -11,8 +11,8 @@ Protocol, per connection: the caller sends a request (`warm_request.request`), t
 response, one JSON line, comes when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with
 `why` if the fork failed. A disconnecting caller kills its child.
 
-Ranks die with their elastic agent, and no rank starts without an elastic agent. Children die with the warm process, and the warm
-process dies with its agent. The agent of another worker is not a child (`launch.sibling`).
+Its socket exists once it can fork. Children die with the warm process, and the warm process dies with its agent. The agent of
+another worker is not a child (`launch.sibling`).
 """
 
 from __future__ import annotations
@@ -32,24 +32,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
 from outlast import __main__ as roles
 from outlast.base import unix_sockets
 from outlast.job import contract
-from outlast.rendezvous import transport
 from outlast.worker.launch import os_calls, preloaded_imports, relocatable, sibling, warm_request
-
-END_S = 60
-"""Longest wait in seconds for the end of ranks that were killed with their elastic agent. Arbitrary: freeing a large memory takes
-seconds."""
 
 
 @dataclasses.dataclass
 class Request:
-    """A request for a fork: an elastic agent, a training process, or the agent of another worker."""
+    """A request for a fork: a training process, the process of a store, or the agent of another worker."""
 
     kind: str
     argv: list[str]
@@ -58,17 +53,14 @@ class Request:
     fds: list[int]
     imports_fd: int | None = None
     """The descriptor for a rank's report of its imports, see `preloaded_imports.report`."""
-    ready_fd: int | None = None
-    """For an elastic agent: a pipe that is closed once ranks can be forked; None if they already can."""
 
 
 @dataclasses.dataclass
 class _Child:
     pid: int
     connection: socket.socket
-    kind: str
-    end: dict[str, float] | None = None
-    """The response for the child's caller, once the child has ended."""
+    killed: bool = False
+    """True once its caller has disconnected."""
 
 
 def _receive(connection: socket.socket) -> Request:
@@ -100,7 +92,6 @@ class Server:
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
         signal.signal(signal.SIGCHLD, lambda _n, _f: None)
-        signal.signal(signal.SIGALRM, _abort)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -108,40 +99,29 @@ class Server:
         self._children: dict[int, _Child] = {}
         """Children by descriptor of their caller's connection."""
         self._preloader = preloaded_imports.Preloader(self._selector, self._detach)
-        self._ready_pipe: tuple[int, int] | None = None
-        """A pipe that is closed once the `modules` of `run` are imported."""
 
-    def run(self, modules: Sequence[str]) -> Request:
-        """Serve requests. Returns only in a forked child, with its request. `modules` are needed by ranks, and imported first."""
-        self._ready_pipe = os.pipe() if modules else None
-        for module in modules:
-            # Our first child, the elastic agent, joins the rendezvous meanwhile. Ranks, which need these modules, start later.
-            if request := self._turn(0.0, accept=not self._children):
-                return request
-            preload([module])
-        for fd in self._ready_pipe or ():
-            os.close(fd)
-        self._ready_pipe = None
+    def run(self) -> Request:
+        """Serve requests. Returns only in a forked child, with its request."""
         while True:
             if request := self._turn(0.0 if self._preloader.modules else None):
                 return request
             if self._preloader.modules:
                 self._preloader.import_next()
 
-    def _turn(self, timeout_s: float | None, *, accept: bool = True) -> Request | None:
-        """Handle all pending events, including new callers if `accept`. Returns a request only in its forked child."""
+    def _turn(self, timeout_s: float | None) -> Request | None:
+        """Handle all pending events. Returns a request only in its forked child."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
-                if accept and (request := self._accept()):
+                if request := self._accept():
                     return request
             elif key.fd == self._wake_r:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_r, 4096)
                 self._reap()
             elif (child := self._children.get(key.fd)) is not None:
-                if child.end is None and not _signal(child):
+                if not _signal(child):
+                    child.killed = True
                     self._selector.unregister(key.fd)
-                self._reap()
             else:
                 with contextlib.suppress(OSError):  # the limit on descriptors
                     self._preloader.read(key.fd)
@@ -161,11 +141,6 @@ class Server:
             return None
         if request.kind == sibling.KIND:
             return self._fork_sibling(request, connection)
-        elastic = [str(child.pid) for child in self._children.values() if child.kind == "elastic" and not child.end]
-        if request.kind == "rank" and request.env.get(contract.Env.PARENT) not in elastic:  # the rank would have no owner
-            _close(*request.fds)
-            connection.close()
-            return None
         parent = os.getpid()
         try:
             if request.kind == "rank" and request.env.get("LOCAL_RANK", "0") == "0":
@@ -180,12 +155,10 @@ class Server:
             return None
         if pid == 0:
             connection.close()
-            if request.kind == "elastic" and self._ready_pipe:
-                request.ready_fd = os.dup(self._ready_pipe[0])
             self._detach(parent)
             return request
         _close(*request.fds, request.imports_fd)
-        self._children[connection.fileno()] = _Child(pid, connection, request.kind)
+        self._children[connection.fileno()] = _Child(pid, connection)
         self._selector.register(connection.fileno(), selectors.EVENT_READ)
         return None
 
@@ -214,43 +187,26 @@ class Server:
     def _close(self) -> None:
         """Close all descriptors; called in a fork."""
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGALRM):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
         for sock in (self._listener, *(child.connection for child in self._children.values())):
             sock.close()
         self._preloader.close()
-        for fd in (self._wake_r, self._wake_w, *(self._ready_pipe or ())):
+        for fd in (self._wake_r, self._wake_w):
             os.close(fd)
 
     def _reap(self) -> None:
-        """Report ended children to their callers. An elastic agent's end kills its ranks, and is reported only after their
-        end."""
+        """Report ended children to their callers."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                for child in self._children.values():
-                    if child.pid == ended[0]:
-                        child.end = {"status": os.waitstatus_to_exitcode(ended[1]), "time": time.time()}
-        orphaned = any(child.end and child.kind == "elastic" for child in self._children.values())
-        for fd, child in sorted(self._children.items(), key=lambda each: each[1].kind == "elastic"):
-            if child.end and (child.kind == "rank" or len(self._children) == 1):
-                with contextlib.suppress(OSError):
-                    child.connection.sendall(json.dumps(child.end).encode() + b"\n")
-                with contextlib.suppress(KeyError):  # the caller has disconnected
-                    self._selector.unregister(fd)
-                self._children.pop(fd).connection.close()
-            elif orphaned and not child.end:
-                os.kill(child.pid, signal.SIGKILL)
-        waits = any(child.end and child.kind == "elastic" for child in self._children.values())
-        if waits != bool(signal.getitimer(signal.ITIMER_REAL)[0]):
-            signal.alarm(END_S if waits else 0)
-
-
-def _abort(_number: int, _frame: object) -> NoReturn:
-    """End the warm process, so that its agent starts another. The killed ranks run no more code, even if the kernel cannot end
-    them."""
-    print(f"outlast | processes that were killed {END_S} s ago have not ended: a disk or a driver blocks them", flush=True)
-    os._exit(1)
+                for fd in [fd for fd, child in self._children.items() if child.pid == ended[0]]:
+                    child = self._children.pop(fd)
+                    end = {"status": os.waitstatus_to_exitcode(ended[1]), "time": time.time()}
+                    with contextlib.suppress(OSError):
+                        child.connection.sendall(json.dumps(end).encode() + b"\n")
+                    if not child.killed:
+                        self._selector.unregister(fd)
+                    child.connection.close()
 
 
 def _close(*fds: int | None) -> None:
@@ -294,14 +250,10 @@ def become(request: Request) -> None:
         numpy.random.seed()  # otherwise all forks would draw the same numbers
     sys.argv = [request.kind, *request.argv]
     os_calls.entitle(title(request))
-    if request.kind == "elastic":
-        from outlast.worker.launch import elastic_agent as elastic
+    if request.kind == "store":
+        from outlast.rendezvous import world_store
 
-        try:
-            elastic.main(request.argv, ready_fd=request.ready_fd)
-        except Exception:  # a bug, not a failure of the run
-            traceback.print_exc()
-            sys.exit(os.EX_SOFTWARE)
+        world_store.main(request.argv)
     else:
         from outlast.worker.launch import training_process
 
@@ -311,8 +263,8 @@ def become(request: Request) -> None:
 
 
 def title(request: Request) -> str:
-    if request.kind == "elastic":
-        return f"elastic agent {request.env.get(contract.Env.WORKER, '')}"
+    if request.kind == "store":
+        return f"store of worker {request.env.get(contract.Env.WORKER, '')}"
     script = request.argv[1] if request.argv[0] == "-m" else os.path.basename(request.argv[0])
     return f"rank {request.env.get('RANK', '0')} {script}"
 
@@ -329,23 +281,24 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-MEETING = ("outlast.worker.launch.elastic_agent",)
-"""Modules that the elastic agent imports."""
-TRAINING = (
-    *("torch.nn.parallel", "outlast.worker.launch.training_process", "torch.distributed.checkpoint"),
+PRELOADED = (
+    *(
+        "outlast.rendezvous.world_store",
+        "torch.nn.parallel",
+        "outlast.worker.launch.training_process",
+        "torch.distributed.checkpoint",
+    ),
     "torch._dynamo",  # torch's first optimizer or DDP imports it: 0.5 s
     "outlast.training.session",
 )
-"""Modules that nearly all training processes import."""
-PRELOADED = (*MEETING, *TRAINING)
+"""Modules that the store's process and nearly all training processes import."""
 
 
-def preload(modules: Sequence[str] = PRELOADED) -> None:
+def preload() -> None:
     """Import modules for the forks of this process."""
-    for module in modules:
+    for module in PRELOADED:
         with contextlib.suppress(ImportError) if module == "torch._dynamo" else contextlib.nullcontext():
             importlib.import_module(module)
-    transport.preload(os.environ.get(contract.Env.RENDEZVOUS, ""))
 
 
 def begin(child: sibling.Forked) -> NoReturn:
@@ -369,11 +322,10 @@ def main(argv: list[str]) -> None:
     os_calls.die_with(int(argv[1]))
     gc.disable()
     environ = dict(os.environ)
-    listener = unix_sockets.listening(Path(argv[0]))
-    relocatable.offer()
-    preload(MEETING)
     os_calls.entitle("warm process")
-    request = Server(listener, environ).run(TRAINING)
+    relocatable.offer()
+    preload()
+    request = Server(unix_sockets.listening(Path(argv[0])), environ).run()
     while request.kind == sibling.KIND:
         agent, pid = os.getpid(), os.fork()
         if pid:
@@ -382,7 +334,7 @@ def main(argv: list[str]) -> None:
         os_calls.die_with(agent)
         os_calls.entitle("warm process")
         listener = unix_sockets.listening(Path(request.env[contract.Env.STATE]) / warm_request.SOCKET)
-        request = Server(listener, request.env).run(())
+        request = Server(listener, request.env).run()
     gc.enable()
     try:
         become(request)

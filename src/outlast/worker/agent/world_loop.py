@@ -1,0 +1,230 @@
+"""The loop that trains in successive worlds, in a thread of the worker's agent: the worker's member of the rendezvous.
+
+It does what torchrun's agent does, but a failure does not end it: it joins a world, has the warm process fork the training
+processes, reports how they have ended (the first failed process and its error), and waits for the next world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outlast.base import backoff, machine_memory
+from outlast.base.clock import Seen
+from outlast.job import contract, sealed_lines
+from outlast.job.contract import Env, FailureCause
+from outlast.job.workerfiles import log_pipe
+from outlast.rendezvous import restart_budget, transport
+from outlast.rendezvous.attempts import Past
+from outlast.rendezvous.membership import Membership, RunClosed
+from outlast.rendezvous.messages import Closed
+from outlast.rendezvous.repairs import Repairs
+from outlast.rendezvous.world import World
+from outlast.worker.launch import rank0_files, rank_failures, rank_processes, warm_request
+from outlast.worker.launch.warm_handle import WarmEnded, WarmProcess
+
+MONITOR_INTERVAL_S = 0.02
+EXIT_TIMEOUT_S = 5.0
+"""Longest time in seconds from the error record of a process to its end."""
+MAX_BACKOFF_S = 30.0
+"""Longest delay in seconds before the restart of a script that exits as if interrupted, but was not."""
+REACH_S = 5.0
+"""Timeout in seconds for a connection to the host of a world's store."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker's loop is started with. `environ` is the worker's environment."""
+
+    environ: Mapping[str, str]
+    python: str
+    """The interpreter for training."""
+    processes: int
+    command: Sequence[str]
+    """The script or module and its arguments, as for `launch.training_process`."""
+    grace_s: float
+    """Seconds in which training must save and leave on request."""
+    restarts: int
+    """The job's limit on restarts, which also limits the attempts of a world."""
+    needed: bool
+    """True if no world can do without this worker."""
+    must_leave: Callable[[float, str], None]
+    run_ended: Callable[[Closed], None]
+    """See `transport.Member`."""
+    record: Callable[..., None]
+    """Writes an event to the ledger."""
+
+
+class WorldLoop:
+    """A worker's training. `run` has a thread of its own, which ends once the agent has killed the warm process."""
+
+    def __init__(self, settings: Settings, warm: WarmProcess) -> None:
+        """Raises OutlastError if the rendezvous endpoint is unusable."""
+        environ = settings.environ
+        self._settings, self._warm = settings, warm
+        self._worker, self._state = int(environ[Env.WORKER]), Path(environ[Env.STATE])
+        run = environ[Env.RUN]
+        client = transport.client(
+            environ[Env.RENDEZVOUS],
+            transport.Member(
+                run, self._worker, self._state, settings.processes, environ, settings.must_leave, settings.run_ended
+            ),
+        )
+        self._member = Membership(
+            client,
+            run_id=run,
+            state=self._state,
+            notice=Path(environ[Env.NOTICE]),
+            host=environ.get(Env.ADDRESS, "127.0.0.1"),
+            processes=settings.processes,
+            leave_s=settings.grace_s,
+        )
+        self._member.key = sealed_lines.key(environ)
+        self._member.joining = self._joining
+        self._member.repaired = self._repaired
+        self._member.dies = self._dies
+        self._member.abandoned = lambda: warm.killed
+        self._seen = Seen(time.monotonic)
+        self._verdicts: dict[int, rank_failures.Verdict] = {}
+        """Verdicts on processes of the current start, by local rank."""
+
+    def condemn(self, local_rank: int, verdict: rank_failures.Verdict) -> None:
+        """Note why a process is about to be killed. Called by the agent's main thread."""
+        self._verdicts[local_rank] = verdict
+
+    def run(self) -> int:
+        """Train in successive worlds until the run has ended for this worker. Returns the worker's exit code."""
+        settings, member = self._settings, self._member
+        log = Path(settings.environ[Env.OUTPUT]) / contract.LOGS / contract.worker_log(self._worker)
+        early, kills = 0, restart_budget.Kills()
+        with contextlib.closing(member):
+            try:
+                if transport.others_may_wait(settings.environ, needed=settings.needed):
+                    self._warm.wait_until_ready(settings.python)
+                while not self._warm.killed:
+                    begun, logged = time.monotonic(), log_pipe.size(log)
+                    failures, left = self._train()
+                    if not failures:
+                        member.done()
+                    elif self._warm.killed:
+                        break
+                    elif not any(map(rank_failures.is_cause, failures)) and any(map(rank_failures.was_interrupted, failures)):
+                        if member.leaving():
+                            return self._leave()
+                        if not member.called():  # backoff for a script that always exits with 75
+                            early = early + 1 if time.monotonic() - begun < MAX_BACKOFF_S else 0
+                            member.pause_s = backoff.exponential(early - 1, 0.5, MAX_BACKOFF_S) if early else 0.0
+                    else:
+                        first = self._start.first(failures, left)
+                        line = f"{contract.ECHO if first['echo'] else 'outlast | '}{first['reason']}"
+                        print(line, file=sys.stderr, flush=True)
+                        outside = contract.killed(first["code"]) or first["cause"] is FailureCause.DISK_FULL
+                        kills = kills.after(outside, first["step"], time.monotonic() - begun)
+                        member.pause_s = kills.pause_s  # before the next start; this failure is reported at once
+                        prefix = rank_processes.PREFIX.format(first["rank"]) if settings.processes > 1 else ""
+                        failure = {**first, "log_tail": log_pipe.tail(log, line, since=logged, prefix=prefix)}
+                        if failure["cause"] is FailureCause.BITS:  # another worker takes the place of this one
+                            member.replaced(failure)
+                            return contract.Exit.FAILED
+                        member.failed(failure)
+            except WarmEnded as ended:
+                return ended.code
+            except RunClosed:
+                if (closed := member.closed) is None and not self._warm.killed:
+                    return self._leave()
+                if closed:
+                    if closed.code in (contract.Exit.GIVEN_UP, contract.Exit.INTERRUPTED):
+                        print(f"outlast | {closed.reason}", file=sys.stderr, flush=True)
+                    return closed.code
+        return contract.exit_code(-signal.SIGKILL)
+
+    def _train(self) -> tuple[list[dict[str, Any]], int | None]:
+        """Join worlds and run the training processes until they end by themselves. Returns their failures, none on success, and
+        the rank of a process that exited with 0 although others failed."""
+        settings, member, environ = self._settings, self._member, self._settings.environ
+        oom_kills = machine_memory.Machine().oom_kills()
+        over = False
+        while not over:
+            ranks = rank_processes.RankProcesses(str(self._state / warm_request.SOCKET), environ[Env.CODE])
+            try:
+                member.next_world(functools.partial(self._connect, ranks))
+                world = member.world
+                assert world is not None
+                if member.generation > 1 and not member.attempt:  # `_repaired` logs further attempts of a world
+                    print(contract.start_line(member.generation, 0, world.reason), file=sys.stderr, flush=True)
+                own = {**environ, **member.numbers}
+                ranks.start(settings.command, rank_processes.environs(world, member.run_id, settings.processes, member.rank, own))
+                while not (over := ranks.over()) and not member.must_stop():
+                    ranks.wait(MONITOR_INTERVAL_S)
+                if over and not any(rank_failures.is_cause(self._failure(end)) for end in ranks.failures()):
+                    ranks.wait(rank_processes.CAUSE_S, all_=True)
+            finally:
+                promised = os.path.exists(environ[Env.NOTICE])
+                ranks.stop(settings.grace_s if promised else rank_processes.KILL_DELAY_S)
+        oom = machine_memory.Machine().oom_kills() > oom_kills
+        failures = {failure.local_rank: failure for failure in ranks.failures()}
+        # The first failed process may end last: it made others fail, and then all of them were stopped.
+        for local_rank, record in self._start.causes().items() if failures else ():
+            end = rank_failures.Ended(record["rank"], local_rank, record["code"], record["time"])
+            failures.setdefault(local_rank, end)
+        left = ranks.left()
+        return [self._failure(end, oom=oom) for end in failures.values()], left.rank if left else None
+
+    def _connect(self, ranks: rank_processes.RankProcesses, world: World, rank: int, listener: socket.socket) -> None:
+        """Host the world's store if we have rank 0; otherwise check that its host can be reached. Raises OSError and
+        WarmEnded."""
+        if rank != 0:
+            host, port = world.address.rsplit(":", 1)
+            socket.create_connection((host, int(port)), timeout=REACH_S).close()
+        if self._warm.wait_until_ready(self._settings.python, self._member.must_stop) and rank == 0:
+            ranks.host(world.address, listener, self._settings.environ)
+
+    @property
+    def _start(self) -> rank_failures.Start:
+        member = self._member
+        return rank_failures.Start(self._worker, self._state, self._settings.processes, member.generation, member.attempt)
+
+    def _failure(self, ended: rank_failures.Ended, *, oom: bool = False) -> dict[str, Any]:
+        return self._start.failure(ended, self._verdicts.get(ended.local_rank), oom=oom)
+
+    def _leave(self) -> int:
+        """Leave once the other workers can load the state that was saved here. Returns the exit code. The agent kills training if
+        that takes too long."""
+        member = self._member
+        member.left(reached=False)
+        if member.rank == 0:
+            over = lambda: self._warm.killed or member.closed is not None  # noqa: E731
+            rank0_files.leave(self._settings.environ, member.generation, over)
+        member.left(reached=True)
+        return contract.Exit.INTERRUPTED
+
+    # Called by the membership
+
+    def _joining(self) -> None:
+        """Forget the error records and verdicts of the previous world."""
+        for local_rank in range(self._settings.processes):
+            (self._state / contract.ERROR.format(local_rank=local_rank)).unlink(missing_ok=True)
+        self._verdicts.clear()
+        self._member.repairs = self._member.repairs or Repairs(self._worker, self._settings.restarts)
+
+    def _dies(self) -> bool:
+        causes = self._start.causes().items()
+        return any(self._seen.age(rank, record["time"]) < EXIT_TIMEOUT_S for rank, record in causes)
+
+    def _repaired(self, past: Past) -> None:
+        """Log that the members restart the processes of this world; the worker of rank 0 also records the restart in the
+        ledger."""
+        reason = str(past.failure.get("reason", ""))
+        print(contract.start_line(past.generation, past.attempt, reason), file=sys.stderr, flush=True)
+        if self._member.rank == 0:
+            event = {"generation": past.generation, "attempt": past.attempt, "worker": past.worker, "reason": reason}
+            self._settings.record("attempt", **event, **{name: past.failure.get(name) for name in ("rank", "code", "cause")})

@@ -1,0 +1,173 @@
+"""Why training processes have failed, from their ends, their records and the agent's verdicts, and which failure is the root."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import math
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from outlast.base import files
+from outlast.base.errors import WrongBits
+from outlast.job import accelerators, contract
+from outlast.job.contract import FailureCause
+from outlast.job.workerfiles import progress_file
+from outlast.rendezvous.root_cause import left_early
+
+EARLY_S = 30.0
+"""Time in seconds for which a script without reported steps counts as before its first step; arbitrary."""
+_SCRIPT_ERRORS = (
+    *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
+    *("TypeError", "NameError", "UnboundLocalError", "AttributeError", "SystemExit"),
+)
+"""Errors of a script that has a mistake, does not match the installed packages, or rejects its arguments."""
+_MEMORY = ("OutOfMemoryError", "MemoryError")
+"""Out-of-memory errors of torch, for any accelerator, and of Python."""
+_LOADER = "killed by signal: Killed"
+"""torch's message after the kernel has killed a data loader process."""
+_STEPS = ("first step", "train")
+"""Phases in which a hang is attributed to the step. In other phases (opening, restoring, saving) a process waits for a store or a
+disk. A plain script without reported steps counts as at step 0 if it was silent longer than it was active."""
+_COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
+_SECONDARY = re.compile(
+    r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|"
+    r"no route to host|unreachable|" + "|".join(accelerators.LIBRARIES),
+    re.IGNORECASE,
+)
+"""Messages of collectives after the death of another process, which are secondary failures."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """The end of a fork of the warm process."""
+
+    rank: int | None
+    """Rank of a training process; None for the process of the world's store."""
+    local_rank: int
+    code: int
+    """Exit code, or the number of the signal that ended it, negative."""
+    time: float
+    """Seconds since the epoch."""
+    why: str = ""
+    """Why it could not be started, or is lost."""
+    asked: bool = False
+    """Whether we had asked it to end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The hang for which the agent killed a training process."""
+
+    reason: str
+    stuck: bool
+    """False if the process was stopped from outside."""
+    early: bool
+    """True if the process had hung for longer than it had run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """One start of a worker's training processes. `state` is the worker's directory, with its processes' records."""
+
+    worker: int
+    state: Path
+    processes: int
+    generation: int
+    attempt: int
+
+    def failure(self, ended: Ended, verdict: Verdict | None = None, *, oom: bool = False) -> dict[str, Any]:
+        """Return the failure of one process for the rendezvous. `oom`: the kernel's OOM killer has killed a process of this
+        worker meanwhile."""
+        record = files.mapping(self.state / contract.ERROR.format(local_rank=ended.local_rank))
+        # The error record wins: threads of torch may end the process with SIGABRT while it exits.
+        code = record.get("code") or contract.exit_code(ended.code)
+        what = (verdict.reason if verdict else "") or record.get("message") or ended.why or _how(ended.code)
+        if oom := oom and (what == _how(-signal.SIGKILL) or _LOADER in what):
+            what = "was killed: out of memory; raise resources.memory, or lower the batch"
+        # Messages of OutlastError are whole sentences.
+        sentence = bool(record) and not record.get("traceback") and not verdict and record["type"] != "SystemExit"
+        who = "the store of the world" if ended.rank is None else f"rank {ended.rank}"
+        reached = progress_file.read(self.state, ended.local_rank)
+        if reached and (reached.generation, reached.attempt) != (self.generation, self.attempt):
+            reached = None
+        reported = 0
+        if reached and reached.phase == "started":  # a plain script, which reports steps at most
+            reported, reached = reached.step, None
+        echo = is_secondary(record)
+        young = (verdict is not None and verdict.early) or (echo and record.get("age_s", math.inf) < EARLY_S)
+        plain = reached is None and bool(reported or young)
+        # A record means that it was exiting already.
+        stopped_by_us = ended.asked and ended.code in (-signal.SIGTERM, -signal.SIGKILL) and not record
+        stuck = verdict is not None and verdict.stuck
+        return {
+            "rank": ended.rank,
+            "code": code,
+            "reason": f"{who} on worker {self.worker}{':' if sentence else ''} {what}",
+            "cause": FailureCause.HANG if verdict else FailureCause.OUT_OF_MEMORY if oom else cause(record),
+            "traceback": record.get("traceback", ""),
+            "time": record.get("time", ended.time),
+            "echo": not verdict and (stopped_by_us or echo),
+            "hung": stuck and (plain if reached is None else reached.phase in _STEPS),
+            "early": record["type"] if _early(record, reached) else "",
+            "step": reached.step if reached else reported if plain else None,
+            "committed": reached.committed if reached else None,
+        }
+
+    def first(self, failures: Sequence[dict[str, Any]], rank: int | None) -> dict[str, Any]:
+        """Return the root failure. If all failures are secondary, a `rank` of this worker that exited with code 0 is the
+        cause."""
+        first = min(failures, key=lambda failure: (not is_cause(failure), failure["time"]))
+        if {failure["early"] for failure in failures if is_cause(failure)} != {first["early"]}:
+            first = {**first, "early": ""}
+        if rank is None or not first["echo"]:
+            return first
+        reason = left_early(f"rank {rank} on worker {self.worker}", first["rank"], first["step"])
+        return {**first, "rank": rank, "reason": reason, "echo": False, "left": True, "traceback": ""}
+
+    def causes(self) -> dict[int, dict[str, Any]]:
+        """Return the processes' error records by local rank, without secondary failures."""
+        records = {each: files.mapping(self.state / contract.ERROR.format(local_rank=each)) for each in range(self.processes)}
+        return {each: record for each, record in records.items() if "code" in record and not is_secondary(record)}
+
+
+def is_cause(failure: Mapping[str, Any]) -> bool:
+    return not failure["echo"] and not was_interrupted(failure)
+
+
+def was_interrupted(failure: Mapping[str, Any]) -> bool:
+    return bool(failure["code"] == contract.Exit.INTERRUPTED)
+
+
+def is_secondary(record: Mapping[str, Any]) -> bool:
+    """Return whether an error record is from a collective that broke because another rank had ended."""
+    if record.get("type") not in _COLLECTIVE:
+        return False
+    # The message of a failed save names only the ranks; the reason is in its traceback.
+    text = record["traceback"] if record["type"] == "CheckpointException" else record["message"]
+    return _SECONDARY.search(text) is not None
+
+
+def cause(record: Mapping[str, Any]) -> FailureCause:
+    """Return the cause of a failure, if the rank had wrong bits or the script ran out of memory or disk space. A driver's
+    out-of-memory error is a RuntimeError with CUDA's text."""
+    kind, message = record.get("type"), record.get("message", "")
+    if kind == WrongBits.__name__:
+        return FailureCause.BITS
+    if kind == "OSError" and any(f"[Errno {number}]" in message for number in (errno.ENOSPC, errno.EDQUOT)):
+        return FailureCause.DISK_FULL
+    starved = kind in _MEMORY or (kind == "RuntimeError" and "error: out of memory" in message)
+    return FailureCause.OUT_OF_MEMORY if starved else FailureCause.UNKNOWN
+
+
+def _early(record: Mapping[str, Any], reached: progress_file.Progress | None) -> bool:
+    """Return whether the script, not the machine, probably caused a failure before its first step."""
+    began = record.get("age_s", math.inf) < EARLY_S if reached is None else reached.phase in ("open", "restore", "first step")
+    return began and record.get("type") in _SCRIPT_ERRORS
+
+
+def _how(exitcode: int) -> str:
+    return f"was killed by {contract.signal_name(-exitcode)}" if exitcode < 0 else f"exited with code {exitcode}"

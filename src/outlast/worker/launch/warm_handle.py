@@ -1,0 +1,99 @@
+"""The agent's handle of its warm process: start it, wait until it can fork, start it again after its end, kill it."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from outlast.base import backoff, unix_sockets
+from outlast.job import contract
+from outlast.worker.launch import sibling, warm_request
+
+RESTARTS, PAUSE_S, LONGEST_PAUSE_S = 10, 1.0, 30.0
+"""Maximum number of restarts in a row of a warm process that cannot fork, and the first and longest backoff between them, in
+seconds. Arbitrary: together they take three minutes, in which a machine at its process limit may recover."""
+_POLL_INTERVAL_S = 0.02
+
+
+class WarmEnded(Exception):
+    """The warm process has ended, and the worker with it. `code` is the worker's exit code."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class WarmProcess:
+    """A worker's warm process, a child of its agent. The agent's threads share the handle."""
+
+    def __init__(self, environ: dict[str, str], process: subprocess.Popen[bytes] | sibling.Forked | None = None) -> None:
+        """`environ` is the worker's environment, read at each start."""
+        self._environ, self._process = environ, process
+        self._path = Path(environ[contract.Env.STATE]) / warm_request.SOCKET
+        self._python = ""
+        self._lock, self._killed = threading.Lock(), threading.Event()
+        self._forked = False
+        """True once a warm process of this worker could fork."""
+
+    @property
+    def killed(self) -> bool:
+        """True once the process was killed for good."""
+        return self._killed.is_set()
+
+    def __bool__(self) -> bool:
+        return self._process is not None
+
+    def start(self, python: str) -> None:
+        """Start the process in a Python interpreter, unless it runs. The kernel kills it when the calling thread ends. Raises
+        OSError."""
+        self._python = python
+        with self._lock:
+            if self._process is None and not self._killed.is_set():
+                self._process = sibling.start_warm(python, self._environ)
+
+    def wait_until_ready(self, python: str, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the process can fork; start it again if it has ended. Returns False if `stop` or `kill` came first. Raises
+        WarmEnded if no process can be started, or if the first one has ended: nothing is lost with that worker."""
+        failures = 0
+        while not self._killed.is_set() and not stop():
+            try:
+                self.start(python)
+                unix_sockets.connect(self._path).close()
+                self._forked = True
+                return True
+            except OSError as problem:
+                status = self._process.poll() if self._process else None
+                if self._process and status is None:
+                    self._killed.wait(_POLL_INTERVAL_S)  # it imports torch
+                    continue
+                why = _how(status) if status is not None else f"could not be started: {problem.strerror}"
+            self._process = None
+            if self._killed.is_set():
+                break
+            failures += 1
+            reason = f"the warm process {why}"
+            print(f"outlast | {reason}", flush=True)
+            if not self._forked or failures > RESTARTS:
+                killed = status is None or status < 0
+                raise WarmEnded(contract.exit_code(status or -9) if killed else contract.Exit.FAILED, reason)
+            if failures > 1:
+                self._killed.wait(backoff.exponential(failures - 2, PAUSE_S, LONGEST_PAUSE_S))
+        return False
+
+    def kill(self) -> None:
+        """Kill the process for good. Its forks die with it."""
+        with self._lock:
+            self._killed.set()
+            if self._process:
+                self._process.kill()
+
+    def wait(self) -> None:
+        """Wait for the end of the killed process."""
+        if process := self._process:
+            process.wait()
+
+
+def _how(status: int) -> str:
+    return f"was killed by {contract.signal_name(-status)}" if status < 0 else f"exited with code {status}"
