@@ -290,7 +290,7 @@ def busy() -> None:
 def disturbances(agent: int) -> dict[str, Disturbance]:
     """What happens to the worker of an agent. Titles are those of `launch.titles`."""
     process = psutil.Process(agent)
-    names = {"agent": "outlast: agent", "elastic agent": "elastic agent", "worker": ""}
+    names = {"agent": "outlast: agent", "warm process": "warm process", "worker": ""}
     return {**{name: stopped(process, title) for name, title in names.items()}, "busy cores": busy}
 
 

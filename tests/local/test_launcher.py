@@ -36,7 +36,7 @@ from outlast.rendezvous.messages import Called, Report
 from outlast.rendezvous.root_cause import Pending
 from outlast.storage import checkpoints
 from outlast.worker.agent import launcher_watch
-from outlast.worker.launch import elastic_agent as elastic
+from outlast.worker.agent.world_loop import WorldLoop
 from outlast.worker.launch import rank0_files
 
 
@@ -154,38 +154,18 @@ def test_an_agent_is_silent_when_its_file_has_not_changed_while_we_looked(tmp_pa
     assert [worker.index for worker in pool.silent()] == [0]
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_a_silent_elastic_agent_is_killed_alone_and_its_worker_only_when_nobody_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
-) -> None:
-    machine = Machine()
-    launcher = a_launcher(tmp_path, machine)
-    agent, elastic_agent = (subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(2))
+def test_a_worker_that_the_rendezvous_does_not_hear_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = a_launcher(tmp_path, Machine())
+    agent = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         launcher.pool.adopt([{"index": 0, "pid": agent.pid, "attempt": 1}])
-        silent = iter([{0: elastic_agent.pid}])
-        monkeypatch.setattr(launcher.server, "drop_silent", lambda: next(silent, {}))
+        monkeypatch.setattr(launcher.server, "drop_silent", lambda: [0])
         monkeypatch.setattr(launcher.pool, "silent", list)
         launcher._end_silent()
-        assert elastic_agent.wait(10) == -signal.SIGKILL
-        for _ in range(60):
-            machine.goes_on(1.0)
-            launcher._end_silent()
-        assert agent.poll() is None, "it has the newest step in memory, and starts another elastic agent"
-        if comes_back:
-            launcher.reports[0] = Report(run=launcher.run_id, id=0, standing=world.MemberState.WAITING)
-        machine.goes_on(1.0)
-        launcher._end_silent()
-        assert launcher.relaunching == {} or not comes_back
-        if comes_back:
-            with pytest.raises(subprocess.TimeoutExpired):
-                agent.wait(0.3)
-        else:
-            assert agent.wait(10) == -signal.SIGKILL
+        assert agent.wait(10) == -signal.SIGKILL
     finally:
-        for each in (agent, elastic_agent):
-            each.kill()
-            each.wait()
+        agent.kill()
+        agent.wait()
 
 
 @pytest.mark.parametrize("how", DISTURBANCES)
@@ -367,7 +347,10 @@ def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_
     writer.write(progress_file.Progress(generation=1, rank=rank, phase="train", committed=10, snapshot=19))
     member._report_leaving()
     assert (offers.said, offers.owes) == ([("leaving", 19)], True)
-    leaves = threading.Thread(target=elastic._left, args=(member,))
+    loop: Any = SimpleNamespace(
+        _member=member, _settings=SimpleNamespace(environ=dict(os.environ)), _warm=SimpleNamespace(killed=False)
+    )
+    leaves = threading.Thread(target=WorldLoop._leave, args=(loop,))
     leaves.start()
     while rank == 0 and not (number := rank0_files.requested(output)):
         assert leaves.is_alive()

@@ -26,7 +26,7 @@ def victims(status: JobStatus, rng: random.Random) -> list[int]:
     match rng.choice(["rank", "any", "any", "worker", "all workers", "launcher", "everything at once"]):
         case "rank":
             return [rank.pid for rank in worker.ranks[:1] if rank.pid]
-        case "any":  # agent, warm process, elastic agent, training process
+        case "any":  # agent, warm process, store, training process
             agent = psutil.Process(worker.pid)
             return [rng.choice([agent, *agent.children(recursive=True)]).pid]
         case "worker":

@@ -38,15 +38,14 @@ NONE = "launcher"
 """Of them this is no failure of the training."""
 MOMENTS = ("is due", "is called", "starts", "restores", "trains")
 """Of a replacement, one after the other."""
-ACTORS = ("launcher", "agent", "elastic agent", "warm process", "rank")
+ACTORS = ("launcher", "agent", "store", "warm process", "rank")
 STILL_S = 5.0
 AWAY_S = 10.0
 HARMS = {
     **{f"another leaves when a replacement {each}": [("worker", "settled"), ("leave", each)] for each in MOMENTS},
     **{f"the holder stands still when a replacement {each}": [("worker", "settled"), ("away", each)] for each in MOMENTS[:4]},
     **{f"the {each} is killed": [(each, "settled")] * 2 for each in ACTORS[1:4]},
-    "the elastic agent is killed while it leaves": [("leave", "settled"), ("elastic agent", "at once")],
-    "the elastic agent stands still for good": [("stopped elastic agent", "settled")],
+    "the warm process is killed while it leaves": [("leave", "settled"), ("warm process", "at once")],
     **{f"the {each} stands still": [(f"still {each}", when) for when in ("settled", "at once")] for each in ACTORS},
     "the output is full": [("fill", "settled"), ("process", "at once"), ("process", "settled"), ("free", "at once")],
     "the state directory is full": [("fill", "settled"), ("process", "at once"), ("free", "at once")],
@@ -143,9 +142,6 @@ class Struck:
         match kind:
             case "leave":
                 sent(pids, signal.SIGTERM)
-            case "stopped elastic agent":
-                sent(pids, signal.SIGSTOP)
-                self.machine.wait(self.name, lambda status: status.restarts > 0)
             case "fill":
                 self.fill()
             case "free":
@@ -211,7 +207,7 @@ class Struck:
         match kind:
             case "process" | "stop":
                 return set(), self.rng.sample(ranks, min(1, len(ranks)))
-            case "any":  # agent, warm process, elastic agent, training process, uploader
+            case "any":  # agent, warm process, store, training process, uploader
                 agent = self.rng.choice(list(agents.values()))
                 with contextlib.suppress(psutil.NoSuchProcess):
                     pid = self.rng.choice([agent, *(each.pid for each in psutil.Process(agent).children(recursive=True))])
@@ -223,8 +219,8 @@ class Struck:
             case "agent":
                 index = self.rng.choice(list(agents))
                 return {index}, [agents[index]]
-            case "elastic agent" | "warm process" | "still elastic agent" | "still warm process" | "stopped elastic agent":
-                title = kind.removeprefix("still ").removeprefix("stopped ")
+            case "store" | "warm process" | "still store" | "still warm process":
+                title = kind.removeprefix("still ")
                 children = [each for pid in agents.values() for each in psutil.Process(pid).children(recursive=True)]
                 return set(), [self.rng.choice([each.pid for each in children if titled(each, title)])]
             case "still launcher" | "still agent" | "still rank":

@@ -44,7 +44,7 @@ def test_whatever_is_killed_or_stopped_changes_nothing_in_the_result(machine, un
     agent = psutil.Process(before.workers[1].pid)
     called = {process.cmdline()[0] for process in (psutil.Process(before.launcher), agent, *agent.children(recursive=True))}
     (rank,) = before.workers[1].ranks
-    assert {f"outlast: rank {rank.rank} exact.py", "outlast: agent 1", "outlast: elastic agent 1"} <= called
+    assert {f"outlast: rank {rank.rank} exact.py", "outlast: agent 1", "outlast: warm process"} <= called
     assert f"outlast: launcher {machine.directory}" in " ".join(called)
     after = repaired_by_its_members(machine, name, before)
     kill(before.launcher)
@@ -177,19 +177,20 @@ def restored(machine, name: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_elastic_agent_and_the_warm_process_may_die_and_the_snapshots_stay(machine, undisturbed: Final, workers: int):
+def test_the_process_of_the_store_and_the_warm_process_may_die_and_the_snapshots_stay(machine, undisturbed: Final, workers: int):
     """Nothing is saved: the steps are in the memory of agents alone, of a single one where there is one worker."""
     ranks = {"workers": {"replicas": workers}, "processesPerWorker": 2 // workers}
     name = machine.submit(machine.job(args=(*ARGS, "--print"), checkpoint={"every": "1h"}, **ranks))
     status = machine.at_step(name, 15)
     home, agents = StateDir(machine.directory / "state" / "jobs" / name), [worker.pid for worker in status.workers]
-    for deaths, (victim, index) in enumerate([("elastic agent", 0), ("warm process", workers - 1)], 1):
+    for deaths, (victim, index) in enumerate([("store", 0), ("warm process", workers - 1)], 1):
         machine.wait(name, lambda _: progress_file.read(home.worker(0), 0).snapshot > 0)
         snapshot = progress_file.read(home.worker(0), 0).snapshot
         process(agents[index], victim).kill()
         status = trains_again(machine, name, status)
         assert (status.restarts, [worker.pid for worker in status.workers]) == (deaths, agents)
-        assert f"the {victim} of worker {index} was killed by SIGKILL" in status.failure.reason
+        how = "the store of the world on worker 0 was killed by SIGKILL" if deaths == 1 else "was lost with its warm process"
+        assert how in status.failure.reason
         assert restored(machine, name)[-1] >= snapshot > 0, "and not from the beginning"
         assert all(path.is_file() or path.is_socket() for path in home.worker(0).iterdir()), "a directory needs room"
     status = machine.end(name, hurry=True)
@@ -218,7 +219,7 @@ def test_a_state_directory_without_room_for_one_more_file_keeps_nobody_from_star
     try:
         name = machine.submit(machine.job(args=(*ARGS, "--print"), checkpoint={"every": "1h"}, output=output, **ranks))
         agent = machine.at_step(name, 15).workers[0].pid
-        for victim in ("rank 1", "elastic agent", "warm process"):
+        for victim in ("rank 1", "store", "warm process"):
             with contextlib.suppress(OSError):
                 for number in itertools.count():
                     (small / f"fill-{victim}-{number}").touch()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
@@ -16,8 +15,7 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.rendezvous import entry_point, world
 from outlast.rendezvous.membership import Membership
-from outlast.worker.launch import elastic_agent
-from outlast.worker.launch.rank_processes import Ended
+from outlast.worker.launch.rank_failures import Ended, Start
 
 
 def test_an_endpoint_of_another_kind_is_refused_with_a_sentence():
@@ -56,14 +54,28 @@ def test_a_member_that_reaches_no_world_gives_up_with_the_reason(tmp_path: Path,
     assert offers.generation > 1
 
 
+def test_a_world_gives_the_environment_no_new_name_while_other_threads_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outlast.rendezvous import handler
+
+    member = Membership(Offers(), run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+    for name in member.numbers:
+        monkeypatch.delenv(name, raising=False)
+    ours = handler.Handler(member)
+    assert {os.environ[name] for name in member.numbers} == {"0"}
+    monkeypatch.setattr(member, "next_world", lambda _: setattr(member, "world", world.World(7, (1,), "127.0.0.1:5", "", held=3)))
+    ours.next_rendezvous()
+    assert [os.environ[name] for name in member.numbers] == ["7", "0", "3"]
+
+
 def test_a_process_that_was_stopped_on_its_way_out_is_a_cause_and_no_echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OUTLAST_WORKER", "0")
     said = {"rank": 1, "type": "ValueError", "message": "raised ValueError: a bug", "traceback": "", "time": 1.0, "code": 1}
     (tmp_path / contract.ERROR.format(local_rank=1)).write_text(json.dumps(said))
-    handler: Any = SimpleNamespace(generation=1)
 
     def failed(local_rank: int) -> tuple[int, bool]:
-        failure = elastic_agent._failure(tmp_path, handler, Ended(local_rank, local_rank, -signal.SIGTERM, 0.0, asked=True))
+        failure = Start(0, tmp_path, 2, 1, 0).failure(Ended(local_rank, local_rank, -signal.SIGTERM, 0.0, asked=True))
         return failure["code"], failure["echo"]
 
     assert (failed(0), failed(1)) == ((143, True), (1, False))

@@ -39,12 +39,18 @@ def operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Operat
 
 
 @pytest.fixture
-def member(operator: Operator, tmp_path: Path) -> Iterator[Callable[..., transport.Client]]:
+def ended() -> list[messages.Closed]:
+    """The ends of the run that a member has noted for its agent."""
+    return []
+
+
+@pytest.fixture
+def member(operator: Operator, tmp_path: Path, ended: list[messages.Closed]) -> Iterator[Callable[..., transport.Client]]:
     """Makes members of the run, which go at the end."""
     made: list[transport.Client] = []
 
     def make(id: int = 0) -> transport.Client:
-        made.append(transport.client("kubernetes://train", transport.Member("run", id, tmp_path, 2)))
+        made.append(transport.client("kubernetes://train", transport.Member("run", id, tmp_path, 2, run_ended=ended.append)))
         return made[-1]
 
     yield make
@@ -219,13 +225,13 @@ def test_clients_with_an_expired_login_are_closed(operator: Operator, member, mo
     until(lambda: len(closed) == len(opened))
 
 
-def test_a_worker_of_another_run_is_left_over(operator: Operator, member, tmp_path: Path) -> None:
+def test_a_worker_of_another_run_is_left_over(operator: Operator, member, ended: list[messages.Closed]) -> None:
     operator.say(run="another", world=a_world(4), closed={"reason": "done", "code": 0})
     client = member()
     client.report("waiting")
     until(lambda: client.closed)
     assert (client.closed, client.world) == (messages.Closed("run run is over", contract.Exit.FAILED), None)
-    assert not (tmp_path / contract.END).exists()
+    assert ended == []
 
 
 def test_the_operator_knows_the_run_by_the_word_that_it_gave_its_pods(operator: Operator, member, monkeypatch) -> None:
@@ -237,7 +243,9 @@ def test_the_operator_knows_the_run_by_the_word_that_it_gave_its_pods(operator: 
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_the_end_of_the_job_document_is_an_interruption(operator: Operator, member, tmp_path: Path, before: bool) -> None:
+def test_the_end_of_the_job_document_is_an_interruption(
+    operator: Operator, member, ended: list[messages.Closed], before: bool
+) -> None:
     client = member()
     if not before:
         client.report("waiting")
@@ -248,19 +256,17 @@ def test_the_end_of_the_job_document_is_an_interruption(operator: Operator, memb
     until(lambda: client.closed)
     assert client.closed == messages.Closed("the job was deleted", contract.Exit.INTERRUPTED)
     assert operator.lease() is None
-    assert not (tmp_path / contract.END).exists()
+    assert ended == []
 
 
 @pytest.mark.parametrize(("code", "noted"), [(0, True), (79, True), (75, False)])
-def test_the_end_is_noted_for_the_agent_unless_the_job_may_go_on(operator: Operator, member, tmp_path, code, noted) -> None:
+def test_the_end_is_noted_for_the_agent_unless_the_job_may_go_on(operator: Operator, member, ended, code, noted) -> None:
     operator.say(closed={"reason": "it is so", "code": code})
     client = member()
     client.report("waiting")
     until(lambda: client.closed)
     assert client.closed == messages.Closed("it is so", code)
-    assert (tmp_path / contract.END).exists() == noted
-    if noted:
-        assert json.loads((tmp_path / contract.END).read_text()) == {"reason": "it is so", "code": code, "end": ""}
+    assert ended == ([messages.Closed("it is so", code)] if noted else [])
 
 
 def test_an_answer_that_was_lost_does_no_harm(operator: Operator, member) -> None:
@@ -458,8 +464,9 @@ def test_members_of_a_large_world_renew_less_often_and_say_how_long_that_lasts(
 
 def test_the_deadline_that_the_operator_publishes_for_a_pod_is_noted_for_its_agent(tmp_path: Path) -> None:
     environ = {contract.Env.MEMBER: "uid", contract.Env.NAMESPACE: "team"}
-    member = board.Board("train", transport.Member("r", 0, tmp_path, 0, environ))
-    file = tmp_path / contract.LEAVE
+    noted: list[tuple[float, str]] = []
+    told = transport.Member("r", 0, tmp_path, 0, environ, must_leave=lambda deadline, reason: noted.append((deadline, reason)))
+    member = board.Board("train", told)
 
     def hear(leaving: object) -> None:
         status = {"rendezvous": {"run": "r", "leaving": leaving}}
@@ -467,11 +474,11 @@ def test_the_deadline_that_the_operator_publishes_for_a_pod_is_noted_for_its_age
 
     for others in (None, "soon", [7], [{"uid": "another", "deadline": 9.0}], [{"uid": "uid", "deadline": "soon"}]):
         hear(others)
-        assert not file.exists()
-    hear([{"uid": "another", "deadline": 9.0}, {"uid": "uid", "worker": 0, "deadline": 1_700_000_015.0, "reason": "spot"}])
-    assert json.loads(file.read_text()) == {"deadline": 1_700_000_015.0, "reason": "spot"}
+        assert noted == []
+    for _ in range(2):
+        hear([{"uid": "another", "deadline": 9.0}, {"uid": "uid", "worker": 0, "deadline": 1_700_000_015.0, "reason": "spot"}])
     hear([{"uid": "uid", "deadline": 1_700_000_005.0}])
-    assert json.loads(file.read_text()) == {"deadline": 1_700_000_005.0, "reason": ""}
+    assert noted == [(1_700_000_015.0, "spot"), (1_700_000_005.0, "")], "each once"
 
 
 def test_the_worker_of_rank_0_renews_soon_and_copies_what_the_operator_notes_into_the_ledger(tmp_path: Path) -> None:

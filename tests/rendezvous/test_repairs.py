@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +15,10 @@ import pytest
 from outlast.job import contract
 from outlast.job.workerfiles import notice_file, progress_file
 from outlast.rendezvous import world_store
-from outlast.rendezvous.membership import Leaving, Membership, RunClosed
+from outlast.rendezvous.membership import Membership
 from outlast.rendezvous.messages import Called, Closed, Report
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.world import World
-from outlast.worker.launch import elastic_agent
 from waits import until
 
 KILLED = {"rank": 1, "code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 5.0, "echo": False}
@@ -66,7 +64,6 @@ class Members:
             state.mkdir()
             member = Membership(client, run_id="r", state=state, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
             member.key, member.repairs = b"k" * 32, Repairs(client.id, 10, lambda: faster * time.monotonic())
-            member._notice = state / contract.NOTICE
             self.members.append(member)
         self.pool = ThreadPoolExecutor(size)
         self.busy: tuple[int, ...] = ()
@@ -110,10 +107,7 @@ class Members:
 
 
 @pytest.fixture
-def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Members]]:
-    for name in (contract.Env.GENERATION, contract.Env.ATTEMPT, contract.Env.NOTICE):
-        monkeypatch.setenv(name, "")
-    monkeypatch.delenv(contract.Env.NOTICE)
+def members(tmp_path: Path) -> Iterator[Callable[..., Members]]:
     made: list[Members] = []
 
     def make(size: int, faster: float = 1.0) -> Members:
@@ -126,28 +120,13 @@ def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         each.end()
 
 
-def test_a_world_gives_the_environment_no_new_name_while_other_threads_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (contract.Env.GENERATION, contract.Env.ATTEMPT, contract.Env.HELD, contract.Env.NOTICE):
-        monkeypatch.delenv(name, raising=False)
-    world = Members(tmp_path, 2, 1.0)  # no thread yet
-    before = set(os.environ)
-    try:
-        world.start()
-        assert set(os.environ) == before
-        assert os.environ[contract.Env.GENERATION] == "1"
-    finally:
-        world.end()
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_members_meet_again_in_the_same_generation_at_a_fresh_store(members: Callable[..., Members], size: int) -> None:
     world = members(size)
     for attempt in (1, 2):
         world.met(world.fail(size // 2))
         assert [member.attempt for member in world.members] == [attempt] * size
-        assert os.environ[contract.Env.ATTEMPT] == str(attempt)
+        assert {member.numbers[contract.Env.ATTEMPT] for member in world.members} == {str(attempt)}
         assert {(client.said.standing, client.said.generation, client.said.attempt) for client in world.clients} == {
             ("training", 1, attempt)
         }
@@ -257,29 +236,3 @@ def test_a_pause_before_the_next_start_ends_when_the_worker_is_told_to_leave(mem
     notice_file.write(member._notice, "leave", "its node goes", time.time() + 60)
     assert started.result(timeout=60)
     assert member.world.members == (0,)
-
-
-@pytest.mark.parametrize("attempt", [0, 2])
-@pytest.mark.parametrize(("saved", "owes"), [(6, True), (9, False)])
-def test_who_takes_the_place_of_a_killed_elastic_agent_knows_the_step_that_is_in_memory_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: int, saved: int, owes: bool
-) -> None:
-    monkeypatch.setenv(contract.Env.ATTEMPT, str(attempt))
-    writer = progress_file.Writer(tmp_path, 0)
-    writer.write(progress_file.Progress(3, 0, "train", step=9, committed=saved, snapshot=9))
-    writer.close()
-    client = Client(1, (0, 1))
-    member = Membership(client, run_id="r", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
-    member._notice = tmp_path / contract.NOTICE
-    notice_file.write(member._notice, "leave", "evicted", time.time() + 60)
-    elastic_agent._replace(member, client, 3, attempt, KILLED)  # type: ignore[arg-type]
-    with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(member.next_world, world_store.connect)
-        until(lambda: client.reports)
-        said = client.reports[0]
-        if owes:
-            client.closed = Closed("over", 0)
-        with pytest.raises(RunClosed) as raised:
-            ended.result(timeout=60)
-    assert raised.type is (RunClosed if owes else Leaving)
-    assert (said.generation, said.attempt, said.failure, said.held) == (3, attempt, KILLED, 9)

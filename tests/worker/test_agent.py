@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,10 +22,11 @@ from hypothesis import strategies as st
 import prometheus_text
 from clocks import DISTURBANCES, Machine
 from outlast.base.clock import STEP_S
+from outlast.base.errors import OutlastError
 from outlast.job import contract, prometheus_metrics, spec
 from outlast.job.workerfiles import notice_file, progress_file
 from outlast.job.workerfiles.progress_file import Progress
-from outlast.rendezvous import transport
+from outlast.rendezvous.membership import Membership, RunClosed
 from outlast.worker.agent import lifecycle
 from outlast.worker.agent.agent import Agent
 from outlast.worker.agent.lifecycle import Phase
@@ -32,6 +34,7 @@ from outlast.worker.agent.nvml import Gpus
 from outlast.worker.agent.ranks import Ranks
 from outlast.worker.agent.upload_handle import UploadProcess
 from outlast.worker.hangs import hang_limit
+from outlast.worker.launch import warm_handle, warm_request
 
 GRACE_S = 75
 
@@ -106,7 +109,7 @@ def test_with_any_notice_there_is_time_to_save_and_to_upload(
     if left_s is None:
         agent._happened(lifecycle.Interrupted("received SIGTERM", began, GRACE_S))
     else:
-        (bench.state / contract.LEAVE).write_text(json.dumps({"deadline": time.time() + left_s, "reason": "spot"}))
+        agent._leave_until(time.time() + left_s, "told to leave: spot")
         for event in bench.looks():
             agent._happened(event)
         assert bench.looks() == [], "once"
@@ -122,72 +125,77 @@ def test_with_any_notice_there_is_time_to_save_and_to_upload(
     assert upload_s <= agent._flush_timeout_s() < (left_s or 1000.0) - save_s, "and the upload ends before the machine does"
 
 
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize(
-    ("death", "code", "how"), [("kill -9 $$", 137, "was killed by SIGKILL"), ("exit 1", 1, "ended with an exception")]
-)
-def test_a_warm_process_that_dies_is_started_again_where_there_is_something_to_lose(
-    bench: Bench, trained: bool, death: str, code: int, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agent, started = bench.agent, list[str]()
+@pytest.fixture
+def handle(tmp_path: Path) -> Iterator[warm_handle.WarmProcess]:
+    handle = warm_handle.WarmProcess({contract.Env.STATE: str(tmp_path)})
+    yield handle
+    handle.kill()
+    handle.wait()
 
-    def start(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-        started.append(python)
-        return subprocess.Popen(["sh", "-c", death])
+
+LISTENS = "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); time.sleep(60)"
+
+
+@pytest.mark.parametrize(("death", "code"), [("kill -9 $$", 137), ("exit 1", 1), ("", 137)])
+def test_a_warm_process_that_dies_is_started_again_if_it_could_fork_before(
+    handle: warm_handle.WarmProcess,
+    tmp_path: Path,
+    death: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def die(process: Any) -> None:
+        process.kill()
+        process.wait()
+
+    commands = [["sh", "-c", death]] if death else [["/no/such/program"]]
+
+    def start(_python: str, _environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        (tmp_path / warm_request.SOCKET).unlink(missing_ok=True)
+        return subprocess.Popen(commands[0])
 
     monkeypatch.setattr("outlast.worker.launch.sibling.start_warm", start)
-    if not trained:
-        agent._ranks.forget()
-    agent._launch_at, found = agent.clock(), list[lifecycle.Event]()
-    while not found:
-        found = bench.looks()
-    assert found == [lifecycle.Trained(code, (1, 0) if trained else None)]
-    failure = {"rank": None, "code": code, "reason": f"the warm process of worker 0 {how}", "committed": 0}
-    assert agent._lost.get("failure", {}).items() >= (failure if trained else {}).items()
-    agent._happened(found[0])
-    bench.looks()
-    assert (agent.worker.phase, len(started)) == ((Phase.TRAINING, 2) if trained else (Phase.FLUSHING, 1))
-    agent._kill_training()
-    if agent._warm:
-        agent._warm.wait()
+    with pytest.raises(warm_handle.WarmEnded) as ended:
+        handle.wait_until_ready("python")
+    assert ended.value.code == code
+    how = {"": "could not be started: No such file or directory", "exit 1": "exited with code 1"}
+    assert capsys.readouterr().out == f"outlast | the warm process {how.get(death, 'was killed by SIGKILL')}\n"
+    commands[0] = [sys.executable, "-c", LISTENS, str(tmp_path / warm_request.SOCKET)]
+    assert handle.wait_until_ready("python")
+    assert handle._process
+    first = handle._process
+    die(first)
+    assert handle.wait_until_ready("python")
+    assert handle._process is not first
+    die(handle._process)
+    monkeypatch.setattr(warm_handle, "PAUSE_S", 0.0)
+    commands[0] = ["sh", "-c", "exit 1"]
+    with pytest.raises(warm_handle.WarmEnded):
+        handle.wait_until_ready("python")
+    assert capsys.readouterr().out.count("exited with code 1") == warm_handle.RESTARTS, "and gives up after a while"
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_a_warm_process_that_cannot_be_started_counts_as_one_that_has_ended(
-    bench: Bench, trained: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_killed_warm_process_is_never_started_again(handle: warm_handle.WarmProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outlast.worker.launch.sibling.start_warm", lambda *_: pytest.fail("started"))
+    handle.kill()
+    handle.start("python")
+    assert not handle.wait_until_ready("python")
+
+
+@pytest.mark.parametrize("problem", [ValueError("a bug"), OutlastError("no endpoint")])
+def test_a_bug_in_the_world_loop_ends_the_worker_and_a_mistake_is_told_in_a_sentence(
+    bench: Bench, problem: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def start(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
+    def fail(*_: object) -> None:
+        raise problem
 
-    monkeypatch.setattr("outlast.worker.launch.sibling.start_warm", start)
-    if not trained:
-        bench.agent._ranks.forget()
-    bench.agent._launch_at = bench.agent.clock()
-    found = bench.looks()
-    assert found == [lifecycle.Trained(137, (1, 0) if trained else None)]
-    if trained:
-        reason = "the warm process of worker 0 could not be started: Resource temporarily unavailable"
-        assert bench.agent._lost["failure"]["reason"] == reason
-    bench.agent._happened(found[0])
-    assert bench.agent.worker.phase is (Phase.TRAINING if trained else Phase.FLUSHING)
-
-
-@pytest.mark.parametrize(
-    ("status", "event", "reason"),
-    [
-        (-9, lifecycle.Trained(137, (1, 0)), "was killed by SIGKILL"),
-        (os.EX_SOFTWARE, lifecycle.Trained(1, (1, 0)), "ended with an exception"),
-        (1, lifecycle.Trained(1), ""),  # as the coordinator has published
-        (75, lifecycle.Trained(75), ""),
-    ],
-)
-def test_an_elastic_agent_that_ends_by_itself_is_launched_again_if_its_end_means_nothing(
-    bench: Bench, status: int, event: lifecycle.Trained, reason: str
-) -> None:
-    bench.agent._ended("elastic agent", status)
-    assert bench.looks() == [event]
-    failure = {"code": event.code, "reason": f"the elastic agent of worker 0 {reason}"}
-    assert bench.agent._lost.get("failure", {}).items() >= (failure if reason else {}).items()
+    monkeypatch.setattr("outlast.worker.agent.world_loop.WorldLoop", fail)
+    bench.agent.environ[contract.Env.CODE] = "."
+    bench.agent._train()
+    mistake = isinstance(problem, OutlastError)
+    assert bench.looks() == [lifecycle.Trained(contract.Exit.MISCONFIGURED if mistake else contract.Exit.FAILED)]
+    assert ("Traceback" in capsys.readouterr().err) != mistake
 
 
 @pytest.mark.parametrize(
@@ -203,17 +211,20 @@ def test_an_elastic_agent_that_ends_by_itself_is_launched_again_if_its_end_means
 def test_a_worker_reports_before_its_ranks_can_start_where_nobody_can_train_without_it(
     bench: Bench, rendezvous: str, generation: str, workers: dict[str, int], waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent, asked = bench.agent, list[dict[str, str]]()
+    agent, done = bench.agent, list[str]()
     document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}}
     agent.job = spec.parse(json.dumps({**document, "spec": {"script": "train.py", "workers": workers}}))
-    agent.environ |= {contract.Env.RENDEZVOUS: rendezvous, contract.Env.GENERATION: generation, contract.Env.CODE: "."}
-    monkeypatch.setattr("outlast.worker.launch.sibling.start_warm", lambda *_: SimpleNamespace())
-    monkeypatch.setattr("outlast.base.unix_sockets.connect", lambda _: None)
-    monkeypatch.setattr(
-        "outlast.worker.launch.warm_request.request", lambda _sock, _kind, _argv, environ, *_: asked.append(environ)
-    )
-    agent._launch()
-    assert [transport.others_may_wait(environ) for environ in asked] == [waits]
+    own = {contract.Env.RENDEZVOUS: rendezvous, contract.Env.GENERATION: generation, contract.Env.RUN: "r"}
+    agent.environ |= {**own, contract.Env.CODE: ".", contract.Env.MEMBER: "uid"}
+
+    def next_world(_self: Membership, _connect: object) -> None:
+        done.append("reported")
+        raise RunClosed("over")
+
+    monkeypatch.setattr(agent._warm, "wait_until_ready", lambda *_: done.append("warm"))
+    monkeypatch.setattr(Membership, "next_world", next_world)
+    agent._train()
+    assert done == (["warm"] if waits else []) + ["reported"]
 
 
 def test_an_agent_that_cannot_coordinate_any_more_ends_and_launches_nothing(bench: Bench) -> None:

@@ -31,7 +31,7 @@ def test_a_worker_prepares_in_order_and_then_trains():
     assert effects == (lifecycle.Prepare(Phase.RUN),)
     for phase, following in zip(lifecycle.PREPARATION, [*lifecycle.PREPARATION[1:], None], strict=True):
         worker, effects = lifecycle.step(worker, lifecycle.Prepared(phase))
-        assert effects == ((lifecycle.Prepare(following),) if following else (lifecycle.Launch(),))
+        assert effects == ((lifecycle.Prepare(following),) if following else (lifecycle.Train(),))
     assert worker == Worker(Phase.TRAINING)
 
 
@@ -41,41 +41,6 @@ def test_however_training_ends_what_is_left_is_pushed_and_the_code_is_kept(code:
     assert (worker.phase, worker.code, effects) == (Phase.FLUSHING, code, (lifecycle.Flush(),))
     _, effects = lifecycle.step(worker, lifecycle.Flushed())
     assert effects == (lifecycle.Exit(code, worker.reason),)
-
-
-@pytest.mark.parametrize(
-    ("relaunched", "start", "leaving", "pause_s"),
-    [
-        (None, (1, 0), "", 0.0),  # killed while it trained
-        ((1, 0), (1, 1), "", 0.0),  # and again, in a later attempt, which the coordinator counts
-        ((1, 1), (2, 0), "", 0.0),
-        ((1, 0), (1, 0), "", lifecycle.PAUSE_S),  # before anything was started again: not at once
-        (None, None, "", None),  # nothing has been trained that could be lost, or it has ended by itself
-        (None, (1, 0), "drain", 0.0),  # its newest step is to be saved yet
-        (None, (1, 0), "late", None),
-        (None, None, "drain", None),
-    ],
-)
-def test_an_elastic_agent_that_is_killed_is_launched_again_beside_the_snapshots(
-    relaunched: tuple[int, int] | None, start: tuple[int, int] | None, leaving: str, pause_s: float | None
-):
-    before = Worker(Phase.TRAINING, leaving=leaving, late=leaving == "late", start=relaunched)
-    worker, effects = lifecycle.step(before, lifecycle.Trained(137, start))
-    if pause_s is None:
-        assert (worker.phase, effects) == (Phase.FLUSHING, (lifecycle.Flush(),))
-        assert worker.code == (Exit.INTERRUPTED if leaving else 137)
-    else:
-        again = dataclasses.replace(before, start=start, relaunches=bool(pause_s))
-        assert (worker, effects) == (again, (lifecycle.Launch(pause_s),))
-
-
-def test_a_worker_that_is_launched_in_vain_ends_after_a_while_and_not_for_what_was_before():
-    worker, launches = after(*TRAINING)[0], 0
-    for killed in [*[lifecycle.Trained(139, (1, 0))] * 5, *[lifecycle.Trained(139, (2, 0))] * 100]:
-        worker, effects = lifecycle.step(worker, killed)
-        launches += isinstance(effects[0], lifecycle.Launch) if effects else 0
-    assert launches == 5 + 1 + lifecycle.RELAUNCHES
-    assert (worker.phase, worker.code) == (Phase.FLUSHING, 139)
 
 
 def test_a_push_that_fails_is_said_and_changes_no_exit_code():
@@ -165,7 +130,7 @@ EVENTS = st.sampled_from(
         lifecycle.Trained(0),
         lifecycle.Trained(1),
         lifecycle.Trained(75),
-        *(lifecycle.Trained(137, (generation, 0)) for generation in (1, 2)),
+        lifecycle.Trained(137),
         lifecycle.Interrupted("drain", 0.0, 1.0),
         lifecycle.GraceOver(),
         lifecycle.Flushed(),
@@ -175,7 +140,7 @@ EVENTS = st.sampled_from(
 
 
 @given(st.lists(EVENTS, max_size=30))
-def test_whatever_happens_a_worker_exits_once_launches_nothing_after_it_and_pushes_whatever_it_trained(
+def test_whatever_happens_a_worker_trains_and_exits_once_and_pushes_whatever_it_trained(
     events: list[lifecycle.Event],
 ):
     worker, effects = Worker(), []
@@ -183,11 +148,10 @@ def test_whatever_happens_a_worker_exits_once_launches_nothing_after_it_and_push
         worker, done = lifecycle.step(worker, event)
         effects += done
     kinds = [type(effect) for effect in effects]
-    killed = sum(isinstance(event, lifecycle.Trained) and event.start is not None for event in events)
-    assert kinds.count(lifecycle.Launch) <= 1 + killed
+    assert kinds.count(lifecycle.Train) <= 1
     assert kinds.count(lifecycle.Exit) <= 1
     assert lifecycle.Exit not in kinds[:-1]
-    if lifecycle.Launch in kinds and lifecycle.Exit in kinds and not any(isinstance(e, lifecycle.Superseded) for e in events):
+    if lifecycle.Train in kinds and lifecycle.Exit in kinds and not any(isinstance(e, lifecycle.Superseded) for e in events):
         assert lifecycle.Flush in kinds
 
 

@@ -27,8 +27,8 @@ from outlast.rendezvous.world import World
 from outlast.worker.agent import reporter
 from outlast.worker.agent.ranks import Ranks
 from outlast.worker.hangs import hang_limit, stacks
-from outlast.worker.launch import elastic_agent, training_process
-from outlast.worker.launch.rank_processes import Ended
+from outlast.worker.launch import rank_failures, training_process
+from outlast.worker.launch.rank_failures import Ended, Start, Verdict
 
 LIMIT_S = 600.0
 
@@ -116,7 +116,9 @@ def test_where_no_record_can_be_written_that_of_an_earlier_process_is_gone(tmp_p
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert progress.read(tmp_path, 0) is None
     writer.write(Progress(generation=2, rank=0, phase="train"))
-    assert progress.read(tmp_path, 0) == Ranks(tmp_path, 1, time.monotonic).newest()
+    record = progress.read(tmp_path, 0)
+    assert record is not None
+    assert (record.generation, record.phase) == (2, "train")
 
 
 def test_records_that_are_not_of_this_start_tell_the_coordinator_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +132,7 @@ def test_records_that_are_not_of_this_start_tell_the_coordinator_nothing(tmp_pat
         (tmp_path / contract.PROGRESS.format(local_rank=0)).write_text(json.dumps(said))
         assert progress.read(tmp_path, 0) is not None
         assert (member._records(), member._owes(), member._held) == ([], False, 0)
-        assert elastic_agent._failure(tmp_path, member, Ended(1, 0, -9, 0.0))["step"] is None
+        assert Start(0, tmp_path, 1, 2, 0).failure(Ended(1, 0, -9, 0.0))["step"] is None
         assert Ranks(tmp_path, 1, time.monotonic).look() == [], "their process is not there"
 
 
@@ -214,12 +216,10 @@ def test_a_plain_script_that_hangs_stands_at_the_step_it_has_told_or_at_0_soon_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(contract.Env.WORKER, "0")
-    handler: Any = SimpleNamespace(generation=1, attempt=0)
+    start = Start(0, tmp_path, 1, generation=1, attempt=0)
     for step, early, found in [(0, True, (True, 0)), (0, False, (False, None)), (7, True, (True, 7)), (7, False, (True, 7))]:
         written(tmp_path, dataclasses.replace(a_record(1, started=1), phase="started", step=step))
-        verdict = {"pid": 1, "reason": "hung: no progress for 750 s", "stuck": True, "early": early, "time": 0.0}
-        (tmp_path / contract.VERDICT.format(local_rank=0)).write_text(json.dumps(verdict))
-        said = elastic_agent._failure(tmp_path, handler, Ended(0, 0, -9, 0.0))
+        said = start.failure(Ended(0, 0, -9, 0.0), Verdict("hung: no progress for 750 s", stuck=True, early=early))
         assert (said["hung"], said["step"]) == found
 
 
@@ -263,10 +263,8 @@ def test_a_hang_says_something_of_a_step_only_where_there_is_one(
 ):
     monkeypatch.setenv(contract.Env.WORKER, "0")
     written(tmp_path, dataclasses.replace(a_record(1, started=1), phase=phase))
-    verdict = {"pid": 1, "reason": "hung: no progress for 750 s", "stuck": True, "time": 0.0}
-    (tmp_path / contract.VERDICT.format(local_rank=0)).write_text(json.dumps(verdict))
-    handler: Any = SimpleNamespace(generation=1, attempt=0)
-    said = elastic_agent._failure(tmp_path, handler, Ended(0, 0, -9, 0.0))
+    start = Start(0, tmp_path, 1, generation=1, attempt=0)
+    said = start.failure(Ended(0, 0, -9, 0.0), Verdict("hung: no progress for 750 s", stuck=True, early=False))
     assert (said["hung"], said["code"], said["reason"]) == (hung, 137, "rank 0 on worker 0 hung: no progress for 750 s")
 
 
@@ -281,7 +279,7 @@ def test_a_hang_says_something_of_a_step_only_where_there_is_one(
     ],
 )
 def test_a_driver_without_memory_and_a_script_that_finds_a_full_disk_are_causes(kind: str, message: str, cause: str) -> None:
-    assert elastic_agent._cause({"type": kind, "message": message}) == cause
+    assert rank_failures.cause({"type": kind, "message": message}) == cause
 
 
 OUT_OF_MEMORY = "was killed: out of memory; raise resources.memory, or lower the batch"
@@ -302,18 +300,18 @@ def test_of_what_died_while_the_kernel_killed_for_want_of_memory_it_is_the_cause
     monkeypatch.setenv(contract.Env.WORKER, "0")
     record = {"type": message.split()[1].rstrip(":"), "message": message, "traceback": "...", "time": 0.0}
     (tmp_path / contract.ERROR.format(local_rank=0)).write_text(json.dumps(record if exitcode < 0 else {**record, "code": 1}))
-    handler: Any = SimpleNamespace(generation=1, attempt=0)
+    start = Start(0, tmp_path, 1, generation=1, attempt=0)
     ended = Ended(0, 0, exitcode, 0.0)
-    said = elastic_agent._failure(tmp_path, handler, ended, oom=True)
+    said = start.failure(ended, oom=True)
     assert (said["cause"], said["reason"]) == (cause, f"rank 0 on worker 0 {what}")
-    assert elastic_agent._failure(tmp_path, handler, ended)["cause"] == ""
+    assert start.failure(ended)["cause"] == ""
 
 
 def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(contract.Env.WORKER, "0")
     monkeypatch.setenv(contract.Env.STATE, str(tmp_path))
-    handler: Any = SimpleNamespace(generation=1, attempt=0)
-    failure = elastic_agent._failure(tmp_path, handler, Ended(0, 0, -40, 7.0))
+    start = Start(0, tmp_path, 1, generation=1, attempt=0)
+    failure = start.failure(Ended(0, 0, -40, 7.0))
     assert (failure["reason"], failure["time"]) == ("rank 0 on worker 0 was killed by signal 40", 7.0)
 
 
@@ -393,13 +391,13 @@ def test_a_rank_that_exited_with_0_before_a_collective_broke_is_known_on_its_wor
     monkeypatch.setenv(contract.Env.WORKER, "0")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "1")
-    handler: Any = SimpleNamespace(generation=1, attempt=0)
+    start = Start(0, tmp_path, 1, generation=1, attempt=0)
     broke = {"rank": 0, "type": "RuntimeError", "message": "raised RuntimeError: Connection closed by peer", "traceback": "x"}
     (tmp_path / contract.ERROR.format(local_rank=0)).write_text(json.dumps({**broke, "time": 2.0, "age_s": 3.0, "code": 1}))
-    echo = elastic_agent._failure(tmp_path, handler, Ended(0, 0, 1, 0.0))
+    echo = start.failure(Ended(0, 0, 1, 0.0))
     assert (echo["echo"], echo["step"]) == (True, 0), "soon after its start"
-    assert elastic_agent._first([echo], None) == echo
-    said = elastic_agent._first([echo], 1)
+    assert start.first([echo], None) == echo
+    said = start.first([echo], 1)
     assert (said["rank"], said["echo"], said["reason"]) == (1, False, root_cause.left_early("rank 1 on worker 0", 0, 0))
 
 

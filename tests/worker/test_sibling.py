@@ -83,7 +83,7 @@ from pathlib import Path
 from outlast.worker.launch import os_calls, sibling, warm_process
 from outlast.base import unix_sockets
 
-request = warm_process.Server(unix_sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
+request = warm_process.Server(unix_sockets.listening(Path(sys.argv[1])), dict(os.environ)).run()
 parent = os.getpid()  # which may be dead before the child runs
 child = os.fork()
 if child == 0:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
-import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 from outlast.base import unix_sockets
 from outlast.worker.launch import rank_processes, warm_request
 from outlast.worker.launch import warm_process as warm
+from outlast.worker.launch.rank_failures import Start
 
 LEAVES = """
 import atexit, sys, threading, time
@@ -78,7 +78,7 @@ def test_a_fork_has_a_name_of_its_own_and_keeps_its_environment_in_proc(without:
 @pytest.mark.parametrize(
     ("kind", "argv", "title"),
     [
-        ("elastic", ["2", "120", "train.py"], "elastic agent 1"),
+        ("store", ["127.0.0.1:5"], "store of worker 1"),
         ("rank", ["/code/train.py", "--lr=1"], "rank 3 train.py"),
         ("rank", ["-m", "outlast.recipes.cifar10"], "rank 3 outlast.recipes.cifar10"),
     ],
@@ -87,42 +87,18 @@ def test_a_fork_is_called_by_what_it_does(kind: str, argv: list[str], title: str
     assert warm.title(warm.Request(kind, argv, {"RANK": "3", "OUTLAST_WORKER": "1"}, "/", [])) == title
 
 
-ELASTIC = """
-import os, sys
-from types import SimpleNamespace
-from outlast.worker.launch import warm_process as warm
-
-def main(argv, *, ready_fd):
-    raise {}
-
-sys.modules["outlast.worker.launch.elastic_agent"] = SimpleNamespace(main=main)
-warm.become(warm.Request("elastic", [], dict(os.environ), "/", []))
-"""
-
-
-@pytest.mark.parametrize(("raised", "code"), [("ValueError('a bug')", os.EX_SOFTWARE), ("SystemExit(79)", 79)])
-def test_an_exception_of_the_elastic_agent_has_an_exit_code_that_no_end_of_a_run_has(raised: str, code: int) -> None:
-    done = subprocess.run([sys.executable, "-c", ELASTIC.format(raised)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert done.stderr.endswith("ValueError: a bug\n") == (code == os.EX_SOFTWARE)
-
-
 FORKING = """
 import os, sys, time
 from pathlib import Path
-from outlast.job import contract
 from outlast.worker.launch import warm_process as warm
 from outlast.base import unix_sockets
 
-fork, refused = os.fork, [None, BlockingIOError(11, "Resource temporarily unavailable")]
-os.fork = lambda: (_ for _ in ()).throw(problem) if refused and (problem := refused.pop(0)) else fork()
+fork, refused = os.fork, [BlockingIOError(11, "Resource temporarily unavailable")]
+os.fork = lambda: (_ for _ in ()).throw(refused.pop()) if refused else fork()
 if sys.argv[2:]:  # ranks sleep uninterruptibly, as far as it can see
-    warm.END_S, os.kill = 1, lambda pid, number: None
-request = warm.Server(unix_sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
+    os.kill = lambda pid, number: None
+request = warm.Server(unix_sockets.listening(Path(sys.argv[1])), dict(os.environ)).run()
 warm.enter(request)
-if request.kind == "elastic":
-    os.environ[contract.Env.PARENT] = str(os.getpid())
-    os.execvp("sh", ["sh"])
 for text in request.argv:
     os.write(1, text.encode())
 if not request.argv:
@@ -133,7 +109,8 @@ os._exit(3)
 
 @pytest.fixture
 def forking(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where a warm process without torch listens, whose second fork fails: a rank writes its arguments and exits with 3."""
+    """Where a warm process without torch listens, whose first fork fails: a fork writes its arguments and exits with 3, or sleeps
+    if it has none."""
     path = str(tmp_path / warm_request.SOCKET)
     with subprocess.Popen([sys.executable, "-c", FORKING, path, *getattr(request, "param", ())]) as process:
         while not listens(path):
@@ -152,7 +129,7 @@ def listens(path: str) -> bool:
 def forks(path: str) -> list[psutil.Process]:
     """The children of the warm process that listens there."""
     living = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
-    (warm_process,) = [each for each in living if path in each.cmdline()]
+    (warm_process,) = [each for each in living if each.cmdline()[2:4] == [FORKING, path]]
     return list(warm_process.children())
 
 
@@ -161,7 +138,8 @@ import os, sys
 from outlast.worker.launch.rank_processes import RankProcesses
 
 environ = {**os.environ, "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": sys.argv[2]}
-rank = RankProcesses(sys.argv[1], sys.argv[3:], [environ])
+rank = RankProcesses(sys.argv[1], os.getcwd())
+rank.start(sys.argv[3:], [environ])
 while not rank.over():
     rank.wait(1)
 [ended] = rank.failures()
@@ -171,92 +149,66 @@ os._exit(ended.code & 0xFF)
 
 
 def a_rank(path: str, *words: str, of: int = 1) -> list[str]:
-    """The command of an elastic agent that starts one rank `of` several, and ends as it did."""
+    """The command of a process that starts one rank `of` several, and ends as it did."""
     return [sys.executable, "-c", RANK, path, str(of), *words]
 
 
-class Elastic:
-    """An elastic agent that starts what it is told to: a shell."""
-
-    def __init__(self, path: str) -> None:
-        (read, write), (out, to) = os.pipe(), os.pipe()
-        self.connection = unix_sockets.connect(path)
-        self.connection.settimeout(60)
-        warm_request.request(self.connection, "elastic", [], dict(os.environ), "/", (read, to, 2))
-        os.close(read)
-        os.close(to)
-        self.commands, self.output = os.fdopen(write, "w"), os.fdopen(out, "rb")
-
-    def __enter__(self) -> Elastic:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in (self.connection, self.commands, self.output):
-            each.close()
-
-    def begin(self, command: list[str], after: str = "&") -> None:
-        self.commands.write(f"{shlex.join(command)} {after}\n")
-        self.commands.flush()
-
-    def run(self, command: list[str]) -> tuple[bytes, int]:
-        """What it wrote, and the exit code as a shell has it."""
-        self.begin(command, after="; echo _$?_END_")
-        written = b""
-        while not written.endswith(b"_END_\n"):
-            line = self.output.readline()
-            assert line
-            written += line
-        output, code, _ = written.rsplit(b"_", 3)[:3]
-        return output, int(code)
+def run(command: list[str]) -> tuple[bytes, int]:
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    return done.stdout, done.returncode
 
 
 def test_a_fork_that_fails_is_the_end_of_that_rank_alone(forking: str) -> None:
-    with Elastic(forking) as elastic:
-        why = b"could not be started: Resource temporarily unavailable"
-        assert elastic.run(a_rank(forking, "never said")) == (why, 256 - signal.SIGKILL)
-        assert elastic.run(a_rank(forking, "one\ntwo")) == (b"one\ntwo", 3)
-        said = b"[rank 5] one\n[rank 5] two\n[rank 5] 10%\r[rank 5] 20%\r[rank 5] the end"
-        assert elastic.run(a_rank(forking, "one\ntw", "o\n", "10%\r", "20%\rthe end", of=2)) == (said, 3)
+    why = b"could not be started: Resource temporarily unavailable"
+    assert run(a_rank(forking, "never said")) == (why, 256 - signal.SIGKILL)
+    assert run(a_rank(forking, "one\ntwo")) == (b"one\ntwo", 3)
+    said = b"[rank 5] one\n[rank 5] two\n[rank 5] 10%\r[rank 5] 20%\r[rank 5] the end"
+    assert run(a_rank(forking, "one\ntw", "o\n", "10%\r", "20%\rthe end", of=2)) == (said, 3)
 
 
-def test_ranks_end_with_their_elastic_agent_and_before_others_hear_of_that(forking: str) -> None:
-    with Elastic(forking) as elastic:
-        elastic.run(a_rank(forking))
-        elastic.begin(a_rank(forking))
-        while len(forks(forking)) < 2:
-            pass
-        elastic.connection.sendall(b"%d\n" % signal.SIGKILL)
-        assert json.loads(elastic.connection.recv(4096))["status"] == -signal.SIGKILL
-        assert not forks(forking)
-        assert elastic.output.read() == b"", "and so has its child"
+def test_a_rank_ends_with_the_process_that_asked_for_it(forking: str) -> None:
+    run(a_rank(forking, "fails"))
+    with subprocess.Popen(a_rank(forking)) as caller:
+        while not forks(forking):
+            assert caller.poll() is None
+        caller.kill()
+    while forks(forking):
+        pass
+
+
+ENVIRON = {**os.environ, "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
 @pytest.mark.parametrize("forking", [["stuck"]], indirect=True)
-def test_ranks_that_do_not_end_although_they_are_killed_delay_that_only_for_so_long(forking: str) -> None:
-    with Elastic(forking) as elastic:
-        elastic.run(a_rank(forking))
-        elastic.begin(a_rank(forking))
-        while len(forks(forking)) < 2:
-            pass
-        elastic.begin(["exit", "0"], after="")
-        assert elastic.connection.recv(4096) == b"", "the warm process has ended"
+def test_a_rank_that_does_not_end_although_it_is_killed_is_left_alone_after_a_while(
+    forking: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank_processes, "END_S", 0.2)
+    run(a_rank(forking, "fails"))
+    ranks = rank_processes.RankProcesses(forking, "/")
+    ranks.start([], [ENVIRON])
+    ranks.stop(0.1)
+    assert "rank 5 was killed 0 s ago and has not ended: a disk or a driver blocks it" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("another", [True, False])
-def test_a_rank_whose_elastic_agent_has_ended_is_not_started(forking: str, another: bool) -> None:
-    with Elastic(forking) if another else contextlib.nullcontext() as elastic:
-        if elastic:
-            elastic.run(a_rank(forking, "fails"))
-        done = subprocess.run(a_rank(forking, "never said"), capture_output=True, check=False)
-        assert (done.stdout, done.returncode) == (b"was lost with its warm process", 256 - signal.SIGKILL)
+def test_the_end_of_the_store_ends_a_start_of_ranks(forking: str, capfd: pytest.CaptureFixture[str]) -> None:
+    run(a_rank(forking, "fails"))
+    ranks = rank_processes.RankProcesses(forking, "/")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ranks.host("127.0.0.1:5", listener, ENVIRON)
+    ranks.start([], [ENVIRON])
+    while not ranks.over():
+        ranks.wait(1.0)
+    (ended,) = ranks.failures()
+    ranks.stop(0.1)
+    assert (ended.rank, ended.code) == (None, 3)
+    assert Start(1, Path("/"), 1, 1, 0).failure(ended)["reason"] == "the store of the world on worker 1 exited with code 3"
+    assert capfd.readouterr().out.endswith("127.0.0.1:5")
 
 
-def test_without_a_warm_process_there_is_no_rank_since_its_elastic_agent_has_ended_too(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("print('never said')")
-    command = a_rank(str(tmp_path / warm_request.SOCKET), str(tmp_path / "train.py"))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 256 - signal.SIGKILL
-    assert done.stdout == "could not be started: [Errno 2] No such file or directory"
+def test_without_a_warm_process_there_is_no_rank(tmp_path: Path) -> None:
+    command = a_rank(str(tmp_path / warm_request.SOCKET), "never said")
+    assert run(command) == (b"could not be started: [Errno 2] No such file or directory", 256 - signal.SIGKILL)
 
 
 def test_a_line_without_end_is_divided_and_a_writer_without_rest_delays_nothing(

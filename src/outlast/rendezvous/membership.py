@@ -57,8 +57,8 @@ class NoWorld(Exception):
 class Membership:
     """The membership of one worker, used by one thread.
 
-    `state` is a directory for `world.json`, `notice` the file that asks training to leave (`workerfiles.notice_file`), and
-    `processes` the number of training processes of this worker.
+    `state` is a directory for `world.json`, and for the `notice` (`workerfiles.notice_file`) unless that is elsewhere;
+    `processes` is the number of training processes of this worker.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Membership:
         *,
         run_id: str,
         state: Path,
-        notice: Path,
         host: str,
         processes: int,
+        notice: Path | None = None,
         join_s: float = math.inf,
         leave_s: float | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class Membership:
         self._state = state
         self._host = host
         self._processes = processes
-        self._notice = notice
+        self._notice = notice or state / contract.NOTICE
         self.world: World | None = None
         self.attempt = 0
         """Number of restarts of the current world's processes without the coordinator."""

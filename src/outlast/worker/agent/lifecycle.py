@@ -44,8 +44,6 @@ class Worker:
     """Reason for the interruption; empty without one."""
     leave_by: float | None = None
     """Deadline after which an interrupted worker's training is killed: the earliest of all interruptions."""
-    late: bool = False
-    """True if `leave_by` has passed."""
     gone_by: float | None = None
     """Time at which the worker's machine disappears; None if unknown."""
     code: int | None = None
@@ -200,7 +198,7 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
         case Interrupted() if worker.phase not in (Phase.FLUSHING, Phase.ENDED):
             return _leave(worker, event)
         case GraceOver() if worker.leaving and worker.phase is Phase.TRAINING:
-            return dataclasses.replace(worker, late=True), (Kill(),)
+            return worker, (Kill(),)
         case Flushed(problem) if worker.phase is Phase.FLUSHING and worker.code is not None:
             if not problem:
                 return _end(worker, worker.code, worker.reason)
