@@ -154,13 +154,12 @@ def test_an_agent_is_silent_when_its_file_has_not_changed_while_we_looked(tmp_pa
     assert [worker.index for worker in pool.silent()] == [0]
 
 
-def test_a_worker_that_the_rendezvous_does_not_hear_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_agent_does_nothing_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = a_launcher(tmp_path, Machine())
     agent = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         launcher.pool.adopt([{"index": 0, "pid": agent.pid, "attempt": 1}])
-        monkeypatch.setattr(launcher.server, "drop_silent", lambda: [0])
-        monkeypatch.setattr(launcher.pool, "silent", list)
+        monkeypatch.setattr(launcher.pool, "silent", lambda: [*launcher.pool.present.values()])
         launcher._end_silent()
         assert agent.wait(10) == -signal.SIGKILL
     finally:

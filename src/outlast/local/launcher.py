@@ -212,11 +212,9 @@ class Launcher(Coordinator):
             self.remember()
 
     def _end_silent(self) -> None:
-        """Kill agents that do nothing, or that the rendezvous does not hear."""
+        """Kill agents that do nothing. Their peers, which do not hear them either, may train without them before."""
         for worker in self.pool.silent():
             self.pool.kill(worker.index, "has an agent that does nothing")
-        for id in self.server.drop_silent():
-            self.pool.kill(id, f"was silent for {sockets.SILENCE_S:g} s")
 
     def _collect_ended(self) -> None:
         for end in self.pool.ended():
