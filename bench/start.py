@@ -260,7 +260,7 @@ def kind(title: str) -> str:
         (r"rclone", "S3 server"),
         (r"warm", "warm process"),
         (r"upload", "uploader"),
-        (r"elastic agent", "elastic agent"),
+        (r"store of worker", "store"),
         (r"outlast: rank", "rank"),
         (r"agent", "agent"),
         (r"launcher", "launcher"),

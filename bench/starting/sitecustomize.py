@@ -32,7 +32,7 @@ WATCHED = {
         "torch",
         "torch.distributed.elastic.agent.server.local_elastic_agent",
         "torch._dynamo",
-        "outlast.worker.launch.elastic_agent",
+        "outlast.worker.agent.world_loop",
     ),
     *(
         "torch.distributed.checkpoint",

@@ -191,6 +191,7 @@ def test_the_process_of_the_store_and_the_warm_process_may_die_and_the_snapshots
         assert (status.restarts, [worker.pid for worker in status.workers]) == (deaths, agents)
         how = "the store of the world on worker 0 was killed by SIGKILL" if deaths == 1 else "was lost with its warm process"
         assert how in status.failure.reason
+        assert status.generation == deaths, "only processes that are gone start again in the same one"
         assert restored(machine, name)[-1] >= snapshot > 0, "and not from the beginning"
         assert all(path.is_file() or path.is_socket() for path in home.worker(0).iterdir()), "a directory needs room"
     status = machine.end(name, hurry=True)

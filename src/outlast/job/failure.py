@@ -1,4 +1,4 @@
-"""A failure of training, as all processes exchange it. A plain dataclass: an elastic agent has no pydantic."""
+"""A failure of training, as all processes exchange it. A plain dataclass: training processes have no pydantic."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Connects to a cluster with the kubeconfig or the account of this pod.
 
 lightkube reads kubeconfigs, and runs clouds' login programs. Only this module imports it, and never for the account of a pod: its
-compiled parts need one version of Python, and an elastic agent may run in another, the image's own.
+compiled parts need one version of Python, and torchrun with our handler may run in another, the image's own.
 """
 
 from __future__ import annotations

@@ -176,6 +176,8 @@ class WorldLoop:
         for local_rank, record in self._start.causes().items() if failures else ():
             end = rank_failures.Ended(record["rank"], local_rank, record["code"], record["time"])
             failures.setdefault(local_rank, end)
+        if member.repairs and any(end.why == rank_processes.LOST for end in failures.values()):
+            member.repairs.refuse("its processes were lost with their warm process")
         left = ranks.left()
         return [self._failure(end, oom=oom) for end in failures.values()], left.rank if left else None
 

@@ -31,6 +31,8 @@ KILL_DELAY_S = 5.0
 """Time in seconds from SIGTERM to SIGKILL for training without a grace period."""
 CAUSE_S = 0.5
 """Time in seconds in which a process that failed first may follow those that it made fail."""
+LOST = "was lost with its warm process"
+"""Why a process has ended whose warm process was killed: the kernel kills it, too, but nobody can tell that it is gone."""
 END_S = 60.0
 """Longest wait in seconds for the end of a killed process, which a driver or a disk may hold."""
 
@@ -99,7 +101,7 @@ class Fork(threading.Thread):
             os.close(self._lines.write)
 
     def run(self) -> None:
-        status, when, why = -signal.SIGKILL, time.time(), "was lost with its warm process"
+        status, when, why = -signal.SIGKILL, time.time(), LOST
         try:
             with self._sock, self._sock.makefile("rb") as answer:
                 if self._lines:

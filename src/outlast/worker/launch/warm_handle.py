@@ -32,7 +32,6 @@ class WarmProcess:
         """`environ` is the worker's environment, read at each start."""
         self._environ, self._process = environ, process
         self._path = Path(environ[contract.Env.STATE]) / warm_request.SOCKET
-        self._python = ""
         self._lock, self._killed = threading.Lock(), threading.Event()
         self._forked = False
         """True once a warm process of this worker could fork."""
@@ -48,7 +47,6 @@ class WarmProcess:
     def start(self, python: str) -> None:
         """Start the process in a Python interpreter, unless it runs. The kernel kills it when the calling thread ends. Raises
         OSError."""
-        self._python = python
         with self._lock:
             if self._process is None and not self._killed.is_set():
                 self._process = sibling.start_warm(python, self._environ)
