@@ -1,8 +1,8 @@
-"""The view of a run: the workers' lines and the state of the job, until the job ends or the user stops it.
+"""The view of a run: workers' lines and the job's state, until the job ends or the user stops it.
 
 The first Ctrl-C (or SIGTERM) makes the job save and stop, the second kills the job. Closing the terminal (SIGHUP) leaves the job
 running. If the job's launcher dies meanwhile, it is restarted. Two screens show the run: `Plain` in this module, for pipes and
-files, and `live.Terminal`.
+files, and `live_panel.Terminal`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Screen(Protocol):
     """Shows a run."""
 
     def lines(self, lines: Sequence[LogLine]) -> None:
-        """Show lines of workers."""
+        """Show workers' lines."""
 
     def say(self, sentence: str) -> None:
         """Show a sentence from Outlast."""
 
     def update(self, status: JobStatus) -> None:
-        """Show the status of the job."""
+        """Show the job's status."""
 
 
 class Plain:
@@ -146,7 +146,7 @@ def exit_code(status: JobStatus) -> int:
 
 
 def summary(status: JobStatus, now: float) -> Iterator[str]:
-    """Yield the summary of an ended run: duration, output, reason of a failure, the command that resumes it, warnings."""
+    """Yield the summary of an ended run: duration, output, reason for a failure, the command that resumes it, warnings."""
     took = units.human_seconds(tables_and_pages.lasted(status, now))
     did = [
         f"{tables_and_pages.steps(status)}{' steps' if status.epoch is None else ''} in {took}" if status.step else took,

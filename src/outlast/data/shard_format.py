@@ -6,8 +6,9 @@ manifest is unfinished. A plain nanoGPT directory (`train.bin`, `val.bin`, optio
 does not import torch.
 
 Text shards are raw little-endian token ids, nanoGPT's format. All other shards are safetensors files of columns. A column of
-fixed shape has the samples as its first dimension. A ragged column is flat, with its offsets in `NAME.offsets` (int64, samples +
-1). Formats: https://github.com/karpathy/nanoGPT (data/*/prepare.py), https://huggingface.co/docs/safetensors (Format).
+fixed shape has the samples as its first dimension. A ragged column is flat, with its offsets in `NAME.offsets` (int64,
+samples + 1).
+Formats: https://github.com/karpathy/nanoGPT (data/*/prepare.py), https://huggingface.co/docs/safetensors (Format).
 """
 
 from __future__ import annotations
