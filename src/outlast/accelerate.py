@@ -1,4 +1,4 @@
-"""Exact, elastic resume for loops with Hugging Face's Accelerate.
+"""Exact, elastic resume for training loops that use Hugging Face's Accelerate.
 
     import outlast.accelerate
 
@@ -10,8 +10,8 @@
                 ...
                 run.step()
 
-A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the
-same number of ranks, results are bit-identical. Design: docs/decisions/0060.
+A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the same
+number of ranks, results are bit-identical. Design: docs/decisions/0060.
 """
 
 # mypy: allow-untyped-calls
@@ -41,7 +41,7 @@ _PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_ob
 def attach(
     accelerator: accelerate.Accelerator, batch: int, epochs: int, *, loader: Any = None, seed: int = 0, output: str | Path = "out"
 ) -> Run:
-    """Continue the run of this process from its newest state. Call this after `accelerator.prepare`.
+    """Continue this process's run from its newest state. Call this after `accelerator.prepare`.
 
     `batch` is the number of samples per optimizer step, over all ranks. Each rank computes its share in micro-batches no larger
     than the loader's `batch_size`; `accelerator.gradient_accumulation_steps` is set accordingly. `loader` is the prepared loader
@@ -99,7 +99,7 @@ def _training_loader(accelerator: Any, loader: Any) -> Any:
 
 
 class Run:
-    """A run in progress, as `attach` returns it."""
+    """A run in progress, as returned by `attach`."""
 
     session: Session
     """The session of this process, e.g. for `session.log` and `session.gather`."""

@@ -71,7 +71,7 @@ _CHANGING = (
 
 
 def world(strategy: Any = "ddp") -> dict[str, Any]:
-    """Return Trainer's arguments for the processes of this start: devices, num_nodes and strategy.
+    """Return the Trainer arguments for this start's processes: devices, num_nodes and strategy.
 
     They come from the environment, since each start may have a different number of workers. If there are no workers, the result
     is empty."""
@@ -430,7 +430,7 @@ _HOOKS: dict[str, type[_Mixin]] = {
 
 
 class _Held(NamedTuple):
-    """The position of a step, and the generators at its end."""
+    """A step's position, and the generators at its end."""
 
     shared: dict[str, Any]
     own: dict[str, Any]
@@ -443,7 +443,7 @@ class _Position:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.held: _Held | None = None
-        """The end of the last step, while validation or the end of the epoch changes the Trainer."""
+        """The state at the end of the last step, while validation or the end of the epoch changes the Trainer."""
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] | None = None
 

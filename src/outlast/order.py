@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
-"""Numbers of samples, or positions of an epoch; shape (n,)."""
+"""Sample numbers, or positions in an epoch; shape (n,)."""
 
 _ROUNDS = 8
 _AT_A_TIME = 4096
-"""Positions of a rank that are permuted at a time."""
+"""Number of a rank's positions that are permuted at a time."""
 VERSION = 1
-"""Version of the permutation, in every key. A changed permutation without a new version would repeat and skip samples."""
+"""Version of the permutation, part of every key. Changing only the permutation would make runs repeat and skip samples."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
@@ -118,9 +118,9 @@ class Plan(NamedTuple):
     """How a rank computes its share of a global batch."""
 
     microbatch: int
-    """Samples of one forward and backward pass."""
+    """Number of samples in one forward and backward pass."""
     accumulate: int
-    """Micro-batches of a rank in one optimizer step."""
+    """Number of a rank's micro-batches in one optimizer step."""
 
 
 def worlds(batch: int) -> list[int]:

@@ -28,7 +28,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _ROOM = 14
 """Maximum number of summands in the first message; arbitrary, since a few hundred bytes cost no more than a few."""
 _BITS = 20
-"""Bits of a call's hash: the squares of 8,192 20-bit hashes still add up exactly in a double."""
+"""Bits in a call's hash: the squares of 8,192 20-bit hashes still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"
 REMEDY = f"{_SAME}: move what only some ranks call out of its `if`"
 
@@ -69,7 +69,7 @@ class Calls:
         self._numbers = self._message.numpy()
         self._store = deadlocks.store() if self.ranks > 1 else None
         self.waited_s = 0.0
-        """Seconds that this rank has spent in the first messages of calls, most of it waiting for other ranks."""
+        """Seconds that this rank has spent in calls' first messages, mostly waiting for other ranks."""
 
     def meet(self, call: str, position: int, numbers: Sequence[float] = ()) -> list[float]:
         """Return the sums of `numbers` over all ranks.

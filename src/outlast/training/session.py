@@ -88,8 +88,8 @@ def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False, ba
     """Open the session of a process whose library has joined its process group and seeded its generators.
 
     The process group stays open at the end; if there is none, the world has one rank. `output` is the directory of checkpoints,
-    metrics and results outside a job; the default is that of `open`. `batch` is the number of samples per step, which all ranks
-    must share equally, so that a job's later worlds have sizes that can. Otherwise as `open`. A collective.
+    metrics and results outside a job; the default is that of `open`. `batch` is the number of samples per step: a job's later
+    worlds only have sizes whose ranks can share it equally. Otherwise like `open`. A collective.
     """
     return Session(seed, quiet, attached=True, output=output, batch=batch)
 
@@ -341,9 +341,9 @@ class Session:
     def peek(self, state: Mapping[str, Any]) -> int:
         """Load a part of the newest state of this run and return its step, or 0 if there is none.
 
-        Libraries call this before modules and optimizers exist, to learn the position. `state` names objects that are none of
-        either. The `resume` that must follow loads the whole state of the same step. Random numbers are not restored yet. Raises
-        the same errors as `resume`. A collective.
+        Libraries call this to learn the position before modules and optimizers exist, so `state` contains none of these. The
+        `resume` that must follow loads the whole state of the same step. Random numbers are not restored yet. Raises the same
+        errors as `resume`. A collective.
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
@@ -522,8 +522,8 @@ class Session:
     def boundary(self, step: int) -> None:
         """Take a snapshot after `step`, save if a checkpoint is due, and leave if this rank is interrupted.
 
-        The calls of `interrupted`, `due` and `save` that end a step, for libraries and plain loops. Short steps share a vote: the
-        ranks vote at least four times a second. A collective.
+        Calls `interrupted`, `due` and `save` as needed at the end of a step, for libraries and plain loops. Short steps share a
+        vote: the ranks vote at least four times a second. A collective.
         """
         if step < self._pace.next and not self._saves.due(step, self._every):
             self._saves.advanced(f"run.boundary({step})", step)

@@ -1,8 +1,8 @@
 """Turns records into tokens with a Hugging Face tokenizer: a directory with `tokenizer.json` and, for chats, a template.
 
-Apart from the recipe, only this module imports transformers. The tokenizer's chat template renders `messages`. The loss covers
-only the assistant's messages, including each turn's end token. `prompt` and `completion`, or `text`, are encoded unchanged,
-between the tokenizer's first token and its end token. `TEMPLATE` is the default for tokenizers without a template.
+Within `data`, only this module imports transformers. The tokenizer's chat template renders `messages`. The loss covers only the
+assistant's messages, including each turn's end token. `prompt` and `completion`, or `text`, are encoded unchanged, between the
+tokenizer's first token and its end token. `TEMPLATE` is the default for tokenizers without a template.
 """
 
 from __future__ import annotations

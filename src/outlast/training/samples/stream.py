@@ -64,7 +64,7 @@ class Batch:
     pieces: tuple[tuple[Any, float], ...]
     """Micro-batches and their shares, as `split` returns them, on the device that read them."""
     most: int = 1
-    """Maximum number of micro-batches of a rank."""
+    """Maximum number of micro-batches that any rank has."""
     start: int = 0
     """Number of samples of the epoch before this batch, over all ranks."""
 
@@ -202,12 +202,12 @@ class Stream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of optimizer steps of one epoch."""
+        """Number of optimizer steps in one epoch."""
         return -(-self.samples // self.batch)
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps of the whole stream: the steps done, and the remaining steps with the present `batch`.
+        """Number of optimizer steps in the whole stream: the steps done, and the remaining steps with the present `batch`.
 
         The number changes when a run resumes with another `batch`; `step` then counts steps of both batch sizes.
         """

@@ -1,4 +1,4 @@
-"""Copies the state of a step boundary directly into the agent's memory, at every k-th step of training.
+"""Copies the state at a step boundary directly into the agent's memory, at every k-th step of training.
 
 A rank divides its state into two parts (`Layout`). The part `shared` has replicated tensors, sharded over the worker's ranks. The
 part `unique` has the state of this rank alone: its shards, its random numbers, and on rank 0 buffers and pickled objects. Tensors
@@ -50,7 +50,7 @@ class Content:
     end: int = 0
     """Total bytes of the chunks."""
     share: int = 0
-    """Number of this rank's share of what every rank has (`job.differing_ranks`)."""
+    """Index of this rank's share of the state that every rank has (`job.differing_ranks`)."""
     largest: int = 0
     """Total bytes of the largest share: rooms fit every share."""
 
@@ -74,7 +74,7 @@ class Layout:
     """The parts of a state on one rank."""
 
     def __init__(self, state: State, collected: Collected, rank: int, share: int, shares: int) -> None:
-        """`share` is the number of this rank's share of what every rank has, of as many `shares` as the worker has ranks."""
+        """`share` is the index of this rank's share of the state that every rank has; a worker has one share per rank."""
         whole = {key: value for key, value in collected.everybody.items() if not isinstance(value, DTensor)}
         dealt = [sorted(keys) for keys in checkpoint.dealt(whole, shares)]
         shards = {key: value for key, value in collected.everybody.items() if key not in whole}
@@ -165,7 +165,7 @@ def _rest(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> dict[str,
 
 
 class Capture:
-    """The copies of one rank's state, and the rooms that they are made into."""
+    """The copies of one rank's state, and the rooms that hold them."""
 
     def __init__(self, state: State, rank: int, local: tuple[int, int], accelerator: device.Device | None = None) -> None:
         """`accelerator` defaults to this machine's."""

@@ -180,8 +180,8 @@ class Reader(StorageReader):
         self._describe()
 
     def _set(self, tails: Mapping[Key, bytes]) -> list[_Part]:
-        """Return a complete set of shared parts, that of most workers: all ranks then have the same bits again. Raises Damaged,
-        OutOfReach."""
+        """Return a complete set of shared parts, the one that most workers have: all ranks then have the same bits again. Raises
+        Damaged, OutOfReach."""
         sets = self._candidate.shared
         for each in sets:
             try:

@@ -65,7 +65,8 @@ class Stateful:
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps of all epochs with the present number of ranks. Raises AttributeError without a length."""
+        """Number of optimizer steps of all epochs with the present number of ranks. Raises AttributeError if the iterable has no
+        length."""
         if (each := self._each()) is None:
             raise AttributeError("the loader has no length", name="total_steps", obj=self)
         return self.step - self._done + max(0, self._epochs - self.epoch) * each
