@@ -5,7 +5,7 @@ fallback if ISA-L is not installed. Both give the same result and release the GI
 
 With `combine`, a file that arrives in pieces, in any order, need not be read again. A CRC-32 is a polynomial over GF(2) modulo P;
 appending n bytes multiplies it by x^(8n). Powers are computed by squaring, so a combination takes 0.2 ms for any length. This is
-`crc32_combine` of zlib 1.2.12 (crc32.c), which Python does not expose.
+zlib 1.2.12's `crc32_combine` (crc32.c), which Python does not expose.
 """
 
 from __future__ import annotations

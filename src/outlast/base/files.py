@@ -35,7 +35,7 @@ def replace(path: Path, text: str | bytes, *, durable: bool = False) -> None:
 
 
 def text(path: Path) -> str:
-    """Return the text of a file; empty if it cannot be read."""
+    """Return a file's text; empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Free memory of the machine, within the limits of our cgroups (for example, of a container)."""
+"""The machine's free memory, within the limits of our cgroups (for example, a container's)."""
 
 from __future__ import annotations
 

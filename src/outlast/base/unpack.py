@@ -86,7 +86,7 @@ def kind(name: str) -> str:
 
 
 def checksum(path: Path, algorithm: str = "sha256") -> str:
-    """Return the checksum of a file (SHA-256, or MD5) in hexadecimal digits, as printed by sha256sum or md5sum."""
+    """Return a file's checksum (SHA-256 or MD5) in hexadecimal digits, as printed by sha256sum or md5sum."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
 

@@ -34,7 +34,7 @@ _DRAIN_TIMEOUT_S = 1.0
 _KILL_TIMEOUT_S = 5.0
 """Seconds to wait for the end of a killed job."""
 _BATCH = 1000
-"""Maximum number of log lines per batch, and of buffered lines before the reader of the logs has to wait."""
+"""Maximum number of log lines per batch, and of buffered lines before the log reader has to wait."""
 
 KILLED = 130
 """Exit code after the second Ctrl-C."""
@@ -165,7 +165,7 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
 
 
 def leaving(status: JobStatus) -> str:
-    """Describe how the training responds to a request to stop."""
+    """Describe how training responds to a request to stop."""
     if tables_and_pages.session(status):
         return "saving and stopping"
     return "the script gets SIGTERM and interruption.grace to save and exit" if status.told else "the training is asked to stop"

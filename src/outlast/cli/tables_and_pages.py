@@ -97,7 +97,7 @@ def count(number: int, noun: str) -> str:
 
 
 def moment(when: float) -> str:
-    """Format a time as local date and time."""
+    """Format a time as a local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
 
 

@@ -1,8 +1,8 @@
 """CIFAR-10's Python batches: `data_batch_1` ... `data_batch_5`, `test_batch` and `batches.meta`, all pickled dicts.
 
-Recipes read them with `train` and `test`; `data.digits` writes other images in the same format. Pixels stay uint8: the 50,000
-training images of CIFAR-10 are 154 MB, a quarter of their size as float32. Loading a pickle can run any code, so the unpickler
-here accepts only numpy arrays and plain values. For any other directory they raise `NotCifar`.
+Recipes read them with `train` and `test`; `data.digits` writes other images in the same format. Pixels stay uint8: CIFAR-10's
+50,000 training images take 154 MB, a quarter of their size as float32. Loading a pickle can run any code, so the unpickler here
+accepts only numpy arrays and plain values. For any other directory they raise `NotCifar`.
 
 Format: https://www.cs.toronto.edu/~kriz/cifar.html, archive `cifar-10-python.tar.gz`.
 """

@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 EMPTY = frozenset({"lost+found"})
 """Names that a new, empty volume may contain."""
 _ATTEMPTS = 100
-"""Maximum attempts to lock a directory that other processes keep removing."""
+"""Maximum number of attempts to lock a directory that other processes keep removing."""
 _LISTED = 1000
 """Maximum number of names that a marker lists."""
 
@@ -132,7 +132,8 @@ class Place:
                     self.directory.rmdir()
 
     def finish(self, marker: Marker) -> Marker:
-        """Move the tree's content to the directory and write the marker. Returns the marker with counts of files and bytes."""
+        """Move the tree's content to the directory and write the marker. Returns the marker with the numbers of files and
+        bytes."""
         tree = self.staging / "tree"
         for name in (MARKER, COMING):  # archives of a dataset's directory contain these; they would count as ours
             _removed(tree / name)

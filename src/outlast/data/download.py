@@ -73,7 +73,7 @@ class Remote:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Timeouts of a download. The defaults are arbitrary, and suit most networks."""
+    """Timeouts for a download. The defaults are arbitrary, but suit most networks."""
 
     patience_s: float = 300.0
     """Seconds without a received byte after which retries stop."""

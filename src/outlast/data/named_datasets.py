@@ -117,7 +117,7 @@ NAMES = tuple(each.name for each in _KNOWN)
 
 
 def named(name: str) -> Dataset:
-    """Return the dataset with a name from `NAMES`."""
+    """Return the dataset with this name, one of `NAMES`."""
     dataset = next(each for each in _KNOWN if each.name == name)
     return dataclasses.replace(dataset, made=_MADE[name]()) if name in _MADE else dataset
 
@@ -140,5 +140,5 @@ def of_url(text: str) -> Dataset:
 
 
 def is_url(name: str) -> bool:
-    """Return whether the name of a dataset is a URL."""
+    """Return whether a dataset's name is a URL."""
     return "://" in name

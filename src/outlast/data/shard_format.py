@@ -88,7 +88,7 @@ class Manifest:
     """Kind of the dataset, one of KINDS."""
     parts: Mapping[str, Part]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings of `outlast data prepare`."""
+    """Settings for `outlast data prepare`."""
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Description of the source: numbers of files and bytes, classes, damaged samples."""
     dtype: str = ""

@@ -366,7 +366,7 @@ class _Stored:
         self.store = store
 
     def manifest(self) -> Manifest:
-        """Read the manifest of the dataset. Raises Missing."""
+        """Read the dataset's manifest. Raises Missing."""
         from outlast.data import shard_format
 
         return shard_format.parse(self.store.get(shard_format.MANIFEST), self.store.url)

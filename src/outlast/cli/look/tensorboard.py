@@ -92,7 +92,7 @@ def _follow(shows: Sequence[Show], process: subprocess.Popen[bytes]) -> None:
 
 
 class Source:
-    """Reads the metrics and event files of a job, even while it runs, from its output directory on this machine."""
+    """Reads a job's metrics and event files from its output directory on this machine, even while the job runs."""
 
     def __init__(self, output: Path) -> None:
         self.output = output

@@ -41,10 +41,10 @@ _WORDS = "words.txt"
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of `outlast data prepare images`."""
+    """Settings for `outlast data prepare images`."""
 
     size: int | None = None
-    """Length in pixels of the shorter side after resizing, before the centre is cropped; None keeps the shape."""
+    """Length of the shorter side in pixels after resizing, before the centre is cropped; None keeps the shape."""
     encoded: bool = False
     """True to keep the files' bytes; every image is still decoded once to find damaged images."""
     val: float = 0.1
@@ -62,7 +62,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An image of the dataset."""
+    """An image in the dataset."""
 
     file: str
     label: int

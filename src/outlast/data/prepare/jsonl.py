@@ -38,7 +38,7 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of `outlast data prepare jsonl`."""
+    """Settings for `outlast data prepare jsonl`."""
 
     tokenizer: str = "bpe"
     """`bpe`, `gpt2-like`, or the path of a tokenizer.json or of a directory with a Hugging Face tokenizer."""
@@ -121,7 +121,7 @@ def _coder(place: work_units.Place, settings: Settings, reader: text.Reader, uni
 
 
 def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
-    """Return the segments of a record. Raises BadSource for a record in any other form."""
+    """Return a record's segments. Raises BadSource for a record in any other form."""
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
@@ -141,7 +141,7 @@ def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
 
 
 def _encoded(unit: Unit, reader: text.Reader, damaged: list[str], encode: Callable[[_Record], T]) -> Iterator[tuple[str, T]]:
-    """Yield the part and the result of `encode` for each record of a unit.
+    """Yield the part and the result of `encode` for each record in a unit.
 
     Raises BadSource for a bad record, or with `skip_damaged` adds a message to `damaged`.
     """
@@ -173,7 +173,7 @@ def _train(path: Path, size: int, *, reader: text.Reader, units: Sequence[Unit])
 
 
 def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work_units.Note:
-    """Write the shards of a unit, one per part."""
+    """Write a unit's shards, one per part."""
     rows: dict[str, list[chat.Sample]] = {TRAIN: [], VAL: []}
     damaged: list[str] = []
     cut = 0

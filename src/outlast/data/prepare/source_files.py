@@ -31,7 +31,7 @@ class BadSource(OutlastError):
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of the source."""
+    """A file in the source."""
 
     name: str
     """Path relative to the source, with slashes."""

@@ -133,7 +133,7 @@ def check_home(version: str, home: str | None) -> None:
 
 
 def _check_answers(master: str) -> None:
-    """Raise OutlastError if no standalone master accepts connections; Spark would wait a minute."""
+    """Raise OutlastError if no standalone master accepts connections; Spark itself would wait a minute."""
     problem: OSError | None = None
     for address in master.removeprefix("spark://").split(",") if master.startswith("spark://") else ():
         host, _, port = address.partition(":")

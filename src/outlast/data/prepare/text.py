@@ -36,7 +36,7 @@ _WINDOW = 1 << 16
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of `outlast data prepare text`."""
+    """Settings for `outlast data prepare text`."""
 
     tokenizer: str = "bpe"
     """`char`, `bpe`, `gpt2-like`, or the path of a tokenizer.json."""
@@ -223,7 +223,7 @@ def _range(file: BinaryIO, piece: Piece) -> bytes:
 def _cut(file: BinaryIO, document: Document, near: int) -> int:
     """Return the offset of the first place at or after byte `near` where the document can be cut.
 
-    That is before a space or newline after a printable character, so that no GPT-2 word is split, else between any characters.
+    The cut is before a space or newline after a printable character, to split no GPT-2 word; else between any two characters.
     """
     if near in (document.low, document.high):
         return near

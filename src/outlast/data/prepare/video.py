@@ -3,8 +3,7 @@
 A clip has 16 frames at 25 per second, and 0.64 s of mono sound at 48 kHz (1,920 samples per frame), which is the input of
 Perceiver IO. A video with another frame rate contributes the frames shown at these times. The shorter side is resized to `size`
 pixels, and the centre is cropped. Silence replaces missing sound, and the last frame replaces missing frames. Labels are read
-from a CSV (the lists of Kinetics, or `file,label`); without a CSV, a label is the directory's name. Memory: one shard per
-process.
+from a CSV (Kinetics' lists, or `file,label`); without a CSV, a label is the directory's name. Memory: one shard per process.
 
 Clips: https://arxiv.org/abs/2107.14795, section 4.3. Lists: https://github.com/cvdfoundation/kinetics-dataset.
 """
@@ -41,7 +40,7 @@ SHARD = 256 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of `outlast data prepare video`."""
+    """Settings for `outlast data prepare video`."""
 
     frames: int = 16
     """Number of frames in a clip."""
