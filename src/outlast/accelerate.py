@@ -102,7 +102,7 @@ class Run:
     """A run in progress, as returned by `attach`."""
 
     session: Session
-    """The session of this process, e.g. for `session.log` and `session.gather`."""
+    """This process's session, e.g. for `session.log` and `session.gather`."""
 
     def __init__(self, accelerator: Any, loader: Any, batch: int, epochs: int, seed: int, output: Path) -> None:
         base = loader.base_dataloader
@@ -116,7 +116,7 @@ class Run:
         self._accelerator, self._loader, self._epochs = accelerator, loader, epochs
         self._position = _Position(epochs * self._order.steps_per_epoch)
         self._pending = False
-        """True before the boundary of an epoch's last step, which includes the work at the end of the epoch."""
+        """True until the boundary of an epoch's last step, which includes the work at the end of the epoch."""
         self._adopt(ranks)
         loader.base_dataloader = loader_order.Loader(base, self._order, seed)
         accelerator._outlast, accelerator.load_state = self, _refuse
@@ -128,12 +128,12 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return self._position.step
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of all epochs, the same in every world."""
+        """Number of optimizer steps in all epochs, the same in every world."""
         return self._position.total_steps
 
     def epochs(self) -> Iterator[int]:

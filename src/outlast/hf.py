@@ -146,7 +146,7 @@ class _Order(loader_order.Order):
 
     @property
     def batch_sampler(self) -> _Order:
-        """This object, since the Trainer looks for `set_epoch` one level below the loader's batch sampler."""
+        """Return this object, since the Trainer looks for `set_epoch` one level below the loader's batch sampler."""
         return self
 
 

@@ -50,7 +50,7 @@ _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
 )  # fmt: skip
-"""Arguments of `self.log` that Lightning stores."""
+"""Arguments to `self.log` that Lightning stores."""
 TESTED = "2.6"
 """The Lightning version that the tests cover."""
 _ATTRIBUTES = (
@@ -158,7 +158,7 @@ def _callback_problem(trainer: Any) -> str:
 class _Order(loader_order.Order):
     @property
     def sampler(self) -> _Order:
-        """This object, since the fit loop looks for `set_epoch` on the sampler of the loader's batch sampler."""
+        """Return this object, since the fit loop looks for `set_epoch` on the sampler of the loader's batch sampler."""
         return self
 
 
@@ -180,7 +180,7 @@ class _Attachment:
         self.ranked = bool(checkpoints.Retention.parse(os.environ).best)
         """True if the job keeps its best checkpoints: a due checkpoint waits for its step's validation, and gets its metric."""
         self.unmeasured = False
-        """True if a checkpoint waits for the validation of its step."""
+        """True if a checkpoint waits for its step's validation."""
 
     def begin(self, ckpt_path: Any) -> bool:
         """Open the session, and read the position. Returns whether a state to continue from exists."""

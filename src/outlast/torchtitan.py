@@ -103,7 +103,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(checkpointer.CheckpointManager.Config):
-        """The Trainer's `checkpoint`, with the options of torchtitan's."""
+        """The Trainer's `checkpoint`, with all of torchtitan's options."""
 
         enable: bool = True
         """True to save and resume."""

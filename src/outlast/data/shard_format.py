@@ -309,7 +309,7 @@ class _Plain(pickle.Unpickler):
 
 
 def tokens(path: Path, dtype: str) -> NDArray[Any]:
-    """Map the tokens of a text shard, (n,), into memory, read-only. Raises BadDataset."""
+    """Map a text shard's tokens, (n,), into memory, read-only. Raises BadDataset."""
     kind = np.dtype(dtype).newbyteorder("<")
     n = token_count(_size(path), dtype, str(path))
     return np.memmap(path, kind, "r", shape=(n,)) if n else np.empty(0, kind)
@@ -326,7 +326,7 @@ def first_unknown(ids: NDArray[Any], vocab_size: int) -> tuple[int, int] | None:
 
 
 def columns(path: Path) -> dict[str, NDArray[Any]]:
-    """Map the columns of a safetensors shard into memory, read-only. Raises BadDataset."""
+    """Map a safetensors shard's columns into memory, read-only. Raises BadDataset."""
     size = _size(path)
     try:
         with path.open("rb") as file:
@@ -507,10 +507,10 @@ class Files(Protocol):
     """A dataset's files in a directory (`Local`) or a store (`cli.data.prepare`)."""
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file in bytes, or None if it is missing."""
+        """Return a file's size in bytes, or None if it is missing."""
 
     def chunks(self, name: str) -> Iterable[bytes]:
-        """Yield the content of a file in pieces of CHUNK bytes; the last piece may be shorter."""
+        """Yield a file's content in pieces of CHUNK bytes; the last piece may be shorter."""
 
 
 class Local:

@@ -1,9 +1,9 @@
-"""Collective calls of a session, and the error message when ranks do not make the same calls.
+"""A session's collective calls, and the error message when ranks do not make the same calls.
 
-Every such call begins with the same small all-reduce. It carries a hash of the call's name, its step and the position of the
-stream, so a mismatch is detected at once: otherwise ranks would wait for each other or mix up their numbers. Sums that a call
-needs anyway (votes, losses) are in the same message, so the check costs nothing. `hangs.deadlocks` detects ranks that are in no
-call of the session.
+Every such call begins with the same small all-reduce. It carries a hash of the call's name, its step and the stream's position,
+so a mismatch is detected at once: otherwise ranks would wait for each other or mix up their numbers. Sums that a call needs
+anyway (votes, losses) are in the same message, so the check costs nothing. `hangs.deadlocks` detects ranks that are in no call of
+the session.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def check_read(state: State, before: Mapping[Any, int]) -> None:
 
 
 def saves() -> dict[Any, int]:
-    """Return the number of `state_dict` calls of each stream that is being read."""
+    """Return the number of `state_dict` calls on each stream that is being read."""
     return {stream: stream.saves for stream in streams.being_read()}
 
 

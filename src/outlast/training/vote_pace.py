@@ -1,4 +1,4 @@
-"""How many steps `Session.boundary` takes from one vote of the ranks to the next.
+"""How many steps pass between the ranks' votes in `Session.boundary`.
 
 A vote is a small all-reduce. With as many ranks as cores it delays a step by milliseconds, since the threads that carry it need
 the same cores. Votes may take at most a hundredth of the steps' time: rank 0 measures them, and each of its votes proposes the

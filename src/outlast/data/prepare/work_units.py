@@ -58,7 +58,7 @@ _U = TypeVar("_U", bound=Work)
 
 @dataclass(frozen=True)
 class Task(Generic[_U]):
-    """A function that runs a unit of a stage: calls `do`, then writes the unit's note. Pickled for the engine's processes.
+    """A function that runs one unit in a stage: calls `do`, then writes the unit's note. Pickled for the engine's processes.
 
     Two processes may run the same unit at once: they write the same bytes to temporary files, and rename the complete files.
     """

@@ -44,7 +44,7 @@ _Offers = Mapping[int, _Offer]
 
 @dataclass(frozen=True)
 class Search:
-    """Parameters of the search.
+    """Parameters for the search.
 
     The ranks of a worker divide the files to verify: `share` is this rank's number and the number of these ranks. `held` protects
     checkpoints from removal until it is closed. Rank 0 calls `report(kind, **fields)` for checkpoints that are `damaged` or were

@@ -1,7 +1,7 @@
-"""Disks: which ranks share a directory, and the copying of files from one disk to all others.
+"""Disks: which ranks share a directory, and copying files from one disk to all others.
 
 Workers may write into one directory (this machine's, or a network volume) or into separate directories (pods). A session detects
-this when it starts, and again before each save until all ranks can write. The lowest rank of a disk is its *leader*: only the
+this when it starts, and again before each save until all ranks can write. The lowest rank on a disk is its *leader*: only the
 leader commits, sweeps and receives.
 
 Invariants: with one disk, nothing is sent, and no additional collective is called. With several disks, a failing disk (full,

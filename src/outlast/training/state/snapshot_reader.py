@@ -1,8 +1,8 @@
-"""Reads a snapshot from the memory of workers as torch.distributed.checkpoint reads a checkpoint.
+"""Reads a snapshot from workers' memory as torch.distributed.checkpoint reads a checkpoint.
 
-A rank needs its own unique part, one worker's set of shared parts, and the unique part of rank 0, which has objects and buffers.
-Rank 0 reads its part and broadcasts it with the indices of the set. If a rank then lacks its chunk of a tensor, because the world
-has another size, the ranks exchange the indices of all parts (`tails`, `Reader.add`).
+A rank needs its own unique part, one worker's set of shared parts, and rank 0's unique part, which has objects and buffers. Rank
+0 reads its part and broadcasts it with the indices of the set. If a rank then lacks its chunk of a tensor, because the world has
+another size, the ranks exchange the indices of all parts (`tails`, `Reader.add`).
 
 Parts in this worker's own memory are read there, and other parts from the agents that hold them. Contiguous tensors are read in
 place. A connection is open only while data are read from it. Every item is verified. A damaged copy is not read again; an

@@ -1,6 +1,6 @@
 """A model's weights as a plain file that `torch.load(path, weights_only=True)` or safetensors reads without Outlast.
 
-`Session.export` writes the weights of a model in training, and `saved` reads weights from a checkpoint. A file is complete or
+`Session.export` writes a model's weights during training, and `saved` reads weights from a checkpoint. A file is complete or
 absent, even after a power failure.
 """
 
@@ -78,7 +78,7 @@ def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]
 
 @torch.no_grad()
 def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
-    """Return the parameters and buffers of a model on the CPU, gathered from shards, by their names without DDP's prefix.
+    """Return a model's parameters and buffers on the CPU, gathered from shards, by their names without DDP's prefix.
 
     Tied tensors become one tensor. Without `keep`, this rank only takes part, and the result is empty. A collective if the model
     is sharded.
@@ -147,7 +147,7 @@ def _write_safe(path: Path, weights: Weights) -> None:
 
 
 def saved(path: Path, name: str = "") -> Weights:
-    """Return the weights of a module in the checkpoint at `path`. Tied tensors are separate.
+    """Return a module's weights from the checkpoint at `path`. Tied tensors are separate.
 
     `name` may be empty if the checkpoint has only one module. Raises OutlastError for an unknown name, FileNotFoundError if the
     checkpoint has been removed.
