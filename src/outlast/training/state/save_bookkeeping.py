@@ -32,7 +32,7 @@ Meet = Callable[..., list[float]]
 
 
 class Saves:
-    """The saves of one session. `report(**changes)` rewrites the progress record."""
+    """One session's saves. `report(**changes)` rewrites the progress record."""
 
     def __init__(
         self, saver: Saver, disks: Disks, ledger: Ledger, screen: metrics.Screen, meet: Meet, report: Callable[..., None]
@@ -141,7 +141,7 @@ class Saves:
             self._ledger.write("staged", step=step, stall_s=stall_s)
 
     def _metric(self, step: int, value: float | None) -> checkpoints.Metric | None:
-        """Return the metric of the checkpoint of `step`, on rank 0: the script's `value`, or else the last logged value."""
+        """Return the metric for the checkpoint of `step`, on rank 0: the script's `value`, or else the last logged value."""
         by = self._saver.retention.by
         if value is None and by:
             logged = self._measured

@@ -50,7 +50,7 @@ _STEPS, _SNAPSHOTS = 31, 15
 _LESS = 0.75
 """Maximum ratio of a shorter interval to the current one at which the interval is shortened: smaller changes are noise."""
 _LEARN = 3
-"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before delays of steps count."""
+"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before steps' delays count."""
 _EVENT_S = 10.0
 _FEW = 256
 """Maximum number of items that the training thread publishes: with more, a frozen agent could block the thread."""
@@ -127,7 +127,7 @@ def open_(
 
 
 class Snapshots:
-    """The snapshots of one rank. No rank takes snapshots if one rank has no `client`."""
+    """One rank's snapshots. No rank takes snapshots if one rank has no `client`."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Snapshots:
         self._cost_s = 0.0
         """Last measured cost of a snapshot on this rank, in seconds."""
         self._delay_s: float | None = None
-        """Seconds by which the incomplete snapshot has delayed steps so far; None without an incomplete snapshot."""
+        """Seconds by which the incomplete snapshot has delayed steps so far; None if no snapshot is incomplete."""
         self._ended = True
         self._steps_since = 0
         self._every, self._logged, self._logged_at = 1 + _LEARN, 0, float("-inf")
@@ -368,7 +368,7 @@ class Snapshots:
         return statistics.median(self._all_s) if self._all_s else 0.0
 
     def _step_s(self) -> float:
-        """Return the seconds of a step without snapshots. Steps with snapshots give an upper bound."""
+        """Return the duration of a step without snapshots in seconds. Steps with snapshots give an upper bound."""
         return min(statistics.median(self._steps_s), statistics.median(self._all_s))
 
     def spent_s(self) -> float:

@@ -4,7 +4,7 @@
     step = run.resume({"model": net, "optimizer": optimizer, "loader": loader})
     for x, y in loader:
 
-Every rank has a loader, and a checkpoint holds the states of all loaders.
+Every rank has a loader, and a checkpoint holds all loaders' states.
 """
 
 from __future__ import annotations
