@@ -23,7 +23,7 @@ __all__ = ["combine", "of", "update"]
 
 _P = 0xEDB88320  # x^32 + x^26 + ... + 1, the lowest power in the highest bit
 _ONE = 1 << 31
-_BLOCK = 256 << 10  # fits a cache
+_BLOCK = 256 << 10  # fits in the cache
 
 
 def combine(first: int, second: int, length: int) -> int:

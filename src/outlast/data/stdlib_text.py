@@ -38,7 +38,7 @@ def write(directory: Path) -> None:
         try:
             text = _text(library / name)
         except (SyntaxError, UnicodeDecodeError):
-            continue  # no valid encoding: deliberately bad files of a test
+            continue  # no valid encoding: a test's deliberately bad files
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())

@@ -108,7 +108,7 @@ class Disks:
         """Release the groups; no collective may be in progress."""
         self.group = self.leaders = self.savers = None
 
-    # Collectives of the leaders of several disks; `group` is `leaders` or `savers`
+    # Collectives of several disks' leaders; `group` is `leaders` or `savers`
 
     def each(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         """Return every leader's value, by disk. A collective of the leaders."""

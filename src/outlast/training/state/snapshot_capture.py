@@ -1,7 +1,7 @@
 """Copies the state at a step boundary directly into the agent's memory, at every k-th step of training.
 
 A rank divides its state into two parts (`Layout`). The part `shared` has replicated tensors, sharded over the worker's ranks. The
-part `unique` has the state of this rank alone: its shards, its random numbers, and on rank 0 buffers and pickled objects. Tensors
+part `unique` has what only this rank has: its shards, its random numbers, and on rank 0 buffers and pickled objects. Tensors
 are cut into chunks as by torch.distributed.checkpoint, keyed by their offsets in the whole tensor, so a snapshot fits a world of
 any size.
 
