@@ -1,4 +1,4 @@
-"""Exact, elastic resume for loops with Hugging Face's Accelerate.
+"""Exact, elastic resume for training loops that use Hugging Face's Accelerate.
 
     import outlast.accelerate
 
@@ -10,8 +10,8 @@
                 ...
                 run.step()
 
-A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the
-same number of ranks, results are bit-identical. Design: docs/decisions/0060.
+A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the same
+number of ranks, results are bit-identical. Design: docs/decisions/0060.
 """
 
 # mypy: allow-untyped-calls
@@ -41,7 +41,7 @@ _PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_ob
 def attach(
     accelerator: accelerate.Accelerator, batch: int, epochs: int, *, loader: Any = None, seed: int = 0, output: str | Path = "out"
 ) -> Run:
-    """Continue the run of this process from its newest state. Call this after `accelerator.prepare`.
+    """Continue this process's run from its newest state. Call this after `accelerator.prepare`.
 
     `batch` is the number of samples per optimizer step, over all ranks. Each rank computes its share in micro-batches no larger
     than the loader's `batch_size`; `accelerator.gradient_accumulation_steps` is set accordingly. `loader` is the prepared loader
@@ -99,10 +99,10 @@ def _training_loader(accelerator: Any, loader: Any) -> Any:
 
 
 class Run:
-    """A run in progress, as `attach` returns it."""
+    """A run in progress, as returned by `attach`."""
 
     session: Session
-    """The session of this process, e.g. for `session.log` and `session.gather`."""
+    """This process's session, e.g. for `session.log` and `session.gather`."""
 
     def __init__(self, accelerator: Any, loader: Any, batch: int, epochs: int, seed: int, output: Path) -> None:
         base = loader.base_dataloader
@@ -116,7 +116,7 @@ class Run:
         self._accelerator, self._loader, self._epochs = accelerator, loader, epochs
         self._position = _Position(epochs * self._order.steps_per_epoch)
         self._pending = False
-        """True before the boundary of an epoch's last step, which includes the work at the end of the epoch."""
+        """True until the boundary of an epoch's last step, which includes the work at the end of the epoch."""
         self._adopt(ranks)
         loader.base_dataloader = loader_order.Loader(base, self._order, seed)
         accelerator._outlast, accelerator.load_state = self, _refuse
@@ -128,12 +128,12 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return self._position.step
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of all epochs, the same in every world."""
+        """Number of optimizer steps in all epochs, the same in every world."""
         return self._position.total_steps
 
     def epochs(self) -> Iterator[int]:

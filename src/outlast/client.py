@@ -87,9 +87,9 @@ class Job:
         Job(train, 0.1, steps=100, workers=2)      # a function, its arguments, and fields
 
     `workers` is a number, (replicas, min, max), or the fields of `workers`. `name` is by default that of the script, module or
-    function. Relative paths start at the working directory; the code of a script is that directory if the script is below it.
-    Other keywords are arguments of the function. Raises InvalidJob with every mistake, and OutlastError for a
-    function that cannot be sent to workers.
+    function. Relative paths start at the working directory; a script's code is that directory if the script is below it. Other
+    keywords are arguments of the function. Raises InvalidJob with every mistake, and OutlastError for a function that cannot be
+    sent to workers.
     """
 
     def __init__(self, function: Callable[..., object] | None = None, *args: object, **fields: Any) -> None:
@@ -174,7 +174,7 @@ class Job:
         return Run(self.name, place)
 
     def _with_gpus(self) -> JobFile:
-        """Share the GPUs of this machine among the workers, unless the job specifies them."""
+        """Share this machine's GPUs among the workers, unless the job specifies them."""
         from outlast.local import worker_processes
 
         file = self.file
@@ -196,7 +196,7 @@ class Job:
     ) -> Run:
         """Start training in a cluster; arguments are as for `outlast submit`. Submitting the same job again changes nothing.
 
-        Raises NoCluster without a kubeconfig, and AlreadyRunning if the job runs with other fields.
+        Raises NoCluster if there is no kubeconfig, and AlreadyRunning if the job runs with other fields.
         """
         from outlast.kubernetes.jobs import rendering
 
@@ -221,7 +221,7 @@ class Run:
     def __init__(self, name: str, place: Backend) -> None:
         self.name = name
         self.place = place
-        """The backend of the run: this machine or a cluster."""
+        """The run's backend: this machine or a cluster."""
         self._begun = time.monotonic()
         """The time of the last request to train."""
 
@@ -343,7 +343,7 @@ class Run:
         return Why(causes, dict(seen.forbidden))
 
     def report(self) -> Report:
-        """Return the time of the run by cause. In a cluster, this needs an output in a store."""
+        """Return the run's time by cause. In a cluster, this needs an output in a store."""
         from outlast.job.report import page
 
         shown = page.of(self.place, self.status)
@@ -368,7 +368,7 @@ class Run:
     def checkpoints(self) -> Sequence[Saved]:
         """The committed checkpoints, lowest step first: on this machine, in the run's store, or in both.
 
-        Raises NotFound for a run in a cluster without a store.
+        Raises NotFound for a run in a cluster if it has no store.
         """
         from outlast.storage.checkpoints import both_places
 
@@ -426,7 +426,7 @@ class Why:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The time of a run by cause, with the text of `outlast report`."""
+    """A run's time by cause, with the text of `outlast report`."""
 
     name: str
     account: Goodput
@@ -475,7 +475,7 @@ def _function(function: Callable[..., object], args: Sequence[object], fields: M
 
 
 def find(name: str, *, namespace: str | None = None, context: str | None = None) -> Run:
-    """Return a run by the name of its job: on this machine, or with `namespace` or `context` in a cluster. Raises NotFound."""
+    """Return a run by its job's name: on this machine, or with `namespace` or `context` in a cluster. Raises NotFound."""
     run = Run(name, _place(namespace, context))
     run.status  # noqa: B018  raises NotFound
     return run

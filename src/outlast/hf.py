@@ -1,4 +1,4 @@
-"""Exact, elastic resume for the Trainer of transformers, and for the trainers built on it (TRL's SFTTrainer, PEFT models).
+"""Exact, elastic resume for transformers' Trainer, and for the trainers built on it (TRL's SFTTrainer, PEFT models).
 
     import outlast.hf
 
@@ -6,9 +6,9 @@
     outlast.hf.attach(trainer, batch=64)
     trainer.train()
 
-A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the
-same number of ranks, results are bit-identical. `save_steps`, `load_best_model_at_end` and `push_to_hub` write Hugging Face's
-folders as before. Design: docs/decisions/0060.
+A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the same
+number of ranks, results are bit-identical. `save_steps`, `load_best_model_at_end` and `push_to_hub` write Hugging Face's folders
+as before. Design: docs/decisions/0060.
 """
 
 # mypy: allow-untyped-calls
@@ -134,7 +134,7 @@ def _unsupported_data(trainer: Trainer) -> str:
 
 
 class _Order(loader_order.Order):
-    """The micro-batches of an epoch for the Trainer, which skips as many as it has trained; those are empty."""
+    """An epoch's micro-batches for the Trainer, which skips as many as it has trained; these are empty."""
 
     stopped = False
     """True if training has ended, so no batch follows."""
@@ -146,7 +146,7 @@ class _Order(loader_order.Order):
 
     @property
     def batch_sampler(self) -> _Order:
-        """This object, since the Trainer looks for `set_epoch` one level below the loader's batch sampler."""
+        """Return this object, since the Trainer looks for `set_epoch` one level below the loader's batch sampler."""
         return self
 
 
@@ -163,13 +163,13 @@ class _Attachment:
         self.position = _Position(self)
         self.order: _Order | None = None
         self.stub = ""
-        """Directory with only the Trainer's own state, from which the Trainer reads its position; empty at first starts."""
+        """Directory with only the Trainer's own state, from which the Trainer reads its position; empty at the first start."""
         self.generators: dict[str, Any] = {}
         self.evaluation: dict[str, Any] | None = None
-        """States of the generators before the current evaluation."""
+        """The generators' states before the current evaluation."""
         retention = checkpoints.Retention.parse(os.environ)
         self.by = retention.by if retention.best and retention.by.startswith("eval_") else ""
-        """Evaluation metric that ranks the job's best checkpoints; empty without one."""
+        """Evaluation metric that ranks the job's best checkpoints; empty if there is none."""
 
     def plan(self) -> None:
         """Set micro-batch and accumulation for this world. Raises OutlastError if it cannot share the batch."""
@@ -210,7 +210,7 @@ class _Attachment:
         return loader_order.Loader(theirs, self.order, args.seed)
 
     def resume(self) -> None:
-        """Load the newest state once the Trainer has made model, optimizer and schedule, then do the step's remaining work."""
+        """Load the newest state once the Trainer has made model, optimizer and schedule; then do the step's remaining work."""
         trainer: Any = self.trainer
         assert self.run is not None
         ddp.settle(trainer.model_wrapped)
@@ -230,7 +230,7 @@ class _Attachment:
             self._do(owed)
 
     def _do(self, owed: Mapping[str, bool]) -> None:
-        """Log, evaluate and save for the resumed step, whose state was saved before that."""
+        """Log, evaluate and save for the resumed step, since its state was saved before that."""
         trainer: Any = self.trainer
         assert self.order is not None
         for name, value in owed.items():
@@ -362,7 +362,7 @@ class _Position:
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] = {}
         self.held: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """The state at the end of the step, and the values of this rank, while a checkpoint waits for an evaluation."""
+        """The state at the end of the step, and this rank's values, while a checkpoint waits for an evaluation."""
         self._lines = ""
         self._logged = 0
         """Number of entries of the Trainer's log in `_lines`, one JSON line each."""
@@ -377,7 +377,7 @@ class _Position:
         return int(self._attachment.trainer.state.max_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON texts; each call encodes only new entries of the log."""
+        """Return the state as JSON text; each call encodes only new entries of the log."""
         if self.held:
             return self.held[0]
         trainer: Any = self._attachment.trainer

@@ -50,7 +50,7 @@ _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
 )  # fmt: skip
-"""Arguments of `self.log` that Lightning stores."""
+"""Arguments to `self.log` that Lightning stores."""
 TESTED = "2.6"
 """The Lightning version that the tests cover."""
 _ATTRIBUTES = (
@@ -71,7 +71,7 @@ _CHANGING = (
 
 
 def world(strategy: Any = "ddp") -> dict[str, Any]:
-    """Return Trainer's arguments for the processes of this start: devices, num_nodes and strategy.
+    """Return the Trainer arguments for this start's processes: devices, num_nodes and strategy.
 
     They come from the environment, since each start may have a different number of workers. If there are no workers, the result
     is empty."""
@@ -158,7 +158,7 @@ def _callback_problem(trainer: Any) -> str:
 class _Order(loader_order.Order):
     @property
     def sampler(self) -> _Order:
-        """This object, since the fit loop looks for `set_epoch` on the sampler of the loader's batch sampler."""
+        """Return this object, since the fit loop looks for `set_epoch` on the sampler of the loader's batch sampler."""
         return self
 
 
@@ -180,7 +180,7 @@ class _Attachment:
         self.ranked = bool(checkpoints.Retention.parse(os.environ).best)
         """True if the job keeps its best checkpoints: a due checkpoint waits for its step's validation, and gets its metric."""
         self.unmeasured = False
-        """True if a checkpoint waits for the validation of its step."""
+        """True if a checkpoint waits for its step's validation."""
 
     def begin(self, ckpt_path: Any) -> bool:
         """Open the session, and read the position. Returns whether a state to continue from exists."""
@@ -430,7 +430,7 @@ _HOOKS: dict[str, type[_Mixin]] = {
 
 
 class _Held(NamedTuple):
-    """The position of a step, and the generators at its end."""
+    """A step's position, and the generators at its end."""
 
     shared: dict[str, Any]
     own: dict[str, Any]
@@ -443,7 +443,7 @@ class _Position:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.held: _Held | None = None
-        """The end of the last step, while validation or the end of the epoch changes the Trainer."""
+        """The state at the end of the last step, while validation or the end of the epoch changes the Trainer."""
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] | None = None
 

@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
-"""Numbers of samples, or positions of an epoch; shape (n,)."""
+"""Sample numbers, or positions in an epoch; shape (n,)."""
 
 _ROUNDS = 8
 _AT_A_TIME = 4096
-"""Positions of a rank that are permuted at a time."""
+"""Number of a rank's positions that are permuted at a time."""
 VERSION = 1
-"""Version of the permutation, in every key. A changed permutation without a new version would repeat and skip samples."""
+"""Version of the permutation, part of every key. Changing only the permutation would make runs repeat and skip samples."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
@@ -75,7 +75,7 @@ class Windows:
         self._layout = functools.lru_cache(maxsize=2)(self._laid_out)  # this epoch's and the next one's
 
     def at(self, positions: Indices, epoch: int) -> Indices:
-        """Return the samples at `positions` of an epoch, numbered in the order of the shards: a bijection of 0 ... samples-1."""
+        """Return the samples at `positions` in an epoch, numbered in the order of the shards: a bijection of 0 ... samples-1."""
         shards, ends, lasts = self._layout(epoch)
         windows = np.searchsorted(lasts, positions, side="right")
         samples = np.empty_like(positions)
@@ -90,7 +90,7 @@ class Windows:
         return samples
 
     def ahead(self, position: int, epoch: int, windows: int) -> list[int]:
-        """Return the shards of `windows` windows in the order of their use, beginning with the window that holds `position`.
+        """Return the shards of `windows` windows in order of use, beginning with the window that holds `position`.
 
         The windows of the next epoch follow the last window.
         """
@@ -118,9 +118,9 @@ class Plan(NamedTuple):
     """How a rank computes its share of a global batch."""
 
     microbatch: int
-    """Samples of one forward and backward pass."""
+    """Number of samples in one forward and backward pass."""
     accumulate: int
-    """Micro-batches of a rank in one optimizer step."""
+    """Number of a rank's micro-batches in one optimizer step."""
 
 
 def worlds(batch: int) -> list[int]:
@@ -148,7 +148,7 @@ def plan(batch: int, ranks: int, most: int | None = None) -> Plan:
 class BatchSampler:
     """The micro-batches of one rank, for `DataLoader(dataset, batch_sampler=...)`: lists of sample numbers.
 
-    `samples` is the length of the dataset, and `batch` the number of samples of one optimizer step over all ranks. Each rank gets
+    `samples` is the length of the dataset, and `batch` the number of samples in one optimizer step over all ranks. Each rank gets
     an equal share of every global batch, in micro-batches of at most `most` samples. The last batch of an epoch is filled up with
     the first samples of the same epoch, or left out with `drop_last`; both are the same in every world. An iteration yields the
     rest of one epoch; call `set_epoch` or `seek` before the next one. Raises ValueError if `ranks` cannot share the batch.
@@ -170,19 +170,19 @@ class BatchSampler:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} is not one of {ranks} ranks, which are counted from 0")
         self.steps_per_epoch = samples // batch if drop_last else -(-samples // batch)
-        """Optimizer steps of an epoch, in every world."""
+        """Number of optimizer steps in an epoch, the same in every world."""
         if samples < 1 or not self.steps_per_epoch:
             raise ValueError(f"a dataset of {samples} samples has no batch of {batch}")
         self.samples, self.batch, self.rank, self.ranks = samples, batch, rank, ranks
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.epoch = 0
         self.step = 0
-        """Optimizer steps of this epoch that the next iteration skips."""
+        """Number of this epoch's optimizer steps that the next iteration skips."""
         self._computed: tuple[object, Indices] = None, np.empty((0, 0), np.int64)
         """A key, and this rank's samples in the steps computed for it, shape (steps, share)."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin with the first batch of `epoch`, unless `seek` has chosen a step of it."""
+        """Begin with the first batch of `epoch`, unless `seek` has chosen a step in it."""
         if epoch != self.epoch:
             self.epoch, self.step = epoch, 0
 
@@ -191,7 +191,7 @@ class BatchSampler:
         self.epoch, self.step = divmod(step, self.steps_per_epoch)
 
     def __len__(self) -> int:
-        """Return the number of micro-batches of a whole epoch."""
+        """Return the number of micro-batches in a whole epoch."""
         return self.steps_per_epoch * self.accumulate
 
     def __iter__(self) -> Iterator[list[Any]]:

@@ -68,7 +68,7 @@ class Loader(order.Loader, BaseDataLoader):
         batch: int
         """The number of samples per optimizer step, over all ranks: `training.global_batch_size`."""
         seed: int = 0
-        """The seed of the order, and of random samples."""
+        """The seed for the order, and for random samples."""
 
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, tokenizer: Any, seq_len: int, local_batch_size: int, **_: Any
@@ -103,7 +103,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(checkpointer.CheckpointManager.Config):
-        """The Trainer's `checkpoint`, with the options of torchtitan's."""
+        """The Trainer's `checkpoint`, with all of torchtitan's options."""
 
         enable: bool = True
         """True to save and resume."""
@@ -203,7 +203,7 @@ def _unsupported(trainer: Any, loader: Any) -> str:
 
 
 class _Position:
-    """The steps and tokens of a Trainer, with `state_dict` and `load_state_dict`, for any number of ranks."""
+    """A Trainer's steps and tokens, with `state_dict` and `load_state_dict`, for any number of ranks."""
 
     def __init__(self, trainer: Any, ranks: int) -> None:
         self._trainer, self._ranks = trainer, ranks

@@ -1,1 +1,1 @@
-"""Utilities without any dependency on jobs: errors, units, files, locks, sockets, clocks, backoff, checksums, archives."""
+"""Utilities that do not depend on jobs: errors, units, files, locks, sockets, clocks, backoff, checksums, archives."""

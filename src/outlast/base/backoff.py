@@ -1,11 +1,11 @@
 """Backoff between retries, and requests that are retried until they succeed or time out.
 
-All retries get their pauses here: `exponential` lengthens a pause with each failure, and `jittered` spreads clients that failed
-at the same moment. obstore and botocore also retry, for up to half of the timeout; `retried` covers the remaining cases: lost
-responses to writes, truncated bodies, conflicts.
+All pauses between retries are computed here: `exponential` lengthens a pause with each failure, and `jittered` spreads clients
+that failed at the same moment. obstore and botocore also retry, for up to half of the timeout; `retried` covers the remaining
+cases: lost responses to writes, truncated bodies, conflicts.
 
-tenacity or stamina would replace some 25 lines, but a signal cannot interrupt them while a library waits. They also draw jitter
-from Python's shared generator, which a training script may have seeded: it would then train with other random numbers.
+tenacity or stamina would save some 25 lines, but no signal could interrupt a wait in native code. They also draw jitter from
+Python's shared generator, which a training script may have seeded: the script would then get other random numbers.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from outlast.base.errors import ClusterError, Stopped, StoreError, Unanswered, U
 T = TypeVar("T")
 
 RANDOM = random.SystemRandom()
-"""The system's random generator, whose state no fork shares and no training script seeds."""
+"""The operating system's random generator: it has no state that forks share or training scripts seed."""
 DEFAULT_S = 60.0
-"""Default retry timeout of store requests, in seconds."""
+"""Default retry timeout for store requests, in seconds."""
 
 
 def exponential(attempt: int, first_s: float, longest_s: float) -> float:
-    """Return the seconds to wait after failed attempt number `attempt`, from 0: doubled each time, at most `longest_s`."""
+    """Return the pause in seconds after failed attempt number `attempt` (from 0). It doubles each time, up to `longest_s`."""
     return min(longest_s, first_s * 2.0 ** min(attempt, 10))
 
 
 def jittered(pause_s: float) -> float:
-    """Return a random time between half of `pause_s` and all of it."""
+    """Return a random pause between half of `pause_s` and all of it."""
     return pause_s * RANDOM.uniform(0.5, 1)
 
 
 def timeout_from_environment() -> float:
-    """Return the retry timeout of store requests in seconds, from OUTLAST_STORE_TIMEOUT. Raises StoreError."""
+    """Return the retry timeout for store requests in seconds, from OUTLAST_STORE_TIMEOUT. Raises StoreError."""
     text = os.environ.get("OUTLAST_STORE_TIMEOUT") or str(DEFAULT_S)
     try:
         seconds = float(text)
@@ -98,7 +98,7 @@ def until_answered(
 
 
 def interruptibly(attempt: Callable[[], T]) -> T:
-    """Return the result of `attempt`. In the main thread, run it in another thread, since native code would delay signals."""
+    """Return the result of `attempt`. The main thread delegates it to another thread, since native code would delay signals."""
     if threading.current_thread() is not threading.main_thread():
         return attempt()
     result: Future[T] = Future()
@@ -132,7 +132,7 @@ FIRST_PAUSE_S = 0.1
 
 
 class ConnectionLog:
-    """Prints a message once when a connection breaks, and once when it is back; nothing without these sentences."""
+    """Prints a message when a connection breaks, when the type of error changes, and when it is back. Skips empty messages."""
 
     def __init__(self, broken: str = "", restored: str = "") -> None:
         self._sentences = broken, restored
@@ -152,7 +152,7 @@ class ConnectionLog:
 
 
 def pause(failures: int, longest_s: float) -> float:
-    """Return the seconds until the next attempt: exponential, and jittered since all workers lose a server at once."""
+    """Return the seconds until the next attempt: exponential, and jittered because all workers lose a server at once."""
     return jittered(exponential(failures, FIRST_PAUSE_S, longest_s))
 
 

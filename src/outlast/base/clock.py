@@ -1,8 +1,8 @@
 """Clocks that never step, to measure silence, loops and hangs, and to detect steps of the wall clock.
 
     clock = Clock()
-    clock()          seconds since the epoch, monotonic from the creation of the clock on
-    clock.broken_at  time of the last step of the wall clock: silence before that time proves nothing
+    clock()          seconds since the epoch, monotonic from the clock's creation
+    clock.broken_at  time of the wall clock's last step: silence before that time proves nothing
 
 The wall clock steps when NTP corrects it and when a suspended machine wakes up. Use these clocks for times that are compared
 within one process, and `time.time` for times that people read or that outlive the process.
@@ -34,10 +34,10 @@ class Clock:
         self._started = self._apart = wall() - monotonic()
         self._lock = threading.Lock()
         self.broken_at = -math.inf
-        """Steady time of the last wall clock step or suspend; count silence only from here."""
+        """Steady time of the last wall clock step or suspend; count silence only from then on."""
 
     def __call__(self) -> float:
-        """Return the steady time. If the wall clock stepped or the machine slept since the last call, set `broken_at` to it."""
+        """Return the steady time. Sets `broken_at` to it if the wall clock stepped or the machine slept since the last call."""
         with self._lock:
             monotonic = self._monotonic()
             now, apart = self._started + monotonic, self._wall() - monotonic
@@ -52,7 +52,7 @@ class Clock:
 STEP_S = 1.0
 """Maximum advance of `Awake` between two readings, in seconds. Loops read it ten times a second."""
 STOOD_S = 10.0
-"""Shortest pause of a loop that is logged, in seconds."""
+"""Shortest pause in a loop that is logged, in seconds."""
 
 
 class Awake:

@@ -1,11 +1,11 @@
-"""CRC-32 checksums of memory and files, and of a file from the checksums of its parts.
+"""CRC-32 checksums of memory and files. A file's checksum can be combined from those of its parts.
 
 All data that is saved, kept in memory or sent is checksummed, mostly during training. ISA-L is five times as fast as zlib, the
 fallback if ISA-L is not installed. Both give the same result and release the GIL.
 
 With `combine`, a file that arrives in pieces, in any order, need not be read again. A CRC-32 is a polynomial over GF(2) modulo P;
 appending n bytes multiplies it by x^(8n). Powers are computed by squaring, so a combination takes 0.2 ms for any length. This is
-`crc32_combine` of zlib 1.2.12 (crc32.c), which Python does not expose.
+zlib 1.2.12's `crc32_combine` (crc32.c), which Python does not expose.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["combine", "of", "update"]
 
 _P = 0xEDB88320  # x^32 + x^26 + ... + 1, the lowest power in the highest bit
 _ONE = 1 << 31
-_BLOCK = 256 << 10  # fits a cache
+_BLOCK = 256 << 10  # fits in the cache
 
 
 def combine(first: int, second: int, length: int) -> int:
@@ -38,7 +38,7 @@ def combine(first: int, second: int, length: int) -> int:
 
 
 def of(file: int, length: int, start: int = 0, *, stop: threading.Event | None = None) -> int:
-    """Return the CRC-32 of `length` bytes of an open file, or up to its end. The result is meaningless once `stop` is set."""
+    """Return the CRC-32 of `length` bytes of an open file, fewer if it ends. The result is meaningless once `stop` is set."""
     crc = 0
     buffer = memoryview(bytearray(min(_BLOCK, max(1, length))))
     while length and not (stop and stop.is_set()) and (count := os.preadv(file, [buffer[:length]], start)):

@@ -1,7 +1,7 @@
 """Errors that users can correct.
 
 An `OutlastError` is a user's mistake or a machine fault: the command line prints its message without a traceback and exits with
-`exit_code`. Any other exception is a bug and keeps its traceback. Messages name the wrong value, the expectation and the remedy.
+`exit_code`. Any other exception is a bug and keeps its traceback. Messages name the wrong value, what is expected and the remedy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AlreadyRunning(OutlastError):
 
 
 class NoRoom(OutlastError):
-    """A disk of this world is full. This counts as a failure: a retry or another world may succeed."""
+    """A disk in this world is full. This counts as a failure: a retry or another world may succeed."""
 
 
 class NotRestored(OutlastError):
@@ -51,7 +51,7 @@ class NotSaved(OutlastError):
 
 
 class WrongBits(OutlastError):
-    """This rank has other bits than most others. This counts as a failure: another worker takes the place of the rank's."""
+    """This rank's bits differ from those of most ranks. This counts as a failure: another worker takes this one's place."""
 
 
 class Superseded(OutlastError):
@@ -113,7 +113,7 @@ class EtcdError(OutlastError):
 
 
 class EtcdAway(EtcdError):
-    """No endpoint of etcd is reachable and healthy; a retry can help."""
+    """No etcd endpoint is reachable and healthy; a retry can help."""
 
 
 class EtcdRefused(EtcdError):
@@ -155,7 +155,7 @@ class Stopped(StoreError):
 
 
 class Unreachable(StoreError):
-    """The store cannot be reached, or is unhealthy; training goes on and we retry."""
+    """The store cannot be reached, or is unhealthy; training continues and we retry."""
 
     exit_code = 1
 

@@ -1,4 +1,4 @@
-"""Exclusive and shared file locks (flock), on files that stay in place.
+"""Exclusive and shared file locks (flock).
 
 The kernel releases a lock when its last holder dies, so no file stays locked by accident. A lock belongs to an open file: a child
 process that inherits the descriptor (`pass_fds`) keeps the lock if we die first. This is the only module that calls flock.
@@ -29,7 +29,7 @@ def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
 
 @contextlib.contextmanager
 def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event) -> Iterator[int]:
-    """Hold the exclusive lock of a file; yields the descriptor. If the lock is taken, call `waiting` once and wait.
+    """Hold an exclusive lock on a file; yields the descriptor. If the lock is taken, call `waiting` once and wait.
 
     Raises Stopped soon after `stop` is set during the wait.
     """
@@ -54,7 +54,7 @@ def release(fd: int) -> None:
 
 @contextlib.contextmanager
 def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold the exclusive lock of a file or directory; yields False if the lock is taken. With `wait`, block until it is free.
+    """Hold an exclusive lock on a file or directory; yields False if the lock is taken. With `wait`, block until it is free.
 
     The file is created if it does not exist.
     """
@@ -66,7 +66,7 @@ def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def shared(path: Path) -> int | None:
-    """Take the shared lock of a file until the returned descriptor is closed. Returns None if the file is locked exclusively."""
+    """Take a shared lock on a file until the returned descriptor is closed. Returns None if the file is locked exclusively."""
     fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     if acquire(fd, share=True):
         return fd
@@ -75,7 +75,7 @@ def shared(path: Path) -> int | None:
 
 
 def free(path: Path) -> bool:
-    """Return whether the lock of a file is free at this moment."""
+    """Return whether nobody holds a lock on a file at this moment."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

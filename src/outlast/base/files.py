@@ -35,7 +35,7 @@ def replace(path: Path, text: str | bytes, *, durable: bool = False) -> None:
 
 
 def text(path: Path) -> str:
-    """Return the text of a file; empty if it cannot be read."""
+    """Return a file's text; empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -51,7 +51,7 @@ def mapping(path: Path) -> dict[str, Any]:
 
 
 def sync(directory: Path) -> None:
-    """Flush the entries of a directory to disk, so that new names survive a power loss."""
+    """Flush a directory's entries to disk, so that new names survive a power loss."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -60,7 +60,7 @@ def sync(directory: Path) -> None:
 
 
 def flush(directory: Path) -> None:
-    """Flush the whole file system of a directory to disk, which is cheaper than flushing file by file."""
+    """Flush a directory's whole file system to disk, which is cheaper than flushing file by file."""
     if sys.platform != "linux":
         os.sync()
         return

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Lines(logging.Formatter):
-    """Formats each log record as one line of JSON: time, level, namespace, job, message, and the traceback of a bug."""
+    """Formats each log record as one line of JSON: time, level, namespace, job, message, and the traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {"time": _time(record.created), "level": record.levelname.lower()}

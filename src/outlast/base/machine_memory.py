@@ -1,4 +1,4 @@
-"""Free memory of the machine, within the limits of our cgroups (for example, of a container)."""
+"""The machine's free memory, within the limits of our cgroups (for example, a container's)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 _RESERVE = 10
-"""1/10 of the memory stays free."""
+"""Divisor for the reserve: a tenth of the memory stays free."""
 _UNLIMITED = 1 << 60
 """Limit in bytes from which a cgroup counts as unlimited: cgroup v1 reports nearly 2^63 if there is no limit."""
 
@@ -19,7 +19,7 @@ class Machine:
 
     @property
     def headroom(self) -> int:
-        """Bytes that can be allocated now, at least 0. A tenth of the machine's and each cgroup's memory stays free."""
+        """Bytes that can be allocated now, at least 0. A tenth of the machine's memory and of each cgroup's limit stays free."""
         machine = self.machine()
         free = [machine.get("MemAvailable", 0) - machine.get("MemTotal", 0) // _RESERVE]
         free += [limit - used - limit // _RESERVE for limit, used in self.groups()]
@@ -34,8 +34,8 @@ class Machine:
             return {}
 
     def groups(self) -> list[tuple[int, int]]:
-        """Return (limit, used) in bytes for each limited cgroup among ours and its parents. Cached files count as free, even in
-        active use: the kernel reclaims them before it kills a process (as in MemAvailable)."""
+        """Return (limit, used) in bytes for each limited cgroup among ours and its parents. Cached files count as free, even if
+        in active use: the kernel reclaims them before it kills a process (as in MemAvailable)."""
         groups = []
         for directory, limit, used, *cached in self._places():
             try:
@@ -58,7 +58,7 @@ class Machine:
         return 0
 
     def _places(self) -> list[tuple[Path, str, str, str, str]]:
-        """Return directories and file names of cgroup v2 and v1. In a container, the path is often `/` or missing."""
+        """Return the directories and file names for cgroup v2 and v1. In a container, the path is often `/` or missing."""
         try:
             lines = (self._proc / "self/cgroup").read_text().splitlines()
         except OSError:

@@ -1,8 +1,8 @@
-"""The HTTP endpoints of a process: `/healthz`, `/readyz` and `/metrics` for kubelets, Prometheus and people. Workers also have
-`/end` for other workers, and `/leave` for holders of the run's key.
+"""A process's HTTP endpoints: `/healthz`, `/readyz` and `/metrics` for kubelets, Prometheus and people. Workers also have `/end`
+for other workers, and `/leave` for holders of the run's key.
 
-A worker is healthy while it makes progress (a step, or a phase of the start), and ready while it is in a world. The port is open
-to everyone in the cluster, so connections are limited in number and time. Silent ones are closed, oldest first, so that kubelets
+A worker is healthy while it makes progress (a step, or a phase of startup), and ready while it is in a world. The port is open to
+everyone in the cluster, so connections are limited in number and duration. Silent ones are closed, oldest first, so that kubelets
 get a response under any load.
 """
 
@@ -42,7 +42,8 @@ _DIGITS = 6
 BACKLOG = 128
 
 Order = Callable[[Mapping[str, str], bytes], tuple[int, str]]
-"""A thread-safe handler of POST requests. It takes the headers (`Content-Type`) and the body, and returns status and sentence."""
+"""A thread-safe handler of POST requests: takes the headers (such as `Content-Type`) and the body, returns a status and a
+sentence."""
 
 
 def serve(
@@ -54,8 +55,8 @@ def serve(
     orders: Mapping[str, Order] | None = None,
 ) -> str:
     """Answer probes in background threads, and return the address `host:port`. Port 0 picks a free port; host "" listens on all
-    addresses of the machine. `metrics` returns the text of `/metrics`. `orders` are the handlers of POST requests, by path.
-    Raises OutlastError if the port is taken."""
+    addresses of the machine. `metrics` returns the text of `/metrics`. `orders` maps paths to handlers of POST requests. Raises
+    OutlastError if the port is taken."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = IDLE_S
@@ -107,7 +108,7 @@ def serve(
 
 
 class _Bounded(ThreadingHTTPServer):
-    """A server with at most `MOST` open connections. One more closes the oldest, which is silent: requests take milliseconds."""
+    """A server with at most `MOST` connections. One more closes the oldest, which must be silent: requests take milliseconds."""
 
     request_queue_size = BACKLOG
 

@@ -1,9 +1,9 @@
-"""JSON as typed values: what other processes, machines and versions write on sockets, in keys and in annotations. Pure.
+"""JSON as typed values: what other processes, machines and versions write to sockets, keys and annotations. Pure.
 
     decode(Report, {"run": "r", "id": 3, "standing": "waiting", "newer": 1})  ->  Report("r", 3, MemberState.WAITING)
 
-The types of a dataclass's fields describe the message. Fields of newer versions are ignored, and missing fields have their
-defaults. Any value of another type is refused:
+The types of a dataclass's fields describe the message. Fields from newer versions are ignored, and missing fields get their
+defaults. A value of the wrong type is refused. The types:
 
     bool, str, Any, enums, Literal[...], X | None, dataclasses
     int                             an integer in [0, 2**53): no message has a negative one
@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast
 
 T = TypeVar("T")
 _Reader = Callable[[Any], Any]
-"""Returns a JSON value as a value of one type. Raises ValueError."""
+"""Converts a JSON value to one type. Raises ValueError."""
 
 
 class _Unfit(ValueError):
@@ -37,8 +37,8 @@ class _Unfit(ValueError):
 
 
 def decode(kind: type[T], value: object, name: str = "") -> T:
-    """Return a value of parsed JSON as a value of this type. Raises ValueError with a sentence that names the field of `name`, by
-    default `a <kind>`."""
+    """Convert a parsed JSON value to this type. Raises ValueError with a sentence that names the wrong field, and calls the value
+    `name`, by default `a <kind>`."""
     name = name or f"a {kind.__name__.lower()}"
     try:
         decoded: T = _reader(cast(Any, kind))(value)

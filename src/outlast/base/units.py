@@ -5,9 +5,9 @@
     "500m", "2", 0.5     <->  cores (float)      cores, cores_text
     "5m", "200 steps"    <->  Every              Every.parse, str()
 
-`x` parses the text returned by `x_text` to the same value. Quantities are those of Kubernetes
-(https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Parsers raise ValueError with the rest of a
-sentence after the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*. This module imports only the standard library.
+`x` parses the text returned by `x_text` to the same value. Quantities are as in Kubernetes
+(https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Parsers raise ValueError with the end of a
+sentence that begins with the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 DURATION_PATTERN = rf"^(?:{_NUMBER}[dhms])+$|^{_NUMBER}$"
 """A duration as text, for schemas. All patterns here are also valid RE2, which Kubernetes' API server uses."""
 QUANTITY_PATTERN = rf"^{_NUMBER}(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]{{1,2}})?$"
-"""A quantity of Kubernetes as text, for schemas."""
+"""A Kubernetes quantity as text, for schemas."""
 EVERY_PATTERN = rf"{DURATION_PATTERN}|^[0-9]+ ?steps?$"
 """An `Every` as text, for schemas."""
 
@@ -70,7 +70,7 @@ def memory(value: str | int | float) -> int:
 
 
 def memory_text(value: int) -> str:
-    """Return the shortest exact text with a binary suffix: `16Gi`; a bare number if none fits."""
+    """Return the shortest exact text with a binary suffix, such as `16Gi`; a bare number if no suffix fits."""
     for suffix, size in reversed(_BINARY.items()):
         if value and value % size == 0:
             return f"{value // size}{suffix}"
@@ -146,7 +146,7 @@ def human_seconds(value: float) -> str:
 
 
 def _quantity(value: str | int | float, example: str) -> Decimal:
-    """Parse a non-negative quantity of Kubernetes exactly."""
+    """Parse a non-negative Kubernetes quantity exactly."""
     text = _plain(value)
     match = re.fullmatch(rf"({_NUMBER})([A-Za-z]{{0,2}}|[eE][+-]?[0-9]{{1,2}})", text)
     if match:
@@ -161,7 +161,7 @@ def _quantity(value: str | int | float, example: str) -> Decimal:
 
 
 def _plain(value: object) -> str:
-    """Return a text or number as text without an exponent, and `?`, which no parser accepts, for anything else."""
+    """Return text or a number as text without an exponent; for anything else `?`, which no parser accepts."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):

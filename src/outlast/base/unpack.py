@@ -41,7 +41,7 @@ _HEADER_BYTES = 1 << 20
 _CHUNK = 1 << 20
 _LINK_BYTES = 4096
 _HELD = 1_000_000
-"""Maximum number of directories and symbolic links, whose names stay in memory: some hundred bytes each."""
+"""Maximum number of directories and symbolic links. Their names stay in memory, hundreds of bytes each."""
 _DAMAGED = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -58,13 +58,13 @@ _DAMAGED = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits for unpacking an archive, and terms for its error messages."""
+    """Limits for unpacking an archive, and words for the error messages."""
 
     what: str
-    """Content of the archive: `code`, `data`."""
+    """What the archive contains: `code` or `data`."""
     entries: int
     size: int
-    """Maximum number of unpacked bytes of any archive, however small."""
+    """Number of bytes that any archive may unpack to, however small it is."""
     ratio: int = 0
     """Maximum number of unpacked bytes per byte of the archive, if this allows more than `size`."""
     instead: str = "keep data elsewhere"
@@ -78,7 +78,7 @@ class Limits:
 
 
 def kind(name: str) -> str:
-    """Return the kind of a file by its name: `zip`, `tar`, `compressed`, or empty for anything else."""
+    """Return a file's kind by its name: `zip`, `tar`, `compressed`, or empty for anything else."""
     lower = name.lower()
     if lower.endswith(".zip"):
         return "zip"
@@ -86,7 +86,7 @@ def kind(name: str) -> str:
 
 
 def checksum(path: Path, algorithm: str = "sha256") -> str:
-    """Return the checksum of a file (SHA-256, or MD5) in hexadecimal digits, as printed by sha256sum or md5sum."""
+    """Return a file's checksum (SHA-256 or MD5) in hexadecimal digits, as printed by sha256sum or md5sum."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
 

@@ -1,4 +1,4 @@
-"""The command line of the program `outlast`. A pod's `outlast agent` imports nothing from this package."""
+"""The `outlast` command line. A pod's `outlast agent` imports nothing from this package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 
 def kubectl_plugin() -> NoReturn:
-    """Run as `kubectl outlast`: jobs are those of the cluster. kubectl finds the program `kubectl-outlast` on the PATH."""
+    """Run as `kubectl outlast`, which only knows the cluster's jobs. kubectl finds the program `kubectl-outlast` on the PATH."""
     from outlast.cli.completion import PLUGIN
 
     main(name=PLUGIN)
@@ -33,7 +33,7 @@ def kubectl_completion() -> None:
     }
     with contextlib.redirect_stdout(io.StringIO()) as offered, contextlib.suppress(SystemExit):
         main([], name=PLUGIN)
-    print(*filter(None, offered.getvalue().splitlines()), ":0", sep="\n")  # without names, the shell offers files
+    print(*filter(None, offered.getvalue().splitlines()), ":0", sep="\n")  # if there are no names, the shell offers files
 
 
 def main(args: Sequence[str] | None = None, *, backend: Any = None, name: str = "outlast") -> NoReturn:

@@ -1,8 +1,7 @@
-"""The command line: `outlast VERB`. The subpackages are the groups of the help: `train`, `look`, `data`, `cluster`.
+"""The command line, `outlast VERB`. The subpackages are the groups in the help: `train`, `look`, `data` and `cluster`.
 
 Verbs call a `backend.Backend`, and import heavy modules (pydantic, yaml, rich) only when they run, so that `outlast --help` is
-instant. The exit code is 0 on success, 1 if the command failed, and 2 if it was used wrongly; `outlast run` exits with the code
-of the job.
+instant. The exit code is 0 on success, 1 if the command failed, 2 if it was used wrongly, and for `outlast run` the job's.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "node-watch": processes.node_watch,
     },
 }
-"""Commands by heading of the help, everyday commands first. The page of commands in the guide has the same order."""
+"""Commands by heading in the help, everyday commands first. The guide's page of commands has the same order."""
 _CLASSES: dict[str, type[TyperCommand]] = {
     "run": script.Command,
     "submit": script.Command,

@@ -1,7 +1,7 @@
-"""Completion in the shell: names of jobs, namespaces and contexts.
+"""Shell completion: names of jobs, namespaces and contexts.
 
 A shell calls these functions when the user presses TAB. They never print or fail, and take at most a second: names that a cluster
-returns later are not offered. Without any names, the shell offers files.
+returns later are not offered. If there are no names, the shell offers files.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from outlast.kubernetes.api import Cluster
 
 PLUGIN = "kubectl outlast"
-"""Name of the program as a plug-in of kubectl, which looks for jobs in the cluster only."""
+"""Name of the program as a kubectl plug-in, which looks for jobs only in the cluster."""
 _TIMEOUT_S = 1.0
 """Timeout for a cluster's response, in seconds."""
 
 
 def jobs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of jobs: in the cluster of preceding options, else in this directory, else in the current cluster."""
+    """Return job names: from the cluster that preceding options name, else from this directory, else from the current cluster."""
     return _offered(lambda: _jobs(ctx), incomplete)
 
 
 def actions_and_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the actions of `outlast chaos`, followed by the names of jobs."""
+    """Return the actions of `outlast chaos`, followed by job names."""
     from outlast.job import faults
 
     return [*_matching(faults.ACTIONS, incomplete), *jobs(ctx, incomplete)]
 
 
 def namespaces(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the namespaces in the contexts of the kubeconfig, and the namespaces of the cluster if the user may list them."""
+    """Return the namespaces in the kubeconfig's contexts, and the cluster's namespaces if the user may list them."""
     return _offered(lambda: _namespaces(ctx), incomplete)
 
 
@@ -46,7 +46,7 @@ def contexts(incomplete: str) -> list[str]:
 
 
 def topologies(incomplete: str) -> list[str]:
-    """Return the possible topologies of a job in a cluster."""
+    """Return the topologies that a job in a cluster can have."""
     from outlast.kubernetes.manifests import TOPOLOGIES
 
     return _matching(TOPOLOGIES, incomplete)
@@ -84,7 +84,7 @@ def _namespaces(ctx: typer.Context) -> Iterator[str]:
 
 
 def _kubeconfig() -> list[dict[str, Any]]:
-    """Return the context entries of the kubeconfig. Raises NoCluster."""
+    """Return the kubeconfig's context entries. Raises NoCluster."""
     from outlast.kubernetes.api import kubeconfig
 
     entries: list[dict[str, Any]] = kubeconfig.read(kubeconfig.files(os.environ))["contexts"]

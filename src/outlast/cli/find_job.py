@@ -1,6 +1,6 @@
 """Finding a job: which job a command refers to, and which backend runs it.
 
-With `-n`, `-A`, `-l` or `--context`, and as a plug-in of kubectl, the job is in a cluster. Otherwise, this directory is searched
+With `-n`, `-A`, `-l` or `--context`, and as a kubectl plug-in, the job is in a cluster. Otherwise, this directory is searched
 first. If it lacks the job and a kubeconfig exists, the namespace of the kubeconfig's current context is next.
 """
 
@@ -76,7 +76,7 @@ def this_machine() -> Backend:
 
 
 def backend(ctx: typer.Context) -> Backend:
-    """Return the backend given to `main`, or the backend of this machine."""
+    """Return the backend given to `main`, or else this machine's."""
     given: Backend | None = ctx.obj
     return given if given is not None else this_machine()
 
@@ -90,7 +90,7 @@ def place(
     everywhere: bool = False,
     selector: str = "",
 ) -> Backend:
-    """Return the backend of the job with this name, or of the only job."""
+    """Return the backend that has the job with this name, or the only job."""
     if ctx.obj is not None:
         return backend(ctx)
     if namespace or context or everywhere or selector or ctx.find_root().info_name == completion.PLUGIN:
@@ -112,7 +112,7 @@ def cluster(
     everywhere: bool = False,
     selector: str = "",
 ) -> KubernetesBackend:
-    """Return the backend of a cluster, whose connections are closed at the end of the command. Raises NoCluster."""
+    """Return a cluster's backend. Its connections are closed at the end of the command. Raises NoCluster."""
     from outlast.kubernetes import api
     from outlast.kubernetes.jobs import backend as kubernetes
 
@@ -215,7 +215,7 @@ def in_store(given: str | None) -> str | None:
 
 
 def stored_run(url: str) -> tuple[Store, runs.Run]:
-    """Return the output of a job in a store, and the record of the run in this store. Raises NotFound."""
+    """Return the place of a job's output in a store, and the record of its run there. Raises NotFound."""
     from outlast.storage import runs, store
 
     there = store.open_(url)
@@ -225,7 +225,7 @@ def stored_run(url: str) -> tuple[Store, runs.Run]:
 
 
 def duration(option: str, text: str) -> timedelta:
-    """Parse a duration given as an option: `10m`. Raises BadParameter."""
+    """Parse a duration given as an option, such as `10m`. Raises BadParameter."""
     try:
         return units.duration(text)
     except ValueError as error:
@@ -233,7 +233,7 @@ def duration(option: str, text: str) -> timedelta:
 
 
 def takes(words: str) -> type[TyperCommand]:
-    """Return a command class with these words in its usage, such as `[NAME] N`, an optional word before a required word."""
+    """Return a command class with these words in its usage, such as `[NAME] N`: an optional word before a required one."""
 
     class Command(TyperCommand):
         def collect_usage_pieces(self, ctx: Any) -> list[str]:

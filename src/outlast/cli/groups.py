@@ -1,6 +1,6 @@
-"""The help of a command with subcommands: in groups, and without truncated lines.
+"""Help for a command with subcommands: in groups, and without truncated lines.
 
-Click truncates texts that do not fit into a line. This help shows first sentences in full, so they have to be short:
+Click truncates descriptions that do not fit on a line. This help shows first sentences in full, so they have to be short:
 `tests/cli/test_cli.py` enforces 80 columns.
 """
 
@@ -19,7 +19,7 @@ class Commands(TyperGroup):
     """A command with subcommands, shown in the order and under the headings of `groups`."""
 
     groups: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Names of commands by heading; if empty, all commands are below `Commands`."""
+    """Names of commands by heading; if empty, all commands are under `Commands`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names in the order of the groups, then the hidden commands."""
@@ -27,7 +27,7 @@ class Commands(TyperGroup):
         return [*ordered, *(name for name in self.commands if name not in ordered)]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write each group as a section, with the same width of the name column in all sections."""
+        """Write each group as a section, with a name column of the same width in all sections."""
         groups = self.groups or {"Commands": self.list_commands(ctx)}
         width = max(len(name) for names in groups.values() for name in names)
         for heading, names in groups.items():

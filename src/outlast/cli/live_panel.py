@@ -1,4 +1,4 @@
-"""The live view in a terminal: workers' lines scroll above a panel with the state of the job. Imported only for terminals."""
+"""The live view in a terminal: workers' lines scroll above a panel with the job's state. Imported only for terminals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STATES = {
 
 
 class Terminal:
-    """A `view.Screen` with a panel at the bottom."""
+    """A `run_view.Screen` with a panel at the bottom."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or terminal.console()
@@ -54,7 +54,7 @@ class Terminal:
         self._shown.close()
 
     def lines(self, lines: Sequence[LogLine]) -> None:
-        """Print the lines above the panel, with the names of workers in colours."""
+        """Print the lines above the panel, with worker names in colour."""
         if lines:
             self._console.print(Text("\n").join(map(_line, lines)), soft_wrap=True)
 
@@ -71,7 +71,7 @@ def _line(line: LogLine) -> Text:
 
 
 def panel(status: JobStatus, now: float) -> Panel:
-    """Render the state of a job in a few lines."""
+    """Render a job's state in a few lines."""
     colour = _STATES[status.state]
     rows: list[RenderableType] = [Text(status.reason or "…", "dim", no_wrap=True, overflow="ellipsis")]
     done: list[RenderableType] = [Text(f"step {tables_and_pages.steps(status)}", "bold")]
@@ -116,7 +116,7 @@ def _facts(facts: Sequence[str]) -> Text:
 
 
 def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
-    """Show the page of `outlast status`, and refresh it until the job has ended."""
+    """Show the `outlast status` page, and refresh it until the job has ended."""
     status = look()
     with terminal.without_carets(), Live(auto_refresh=False, console=terminal.console()) as live:
 

@@ -1,8 +1,8 @@
-"""The view of a run: the workers' lines and the state of the job, until the job ends or the user stops it.
+"""The view of a run: workers' lines and the job's state, until the job ends or the user stops it.
 
 The first Ctrl-C (or SIGTERM) makes the job save and stop, the second kills the job. Closing the terminal (SIGHUP) leaves the job
 running. If the job's launcher dies meanwhile, it is restarted. Two screens show the run: `Plain` in this module, for pipes and
-files, and `live.Terminal`.
+files, and `live_panel.Terminal`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DRAIN_TIMEOUT_S = 1.0
 _KILL_TIMEOUT_S = 5.0
 """Seconds to wait for the end of a killed job."""
 _BATCH = 1000
-"""Maximum number of log lines per batch, and of buffered lines before the reader of the logs has to wait."""
+"""Maximum number of log lines per batch, and of buffered lines before the log reader has to wait."""
 
 KILLED = 130
 """Exit code after the second Ctrl-C."""
@@ -44,13 +44,13 @@ class Screen(Protocol):
     """Shows a run."""
 
     def lines(self, lines: Sequence[LogLine]) -> None:
-        """Show lines of workers."""
+        """Show workers' lines."""
 
     def say(self, sentence: str) -> None:
         """Show a sentence from Outlast."""
 
     def update(self, status: JobStatus) -> None:
-        """Show the status of the job."""
+        """Show the job's status."""
 
 
 class Plain:
@@ -146,7 +146,7 @@ def exit_code(status: JobStatus) -> int:
 
 
 def summary(status: JobStatus, now: float) -> Iterator[str]:
-    """Yield the summary of an ended run: duration, output, reason of a failure, the command that resumes it, warnings."""
+    """Yield the summary of an ended run: duration, output, reason for a failure, the command that resumes it, warnings."""
     took = units.human_seconds(tables_and_pages.lasted(status, now))
     did = [
         f"{tables_and_pages.steps(status)}{' steps' if status.epoch is None else ''} in {took}" if status.step else took,
@@ -165,7 +165,7 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
 
 
 def leaving(status: JobStatus) -> str:
-    """Describe how the training responds to a request to stop."""
+    """Describe how training responds to a request to stop."""
     if tables_and_pages.session(status):
         return "saving and stopping"
     return "the script gets SIGTERM and interruption.grace to save and exit" if status.told else "the training is asked to stop"

@@ -1,4 +1,4 @@
-"""Output of the command line: tables, the page of a job, JSON and YAML.
+"""Output of the command line: tables, a job's page, JSON and YAML.
 
 Text is aligned without a library, so that `outlast list` is instant. The live view is in `live_panel`.
 """
@@ -30,7 +30,7 @@ _FIRST_STEP_S = 20.0
 
 
 class Output(enum.StrEnum):
-    """The formats of `-o`."""
+    """Formats for `-o`."""
 
     TABLE = "table"
     JSON = "json"
@@ -38,7 +38,7 @@ class Output(enum.StrEnum):
 
 
 class ListOutput(enum.StrEnum):
-    """The formats of `-o` of a list of jobs."""
+    """Formats for `-o` when jobs are listed."""
 
     TABLE = "table"
     WIDE = "wide"
@@ -74,7 +74,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def fields(pairs: Mapping[str, object]) -> str:
-    """Format names and values, one per line, without values that are None or empty."""
+    """Format names and values, one pair per line, without values that are None or empty."""
     width = max(map(len, pairs), default=0)
     given = ((name, value) for name, value in pairs.items() if value not in (None, ""))
     return "\n".join(f"{name.ljust(width)}  {terminal.one_line(str(value))}" for name, value in given)
@@ -97,12 +97,12 @@ def count(number: int, noun: str) -> str:
 
 
 def moment(when: float) -> str:
-    """Format a time as local date and time."""
+    """Format a time as a local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
 
 
 def lasted(status: JobStatus, now: float) -> float:
-    """Return the seconds from the submission of a run to its end, or to now."""
+    """Return the seconds from a run's submission to its end, or to now."""
     return max(0.0, (status.finished or now) - status.submitted)
 
 
@@ -113,7 +113,7 @@ def world(status: JobStatus) -> str:
 
 
 def steps(status: JobStatus) -> str:
-    """Format the step as `812/1560`, as `812` without a known total, or as `epoch 3, 20/32` if the log counts steps per epoch."""
+    """Format the step as `812/1560`, as `812` if the total is unknown, or as `epoch 3, 20/32` if the log counts by epoch."""
     of = status.steps if status.epoch is None else status.epoch_steps
     count = str(status.step) if of is None else f"{status.step}/{of}"
     return count if status.epoch is None else f"{f'epoch {status.epoch}' if status.epoch >= 0 else 'in an epoch'}, {count}"
@@ -152,7 +152,7 @@ def state(status: JobStatus) -> str:
 
 
 def newest_checkpoint(status: JobStatus, now: float) -> str | None:
-    """Format the newest checkpoint: `step 800, 12s ago, 36 MiB; best: step 600, loss 1.47`. A plain script has only a file that
+    """Format the newest checkpoint: `step 800, 12s ago, 36 MiB; best: step 600, loss 1.47`. For a plain script, it is a file that
     looks like a checkpoint."""
     if status.checkpoint is None:
         return plain_scripts.sentence(status.saved, now) if status.saved else None
@@ -222,7 +222,7 @@ def _training(status: JobStatus, now: float) -> dict[str, str | None]:
 
 
 def page(status: JobStatus, now: float) -> str:
-    """Format the page of a job, with everything known about it."""
+    """Format a job's page, with everything known about the job."""
     running = units.human_seconds(lasted(status, now))
     parts = [
         f"{status.name}: {state(status)}",
@@ -260,12 +260,12 @@ def page(status: JobStatus, now: float) -> str:
 
 
 def _has_uploads(store: StoreStatus, status: JobStatus) -> bool:
-    """Return whether the store has more information than its URL, which the output shows in a cluster. Only agents have more."""
+    """Return whether the store's status says more than its URL, which in a cluster is the output. Only agents report more."""
     return store.url != status.output or bool(store.step or store.pushed or store.since)
 
 
 def row(status: JobStatus, now: float, output: ListOutput, *, namespaced: bool = False) -> dict[str, object]:
-    """Return the cells of a job in a list, by their headings; with `namespaced` also its namespace."""
+    """Return a job's cells in a list, by heading; with `namespaced`, also its namespace."""
     if output is ListOutput.NAME:
         return {"NAME": status.name}
     cells = {
@@ -285,7 +285,7 @@ def row(status: JobStatus, now: float, output: ListOutput, *, namespaced: bool =
 
 
 def jobs(statuses: Sequence[JobStatus], now: float, output: ListOutput = ListOutput.TABLE, *, namespaced: bool = False) -> str:
-    """Format a table with one line per job; for `name` without headings."""
+    """Format a table with one line per job; the format `name` has no headings."""
     rows = [row(status, now, output, namespaced=namespaced) for status in statuses]
     lines = table(list(rows[0]), ([*each.values()] for each in rows)).splitlines()
     return "\n".join(lines[1:] if output is ListOutput.NAME else lines)

@@ -44,7 +44,7 @@ _PREFIXES = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
 def safe(text: str) -> str:
-    """Make the control characters in a text visible: `^[` for ESC, `\\x9b`, `\\u202e`. Tabs and newlines stay."""
+    """Make control characters in text visible: `^[` for ESC, `\\x9b`, `\\u202e`. Tabs and newlines stay."""
     return _UNSAFE.sub(_shown, text)
 
 
@@ -56,7 +56,7 @@ def _shown(match: re.Match[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Make a text safe for a single line or cell, see `safe`."""
+    """Make text safe for a single line or cell; see `safe`."""
     return safe(text).replace("\n", "\\n").replace("\t", " ")
 
 
@@ -89,7 +89,7 @@ def guard() -> None:
 
 
 def release() -> None:
-    """Undo `guard`, since in a pod, standard output is the worker's log and must contain the script's output unchanged."""
+    """Undo `guard`. In a pod, standard output is the worker's log, which must contain the script's output unchanged."""
     if sys.stdout is not None:
         sys.stdout = _raw(sys.stdout)
     if sys.stderr is not None:
@@ -140,7 +140,7 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextlib.contextmanager
 def without_carets(fd: int = 0) -> Iterator[None]:
-    """Keep a terminal from printing `^C`, which would take another line below a panel, and leave its top edge on the screen."""
+    """Keep a terminal from printing `^C`, which would add a line below a panel and leave the panel's top edge on the screen."""
     try:
         before = termios.tcgetattr(fd)
     except (termios.error, OSError):  # not a terminal
@@ -156,7 +156,7 @@ def without_carets(fd: int = 0) -> Iterator[None]:
 
 
 def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
-    """Print lines of workers, each with the name of its worker as a prefix."""
+    """Print workers' lines, each with its worker's name as a prefix."""
     out, coloured = sys.stdout, colours(sys.stdout)
     kept = not os.environ.get("NO_COLOR")
     text = "".join(
@@ -206,7 +206,7 @@ def drawn(text: str, *, terminal: bool) -> Iterator[str]:
 
 
 def logged(text: str, *, colour: bool = True) -> str:
-    """Return a worker's line with its colours, which are reset at the end, and without other control sequences."""
+    """Return a worker's line with its colours, which are reset at the end. Other control characters are made visible."""
     if "\x1b" not in text:
         return safe(text)
     pieces = _SGR.split(text)  # text, sequence, text, ...
@@ -215,7 +215,7 @@ def logged(text: str, *, colour: bool = True) -> str:
 
 
 def prefix(worker: int, *, colour: bool) -> str:
-    """Return the prefix of each line of a worker: `worker-0 | `."""
+    """Return the prefix of a worker's lines, such as `worker-0 | `."""
     text = f"worker-{worker} | "
     return f"\033[{_PREFIXES[worker % len(_PREFIXES)]}m{text}{_RESET}" if colour else text
 
@@ -232,7 +232,7 @@ def handled(by: Callable[[int, FrameType | None], object], *numbers: signal.Sign
 
 
 def confirm(what: str) -> None:
-    """Prompt the user for a confirmation. Raises OutlastError without a terminal, or for any answer but yes."""
+    """Ask the user to confirm. Raises OutlastError if there is no terminal, or for any answer but yes."""
     if not interactive(sys.stdin):
         raise OutlastError(f"{what}; add --yes to confirm")
     if input(f"{safe(what)}. Type yes to go on: ").strip() != "yes":

@@ -1,4 +1,4 @@
-"""Long transfers on the command line: progress as a bar or as lines, and Ctrl-C, after which repeating the command continues."""
+"""Long transfers on the command line: progress as a bar or as lines, and Ctrl-C, after which the same command continues."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from outlast.base.errors import Stopped
 from outlast.cli import terminal
 
 _LINE_INTERVAL_S = 5.0
-"""Seconds between progress lines without a terminal."""
+"""Seconds between progress lines if there is no terminal."""
 
 
 class Tell(Protocol):
     """Callback for the progress of a transfer."""
 
     def __call__(self, done: int, total: int, files: str = "") -> None:
-        """Report `done` of `total` bytes. `files` is a text about the number of files, if known."""
+        """Report `done` of `total` bytes. `files` describes the number of files, if known."""
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Cal
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Yield an event that the first SIGINT or SIGTERM sets, which also ends a wait for a store. The second signal kills the
+    """Yield an event that is set by the first SIGINT or SIGTERM, which also ends a wait for a store. A second signal kills the
     process. `Stopped` ends the command."""
     stop = threading.Event()
     caught: list[int] = []

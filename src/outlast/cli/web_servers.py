@@ -1,4 +1,4 @@
-"""Web servers (TensorBoard, JupyterLab) that run as the child of a command until Ctrl-C."""
+"""Web servers (TensorBoard, JupyterLab) that run as a command's child process until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import terminal
 
 _START_S = 60.0
-"""Timeout of a server's first response in seconds; arbitrary."""
+"""Timeout for a server's first response in seconds; arbitrary."""
 
 
 def port(requested: int | None, bind: str, default: int) -> int:
@@ -47,7 +47,7 @@ def shown(bind: str) -> str:
 
 @contextlib.contextmanager
 def until_stopped() -> Iterator[None]:
-    """Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C: each signal ends the block without an error."""
+    """Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C: each of them ends the block without an error."""
 
     def stopped(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -71,8 +71,8 @@ def child(
     """Start a server, and yield its process once the server is `ready`. The server is stopped at the end of the block, or by the
     kernel if this process is killed.
 
-    Ctrl-C does not reach the server, which this process stops instead. Raises NotFound, with the end of the log, if the server
-    does not start.
+    Ctrl-C does not reach the server; this process stops it instead. Raises NotFound, with the end of the log, if the server does
+    not start.
     """
     from outlast.worker.launch import os_calls
 

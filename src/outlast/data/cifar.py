@@ -1,8 +1,8 @@
 """CIFAR-10's Python batches: `data_batch_1` ... `data_batch_5`, `test_batch` and `batches.meta`, all pickled dicts.
 
-Recipes read them with `train` and `test`; `data.digits` writes other images in the same format. Pixels stay uint8: the 50,000
-training images of CIFAR-10 are 154 MB, a quarter of their size as float32. Loading a pickle can run any code, so the unpickler
-here accepts only numpy arrays and plain values. Any other directory raises `NotCifar`.
+Recipes read them with `train` and `test`; `data.digits` writes other images in the same format. Pixels stay uint8: CIFAR-10's
+50,000 training images take 154 MB, a quarter of their size as float32. Loading a pickle can run any code, so the unpickler here
+accepts only numpy arrays and plain values. For any other directory they raise `NotCifar`.
 
 Format: https://www.cs.toronto.edu/~kriz/cifar.html, archive `cifar-10-python.tar.gz`.
 """
@@ -80,7 +80,7 @@ def write_meta(directory: Path, names: Sequence[str], per_batch: int) -> None:
 
 def _dump(path: Path, content: Mapping[bytes, Any]) -> None:
     with path.open("wb") as file:
-        pickle.dump(content, file, protocol=4)  # bytes need 3; many readers are older than numpy's form for 5
+        pickle.dump(content, file, protocol=4)  # bytes need protocol 3; many readers predate numpy's format for 5
         file.flush()
         os.fsync(file.fileno())
 
@@ -157,7 +157,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _empty_array(*_: object) -> NDArray[np.uint8]:
-    """Replace numpy's `_reconstruct`. The array's shape, type and bytes follow in the pickle; numpy checks them."""
+    """Stand in for numpy's `_reconstruct`. The array's shape, type and bytes follow in the pickle; numpy checks them."""
     return np.empty(0, np.uint8)
 
 

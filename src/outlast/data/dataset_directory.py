@@ -1,11 +1,11 @@
-"""The directory of a dataset: files appear once they are complete, and the marker is written last.
+"""A dataset's directory: files appear once they are complete, and the marker is written last.
 
     DIR/.outlast-get/          staging: the lock, downloads, unpacked files
-    DIR/...                    the dataset: files and directories, renamed out of the staging directory
+    DIR/...                    the dataset: files and directories, moved out of the staging directory
     DIR/.outlast-data.json     the marker: name, source, checksum
 
-A directory with `.outlast-get` but no marker is incomplete, whatever it contains. Another `outlast data get` completes it.
-A place in a store is incomplete if it has an object `.outlast-get`.
+A directory with `.outlast-get` but no marker is incomplete, whatever it contains. Another `outlast data get` completes it. A
+place in a store is incomplete if it has an object `.outlast-get`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 EMPTY = frozenset({"lost+found"})
 """Names that a new, empty volume may contain."""
 _ATTEMPTS = 100
-"""Maximum attempts to lock a directory that other processes keep removing."""
+"""Maximum number of attempts to lock a directory that other processes keep removing."""
 _LISTED = 1000
 """Maximum number of names that a marker lists."""
 
@@ -41,7 +41,7 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """Description of a complete dataset in a directory or a place in a store."""
+    """Description of a complete dataset in a directory or in a store."""
 
     name: str
     """The dataset's name, or its URL."""
@@ -55,11 +55,11 @@ class Marker:
     size: int = 0
     """Total size of all files in bytes, unpacked."""
     entries: tuple[str, ...] = ()
-    """First names in the directory that belong to the dataset."""
+    """Names in the directory that belong to the dataset, sorted; at most the first `_LISTED`."""
 
     @classmethod
     def parse(cls, text: str | bytes) -> Marker | None:
-        """Parse a marker, perhaps of another version of Outlast. Returns None if `text` is not a marker."""
+        """Parse a marker, perhaps from another version of Outlast. Returns None if `text` is not a marker."""
         try:
             fields = json.loads(text)
             values = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
@@ -103,7 +103,7 @@ class Place:
         self._finished = False
 
     def tree(self) -> Path:
-        """Create and return an empty directory for the files of the dataset."""
+        """Create and return an empty directory for the dataset's files."""
         self.discard_tree()
         tree = self.staging / "tree"
         tree.mkdir()
@@ -132,7 +132,8 @@ class Place:
                     self.directory.rmdir()
 
     def finish(self, marker: Marker) -> Marker:
-        """Move the tree's content to the directory and write the marker. Returns the marker with counts of files and bytes."""
+        """Move the tree's content to the directory and write the marker. Returns the marker with the numbers of files and
+        bytes."""
         tree = self.staging / "tree"
         for name in (MARKER, COMING):  # archives of a dataset's directory contain these; they would count as ours
             _removed(tree / name)
@@ -160,7 +161,7 @@ class Place:
 
 @contextlib.contextmanager
 def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> Iterator[Place]:
-    """Lock and yield the directory of a dataset. `what` is the dataset's name, for messages.
+    """Lock a dataset's directory and yield its `Place`. `what` is the dataset's name, for messages.
 
     Raises OutlastError if the directory contains other files or cannot be written, or if its disk is full.
     """
@@ -217,7 +218,7 @@ def _check_empty_or_own(directory: Path) -> None:
 
 
 def _note_name(place: Place, what: str) -> None:
-    """Record the name of the dataset. Raises OutlastError if the directory has a part of another dataset."""
+    """Record the dataset's name. Raises OutlastError if the directory holds a part of another dataset."""
     note = place.staging / "name"
     begun = url_logins.hidden(note.read_text()) if note.exists() else ""
     if begun not in ("", what):

@@ -1,6 +1,6 @@
 """scikit-learn's handwritten digits as CIFAR-10 batch files: real images for a first run, without a download.
 
-1,797 digits of 8×8 pixels in 16 shades (E. Alpaydin and C. Kaynak, 1998; part of scikit-learn's package) become 32×32×3 images:
+1,797 digits of 8×8 pixels in 17 shades (E. Alpaydin and C. Kaynak, 1998; part of scikit-learn's package) become 32×32×3 images:
 1,442 to train on and 355 held out, the same images on every machine. `outlast data get digits --to DIR` calls `write`.
 """
 
@@ -20,7 +20,7 @@ NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 def write(directory: Path) -> None:
     """Write the digits to an empty directory. Raises OutlastError if scikit-learn is missing, and OSError."""
     x, y = _digits()
-    held_out = _count(y) % 5 == 4  # an equal share of every class; random numbers could differ by library version
+    held_out = _count(y) % 5 == 4  # an equal share of every class; random numbers could differ between library versions
     train_x, train_y = x[~held_out], y[~held_out]
     batch = _count(train_y) % 5  # every batch has its share of every class
     for i, file in enumerate(cifar.TRAIN):
@@ -41,7 +41,7 @@ def _digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def _interpolation(n: int, m: int) -> NDArray[np.float64]:
-    """Return the matrix (m, n) that stretches a line of n pixels to m pixels, bilinear between the pixels' centres."""
+    """Return the matrix (m, n) that stretches a line of n pixels to m, interpolating linearly between the pixels' centres."""
     centres = np.clip((np.arange(m) + 0.5) * n / m - 0.5, 0, n - 1)
     weights: NDArray[np.float64] = np.maximum(0, 1 - np.abs(centres[:, None] - np.arange(n)[None, :]))
     return weights

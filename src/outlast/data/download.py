@@ -3,11 +3,11 @@
     path = Download(Remote(url, sha256=...), directory, ...).fetch()
 
 While the file is incomplete, `directory` contains the received bytes, and `state.json` with the file's version and the number of
-bytes on the disk. The missing bytes are requested only for the same version (If-Range). If the file has changed, or the
-server does not support ranges, the download restarts from the first byte.
+bytes on disk. The missing bytes are requested only for the same version (If-Range). If the file has changed, or the server does
+not support ranges, the download restarts from the first byte.
 
 `fetch` verifies the length and the checksum. If a file that was received in parts has a wrong checksum, it is fetched once more
-as a whole, because only a strong ETag proves that the parts have the same version.
+as a whole, because only a strong ETag proves that the parts are from the same version.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LARGE = 1 << 30
 _SAVE_S = 2.0
 """Interval between writes of the state; a kill loses the bytes received since the last write."""
 _BEGINNINGS = 4
-"""Maximum number of downloads from the first byte, after changes of the file or without range support."""
+"""Maximum number of times that one download starts from the first byte: the file may change, or ranges may be unsupported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,22 +73,22 @@ class Remote:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Timeouts of a download. The defaults are arbitrary, and suit most networks."""
+    """Timeouts for a download. The defaults are arbitrary, but suit most networks."""
 
     patience_s: float = 300.0
     """Seconds without a received byte after which retries stop."""
     absent_s: float = 20.0
     """Seconds without any response after which retries stop: the host name may be wrong, or the network may be down."""
     timeout_s: float = 60.0
-    """Read timeout in seconds of a connection."""
+    """Read timeout of a connection, in seconds."""
 
 
 class _Changed(Exception):
-    """The file on the server is another version than the bytes on the disk."""
+    """The file on the server is no longer the version that the bytes on disk are from."""
 
 
 class Download:
-    """Download of one file to a separate directory."""
+    """Downloads one file to a directory of its own."""
 
     def __init__(
         self,
@@ -105,10 +105,10 @@ class Download:
         self._state = directory / "state.json"
         self._say, self._progress, self._stop, self._options = say, progress, stop, options
         self._done = self._size = 0
-        """Bytes on the disk, and size of the whole file in bytes (0 if unknown)."""
+        """Bytes on disk, and size of the whole file in bytes (0 if unknown)."""
         self._version = Version()
         self._parts = self._beginnings = 0
-        """Number of responses that the bytes on the disk came from, and number of downloads from the first byte."""
+        """Number of responses that the bytes on disk came from, and number of starts from the first byte."""
         self._whole = False
         """True if the server's partial responses are unusable."""
         self._answered = False
@@ -222,7 +222,7 @@ class Download:
             raise _Changed
 
     def _begin(self, fd: int, response: Response, first: int) -> None:
-        """Truncate the file for a response with the whole file. Raises OutlastError if truncation would go undetected."""
+        """Truncate the file for a response with the whole file. Raises OutlastError if the content could not be verified."""
         if not response.bounded and not (self._remote.checked or self._remote.size):
             raise OutlastError(
                 f"{self._address.shown}: the server does not say how long the file is, so a part of it would look like the "

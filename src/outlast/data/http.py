@@ -3,8 +3,8 @@
     with request(Address.parse(url), first=0, version=None, timeout_s=60) as response:
         response.total, response.version, response.first, response.read(1 << 18)
 
-urllib follows redirects, uses the proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates, and needs
-no package. After `Unavailable` a retry may help; after OutlastError it cannot.
+urllib follows redirects, uses the environment's proxies (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates, and needs no
+package. After `Unavailable` a retry may help; after OutlastError it cannot.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Address:
     """The URL of a file."""
 
     url: str
-    """URL without login and fragment."""
+    """URL without a login or fragment."""
     login: str = ""
-    """Authorization header from the URL's login, `Basic ...`; empty without a login. Not sent to redirects."""
+    """Authorization header from the URL's login, `Basic ...`; empty if there is none. Not sent to redirect targets."""
 
     @classmethod
     def parse(cls, url: str) -> Address:
@@ -135,7 +135,7 @@ class Response:
     _body: Any
 
     def read(self, limit: int) -> bytes:
-        """Wait for up to `limit` bytes. Returns b"" at the end of the body or of the connection. Raises Unavailable."""
+        """Read up to `limit` bytes. Returns b"" at the end of the body or of the connection. Raises Unavailable."""
         with _mapped_errors():
             return bytes(self._body.read1(limit))
 

@@ -1,7 +1,7 @@
 """The datasets of `outlast data get`, by name or by URL.
 
-Sizes and checksums are those published by a dataset's authors or by libraries that load it. Without a checksum, `get` checks the
-length of a download and the integrity of an archive, and records the SHA-256 in the marker.
+Sizes and checksums are those published by a dataset's authors or by libraries that load it. If there is no checksum, `get` checks
+the length of a download and the integrity of an archive, and records the SHA-256 in the marker.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _digits() -> Made:
 
 
 def _kinetics(place: str, prefix: str, annotations: tuple[str, str, str]) -> tuple[Remote, ...]:
-    """Return the lists of one version of Kinetics: the labels of the clips, and the URLs of the archives with the clips."""
+    """Return the lists for one version of Kinetics: the clips' labels, and the URLs of the archives that contain the clips."""
     above = f"https://s3.amazonaws.com/kinetics/{place}"
     paths = [f"{prefix}_{part}_path.txt" for part in ("train", "val", "test")]
     return (
@@ -117,13 +117,13 @@ NAMES = tuple(each.name for each in _KNOWN)
 
 
 def named(name: str) -> Dataset:
-    """Return the dataset with a name from `NAMES`."""
+    """Return the dataset with this name, one of `NAMES`."""
     dataset = next(each for each in _KNOWN if each.name == name)
     return dataclasses.replace(dataset, made=_MADE[name]()) if name in _MADE else dataset
 
 
 def of_url(text: str) -> Dataset:
-    """Return a dataset of the single file at a URL, which may end in `#sha256=` and 64 hexadecimal digits.
+    """Return a dataset with the single file at a URL, which may end in `#sha256=` and 64 hexadecimal digits.
 
     Raises OutlastError for an invalid URL or checksum.
     """
@@ -140,5 +140,5 @@ def of_url(text: str) -> Dataset:
 
 
 def is_url(name: str) -> bool:
-    """Return whether the name of a dataset is a URL."""
+    """Return whether a dataset's name is a URL."""
     return "://" in name

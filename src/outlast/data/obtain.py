@@ -30,13 +30,13 @@ LIMITS = unpack.Limits(
     instead="unpack it by hand if it is what you want, and use the directory",
     again="the URL is not that of an archive, or the file is damaged where it comes from",
 )
-"""Limits against decompression bombs, which expand thousands of times. Images, text and numbers expand less than a hundred times,
-and ImageNet-21k has 14 million files."""
+"""Limits against decompression bombs, which expand a thousandfold or more. Images, text and numbers expand less than a
+hundredfold, and ImageNet-21k has 14 million files."""
 
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """Options of `get`."""
+    """Options for `get`."""
 
     say: Say
     progress: Progress = lambda done, total: None

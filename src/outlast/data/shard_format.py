@@ -1,8 +1,8 @@
-"""Prepared datasets: shard files and the manifest that names them, in a directory or below a store's prefix.
+"""Prepared datasets: shard files and the manifest that names them, in a directory or under a prefix in a store.
 
 `outlast data prepare` writes prepared datasets (`Manifest.text`, `Writer`, `write_columns`), training reads them (`read` or
-`parse`, then `tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last, so a place without
-a manifest is unfinished. A plain nanoGPT directory (`train.bin`, `val.bin`, optionally `meta.pkl`) needs no manifest. This module
+`parse`, then `tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last, so a place without a
+manifest is unfinished. A plain nanoGPT directory (`train.bin`, `val.bin`, optionally `meta.pkl`) needs no manifest. This module
 does not import torch.
 
 Text shards are raw little-endian token ids, nanoGPT's format. All other shards are safetensors files of columns. A column of
@@ -39,7 +39,7 @@ TOKENIZER = "tokenizer.json"
 META = "meta.pkl"
 KINDS = ("text", "images", "jsonl", "video")
 OFFSETS = ".offsets"
-"""Suffix of the name of a ragged column's offsets."""
+"""Suffix for the name of a ragged column's offsets."""
 UINT16 = 1 << 16
 """Maximum size of a vocabulary whose tokens fit uint16."""
 CHUNK = 8 << 20
@@ -56,7 +56,7 @@ class BadDataset(OutlastError):
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """File of samples."""
+    """A file of samples."""
 
     file: str
     """Name within the dataset."""
@@ -69,11 +69,11 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Part of a dataset, `train` or `val`: its shards, in order."""
+    """A part of a dataset, `train` or `val`: its shards, in order."""
 
     shards: tuple[Shard, ...]
     tokens: int | None = None
-    """Number of tokens of a text; None for other datasets."""
+    """Number of tokens in a text dataset; None for other kinds."""
 
     @property
     def samples(self) -> int:
@@ -88,15 +88,15 @@ class Manifest:
     """Kind of the dataset, one of KINDS."""
     parts: Mapping[str, Part]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings of `prepare`."""
+    """Settings for `outlast data prepare`."""
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The source: numbers of files and bytes, classes, damaged samples."""
+    """Description of the source: numbers of files and bytes, classes, damaged samples."""
     dtype: str = ""
-    """Type of the tokens of a text, uint16 or uint32; empty for other datasets."""
+    """Token type of a text dataset, uint16 or uint32; empty for other kinds."""
     vocab_size: int | None = None
     """Size of the tokenizer's vocabulary; None if unknown."""
     tokenizer: str = ""
-    """Name of the tokenizer's file; empty without a tokenizer."""
+    """Name of the tokenizer's file; empty if there is none."""
     place: str = dataclasses.field(default="the dataset", compare=False)
     """Directory or URL of the dataset, for messages."""
 
@@ -129,7 +129,7 @@ class Manifest:
 
 
 def dtype(vocab_size: int) -> str:
-    """Return the smallest type for the tokens of a vocabulary, uint16 or uint32."""
+    """Return the smallest type for a vocabulary's tokens, uint16 or uint32."""
     return "uint16" if vocab_size <= UINT16 else "uint32"
 
 
@@ -158,7 +158,7 @@ def read(directory: Path | str) -> Manifest:
 
 
 def parse(text: bytes | str, place: str) -> Manifest:
-    """Parse `text`, the content of `manifest.json` of the dataset at `place`. Raises BadDataset."""
+    """Parse `text`, the `manifest.json` of the dataset at `place`. Raises BadDataset."""
     name = f"{place}/{MANIFEST}"
     try:
         content = json.loads(text)
@@ -234,7 +234,7 @@ def _consistent(manifest: Manifest) -> None:
 
 
 def check_dtype(vocab_size: int | None, dtype: str, place: str) -> None:
-    """Raise BadDataset if the type is too small for the tokens of a vocabulary."""
+    """Raise BadDataset if the type is too small for a vocabulary's tokens."""
     if vocab_size is not None and dtype == "uint16" and vocab_size > UINT16:
         raise BadDataset(
             f"{place} has a vocabulary of {vocab_size} tokens in uint16, whose largest token is {UINT16 - 1}: larger ones "
@@ -251,7 +251,7 @@ def token_count(size: int, dtype: str, file: str) -> int:
 
 
 def _plain(directory: Path) -> Manifest:
-    """Derive the manifest of a nanoGPT directory: uint16 tokens in `train.bin` and `val.bin`, vocabulary in `meta.pkl` if any."""
+    """Derive the manifest of a nanoGPT directory: uint16 tokens in `train.bin` and `val.bin`, and perhaps a `meta.pkl`."""
     bins = {part: directory / f"{part}.bin" for part in ("train", "val")}
     if not bins["train"].is_file():
         unfinished = (
@@ -309,14 +309,14 @@ class _Plain(pickle.Unpickler):
 
 
 def tokens(path: Path, dtype: str) -> NDArray[Any]:
-    """Map the tokens of a text shard, (n,), into memory, read-only. Raises BadDataset."""
+    """Map a text shard's tokens, (n,), into memory, read-only. Raises BadDataset."""
     kind = np.dtype(dtype).newbyteorder("<")
     n = token_count(_size(path), dtype, str(path))
     return np.memmap(path, kind, "r", shape=(n,)) if n else np.empty(0, kind)
 
 
 def first_unknown(ids: NDArray[Any], vocab_size: int) -> tuple[int, int] | None:
-    """Return position and value of the first token outside the vocabulary, or None."""
+    """Return the position and value of the first token outside the vocabulary, or None."""
     for start in range(0, len(ids), CHUNK):
         some = np.asarray(ids[start : start + CHUNK])
         if some.size and int(some.max()) >= vocab_size:
@@ -326,7 +326,7 @@ def first_unknown(ids: NDArray[Any], vocab_size: int) -> tuple[int, int] | None:
 
 
 def columns(path: Path) -> dict[str, NDArray[Any]]:
-    """Map the columns of a safetensors shard into memory, read-only. Raises BadDataset."""
+    """Map a safetensors shard's columns into memory, read-only. Raises BadDataset."""
     size = _size(path)
     try:
         with path.open("rb") as file:
@@ -348,7 +348,7 @@ def _size(path: Path) -> int:
 
 
 def samples(shard: Mapping[str, NDArray[Any]]) -> int:
-    """Return the number of samples in the columns of a shard."""
+    """Return the number of samples in a shard's columns."""
     return min(
         (len(column) - name.endswith(OFFSETS) for name, column in shard.items() if f"{name}{OFFSETS}" not in shard), default=0
     )
@@ -358,13 +358,13 @@ _DTYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
     "F16": "<f2", "F32": "<f4", "F64": "<f8",
 }  # fmt: skip
-"""numpy's type codes by the type names of safetensors."""
+"""numpy's type codes by safetensors' type names."""
 
 _Header = dict[str, tuple[np.dtype[Any], tuple[int, ...], int, int]]
 
 
 def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
-    """Return type, shape, begin and end of every column, and the offset of the first column. Raises _Invalid."""
+    """Return every column's type, shape, begin and end, and the offset of the first column. Raises _Invalid."""
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(HEADER, size - 8):
         raise _Invalid(f"its header would have {length} bytes of its {size}")
@@ -389,7 +389,7 @@ def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
 
 
 class Writer:
-    """Writes the shards of one part of a text, in order. A shard gets its final name once it is complete.
+    """Writes the shards of one part of a text dataset, in order. A shard gets its final name once it is complete.
 
     With `limit` (in bytes) the shards are `PART-00000.bin`, `PART-00001.bin` and so on. Otherwise there is a single file,
     `PART.bin`. The concatenated bytes are the same.
@@ -504,13 +504,13 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 class Files(Protocol):
-    """Files of a dataset in a directory (`Local`) or a store (`cli.data.prepare`)."""
+    """A dataset's files in a directory (`Local`) or a store (`cli.data.prepare`)."""
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file in bytes, or None if it is missing."""
+        """Return a file's size in bytes, or None if it is missing."""
 
     def chunks(self, name: str) -> Iterable[bytes]:
-        """Yield the content of a file in pieces of CHUNK bytes; the last piece may be shorter."""
+        """Yield a file's content in pieces of CHUNK bytes; the last piece may be shorter."""
 
 
 class Local:

@@ -17,7 +17,7 @@ from outlast.base.errors import OutlastError
 _OLDEST = 17
 """Oldest Java for Spark 4; Spark 3.5 also runs on it."""
 _NEWEST = {3: 21}
-"""Newest Java by major version of Spark. Hadoop's login in Spark 3 calls Subject.getSubject, which Java 23 no longer supports."""
+"""Newest Java by Spark's major version. Hadoop's login in Spark 3 calls Subject.getSubject, which Java 23 no longer supports."""
 _MODULES = {4: ("jdk.incubator.vector",)}
 """Modules that Spark adds to its JVMs (--add-modules), by the first major version of Spark that adds them."""
 _INSTALL = "install one (Debian: openjdk-17-jre-headless) and set JAVA_HOME to its directory"
@@ -45,7 +45,7 @@ def home(spark: str, environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def unfit(java: Path, spark: str) -> str:
-    """Return why this version of Spark cannot run on a Java; "" if it can, or without a `release` file."""
+    """Return why this version of Spark cannot run on a Java; "" if it can, or if there is no `release` file."""
     try:
         release = dict(re.findall(r'^(\w+)="(.*)"$', (java / "release").read_text(), re.MULTILINE))
     except OSError:

@@ -1,8 +1,8 @@
 """The sources of Python's standard library: real text for a first language model, without a download.
 
-The library has about 600 modules, 10 MB of text in one style. The same Python version gives the same files: sorted by name,
-UTF-8, `\\n` at the end of a line. Files that differ between installations of one version are omitted: packages (`site-packages`),
-the build configuration (`_sysconfigdata_*`), and the tests. `outlast data get python-stdlib` calls `write`.
+The library has about 600 modules, 10 MB of text in one style. The same Python version always gives the same files, in UTF-8 with
+Unix line ends. Files that differ between installations of one version are omitted: packages (`site-packages`), the build
+configuration (`_sysconfigdata_*`), and the tests. `outlast data get python-stdlib` calls `write`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from outlast.base.errors import OutlastError
 
 _LEFT_OUT = ("site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test", "__pycache__")
-"""Directories to skip: some installations lack them, or they contain packages of the user."""
+"""Directories to skip: some installations lack them, or they contain the user's packages."""
 _SITE = ("sitecustomize.py", "usercustomize.py")
 
 
@@ -28,7 +28,7 @@ def source() -> str:
 
 
 def write(directory: Path) -> None:
-    """Write the sources below `directory` under their paths in the library, such as `json/decoder.py`.
+    """Write the sources below `directory`, at their paths in the library, such as `json/decoder.py`.
 
     Raises OutlastError if this Python has no sources, and OSError.
     """
@@ -38,7 +38,7 @@ def write(directory: Path) -> None:
         try:
             text = _text(library / name)
         except (SyntaxError, UnicodeDecodeError):
-            continue  # no valid encoding: deliberately bad files of a test
+            continue  # no valid encoding: a test's deliberately bad files
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())

@@ -1,9 +1,9 @@
-"""Collective calls of a session, and the error message when ranks do not make the same calls.
+"""A session's collective calls, and the error message when ranks do not make the same calls.
 
-Every such call begins with the same small all-reduce. It carries a hash of the call's name, its step and the position of the
-stream, so a mismatch is detected at once: otherwise ranks would wait for each other or mix up their numbers. Sums that a call
-needs anyway (votes, losses) are in the same message, so the check costs nothing. `hangs.deadlocks` detects ranks that are in no
-call of the session.
+Every such call begins with the same small all-reduce. It carries a hash of the call's name, its step and the stream's position,
+so a mismatch is detected at once: otherwise ranks would wait for each other or mix up their numbers. Sums that a call needs
+anyway (votes, losses) are in the same message, so the check costs nothing. `hangs.deadlocks` detects ranks that are in no call of
+the session.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _ROOM = 14
 """Maximum number of summands in the first message; arbitrary, since a few hundred bytes cost no more than a few."""
 _BITS = 20
-"""Bits of a call's hash: the squares of 8,192 20-bit hashes still add up exactly in a double."""
+"""Bits in a call's hash: the squares of 8,192 20-bit hashes still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"
 REMEDY = f"{_SAME}: move what only some ranks call out of its `if`"
 
@@ -69,7 +69,7 @@ class Calls:
         self._numbers = self._message.numpy()
         self._store = deadlocks.store() if self.ranks > 1 else None
         self.waited_s = 0.0
-        """Seconds that this rank has spent in the first messages of calls, most of it waiting for other ranks."""
+        """Seconds that this rank has spent in calls' first messages, mostly waiting for other ranks."""
 
     def meet(self, call: str, position: int, numbers: Sequence[float] = ()) -> list[float]:
         """Return the sums of `numbers` over all ranks.

@@ -33,7 +33,7 @@ def settle(net: torch.nn.Module) -> None:
     model, device = net.module, next(net.parameters()).device
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = vars(model).pop("forward", None)
-    # DDP moves a call's arguments to its device, and fails without any
+    # DDP moves a call's arguments to its device, and fails if there are none
     vars(model)["forward"] = lambda _: sum(parameter.sum().abs().float().to(device) * 0 for parameter in parameters)
     try:
         net(None).backward()

@@ -1,12 +1,12 @@
-"""The devices that training computes on. Only this module handles the differences between torch's modules for them.
+"""The devices that training computes on. Only this module handles the differences between torch's device modules.
 
     accelerator = device.find()                # the machine's device: a GPU, a Trainium, ..., or the CPU
     accelerator.bind(local_rank)               # -> torch.device, as Session.device
     with device.of(x.device).autocast(torch.bfloat16):
         ...
 
-An accelerator of `outlast.job.accelerators` whose torch module is like `torch.cuda` needs nothing here; any other accelerator
-gets a subclass of `Device`, named in `_SPECIAL`. The CPU is a device as well, so callers need no case for it.
+An accelerator in `outlast.job.accelerators` whose torch module is like `torch.cuda` needs nothing here; any other accelerator
+gets a subclass of `Device`, named in `_SPECIAL`. The CPU is a device as well, so callers need no special case for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Device:
     def __init__(self, type: str, backend: str = "", package: str = "") -> None:
         self.type = type
         self.backend = f"cpu:gloo,{type}:{backend}"
-        """Argument of `init_process_group`: gloo for tensors on the CPU, the accelerator's own backend for its tensors."""
+        """Argument for `init_process_group`: gloo for tensors on the CPU, the accelerator's own backend for its tensors."""
         self._package = package
 
     @property
@@ -339,8 +339,8 @@ def of(where: torch.device) -> Device:
 def dtype(requested: str, where: torch.device, gather: Callable[[bool], list[bool]] | None = None) -> torch.dtype:
     """Return the type for matrix products: `float32` or `bfloat16` as requested; `auto` is bfloat16 where that is faster.
 
-    Ranks on different hardware must use the same type. Pass `run.gather` there: `auto` is then bfloat16 only if that is faster on
-    all ranks. A collective with `gather`.
+    Ranks on different hardware must use the same type. Pass `run.gather` in that case: `auto` is then bfloat16 only if that is
+    faster on all ranks. A collective with `gather`.
     """
     fast = requested == "auto" and all((gather or (lambda fast: [fast]))(of(where).bfloat16()))
     return torch.bfloat16 if fast or requested == "bfloat16" else torch.float32

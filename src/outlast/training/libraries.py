@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
-    """The first of an object's methods that is absent or lacks parameters that we rely on; empty if there is none."""
+    """Return the first of an object's methods that is absent or lacks parameters that we rely on; empty if there is none."""
     for name, parameters in hooks.items():
         method = getattr(owner, name, None)
         if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
@@ -23,11 +23,11 @@ def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
 SPLIT = "the model is split over ranks (tensor, context or pipeline parallelism), which is not supported"
 STATIC_GRAPH = "static_graph lays out gradients after the first step and cannot resume exactly; leave it out"
 RESERVED = ("step", "reduce")
-"""Parameters of `Session.log`, which no logged value can be named."""
+"""Parameters of `Session.log`; a logged value cannot have these names."""
 
 
 def split(accelerator: Any) -> str:
-    """The reason why an accelerator of accelerate does not have a whole model on each rank; empty if it has."""
+    """Return the reason why Accelerate's `accelerator` does not have a whole model on each rank; empty if it does."""
     mesh = getattr(accelerator, "parallelism_config", None)
     if mesh is None or mesh.non_data_parallel_size == 1:
         return ""
@@ -35,7 +35,7 @@ def split(accelerator: Any) -> str:
 
 
 def boundary(run: Session, step: int, *, measured_later: bool) -> bool:
-    """End a step, and return whether a checkpoint is due that waits for the evaluation of this step. A collective.
+    """End a step, and return whether a checkpoint is due that has to wait for the step's evaluation. A collective.
 
     With `measured_later`, an evaluation follows that ranks checkpoints, so the caller saves the one that is due.
     """

@@ -77,7 +77,7 @@ _MOST = 64 << 20
 
 @dataclass(frozen=True)
 class News:
-    """Lines from rank 0's disk, and their offset in the file in bytes."""
+    """Lines from rank 0's disk, and their byte offset in the file."""
 
     start: int
     lines: bytes

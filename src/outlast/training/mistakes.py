@@ -60,7 +60,7 @@ def check_mapping(state: Any) -> None:
 
 
 def check_sharding(state: State) -> None:
-    """Make the streams of a state raise OutlastError when read if several ranks share one copy of a model."""
+    """If several ranks share one copy of a model, make the state's streams raise OutlastError when they are read."""
     problem = next((problem for name, thing in state.items() if (problem := _sharding_problem(name, thing))), "")
     for stream in streams_of(state):
         stream.not_shardable = problem
@@ -102,7 +102,7 @@ def described(state: State) -> list[str]:
 
 
 def lengths(state: State) -> dict[str, dict[str, int]]:
-    """Return the number of steps of each scheduler in a state, by name and attribute."""
+    """Return each scheduler's number of steps in a state, by name and attribute."""
     return {
         name: {key: vars(thing)[key] for key in _LENGTHS if isinstance(vars(thing).get(key), int)}
         for name, thing in state.items()
@@ -147,7 +147,7 @@ def check_read(state: State, before: Mapping[Any, int]) -> None:
 
 
 def saves() -> dict[Any, int]:
-    """Return the number of `state_dict` calls of each stream that is being read."""
+    """Return the number of `state_dict` calls on each stream that is being read."""
     return {stream: stream.saves for stream in streams.being_read()}
 
 

@@ -1,9 +1,9 @@
-"""A rank's own time per step: its step less the time in collectives, from which `job.slow_ranks` tells slow ranks.
+"""A rank's own time per step, which is its step less the time in collectives. `job.slow_ranks` finds slow ranks by it.
 
-Waits in the session's calls are known (`Calls.waited_s`). The wait of the backward pass for the last gradients is measured by
-DDP's logger in every n-th step, by the clock on a CPU, with events on a GPU: the time of the communication less the part that
-overlaps the computation. A step's numbers are available once the next step's forward pass has begun.
-Reasons: docs/decisions/0067-slow-and-differing-ranks.md.
+Waits in the session's calls are known (`Calls.waited_s`). The backward pass's wait for the last gradients is measured by DDP's
+logger in every n-th step, with the clock on a CPU and with events on a GPU: it is the communication time less the part that
+overlaps computation. A step's numbers are available once the next step's forward pass has begun. Reasons:
+docs/decisions/0067-slow-and-differing-ranks.md.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ WINDOW_S = 15.0
 _LEAST = 5
 """Minimum number of samples in a window."""
 _EVERY_S, _EVERY_GPU_S = 0.1, 1.0
-"""Seconds between two samples. Reading the times of a GPU waits for its stream, and its times vary less."""
+"""Seconds between two samples. Reading a GPU's times waits for its stream, and they vary less."""
 _RATE = 100
 """Maximum number of steps between two samples, as in torch."""
 
 
 class OwnTimes:
-    """The own times of this rank, and the slow ranks of the world."""
+    """This rank's own times, and the world's slow ranks."""
 
     def __init__(
         self, calls: Calls, gather: Callable[[Any], list[Any]], ledger: Ledger, report: Callable[..., None], *, gpu: bool
@@ -52,7 +52,7 @@ class OwnTimes:
         self._work = _work(state, self._calls.ranks)
         self._last: tuple[float, float] | None = None
         self._step: tuple[float, float] | None = None
-        """Seconds of the last step, and those of it spent in calls of the session."""
+        """Seconds that the last step took, and how many of them it spent in the session's calls."""
         self._count = self._next = self._missed = self._iteration = self._rate = 0
         self._samples: list[float] = []
         self._opened = self._clock()
@@ -114,7 +114,7 @@ class OwnTimes:
 
 
 def _work(state: Mapping[str, Any], ranks: int) -> list[int]:
-    """Return the number of micro-batches, or of samples, of each rank's share of a batch."""
+    """Return the number of micro-batches, or of samples, in each rank's share of a batch."""
     for stream in (thing for thing in state.values() if isinstance(thing, Stream)):
         shares = [share_of(-(-stream.batch // (stream.microbatch or 1)), ranks, rank) for rank in range(ranks)]
         return [max(1, end - start) for start, end in shares]

@@ -16,7 +16,7 @@ from outlast.job.workerfiles.progress_file import Progress, Writer
 
 
 class _Reported:
-    """The progress of this process so far."""
+    """This process's progress so far."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

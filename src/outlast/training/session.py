@@ -70,7 +70,7 @@ _LAST_SAVE_S = 10.0
 
 
 def open(seed: int = 0, *, quiet: bool = False) -> Session:
-    """Open the session of this process: `with session.open(seed=0) as run:`. A collective.
+    """Open this process's session: `with session.open(seed=0) as run:`. A collective.
 
     Joins the process group that the environment describes (Outlast's or torchrun's; otherwise the world has one rank), with gloo
     on the CPU and NCCL on GPUs. `seed` seeds Python, numpy and torch alike on every rank, so that all ranks create the same
@@ -88,8 +88,8 @@ def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False, ba
     """Open the session of a process whose library has joined its process group and seeded its generators.
 
     The process group stays open at the end; if there is none, the world has one rank. `output` is the directory of checkpoints,
-    metrics and results outside a job; the default is that of `open`. `batch` is the number of samples per step, which all ranks
-    must share equally, so that a job's later worlds have sizes that can. Otherwise as `open`. A collective.
+    metrics and results outside a job; the default is that of `open`. `batch` is the number of samples per step: a job's later
+    worlds only have sizes whose ranks can share it equally. Otherwise like `open`. A collective.
     """
     return Session(seed, quiet, attached=True, output=output, batch=batch)
 
@@ -278,13 +278,13 @@ class Session:
 
     @public('run.resume({"model": net, "optimizer": optimizer, "stream": stream})')
     def resume(self, state: Mapping[str, Any]) -> int:
-        """Load the newest state of this run into `state` and return its step, or 0 if there is none.
+        """Load this run's newest state into `state` and return its step, or 0 if there is none.
 
-        The newest state is a snapshot in the memory of the workers or the newest valid checkpoint, whichever is later. `state`
-        maps names to modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves these objects.
-        The random number generators are restored, too. Damaged checkpoints are reported and skipped. If workers have separate
-        disks, one valid copy of a checkpoint is enough: it is sent to the other disks. If the output cannot be written, a resumed
-        run warns, and saves fail until the output can be written.
+        The newest state is a snapshot in the workers' memory or the newest valid checkpoint, whichever is later. `state` maps
+        names to modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves these objects. The
+        random number generators are restored, too. Damaged checkpoints are reported and skipped. If workers have separate disks,
+        one valid copy of a checkpoint is enough: it is sent to the other disks. If the output cannot be written, a resumed run
+        warns, and saves fail until the output can be written.
 
         Raises OutlastError if the saved state does not fit `state`, or if a run without saved state cannot write its output.
         Raises NoRoom if a disk is too full for its copy, and NotRestored if a store or the memory cannot be read. A collective.
@@ -339,11 +339,11 @@ class Session:
 
     @public('step = run.peek({"position": position})')
     def peek(self, state: Mapping[str, Any]) -> int:
-        """Load a part of the newest state of this run and return its step, or 0 if there is none.
+        """Load a part of this run's newest state and return its step, or 0 if there is none.
 
-        Libraries call this before modules and optimizers exist, to learn the position. `state` names objects that are none of
-        either. The `resume` that must follow loads the whole state of the same step. Random numbers are not restored yet. Raises
-        the same errors as `resume`. A collective.
+        Libraries call this to learn the position before modules and optimizers exist, so `state` contains none of these. The
+        `resume` that must follow loads the whole state of the same step. Random numbers are not restored yet. Raises the same
+        errors as `resume`. A collective.
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
@@ -365,7 +365,7 @@ class Session:
                 self._search = None
 
     def _even_out(self, step: int, lines: str) -> str:
-        """Make metrics.jsonl the same on all disks, with the `lines` of a snapshot. A collective of the leaders."""
+        """Make metrics.jsonl the same on all disks, with the `lines` from a snapshot. A collective of the leaders."""
         try:
             self._copy.add(lines, step)
         except OSError as error:
@@ -394,11 +394,11 @@ class Session:
 
     @public("path = run.export(net)")
     def export(self, model: torch.nn.Module, name: str | Path = "model.pt") -> Path:
-        """Write the weights of `model` to the file `run.output / name`, for use without Outlast, and return the file's path.
+        """Write `model`'s weights to the file `run.output / name`, for use without Outlast, and return the file's path.
 
-        `torch.load(path, weights_only=True)` reads the file. If the name ends in `.safetensors`, safetensors reads it
-        (`pip install safetensors`). Keys are those of the plain module, without DDP's prefix. FSDP2's shards are gathered, tensor
-        by tensor. Rank 0 writes the file and needs CPU memory for the whole model. The file appears once it is complete, and the
+        `torch.load(path, weights_only=True)` reads the file. If the name ends in `.safetensors`, safetensors reads it (`pip
+        install safetensors`). Keys are those of the plain module, without DDP's prefix. FSDP2's shards are gathered, tensor by
+        tensor. Rank 0 writes the file and needs CPU memory for the whole model. The file appears once it is complete, and the
         call then returns on all ranks. Raises OutlastError on all ranks if the file cannot be written. A collective.
         """
         path = self.output / name
@@ -443,7 +443,7 @@ class Session:
 
     @public('run.parameters({"lr": lr})')
     def parameters(self, values: Mapping[str, Any]) -> None:
-        """Record the settings of this run: rank 0 writes them to `parameters.json`, and trackers show them.
+        """Record this run's settings: rank 0 writes them to `parameters.json`, and trackers show them.
 
         `values` maps names to numbers, strings, booleans, None or lists of these; nested mappings become `outer.inner`. Call this
         once, after `resume`; a second call adds to the first. If a resumed run has other values, a warning lists the changes. Not
@@ -520,10 +520,10 @@ class Session:
 
     @public("run.boundary(step)")
     def boundary(self, step: int) -> None:
-        """Take a snapshot after `step`, save if a checkpoint is due, and leave if this rank is interrupted.
+        """Take a snapshot after `step`, save if a checkpoint is due, and leave if any rank is interrupted.
 
-        The calls of `interrupted`, `due` and `save` that end a step, for libraries and plain loops. Short steps share a vote: the
-        ranks vote at least four times a second. A collective.
+        Calls `interrupted`, `due` and `save` as needed at the end of a step, for libraries and plain loops. Short steps share a
+        vote: the ranks vote at least four times a second. A collective.
         """
         if step < self._pace.next and not self._saves.due(step, self._every):
             self._saves.advanced(f"run.boundary({step})", step)

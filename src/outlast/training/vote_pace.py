@@ -1,8 +1,8 @@
-"""The number of steps in which the ranks of `Session.boundary` vote once.
+"""How many steps pass between the ranks' votes in `Session.boundary`.
 
 A vote is a small all-reduce. With as many ranks as cores it delays a step by milliseconds, since the threads that carry it need
-the same cores. A hundredth of the steps' time is the most that votes may take; rank 0 measures, and its votes say how many steps
-are next without one. A vote that comes later delays the next snapshot and the notice of an interruption by as much.
+the same cores. Votes may take at most a hundredth of the steps' time: rank 0 measures them, and each of its votes proposes the
+number of steps to the next. A later vote delays the next snapshot and the response to an interruption by as much.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from outlast.training.state import snapshot_taking
 
 _VOTES = 15
-"""Number of recent votes whose mean duration counts."""
+"""Number of recent votes whose mean duration is used."""
 _LONGEST_S = 0.25
-"""Most seconds between two votes."""
+"""Maximum number of seconds between two votes."""
 
 
 def interval(vote_s: float, step_s: float) -> int:
-    """Return the number of steps from one vote to the next, given the seconds of a vote and of a step."""
+    """Return the number of steps from one vote to the next, given the seconds that a vote and a step take."""
     most = max(1, int(_LONGEST_S / step_s)) if step_s > 0 else 1
     return min(most, snapshot_taking.interval(vote_s, step_s))
 
@@ -30,7 +30,7 @@ def interval(vote_s: float, step_s: float) -> int:
 class Pace:
     def __init__(self) -> None:
         self.agreed, self.next = 1, 0
-        """The interval that the last vote has agreed, and the step of the next vote."""
+        """The interval agreed on in the last vote, and the step of the next vote."""
         self._votes_s: collections.deque[float] = collections.deque(maxlen=_VOTES)
 
     @contextlib.contextmanager
@@ -41,5 +41,5 @@ class Pace:
         self._votes_s.append(time.monotonic() - begun)
 
     def interval(self, step_s: float) -> int:
-        """Return the interval that this rank proposes; 1 until enough votes are measured."""
+        """Return the interval that this rank proposes; 1 until enough votes have been measured."""
         return interval(statistics.fmean(self._votes_s), step_s) if len(self._votes_s) == _VOTES else 1

@@ -104,7 +104,7 @@ def _of(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _reached(checks: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield the checks, and a last finding about the error if the cluster does not allow further checks."""
+    """Yield the checks. If a cluster error ends them, yield a last finding about it."""
     from outlast.kubernetes.diagnosis import Finding
 
     try:

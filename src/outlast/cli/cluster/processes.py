@@ -1,4 +1,4 @@
-"""`outlast operator` and `outlast node-watch`: the processes in the pods of `outlast install`."""
+"""`outlast operator` and `outlast node-watch`: the processes in the pods that `outlast install` creates."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def verify(
 
 
 def _verified(path: Path) -> str | None:
-    """Return the damage of a checkpoint, or None for a whole checkpoint. Protects it from removal during the check."""
+    """Return what is damaged in a checkpoint, or None if it is whole. Protects it from removal during the check."""
     from outlast.storage import checkpoints
 
     try:

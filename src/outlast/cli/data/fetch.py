@@ -1,4 +1,4 @@
-"""`outlast fetch`: the output of a job, from its store."""
+"""`outlast fetch`: a job's output, from its store."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from outlast.storage.store import Store
 
 _UPLOADED = ".uploaded.json"
-"""File in the work directory with the uploaded objects and their ETags."""
+"""File in the work directory that lists the uploaded objects and their ETags."""
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Make shards for training out of raw files.")
 
@@ -366,7 +366,7 @@ class _Stored:
         self.store = store
 
     def manifest(self) -> Manifest:
-        """Read the manifest of the dataset. Raises Missing."""
+        """Read the dataset's manifest. Raises Missing."""
         from outlast.data import shard_format
 
         return shard_format.parse(self.store.get(shard_format.MANIFEST), self.store.url)

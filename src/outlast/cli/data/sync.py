@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outlast.storage.sync.push_and_pull import Report
 
 _LISTED = 20
-"""Maximum number of listed paths of each kind."""
+"""Maximum number of paths of each kind that are listed."""
 
 
 def sync(
@@ -97,7 +97,7 @@ def _nothing(place: Store) -> NotFound:
 
 
 def sides(source: str, target: str) -> tuple[bool, Path, str]:
-    """Return whether the directory is the source, the directory, and the URL of the other side, which may also be a directory."""
+    """Return whether the directory is the source, its path, and the URL of the other side, which may be a directory too."""
     here = [None if "://" in side and not side.startswith("file://") else _local(side) for side in (source, target)]
     if here[0] is None and here[1] is None:
         raise OutlastError(f"{source} and {target} are both in a store; sync the one to a directory, and that to the other")
@@ -119,14 +119,14 @@ def _local(side: str) -> Path:
 
 
 def _state(pushing: bool, directory: Path, url: str) -> Path:
-    """Return the path of the state file of syncs between this directory and this URL."""
+    """Return the path of the state file for syncs between this directory and this URL."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{'push' if pushing else 'pull'} {os.path.realpath(directory)} {url.rstrip('/')}"
     return cache / "outlast" / "sync" / hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
 
 
 def summary(report: Report, verb: str, seconds: float, *, dry_run: bool) -> str:
-    """Return `1,000 files, 1.0 GiB sent in 4.2s (250 MiB/s), 3 unchanged, 0 deleted`."""
+    """Return a summary: `1,000 files, 1.0 GiB sent in 4.2s (250 MiB/s), 3 unchanged, 0 deleted`."""
     files, size = f"{report.transferred:,} file{'' if report.transferred == 1 else 's'}", units.human_bytes(report.bytes)
     rest = f"{report.unchanged:,} unchanged, {report.deleted:,} {'would be ' if dry_run and report.deleted else ''}deleted"
     failed = f", {len(report.failed):,} failed" if report.failed else ""

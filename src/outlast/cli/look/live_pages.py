@@ -38,9 +38,9 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
-"""Names of jobs, here and in clusters. No other text becomes part of a path."""
+"""Job names, here and in clusters. No other text becomes part of a path."""
 _LINES, _CHARACTERS = 1000, 1 << 18
-"""Maximum length of the end of a log."""
+"""Maximum numbers of lines and characters shown from the end of a log."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Report:
 
 
 class Pages:
-    """The pages of the jobs in one place."""
+    """The pages for one backend's jobs."""
 
     def __init__(self, place: Backend, *, pause_s: Callable[[float], float] = lambda took_s: max(5.0, 20 * took_s)) -> None:
         """`pause_s` returns the minimum seconds between two builds of a report, given the seconds that the last one took."""
@@ -66,7 +66,7 @@ class Pages:
         self._lock = threading.Lock()  # backends are not thread-safe
 
     def page(self, path: str, *, part: bool) -> tuple[HTTPStatus, str]:
-        """Return the page at a path, such as `job/digits/log/0/`. With `part`, the page lacks its scripts."""
+        """Return the page at a path, such as `job/digits/log/0/`. With `part`, the page has no scripts."""
         code, problem = HTTPStatus.NOT_FOUND, f"there is no page {unquote(path)}"
         try:
             with self._lock:
@@ -109,14 +109,14 @@ class Pages:
         return page.live(title=name, job="../../", name=name, workers=workers, sections=[section], part=part)
 
     def _report(self, status: JobStatus) -> _Report:
-        """Return the report of a job, rebuilt if the job has changed, but not too often within one state."""
+        """Return a job's report, rebuilt if the job has changed, but not too often while its state stays the same."""
         last, now = self._reports.get(status.name), time.monotonic()
         files = sorted((Path(status.output) / contract.LEDGER).glob("*.jsonl"))  # none in a cluster
         version = [status.state, status.model_dump_json(), *(file.stat().st_size for file in files)]
         if last and last.version[0] == status.state and (now < last.due or (last.version == version and not last.problem)):
             return last
         built, problem, workers = last.built if last else None, "", {worker.index for worker in status.workers}
-        with contextlib.suppress(NotFound):  # of any log
+        with contextlib.suppress(NotFound):  # there may be no log
             workers = workers or {line.worker for line in self._place.logs(status.name, tail=1)}
         try:
             built = page.built(page.of(self._place, status))
@@ -136,7 +136,7 @@ def _sentence(error: Exception) -> str:
 
 
 class Server(ThreadingTCPServer):
-    """Serves pages at 127.0.0.1 to users with the token in `url`, which opens the page `first`."""
+    """Serves pages at 127.0.0.1 to users who have the token in `url`, which leads to the page `first`."""
 
     allow_reuse_address = daemon_threads = True
 
@@ -151,7 +151,7 @@ class Server(ThreadingTCPServer):
         return hmac.compare_digest(token.encode(), self.token.encode())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print the traceback of a bug, but none if the browser has disconnected."""
+        """Print a traceback, unless the browser has disconnected."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 

@@ -1,4 +1,4 @@
-"""`outlast report`: the time of a run by cause, or several runs side by side."""
+"""`outlast report`: where a run's time went, or several runs side by side."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Format(enum.StrEnum):
-    """The formats of `-o`."""
+    """Formats for `-o`."""
 
     TABLE = "table"
     JSON = "json"
@@ -121,7 +121,7 @@ def _compare(
 
 
 def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Run:
-    """Find the job with this name, or with its output at this URL."""
+    """Return the run of the job with this name, or of the job whose output is at this URL."""
     from outlast.job.report import page
 
     if url := find_job.in_store(name):

@@ -59,7 +59,7 @@ def list_(
 
 
 def _watch_list(place: Backend, statuses: Sequence[JobStatus], output: ListOutput, *, namespaced: bool) -> NoReturn:
-    """Print a line or a document for each job and each change."""
+    """Print a line or a document for each job, and then for each change."""
 
     def shown(status: JobStatus) -> dict[str, object]:
         if output in _DOCUMENTS:

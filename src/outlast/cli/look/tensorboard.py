@@ -1,4 +1,4 @@
-"""`outlast tensorboard`: TensorBoard for the metrics of any job.
+"""`outlast tensorboard`: TensorBoard for any job's metrics.
 
 The command makes event files in a temporary directory from `metrics.jsonl`, even if the job writes event files itself. The
 metrics come from a job on this machine, from an output in a store, or through the API server from a job in a cluster. The event
@@ -92,7 +92,7 @@ def _follow(shows: Sequence[Show], process: subprocess.Popen[bytes]) -> None:
 
 
 class Source:
-    """Reads the metrics and event files of a job, even while it runs, from its output directory on this machine."""
+    """Reads a job's metrics and event files from its output directory on this machine, even while the job runs."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
@@ -140,7 +140,7 @@ class InStore(Source):
 
 
 class InPod(Source):
-    """Reads a job's metrics, but not its event files, from its output in its pods."""
+    """Reads a job's metrics, but not its event files, from the output in its pods."""
 
     def __init__(self, place: KubernetesBackend, name: str) -> None:
         self._place, self._name = place, name

@@ -1,4 +1,4 @@
-"""`outlast top`: the resources of a job's workers and their nodes, and the usage."""
+"""`outlast top`: the resources of a job's workers and their nodes, and how much of them is used."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
 
 
 def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str = "") -> Mapping[str, Mapping[str, float]]:
-    """Return the CPU cores and bytes of memory by name, as last measured by metrics-server."""
+    """Return the CPU cores and bytes of memory that each pod or node uses, by name, as last measured by metrics-server."""
     try:
         items = place.cluster.list_(kind, labels=labels)
     except NotServed:
@@ -174,7 +174,7 @@ def _cell(value: object) -> object:
 
 
 def _shares(used: Mapping[str, float] | None, cpu: float, memory: float) -> dict[str, str | None]:
-    """Return the columns for used and available amounts: `0.52/2`, `-/2`, or None."""
+    """Return columns of used and available amounts, such as `0.52/2` or `-/2`; None if neither is known."""
     uses = (f"{used['cpu']:.2f}", units.human_bytes(used["memory"])) if used else (None, None)
     of = (f"{cpu:g}" if cpu else None, units.human_bytes(memory) if memory else None)
     columns = zip(("cpu", "memory"), uses, of, strict=True)

@@ -50,7 +50,7 @@ def ui(
     from outlast.cli.look import live_pages
     from outlast.job.report import page
 
-    page.Page("")  # fails early without bokeh, and imports it before a build is timed
+    page.Page("")  # fails early if bokeh is missing, and imports it before a build is timed
     place = find_job.place(ctx, name, namespace, context)
     if name is not None:
         with contextlib.suppress(Unanswered):  # the page tries again

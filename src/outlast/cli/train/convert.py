@@ -1,4 +1,4 @@
-"""`outlast convert`: printing the job file of a document of Kubeflow."""
+"""`outlast convert`: printing a Kubeflow document as a job file."""
 
 from __future__ import annotations
 

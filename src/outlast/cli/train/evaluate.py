@@ -1,4 +1,4 @@
-"""`outlast evaluate`: evaluating the model of a job."""
+"""`outlast evaluate`: evaluating a job's model."""
 
 from __future__ import annotations
 

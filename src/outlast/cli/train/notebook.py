@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _HERE = "127.0.0.1"
 _START_S = 180.0
-"""Timeout of the server's first response in seconds: in a pod on a busy node with cold disks, it takes a minute."""
+"""Timeout for the server's first response in seconds: in a pod on a busy node with cold disks, it takes a minute."""
 _GRACE_S = 20.0
-"""Grace period of kernels in seconds before the server is killed. Afterwards, kernels end by themselves."""
+"""Grace period for kernels, in seconds, before the server is killed. Afterwards, kernels end by themselves."""
 
 
 def notebook(
@@ -89,8 +89,8 @@ def notebook(
 
 
 def _serve(server: jupyter.Server, private: Path, environ: Mapping[str, str], token: str, *, made: bool) -> None:
-    """Serve until a user shuts the server down in the page. Raises NotFound if the server does not start, and OutlastError if the
-    server fails."""
+    """Serve until a user shuts the server down in the page. Raises NotFound if the server does not start, and OutlastError if it
+    fails."""
     from outlast.local.notebooks import jupyter
 
     with web_servers.child(

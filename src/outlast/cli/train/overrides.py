@@ -24,10 +24,9 @@ def load(
     set_: Iterable[str] = (),
     gpus: int = 0,
 ) -> Job:
-    """Load the job of a file, a script or a module, with the changes requested on the command line. A file may be a document of
-    Kubeflow.
+    """Load a job from a file, a script or a module, with the changes requested on the command line.
 
-    The workers of a script share `gpus`. Raises InvalidJob.
+    The file may be a Kubeflow document. A script's workers share `gpus`. Raises InvalidJob.
     """
     from outlast.job import spec
 
@@ -53,12 +52,12 @@ def load(
         _put(document, path, value)
     try:
         return spec.anchor(spec.parse(yaml.safe_dump(document, sort_keys=False), source=str(file)), here)
-    except InvalidJob as error:  # its line numbers refer to an intermediate text
+    except InvalidJob as error:  # its line numbers refer to intermediate YAML
         raise InvalidJob([(None, text) for _, text in error.problems], source=f"{file} with the command line's values") from error
 
 
 def _job_file(file: Path) -> str:
-    """Return the text of a job file. Translates a Kubeflow document, and reports assumed or dropped fields."""
+    """Return the text of a job file. Translates Kubeflow documents, and reports fields that are assumed or dropped."""
     from outlast.job import spec
 
     text = spec.text(file)

@@ -98,7 +98,7 @@ def run(
 
 @contextlib.contextmanager
 def _explained(job: Job) -> Iterator[None]:
-    """Explain a slow start, nearly always a wait for the store."""
+    """Explain a slow start, which is nearly always a wait for the store."""
     from outlast.job import spec
 
     there = job.spec.output if job.spec.output and spec.local(job.spec.output) is None else ""

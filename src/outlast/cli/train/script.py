@@ -1,7 +1,7 @@
 """Running a script without a job file: `outlast run train.py --steps 100` and `outlast init train.py`.
 
-Both commands generate the same job file. `run` only reads this file; `init` writes the file with comments, for people to edit. As
-with python and torchrun, options before the script are for `outlast`, and every word after the script is for the script.
+Both commands generate the same job file. `run` only parses it; `init` writes it to a file, for people to edit. As with python and
+torchrun, options before the script are for `outlast`, and every word after the script is for the script.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def init(
 
 
 def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path) -> str:
-    """Return the text of a script's job file in `directory`. Raises NotFound if the script does not exist.
+    """Return the text of a job file in `directory` for a script. Raises NotFound if the script does not exist.
 
     A script below the working directory must find the same files as with python, so its code is the whole working directory. The
     code of any other script is the script's directory.
@@ -146,7 +146,7 @@ _ATTACH = {
     "L.Trainer(..., **outlast.lightning.world())",
     "torchtitan": "dataloader=outlast.torchtitan.Loader.Config(...) and checkpoint=outlast.torchtitan.CheckpointManager.Config()",
 }
-"""The lines that make a script with a library continue exactly (docs/guide/hugging-face.md)."""
+"""The lines that a script needs to continue exactly, by the library that it uses (docs/guide/hugging-face.md)."""
 
 
 def _saving(source: str) -> Iterator[str]:
@@ -175,7 +175,7 @@ def title(file: str, *, module: bool = False) -> str:
 
 
 def misplaced(ctx: typer.Context, file: str) -> Iterator[str]:
-    """Yield warnings about options of `outlast` that come after a script whose text does not contain them."""
+    """Yield warnings about `outlast` options that come after the script, if the script's text does not contain them."""
     source = _read(Path(file).expanduser()) if is_script(file) and ctx.args else ""
     own = {option: each for each in ctx.command.params for option in each.opts if option.startswith("--")}
     for at, word in enumerate(ctx.args if source else ()):
@@ -214,7 +214,7 @@ def _read(path: Path) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Format a text as a YAML scalar that parses to the same text."""
+    """Format text as a YAML scalar that parses to the same text."""
     import yaml
 
     plain = re.fullmatch(r"(--)?[A-Za-z_][\w./=,+-]*", text, re.ASCII) and yaml.safe_load(text) == text

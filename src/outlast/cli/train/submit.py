@@ -125,7 +125,7 @@ def _check(wait: bool, *, follow: bool, dry_run: bool, fresh: bool, others: bool
 
 
 def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, context: str | None) -> KubernetesBackend:
-    """Return the backend of the cluster for jobs with this topology."""
+    """Return the cluster's backend for jobs with this topology."""
     from outlast.kubernetes.jobs import rendering
     from outlast.kubernetes.jobs.backend import KubernetesBackend
 

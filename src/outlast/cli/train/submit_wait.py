@@ -56,7 +56,7 @@ class WaitOptions:
     """Directory for the outputs."""
     on_terminate: str = "cancel"
     keyed: bool = False
-    """True if the name of the job belongs only to this step."""
+    """True if the job's name belongs to this pipeline step alone."""
 
     def write(self, outcome: Outcome) -> None:
         """Write the outputs. Raises OutlastError."""
@@ -67,7 +67,7 @@ class WaitOptions:
             raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
 
     def prepare(self) -> None:
-        """Make the directory of the outputs, so that errors appear before the training. Raises OutlastError."""
+        """Create the directory for the outputs, so that errors appear before training. Raises OutlastError."""
         if not self.directory:
             return
         try:
@@ -116,13 +116,13 @@ class _Terminable:
 
 
 def with_key(job: Job, key: str | None, *content: object) -> Job:
-    """Return the job with a name for this key, or unchanged without a key. `content` is all input of the job."""
+    """Return the job with a name for this key, or unchanged if there is no key. `content` is the job's whole input."""
     if not key:
         return job
     from outlast.job import contract
     from outlast.kubernetes.manifests import names
 
-    digest = names.digest([key, *map(str, content)], digits=12)  # a second run with an equal name would find the job of the first
+    digest = names.digest([key, *map(str, content)], digits=12)  # a second run with the same name would find the first one's job
     name = f"{job.metadata.name[: contract.LONGEST_NAME - len(digest) - 1].rstrip('-.')}-{digest}"
     return job.model_copy(update={"metadata": job.metadata.model_copy(update={"name": name})})
 

@@ -91,7 +91,7 @@ def cancel(
     name = run.name
     try:
         output = run.output
-    except NotFound:  # other objects of the job may still exist
+    except NotFound:  # the job's other objects may still exist
         run.cancel()
         print(f"{name} was gone already; its remaining objects are deleted")
         return
@@ -175,7 +175,7 @@ def forget(
 
 
 def _remove(urls: Sequence[str], *, yes: bool) -> None:
-    """Remove the outputs of jobs in stores, including files of earlier runs."""
+    """Remove jobs' outputs in stores, including files from earlier runs."""
     from outlast.storage import runs
 
     for there, record in map(find_job.stored_run, urls):
@@ -196,7 +196,7 @@ def ended(statuses: Sequence[JobStatus], now: float, age: timedelta) -> list[str
 
 
 def _removal(here: LocalBackend, name: str, output: bool) -> str:
-    """Describe in one line which paths of a job on this machine are removed, and which stay."""
+    """Describe in one line which of a job's paths on this machine are removed, and which stay."""
     state, there, url = here.places(name)
     parts = [f"{name}: {state} ({units.human_bytes(_size(state))})"]
     if there.exists():

@@ -1,8 +1,8 @@
 """Tokenizes ASCII text with byte-level BPE in numpy, without a Python object per word.
 
-`starts` splits text into GPT-2's words by the classes of neighbouring characters. `Table` stores the tokens of words of up to
-16 bytes in a direct-mapped table, keyed by the word's bytes as two integers, and all other words in a dict. The results are
-exact: `tests/data/test_prepare_text.py` compares them with the library's.
+`starts` splits text into GPT-2's words by the classes of neighbouring characters. `Table` stores the tokens of words of up to 16
+bytes in a direct-mapped table, keyed by the word's bytes as two integers, and all other words in a dict. The results are exact:
+`tests/data/test_prepare_text.py` compares them with those of `tokenizers`.
 
 The pattern is `'(?:[sdmt]|ll|ve|re)| ?L+| ?N+| ?P+|\\s+(?!\\S)|\\s+`, with letters L, digits N, and P all other characters except
 spaces: https://github.com/openai/gpt-2/blob/master/src/encoder.py.
@@ -28,7 +28,7 @@ _MASK = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 """Masks of little-endian integers: entry n keeps the first n bytes."""
 _LONGEST = 16
 _SLOTS = 18
-"""Binary logarithm of the number of slots: 262,144, 6 MiB."""
+"""Binary logarithm of the number of slots: 262,144 slots take 6 MiB."""
 _WORDS, _BYTES = 300_000, 16 << 20
 """Maximum number and total bytes of words in a table: about 60 MiB of memory. Arbitrary: Python's sources have 95,000 words."""
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
@@ -36,7 +36,7 @@ _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 
 
 def starts(data: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the offsets of the words of a text, (words,). `data`: the bytes of a non-empty ASCII text."""
+    """Return the offsets of the words in a text, (words,). `data`: the bytes of the text, which is ASCII and not empty."""
     kind = _CLASS[data]
     begins = np.ones(len(data), bool)
     np.not_equal(kind[1:], kind[:-1], out=begins[1:])
@@ -55,7 +55,7 @@ def starts(data: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 class Table:
-    """A cache of tokens by word."""
+    """A cache of the tokens of each word."""
 
     def __init__(self, encoded: Callable[[str], list[int]], dtype: np.dtype[Any]) -> None:
         self._encode, self._dtype = encoded, dtype
@@ -76,12 +76,12 @@ class Table:
         self._length = np.zeros(1 << _SLOTS, np.int64)
 
     def __call__(self, text: bytes) -> bytes:
-        """Return the tokens of an ASCII text without zero bytes, as little-endian bytes."""
+        """Return the tokens of a text as little-endian bytes. The text must be ASCII without zero bytes."""
         padded = np.zeros(len(text) + _LONGEST, np.uint8)
         padded[: len(text)] = np.frombuffer(text, np.uint8)
         begin = starts(padded[: len(text)])
         size = np.diff(begin, append=len(text))
-        eight = np.ndarray(len(text) + 8, "<u8", padded, strides=(1,))  # the eight bytes from each position on
+        eight = np.ndarray(len(text) + 8, "<u8", padded, strides=(1,))  # the eight bytes from each position
         low = eight[begin] & _MASK[np.minimum(size, 8)]
         high = eight[np.minimum(begin + 8, len(text) + 7)] & _MASK[np.clip(size - 8, 0, 8)]
         slot = ((low * _MIX[0]) ^ (high * _MIX[1])) >> np.uint64(64 - _SLOTS)

@@ -1,8 +1,8 @@
 """Turns records into tokens with a Hugging Face tokenizer: a directory with `tokenizer.json` and, for chats, a template.
 
-Apart from the recipe, only this module imports transformers. The tokenizer's chat template renders `messages`. The loss covers
-only the assistant's messages, including the end token of each turn. `prompt` and `completion`, or `text`, are encoded unchanged,
-between the tokenizer's first token and its end token. `TEMPLATE` is the default for tokenizers without a template.
+Within `data`, only this module imports transformers. The tokenizer's chat template renders `messages`. The loss covers only the
+assistant's messages, including each turn's end token. `prompt` and `completion`, or `text`, are encoded unchanged, between the
+tokenizer's first token and its end token. `TEMPLATE` is the default for tokenizers without a template.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Refused(OutlastError):
 
 
 def digest(directory: Path) -> str:
-    """Return a hash of the files that determine how a tokenizer encodes. Raises OutlastError without a tokenizer.json."""
+    """Return a hash of the files that determine how a tokenizer encodes. Raises OutlastError if there is no tokenizer.json."""
     if not (directory / FILES[0]).is_file():
         raise OutlastError(
             f"{directory} has no tokenizer.json; name a directory of Hugging Face that has one (--tokenizer-local-dir)"
@@ -52,7 +52,8 @@ def digest(directory: Path) -> str:
 
 @functools.lru_cache(maxsize=1)
 def load(directory: Path, digest: str) -> Any:
-    """Load a directory's tokenizer, with a chat template, cached per process by its `digest`. Raises OutlastError."""
+    """Load a directory's tokenizer, which gets a chat template if it has none. Cached per process by `digest`. Raises
+    OutlastError."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # otherwise it warns about texts longer than the model's context
     with importing("a tokenizer of Hugging Face", "llm"):
         from transformers import AutoTokenizer
@@ -73,7 +74,7 @@ def load(directory: Path, digest: str) -> Any:
 
 
 def sample(record: Mapping[str, Any], segments: Sequence[tuple[str, str, bool]], tokenizer: Any) -> Sample:
-    """Return tokens and labels (int32) of a record with the given `jsonl.segments`. Raises Refused if it cannot be rendered."""
+    """Return a record's tokens and labels (int32), given its `jsonl.segments`. Raises Refused if it cannot be rendered."""
     ids, learned = _chat(record, tokenizer) if "messages" in record else _plain(segments, tokenizer)
     tokens = np.array(ids, np.int32)
     return tokens, np.where(np.array(learned, bool), tokens, NOT_LEARNED).astype(np.int32)
@@ -97,9 +98,9 @@ def _first(tokenizer: Any) -> list[int]:
 
 
 def _chat(record: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a rendered conversation, and for each token whether it is learned.
+    """Return a rendered conversation's tokens, and whether each token is learned.
 
-    The tokens in `{% generation %}` are learned; in a template without it, the assistant's turns.
+    The tokens in `{% generation %}` are learned; if the template does not use it, the assistant's turns.
     """
     messages, tools = record["messages"], record.get("tools")
     if "generation %}" in tokenizer.chat_template or "generation -%}" in tokenizer.chat_template:

@@ -15,12 +15,12 @@ from outlast.data.prepare import source_files, work_units
 
 T = TypeVar("T")
 SHARD = 64 << 20
-"""Size in bytes of the samples in a shard. Arbitrary: large enough for efficient requests, small enough for memory."""
+"""Total size of a shard's samples in bytes. Arbitrary: large enough for efficient requests, small enough for memory."""
 
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """Items that become one shard of a part."""
+    """The items that become one shard of a part."""
 
     number: int
     part: str
@@ -32,7 +32,7 @@ class Batch(Generic[T]):
 
 
 def batches(items: Mapping[str, Sequence[T]], sizes: Mapping[str, Sequence[tuple[int, int]]], limit: int) -> list[Batch[T]]:
-    """Divide the items of each part into batches of at most `limit` bytes of samples.
+    """Divide each part's items into batches of at most `limit` bytes of samples.
 
     `sizes`: for each item, the size of the sample and the size of its file, in bytes.
     """
@@ -46,7 +46,7 @@ def batches(items: Mapping[str, Sequence[T]], sizes: Mapping[str, Sequence[tuple
 
 
 def name(part: str, shard: int) -> str:
-    """Return the file name of a shard."""
+    """Return a shard's file name."""
     return f"{part}-{shard:05d}.safetensors"
 
 
@@ -58,7 +58,7 @@ def write(to: Path, part: str, shard: int, columns: Mapping[str, NDArray[Any]]) 
 
 
 def parts(notes: Sequence[Mapping[str, work_units.Note]], names: Sequence[str]) -> dict[str, shard_format.Part]:
-    """Return the parts of a dataset from its shards' notes."""
+    """Return a dataset's parts, collected from the notes on its shards."""
     return {
         part: shard_format.Part(tuple(shard_format.Shard(**note[part]) for note in notes if note.get(part))) for part in names
     }

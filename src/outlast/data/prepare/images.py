@@ -1,13 +1,12 @@
-"""Turns images into columns: `image` uint8 (n, H, W, 3) and `label` int64 (n,); with `encoded`, `image` holds the bytes of the
-files.
+"""Turns images into columns: `image` uint8 (n, H, W, 3) and `label` int64 (n,); with `encoded`, `image` holds the files' bytes.
 
 Stretched images also have `aspect` float32 (n,): the original width / height. A crop that uses it
 (`outlast.recipes.pixels.boxes`) keeps the original proportions.
 
-Layouts: `CLASS/...`, `train/CLASS/...` with `val/CLASS/...` (ImageNet), tiny-imagenet-200 (whose val has a list of labels), and
-CIFAR-10's batches. Classes are numbered in order of their names. Samples are sorted by a hash of their names, so that every shard
-mixes classes. Without `size` all images must have the same shape. Memory: one shard per process, plus about 600 bytes
-per image.
+Layouts: `CLASS/...`, `train/CLASS/...` with `val/CLASS/...` (ImageNet), tiny-imagenet-200 (where val has a list of labels), and
+CIFAR-10's batches. Classes are numbered in the order of their names. Samples are sorted by a hash of their names, so that every
+shard mixes classes. Without `size` or `encoded`, all images must have the same shape. Memory: one shard per process, plus about
+600 bytes per image.
 
 https://www.image-net.org, http://cs231n.stanford.edu/tiny-imagenet-200.zip.
 """
@@ -33,7 +32,7 @@ from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, File
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
 LARGEST = 256 << 20
-"""Maximum size in bytes of a file to decode. Arbitrary: the largest camera JPEGs are a tenth of this."""
+"""Maximum size of an image file in bytes. Arbitrary: the largest camera JPEGs are a tenth of this."""
 NAMED = 5
 """Maximum number of damaged images that the manifest lists; all are counted."""
 _TINY = "val/val_annotations.txt"
@@ -42,10 +41,10 @@ _WORDS = "words.txt"
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of `outlast data prepare images`."""
+    """Settings for `outlast data prepare images`."""
 
     size: int | None = None
-    """Length in pixels of the shorter side after resizing, before the centre is cropped; None keeps the shape."""
+    """Length of the shorter side in pixels after resizing, before the centre is cropped; None keeps the shape."""
     encoded: bool = False
     """True to keep the files' bytes; every image is still decoded once to find damaged images."""
     val: float = 0.1
@@ -56,14 +55,14 @@ class Settings:
     """True to resize the whole image to `size` x `size` instead, and to record its aspect."""
 
     def about(self) -> dict[str, Any]:
-        """Return the settings for the manifest, without a false `stretch`, so that older manifests still compare equal."""
+        """Return the settings for the manifest, without `stretch` if it is false, so that older manifests still compare equal."""
         fields = dataclasses.asdict(self)
         return fields if self.stretch else {name: value for name, value in fields.items() if name != "stretch"}
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An image of the dataset."""
+    """An image in the dataset."""
 
     file: str
     label: int
@@ -113,7 +112,7 @@ def pillow() -> Any:
 
 
 def inside(source: Path) -> Path:
-    """Return the source, or its only directory if that contains `train`, as in an archive: `tiny-imagenet-200/train/...`."""
+    """Return the source, or its only directory if that contains `train`, as archives do: `tiny-imagenet-200/train/...`."""
     inner = [path for path in source.iterdir() if not path.name.startswith(".")] if source.is_dir() else []
     return inner[0] if len(inner) == 1 and (inner[0] / "train").is_dir() else source
 
@@ -122,7 +121,7 @@ def inside(source: Path) -> Path:
 
 
 def layout(root: Path, sources: Sequence[File], val: float) -> tuple[dict[str, list[Item]], list[str], dict[str, Any]]:
-    """Return the images of each part, the class names, and further entries of the manifest's source. Raises BadSource."""
+    """Return each part's images, the class names, and further entries for the manifest's source. Raises BadSource."""
     images = [file for file in sources if file.name.lower().endswith(SUFFIXES)]
     if not images:
         raise BadSource(f"{root} has no images ({', '.join(SUFFIXES)}); name a directory with a directory per class")
@@ -158,7 +157,7 @@ def _annotations(root: Path, sources: Sequence[File]) -> dict[str, str]:
 
 
 def _words(root: Path, sources: Sequence[File], names: Sequence[str]) -> list[str]:
-    """Return descriptions of the classes from `words.txt`, in the order of `names`, such as `goldfish, Carassius auratus`."""
+    """Return the classes' descriptions from `words.txt`, in the order of `names`, such as `goldfish, Carassius auratus`."""
     if all(file.name != _WORDS for file in sources):
         return []
     table = dict(line.split("\t", 1) for line in (root / _WORDS).read_text("utf-8").splitlines() if "\t" in line)
@@ -169,7 +168,7 @@ def _words(root: Path, sources: Sequence[File], names: Sequence[str]) -> list[st
 
 
 def shape_of(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings) -> tuple[int, ...] | None:
-    """Return the shape of the first image, which all must have; None if shapes may differ."""
+    """Return the shape that all images must have: `size`, or the first image's shape; None if shapes may differ."""
     if settings.encoded:
         return None
     if settings.size:
@@ -190,7 +189,7 @@ def unequal(file: str, shape: tuple[int, ...], others: tuple[int, ...]) -> BadSo
 
 
 def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8], float]:
-    """Decode an image. Returns the pixels, (H, W, 3), and width / height of the image in the file.
+    """Decode an image. Returns the pixels, (H, W, 3), and the original width / height.
 
     Raises BadSource for a damaged image, and OutlastError for an I/O failure on this machine.
     """

@@ -1,10 +1,10 @@
 """Turns records into tokens for fine-tuning: `input_ids` and `labels`, both int32 and ragged. The loss ignores labels of -100.
 
-A line of a .jsonl file is a record: `{"prompt": ..., "completion": ...}`, `{"text": ...}` or `{"messages": [{"role": ...,
-"content": ...}, ...]}`. The loss covers completions, texts and the assistant's messages, each with the separator after it. A
-role in messages is encoded as a special token such as `<|assistant|>`, which every tokenizer trained here has; for other
-tokenizers it is encoded as text. A newline follows the role. Special tokens in a record's text are encoded as text. A Hugging
-Face tokenizer has its own chat template and end token, see `chat`. Memory: about four shards per process.
+Each line of a .jsonl file is a record: `{"prompt": ..., "completion": ...}`, `{"text": ...}` or `{"messages": [{"role": ...,
+"content": ...}, ...]}`. The loss covers completions, texts and the assistant's messages, each with the separator after it. A role
+is encoded as a special token such as `<|assistant|>` if the tokenizer has it, as every tokenizer trained here does, and otherwise
+as text. A newline follows the role. Special tokens in a record's text are encoded as text. A Hugging Face tokenizer has its own
+chat template and end token (see `chat`). Memory: about four shards per process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of `outlast data prepare jsonl`."""
+    """Settings for `outlast data prepare jsonl`."""
 
     tokenizer: str = "bpe"
     """`bpe`, `gpt2-like`, or the path of a tokenizer.json or of a directory with a Hugging Face tokenizer."""
@@ -46,7 +46,7 @@ class Settings:
     val: float = 0.1
     separator: str | None = None
     max_length: int | None = None
-    """Maximum number of tokens in a sample; longer samples are truncated. None: no limit."""
+    """Maximum number of tokens in a sample; longer samples are truncated. None means no limit."""
     patterns: tuple[str, ...] = ("*.jsonl",)
     shard_size: int = SHARD
     skip_damaged: bool = False
@@ -69,7 +69,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Coder:
-    """Settings for processes that make samples."""
+    """Settings for the processes that make samples."""
 
     path: Path
     """Path of a tokenizer.json, or of a directory with a Hugging Face tokenizer."""
@@ -121,7 +121,7 @@ def _coder(place: work_units.Place, settings: Settings, reader: text.Reader, uni
 
 
 def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
-    """Return the segments of a record. Raises BadSource for a record of another form."""
+    """Return a record's segments. Raises BadSource for a record in any other form."""
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
@@ -141,9 +141,9 @@ def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
 
 
 def _encoded(unit: Unit, reader: text.Reader, damaged: list[str], encode: Callable[[_Record], T]) -> Iterator[tuple[str, T]]:
-    """Yield the part and the result of `encode` for each record of a unit.
+    """Yield the part and the result of `encode` for each record in a unit.
 
-    Bad records raise BadSource, or with `skip_damaged` append a message to `damaged`.
+    Raises BadSource for a bad record, or with `skip_damaged` adds a message to `damaged`.
     """
     for piece in unit.pieces:
         with text.opened(reader, piece.document) as file:
@@ -173,7 +173,7 @@ def _train(path: Path, size: int, *, reader: text.Reader, units: Sequence[Unit])
 
 
 def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work_units.Note:
-    """Write the shards of a unit, one per part."""
+    """Write a unit's shards, one per part."""
     rows: dict[str, list[chat.Sample]] = {TRAIN: [], VAL: []}
     damaged: list[str] = []
     cut = 0
@@ -198,7 +198,7 @@ def _encoder(coder: Coder) -> Callable[[_Record], chat.Sample]:
 
 
 def sample(segments: Segments, coder: Coder, loaded: Any) -> chat.Sample:
-    """Return tokens and labels (int32) of a record's segments. `loaded`: the library's tokenizer."""
+    """Return the tokens and labels (int32) for a record's segments. `loaded`: the library's tokenizer."""
     encoder = tokenizer.encoder(coder.path, coder.digest)
     dtype = shard_format.dtype(tokenizer.vocab_size(loaded))
     ids: list[NDArray[np.int32]] = []

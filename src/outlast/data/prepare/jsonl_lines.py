@@ -13,7 +13,7 @@ SUFFIX = ".jsonl"
 
 
 def lines(file: BinaryIO, piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin in a range of a file, each with its offset in bytes."""
+    """Yield the lines that begin in a range of a file, except blank ones, each with its offset in bytes."""
     at = piece.begin
     if at:
         file.seek(at - 1)
@@ -48,7 +48,7 @@ def where(file: BinaryIO, at: int) -> str:
 
 
 def text(value: Any, name: str, file: BinaryIO, at: int) -> str:
-    """Return the value of a text field. Raises BadSource for other values, and for text with half a surrogate pair."""
+    """Return the value of a text field. Raises BadSource if it is not text, or contains half a surrogate pair."""
     if not isinstance(value, str):
         instead = "no" if value is None else f"{type(value).__name__} as"
         raise BadSource(f"{where(file, at)} has {instead} {name}; each record needs a text there")

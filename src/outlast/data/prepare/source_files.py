@@ -1,7 +1,7 @@
-"""Divides the files of a source into parts and units of work: pure functions of names and sizes.
+"""Divides a source's files into parts and units of work, by nothing but their names and sizes.
 
-A process runs one unit at a time: several small files, or a range of a large file. The units and the output do not depend on
-the number of processes. The size of a unit limits the memory of a process.
+A process runs one unit at a time: several small files, or a range of a large file. The units and the output do not depend on the
+number of processes. A unit's size limits the memory that a process needs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BadSource(OutlastError):
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of the source."""
+    """A file in the source."""
 
     name: str
     """Path relative to the source, with slashes."""
@@ -68,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """The pieces that one process handles at a time."""
+    """Pieces that a process handles together."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -201,7 +201,7 @@ def units(documents: Sequence[Document], size: int = UNIT) -> list[Unit]:
 
 
 def grouped(items: Sequence[T], sizes: Sequence[int], limit: int) -> list[list[T]]:
-    """Group items in order, with at most `limit` bytes per group; a larger item forms a separate group."""
+    """Group items in order, with at most `limit` bytes per group; a larger item gets a group of its own."""
     groups: list[list[T]] = []
     room = 0
     for item, size in zip(items, sizes, strict=True):

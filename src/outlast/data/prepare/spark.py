@@ -1,9 +1,9 @@
 """Spark as the engine of `outlast data prepare`: its executors run the units of a `work_units.Place`.
 
-No other module imports pyspark. Driver and executors access source and target under the same paths. Spark sends descriptions of
-units to the executors and returns their notes. Neither the division into tasks nor retries change the result.
+No other module imports pyspark. The driver and the executors access the source and the target at the same paths. Spark sends
+descriptions of units to the executors and returns their notes. Neither the division into tasks nor a retry changes the result.
 
-Under spark-submit this process is the driver: Java already runs, and spark-submit has set master and configuration.
+Under spark-submit this process is the driver: Java is already running, and spark-submit has set the master and the configuration.
 
 https://spark.apache.org/docs/latest/configuration.html, https://spark.apache.org/docs/latest/submitting-applications.html.
 """
@@ -36,8 +36,8 @@ from outlast.data.dataset_directory import Say
 from outlast.data.prepare import source_files, work_units
 
 PARTITIONS = 4096
-"""Default maximum number of tasks per stage. A unit takes from a tenth of a second to several seconds, and the overhead of a task
-is milliseconds, so one task per unit balances the load best. More tasks would overload Spark's driver."""
+"""Default maximum number of tasks per stage. A unit takes from a tenth of a second to several seconds, and a task's overhead is
+milliseconds, so one task per unit balances the load best. More tasks would overload Spark's driver."""
 FAILURES = 4
 """Maximum number of attempts per task, which is also Spark's default."""
 _MASTER = re.compile(r"local(\[[^\]]+\])?|local-cluster\[\d+,\d+,\d+\]|spark://[^:/,]+:\d+(,[^:/,]+:\d+)*|k8s://.+|yarn")
@@ -56,14 +56,14 @@ _U = TypeVar("_U", bound=work_units.Work)
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a session, from `settings`."""
+    """A session's settings, as returned by `settings`."""
 
     master: str = "local[*]"
     """URL of the Spark master; empty under spark-submit, which has set the master."""
     partitions: int | None = None
     """Number of tasks per stage; None means one per unit, at most PARTITIONS."""
     conf: Mapping[str, str] = field(default_factory=dict)
-    """Configuration of Spark, by key."""
+    """Spark's configuration, by key."""
 
     @property
     def failures(self) -> int:
@@ -102,8 +102,8 @@ def submitted() -> bool:
 
 
 def configuration(settings: Settings) -> dict[str, str]:
-    """Return the configuration of a session. Libraries get one thread, because a unit uses one core."""
-    local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", settings.master)  # Spark retries there only with a number of attempts
+    """Return a session's configuration. Libraries get one thread, because a unit uses one core."""
+    local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", settings.master)  # local Spark retries only if given a number of attempts
     master = f"local[{local[1] or 1},{settings.failures}]" if local else settings.master
     threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     defaults = {"spark.app.name": "outlast data prepare", "spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
@@ -133,7 +133,7 @@ def check_home(version: str, home: str | None) -> None:
 
 
 def _check_answers(master: str) -> None:
-    """Raise OutlastError if no standalone master accepts connections; Spark would wait a minute."""
+    """Raise OutlastError if no standalone master accepts connections; Spark itself would wait a minute."""
     problem: OSError | None = None
     for address in master.removeprefix("spark://").split(",") if master.startswith("spark://") else ():
         host, _, port = address.partition(":")
@@ -160,7 +160,7 @@ def _check_reached(settings: Settings) -> None:
 
 
 def explained(message: str, log: str) -> OutlastError:
-    """Return the error to show for an error message of Spark. `log`: the file with Spark's output."""
+    """Return the error to show for an error message from Spark. `log`: the file with Spark's output."""
     if module := re.search(r"No module named '(\w+)", message):
         return OutlastError(
             f"Spark's executors lack the Python package {module[1]}; install Outlast there as it is here, or name "
@@ -192,7 +192,7 @@ def explained(message: str, log: str) -> OutlastError:
 
 
 def _reason(message: str) -> str:
-    """Return the reason in an error message of Spark, without class names."""
+    """Return the reason in an error message from Spark, without class names."""
     first = re.search(r"^: *(.+)$", message, re.MULTILINE)
     line = first[1] if first else message.strip().partition("\n")[0] or "it does not say why"
     line = re.sub(r"^.*most recent failure: Lost task.*? executor \S+\): ", "", line)
@@ -206,7 +206,7 @@ def _reason(message: str) -> str:
 
 
 class Engine:
-    """An engine on Spark, created by `opened`. Spark starts with the first units."""
+    """An engine that uses Spark, created by `opened`. Spark starts when the first units run."""
 
     def __init__(self, settings: Settings, context: Any = None, say: Say = lambda line: None) -> None:
         self._settings = settings
@@ -271,7 +271,7 @@ class Engine:
 
 
 class _ExecutorWatch:
-    """Reports a stage without executors, which Spark reports only in its log."""
+    """Reports that a stage has no executors, which Spark reports only in its log."""
 
     def __init__(self, context: Any, say: Say) -> None:
         self._context, self._master, self._say = context, str(context.master), say
@@ -375,7 +375,7 @@ class _Session:
 
 
 def _in_thread(call: Callable[[], Any]) -> Future[Any]:
-    """Run a call in a daemon thread, which does not delay the exit of this process."""
+    """Run a call in a daemon thread, which does not delay this process's exit."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -397,7 +397,7 @@ def _ended(future: Future[Any]) -> bool:
 
 
 class _Progress:
-    """A Spark accumulator of the bytes done and the errors in tasks: (int, tuple of exceptions)."""
+    """A Spark accumulator for the bytes done and the errors in tasks: (int, tuple of exceptions)."""
 
     def zero(self, value: Any) -> Any:
         return (0, ())
@@ -409,7 +409,7 @@ class _Progress:
 def _run(
     groups: Iterable[Sequence[_U]], *, task: work_units.Task[_U], progress: Any, attempts: int
 ) -> Iterator[tuple[dict[int, work_units.Note], Exception | None]]:
-    """Run the units of a task. Yields their notes, and the error that ended the task, or None.
+    """Run a task's units. Yields their notes and the error that ended the task, or None.
 
     An exception that may be due to this machine is raised, so that Spark retries, unless this is the last attempt.
     """

@@ -1,12 +1,12 @@
 """Turns text into tokens: UTF-8 files, or records of .jsonl files, become nanoGPT's `train.bin`, `val.bin` and `meta.pkl`.
 
-All processes share each stage, and every stage is resumable: `survey` (the set and number of characters, if needed), the
-tokenizer (trained on a sample), and `encode` (the tokens of each unit, in a separate file). At the end the tokens are joined in
-file order. A document is a file or a record; the separator follows it.
+There are three stages, and each can be resumed: `survey` (the set and number of characters, if needed), the tokenizer (trained on
+a sample), and `encode` (each unit's tokens, in a separate file). At the end the tokens are joined in file order. A document is a
+file or a record; the separator follows it.
 
 A hash of the file's name, or of the record's text, decides whether a document is in val. So no document is divided, and each
-keeps its part when others are added. Only a source of a single file is divided: its last characters are val, as in nanoGPT.
-Memory: about 20 times a unit (`source_files.UNIT`) per process, for any size of the source.
+keeps its part when others are added. Only a file that is the whole source is divided: its last characters are val, as in nanoGPT.
+Memory: about 20 times a unit (`source_files.UNIT`) per process, however large the source is.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from outlast.data.prepare import jsonl_lines, source_files, tokenizer, work_unit
 from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, Document, File, Piece, Unit
 
 SAMPLE = 256 << 20
-"""Maximum bytes of text on which a tokenizer is trained. Arbitrary: more text hardly changes the merges."""
+"""Maximum number of bytes of text on which a tokenizer is trained. Arbitrary: more text hardly changes the merges."""
 _WINDOW = 1 << 16
 """Maximum number of bytes to search for a place to cut a document."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of `outlast data prepare text`."""
+    """Settings for `outlast data prepare text`."""
 
     tokenizer: str = "bpe"
     """`char`, `bpe`, `gpt2-like`, or the path of a tokenizer.json."""
     vocab_size: int | None = None
-    """Number of tokens of a trained BPE; by default 4096 for `bpe`, 50,257 for `gpt2-like`."""
+    """Vocabulary size of a BPE trained here; by default 4096 for `bpe`, 50,257 for `gpt2-like`."""
     val: float = 0.1
     """Fraction of the documents in val."""
     separator: str | None = None
-    """Token after each document; None means the tokenizer's own, empty means no token."""
+    """Token after each document; None means the tokenizer's own, and empty means none."""
     patterns: tuple[str, ...] = ()
-    """Patterns for the names of files to read; empty: all files."""
+    """Patterns for the names of the files to read; empty means all files."""
     field: str = "text"
-    """Field of a record that contains the text."""
+    """The field that contains a record's text."""
     shard_size: int | None = None
     """Size of a shard in bytes; None means one file per part."""
     skip_damaged: bool = False
@@ -57,13 +57,13 @@ class Settings:
 
     @property
     def trained(self) -> int | None:
-        """Size of the vocabulary of the BPE to train; None for other tokenizers."""
+        """Vocabulary size of the BPE to train; None if no BPE is trained."""
         return {"bpe": self.vocab_size or 4096, "gpt2-like": self.vocab_size or tokenizer.GPT2_VOCABULARY}.get(self.tokenizer)
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Settings for processes that read documents."""
+    """Settings for the processes that read documents."""
 
     root: Path
     field: str
@@ -159,7 +159,7 @@ def _documents(
 
 
 def _survey(unit: Unit, *, reader: Reader) -> work_units.Note:
-    """Return the distinct characters of a unit, and the number of all its characters."""
+    """Return a unit's distinct characters, and the total number of its characters."""
     seen, length = np.zeros(0x110000, bool), 0
     for _, text, _ in texts(unit, reader, []):
         points = tokenizer.code_points(text)
@@ -182,9 +182,9 @@ def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: fl
 
 
 def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
-    """Yield the part, the text, and whether the text ends its document, for each text of a unit.
+    """For each text in a unit, yield its part, the text, and whether it ends its document.
 
-    Unreadable texts raise BadSource, or with `skip_damaged` append a message to `damaged`.
+    Raises BadSource for unreadable text, or with `skip_damaged` adds a message to `damaged`.
     """
     for piece in unit.pieces:
         try:
@@ -202,7 +202,7 @@ def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str,
 
 
 def opened(reader: Reader, document: Document) -> BinaryIO:
-    """Open the file of a document. Raises OutlastError if it cannot be read, or if its size has changed."""
+    """Open a document's file. Raises OutlastError if it cannot be read, or if its size has changed."""
     path = reader.root / document.file
     try:
         file = path.open("rb")
@@ -221,9 +221,9 @@ def _range(file: BinaryIO, piece: Piece) -> bytes:
 
 
 def _cut(file: BinaryIO, document: Document, near: int) -> int:
-    """Return the offset of the first place to cut a document at or after byte `near`.
+    """Return the offset of the first place at or after byte `near` where the document can be cut.
 
-    Cuts before a space or newline that follows a printable character, to split no GPT-2 word; else between any two characters.
+    The cut is before a space or newline after a printable character, to split no GPT-2 word; else between any two characters.
     """
     if near in (document.low, document.high):
         return near
@@ -282,7 +282,7 @@ def _train(path: Path, size: int, *, reader: Reader, units: Sequence[Unit]) -> N
 
 
 def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, into: Path) -> work_units.Note:
-    """Write the tokens of a unit, one file per part. Returns a note with the numbers of documents and bytes of each part."""
+    """Write a unit's tokens, one file per part. Returns a note with each part's numbers of documents and bytes."""
     encoder = tokenizer.encoder(path, digest)
     tokens: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
     documents = {TRAIN: 0, VAL: 0}
@@ -307,7 +307,7 @@ def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, 
 def _assembled(
     place: work_units.Place, settings: Settings, notes: Sequence[work_units.Note], dtype: str
 ) -> dict[str, shard_format.Part]:
-    """Write the tokens of all units, in the order of the documents, as shards."""
+    """Write all units' tokens as shards, in the order of the documents."""
     parts = {}
     total = sum(note[part]["bytes"] for note in notes for part in (TRAIN, VAL))
     done = 0

@@ -1,8 +1,8 @@
-"""Tokenizers (by character, a byte-level BPE trained here, or a given tokenizer), and fast encoders for texts.
+"""Tokenizers (by character, a byte-level BPE trained here, or a given tokenizer), and fast encoders for text.
 
 No other module imports the library `tokenizers`. All three kinds are saved as `tokenizer.json`, so one `encoder` reads them. A
-byte-level BPE like GPT-2's never joins two words, so the encoder caches the tokens of each word in a table, and calls the library
-only for new words, see `ascii_words`. Special tokens in a text are encoded as text.
+byte-level BPE like GPT-2's never joins two words, so the encoder caches each word's tokens in a table, and calls the library only
+for new words (see `ascii_words`). Special tokens that occur in text are encoded as text.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
 """Tokens between documents in various tokenizers."""
 GPT2_VOCABULARY = 50_257
 PIECE = 1 << 18
-"""Number of characters encoded at a time, which limits the memory of the encoder."""
+"""Number of characters encoded at a time, which limits the encoder's memory."""
 _CHARACTER = r"[\s\S]"
 _CUT = re.compile(r"(?<=\S)(?=[ \n])")
-"""Places to cut a text without splitting a word: no GPT-2 word has a space inside."""
+"""Places to cut text without splitting a word: no GPT-2 word has a space inside."""
 
 
 class Encoder(Protocol):
-    """A function that tokenizes a text."""
+    """A function that tokenizes text."""
 
     def __call__(self, text: str) -> bytes:
-        """Return the tokens of a text as little-endian bytes. Raises BadSource for a character outside the vocabulary."""
+        """Return the tokens of `text` as little-endian bytes. Raises BadSource for a character outside the vocabulary."""
 
 
 def library() -> Any:
@@ -70,7 +70,7 @@ def vocab_size(tokenizer: Any) -> int:
 
 
 def separator(tokenizer: Any, name: str | None) -> int | None:
-    """Return the token after each document: `name`, or for None the first of SEPARATORS in the vocabulary.
+    """Return the token that follows each document: `name`, or if that is None the first of SEPARATORS in the vocabulary.
 
     Returns None if `name` is empty, or if the vocabulary has none of SEPARATORS. Raises OutlastError if it lacks `name`.
     """
@@ -84,7 +84,7 @@ def separator(tokenizer: Any, name: str | None) -> int | None:
 
 
 def of_characters(characters: Iterable[str]) -> str:
-    """Return a `tokenizer.json` with a token for each character, in order of the code points, as in nanoGPT."""
+    """Return a `tokenizer.json` with a token for each character, in code point order, as in nanoGPT."""
     lib = library()
     table = {character: token for token, character in enumerate(sorted(characters))}
     tokenizer = lib.Tokenizer(lib.models.WordLevel(table))
@@ -197,12 +197,12 @@ class _Characters:
 
 
 def code_points(text: str) -> Any:
-    """Return the code points of a text, uint32 (n,)."""
+    """Return the code points of `text`, uint32 (n,)."""
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """Split a text into pieces of about `size` characters, cut between words."""
+    """Split text into pieces of about `size` characters, cut between words."""
     start = 0
     while len(text) - start > size:
         cut = _CUT.search(text, start + size)

@@ -1,10 +1,9 @@
 """Turns videos into columns: `video` uint8 (n, 16, 224, 224, 3), `audio` int16 (n, 30720) and `label` int64 (n,).
 
-A clip has 16 frames at 25 per second, and 0.64 s of sound at 48 kHz in one channel, 1,920 samples per frame: the input of
+A clip has 16 frames at 25 per second, and 0.64 s of mono sound at 48 kHz (1,920 samples per frame), which is the input of
 Perceiver IO. A video with another frame rate contributes the frames shown at these times. The shorter side is resized to `size`
 pixels, and the centre is cropped. Silence replaces missing sound, and the last frame replaces missing frames. Labels are read
-from a CSV (the lists of Kinetics, or `file,label`); without a CSV the label is the name of the directory. Memory: one shard per
-process.
+from a CSV (Kinetics' lists, or `file,label`); without a CSV, a label is the directory's name. Memory: one shard per process.
 
 Clips: https://arxiv.org/abs/2107.14795, section 4.3. Lists: https://github.com/cvdfoundation/kinetics-dataset.
 """
@@ -34,23 +33,23 @@ from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, File
 SUFFIXES = (".mp4", ".mkv", ".avi", ".mov", ".webm", ".mpg", ".mpeg", ".m4v")
 FRAMES_PER_SECOND = 25
 RATE = 48_000
-"""Samples of sound per second."""
+"""Sound samples per second."""
 PER_FRAME = RATE // FRAMES_PER_SECOND
 SHARD = 256 << 20
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of `outlast data prepare video`."""
+    """Settings for `outlast data prepare video`."""
 
     frames: int = 16
     """Number of frames in a clip."""
     size: int = 224
-    """Side of a frame in pixels."""
+    """Width and height of a frame in pixels."""
     clips: int = 1
-    """Number of clips per video, evenly spaced; a single clip is from the middle."""
+    """Number of clips per video, evenly spaced; a single clip is taken from the middle."""
     labels: str = ""
-    """Path of a CSV with labels; if empty, the label is the name of the directory."""
+    """Path of a CSV with labels; if empty, a label is the directory's name."""
     val: float = 0.1
     shard_size: int = SHARD
     skip_damaged: bool = False
@@ -110,7 +109,7 @@ def pyav() -> Any:
 
 
 def layout(videos: Sequence[File], listed: Mapping[str, str], settings: Settings) -> tuple[dict[str, list[Clip]], list[str]]:
-    """Return the clips of each part, in order of a hash of their names, and the names of the classes. Raises BadSource."""
+    """Return each part's clips, sorted by a hash of the video's name, and the class names. Raises BadSource."""
     divided = source_files.named(videos)
     classes = {file.name: _label(file.name, listed, divided=divided) for file in videos}
     names = sorted(set(classes.values()))
@@ -192,7 +191,8 @@ def _write(batch: column_shards.Batch[Clip], *, root: Path, to: Path, settings: 
 
 
 def decoded(path: Path, clip: Clip, settings: Settings) -> tuple[NDArray[np.uint8], NDArray[np.int16] | None]:
-    """Decode a clip's frames (16, 224, 224, 3) and sound (30720,), None without sound. Raises BadSource for a damaged video."""
+    """Decode a clip's frames (16, 224, 224, 3) and sound (30720,), or None if it has none. Raises BadSource for a damaged
+    video."""
     frames, sound = shown(path, clip, settings)
     return np.stack(frames + frames[-1:] * (settings.frames - len(frames))), sound
 
@@ -232,7 +232,7 @@ def _begin(container: Any, at: int, settings: Settings) -> Fraction:
 
 
 def _frames(container: Any, begin: Fraction, settings: Settings) -> list[NDArray[np.uint8]]:
-    """Return the frames shown at the times of a clip; fewer if the video ends."""
+    """Return the frames shown at a clip's times; fewer if the video ends early."""
     stream = container.streams.video[0]
     stream.thread_type = "NONE"  # a process per core is enough
     start = (stream.start_time or 0) * stream.time_base
@@ -264,7 +264,7 @@ def _cut(frame: Any, size: int) -> NDArray[np.uint8]:
 
 
 def _sound(container: Any, begin: Fraction, settings: Settings) -> NDArray[np.int16]:
-    """Return the sound samples of a clip, (30720,), with zeros where the video has no sound."""
+    """Return a clip's sound samples, (30720,), with zeros where the video has no sound."""
     av = pyav()
     stream = container.streams.audio[0]
     video = container.streams.video[0]

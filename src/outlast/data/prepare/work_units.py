@@ -1,10 +1,10 @@
-"""Units of work, run by an engine: processes of this machine (`Processes`) or Spark (`spark`).
+"""Units of work, run by an engine: processes on this machine (`Processes`) or Spark (`spark`).
 
 A unit's note is written last, so a killed run continues with the missing units.
 
 `.prepare/` below the target contains the lock, the plan's digest, a note per finished unit, and intermediate files. It is removed
 after the manifest is written. The processes are not forked from this process, since tokenizers and PyAV have threads. They end
-with this process, even after SIGKILL.
+when this process does, even if it is killed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from outlast.data.prepare import source_files as plan
 
 PRIVATE = ".prepare"
 _OUTPUTS = r"(train|val)(-\d+)?\.(bin|safetensors)|tokenizer\.json|meta\.pkl"
-"""Names of files that an unfinished run leaves beside PRIVATE."""
+"""Pattern for the files that an unfinished run leaves beside PRIVATE."""
 _PARTIAL = re.compile(rf"\.({_OUTPUTS}|{re.escape(shard_format.MANIFEST)}|encode-\d+\.\w+|\w+-\d+\.json|plan)(\.\w+)?\.partial")
-"""Names of unfinished files beside and in PRIVATE, see `files.beside`."""
+"""Pattern for partial files beside and in PRIVATE; see `files.beside`."""
 _PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
 _PROCESS = 64 << 20
-"""Memory of a process without samples, in bytes: measured with a tokenizer or decoders imported, plus a read buffer."""
+"""Memory that a process needs besides its samples, in bytes: measured with a tokenizer or decoders imported, plus a read
+buffer."""
 Note = dict[str, Any]
 
 
@@ -57,7 +58,7 @@ _U = TypeVar("_U", bound=Work)
 
 @dataclass(frozen=True)
 class Task(Generic[_U]):
-    """A function that runs a unit of a stage: calls `do`, then writes the unit's note. Pickled for the engine's processes.
+    """A function that runs one unit in a stage: calls `do`, then writes the unit's note. Pickled for the engine's processes.
 
     Two processes may run the same unit at once: they write the same bytes to temporary files, and rename the complete files.
     """
@@ -66,7 +67,7 @@ class Task(Generic[_U]):
     stage: str
     private: Path
     plan: str
-    """Digest of the plan. A task of an outdated plan writes nothing."""
+    """Digest of the plan. A task with an outdated plan writes nothing."""
 
     def __call__(self, unit: _U) -> Note:
         """Run a unit unless it has a note, and return the note. Raises the exceptions of `do`."""
@@ -83,13 +84,13 @@ class Task(Generic[_U]):
         return made
 
     def notes(self, units: Sequence[_U]) -> dict[int, Note]:
-        """Return the notes of the finished units, by number. Lists the directory first, to save requests to a network disk."""
+        """Return the finished units' notes, by number. Lists the directory first, to save requests to a network disk."""
         names = set(os.listdir(self.private))
         notes = ((unit.number, self.note(unit)) for unit in units if self._path(unit).name in names)
         return {number: note for number, note in notes if note is not None}
 
     def note(self, unit: _U) -> Note | None:
-        """Return the note of a unit, or None if the unit is not done."""
+        """Return a unit's note, or None if the unit is not done."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return dict(json.loads(self._path(unit).read_bytes()))
         return None
@@ -126,13 +127,13 @@ class Engine(Protocol):
         """Run the units, and return their notes by number.
 
         Calls `check`, which may raise Stopped, a few times per second. Calls `finished` with the number of bytes done since the
-        last call. Raises the exceptions of the task, and OutlastError if a process is killed.
+        last call. Raises the task's exceptions, and OutlastError if a process is killed.
         """
 
 
 @dataclass(frozen=True)
 class Request:
-    """Source, target and processes of a run. The settings of each kind of dataset are separate."""
+    """A run's source, target and processes. Each kind of dataset has its own settings in addition."""
 
     source: Path
     to: Path
@@ -141,17 +142,17 @@ class Request:
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
     """A callback with the stage, the bytes done and the total bytes."""
     uploaded: shard_format.Manifest | None = None
-    """The existing dataset in the store to which `to` will be uploaded, if any."""
+    """The dataset that already exists in the store to which `to` will be uploaded, if any."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set to stop the run; the next run continues."""
     unit: int = plan.UNIT
     """Size of a unit's text in bytes; small in tests."""
     engine: Engine | None = None
-    """None means `processes` of this machine."""
+    """None means `processes` on this machine."""
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use, limited by the quota of its cgroup."""
+    """Return the number of cores that this process may use, limited by its cgroup's quota."""
     count = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -160,7 +161,7 @@ def cores() -> int:
 
 
 def fitting(request: Request, each: int) -> Request:
-    """Default `processes` to one per core, or fewer if memory is too small for `each` bytes of samples per process."""
+    """If `processes` is 0, set it to one per core, or fewer if memory is too small for `each` bytes of samples per process."""
     if request.processes:
         return request
     machine = machine_memory.Machine()
@@ -171,7 +172,7 @@ def fitting(request: Request, each: int) -> Request:
 def existing(request: Request, kind: str, settings: Mapping[str, Any], source: Mapping[str, Any]) -> shard_format.Manifest | None:
     """Return the manifest of the existing dataset, or None if the target has no dataset yet.
 
-    Raises OutlastError if the target contains other files, or if source or settings have changed.
+    Raises OutlastError if the target contains other files, or if the source or the settings have changed.
     """
     to = request.to
     if request.uploaded or (to / shard_format.MANIFEST).exists():
@@ -250,7 +251,7 @@ _EMPTY = {plan.VAL: "give more data or a larger --val, or --val 0 for none; ", p
 
 
 class Processes:
-    """Runs units in processes of this machine, with at most two units per process in flight."""
+    """Runs units in processes on this machine, with at most two units per process in flight."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
@@ -334,7 +335,7 @@ def _begin(threads: int) -> None:
 
 @contextlib.contextmanager
 def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> Iterator[Place]:
-    """Lock the target. Results of an earlier run are kept if settings and source are unchanged, and otherwise removed.
+    """Lock the target. An earlier run's results are kept if the settings and the source are unchanged, and otherwise removed.
 
     Raises AlreadyRunning, and OutlastError if the target cannot be written or its disk is full.
     """
@@ -354,7 +355,7 @@ def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan
 
 
 def _cleaned(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> str:
-    """Remove the results of a run with other settings or another source. Returns the digest of settings and source."""
+    """Remove the results of a run with other settings or another source. Returns a digest of both."""
     private = request.to / PRIVATE
     names = [[file.name, file.size, file.changed] for file in sources]
     about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)

@@ -1,5 +1,5 @@
-"""The order of samples in loaders of other libraries' training loops: which loaders are refused, and the one that takes a
-loader's place. Shared by `outlast.hf`, `outlast.accelerate`, `outlast.lightning` and `outlast.torchtitan`."""
+"""The order of samples in other libraries' training loops: which loaders are refused, and the loader that replaces the others.
+Shared by `outlast.hf`, `outlast.accelerate`, `outlast.lightning` and `outlast.torchtitan`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan(batch: int, ranks: int, most: int | None) -> order.Plan:
 
 
 def unordered(dataset: Any) -> str:
-    """The reason why a dataset has no order in which a run could continue, and the remedy; empty if it has one."""
+    """Return why a dataset has no order in which a run could continue, and the remedy; empty if it has one."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return f"the training data is {kind(dataset)} without an order to continue; give a dataset with __getitem__ and __len__"
     return ""
@@ -49,7 +49,7 @@ def unordered_loader(loader: Any) -> str:
 
 
 def shuffled(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's sampler shuffles."""
+    """Return whether a loader's sampler shuffles."""
     return bool(getattr(loader.sampler, "shuffle", isinstance(loader.sampler, RandomSampler)))
 
 
@@ -70,7 +70,7 @@ class Order(order.BatchSampler):
 
 
 class Loader(DataLoader[Any]):
-    """A loader with the dataset, the collator and the workers of another one, but samples in our order and seeded."""
+    """A loader with another one's dataset, collator and workers, but with seeded samples in our order."""
 
     def __init__(self, other: DataLoader[Any], order: Order, seed: int) -> None:
         super().__init__(

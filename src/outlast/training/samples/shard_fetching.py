@@ -3,10 +3,10 @@
     <cache>/places/<digest of the URL>/manifest.json                      the last manifest fetched
     <cache>/places/<digest of the URL>/files/<digest of that>/<name>      small files, e.g. tokenizer.json
 
-`prepare.cache_eviction` describes the rest of the cache: one process of a machine fetches a shard, while the others wait for
-it. A process that needs a shard at once fetches it, and may exceed the limit of the cache. Threads fetch announced shards
-(`announce`) and protect them from removal until they have been read. A wait signals that the process is alive: an unreachable
-store is not a hang. No other module of training imports stores, and this one is imported only for data in a store.
+`prepare.cache_eviction` describes the rest of the cache. One process on a machine fetches a shard, while the others wait for it.
+A process that needs a shard at once fetches it, and may exceed the cache's limit. Threads fetch announced shards (`announce`) and
+protect them from removal until they have been read. A wait signals that the process is alive: an unreachable store is not a hang.
+No other module of training imports stores, and this one is imported only for data in a store.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Fetched:
         return path
 
     def _patiently(self, what: str, attempt: Callable[[], T | None]) -> T:
-        """Repeat `attempt` while it returns None, because another process fetches the object, or the store is unreachable.
+        """Repeat `attempt` while it returns None (another process fetches the object), or while the store is unreachable.
 
         Raises OutlastError once `patience` has passed.
         """

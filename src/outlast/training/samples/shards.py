@@ -249,7 +249,7 @@ def _opened(place: str, window: int, patience: float) -> Place:
 
 
 def _joined(parts: list[tuple[Indices, Columns, Indices]], count: int) -> dict[str, Any]:
-    """Join rows of several shards into a batch of `count` rows.
+    """Join rows from several shards into a batch of `count` rows.
 
     A part is (rows of the batch, columns of a shard, rows of the shard).
     """

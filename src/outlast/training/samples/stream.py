@@ -1,4 +1,4 @@
-"""The samples of a run, in an order that does not depend on restarts or the world size.
+"""A run's samples, in an order that does not depend on restarts or the world size.
 
 A stream cuts every epoch into global batches. The samples of a batch are a function of (seed, epoch, position) alone, not of the
 number of ranks, restarts or prefetching. Every rank takes its share of each batch, so all ranks together read each sample of an
@@ -64,9 +64,9 @@ class Batch:
     pieces: tuple[tuple[Any, float], ...]
     """Micro-batches and their shares, as `split` returns them, on the device that read them."""
     most: int = 1
-    """Maximum number of micro-batches of a rank."""
+    """Maximum number of micro-batches that any rank has."""
     start: int = 0
-    """Number of samples of the epoch before this batch, over all ranks."""
+    """Number of samples in the epoch before this batch, over all ranks."""
 
     def __iter__(self) -> NoReturn:
         raise OutlastError(
@@ -80,10 +80,9 @@ class Batch:
         `data` has the structure of the dataset's samples; first dimension = samples. The shares of all micro-batches on all ranks
         sum to the number of ranks: DDP averages gradients over ranks, so the result is the gradient of the mean loss over the
         global batch, even if it does not divide evenly. With `net` (DDP or FSDP2), gradients are exchanged in the last
-        micro-batch only, and tensors are moved to the device of `net`. A rank without a sample in the short last batch of an
-        epoch gets a sample of another rank with share 0.0, because every rank must take part in the exchange. FSDP2 gathers
-        weights in every forward pass, so a rank with fewer micro-batches than others gets its first micro-batch again, with share
-        0.0.
+        micro-batch only, and tensors are moved to `net`'s device. A rank without a sample in the short last batch of an epoch
+        gets a sample of another rank with share 0.0, because every rank must take part in the exchange. FSDP2 gathers weights in
+        every forward pass, so a rank with fewer micro-batches than others gets its first micro-batch again, with share 0.0.
         """
         where = next((p.device for p in net.parameters()), None) if net is not None else None
         pieces = self.pieces
@@ -107,7 +106,7 @@ def _exchanging(net: Any, last: bool) -> Iterator[None]:
 
 
 def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply `change` to every tensor of a nested structure."""
+    """Apply `change` to every tensor in a nested structure."""
     if isinstance(data, torch.Tensor):
         return change(data)
     if isinstance(data, Mapping):
@@ -202,12 +201,12 @@ class Stream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of optimizer steps of one epoch."""
+        """Number of optimizer steps in one epoch."""
         return -(-self.samples // self.batch)
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps of the whole stream: the steps done, and the remaining steps with the present `batch`.
+        """Number of optimizer steps in the whole stream: the steps done, and the remaining steps with the present `batch`.
 
         The number changes when a run resumes with another `batch`; `step` then counts steps of both batch sizes.
         """
@@ -341,7 +340,7 @@ class Stream:
             )
 
     def _plans(self, rank: int, ranks: int) -> Iterator[_Plan]:
-        """Yield the batches of this rank, from the current position to the end."""
+        """Yield this rank's batches, from the current position to the end."""
         epoch, start = self._next
         windows = self._windows
         for step in range(self.step, self.total_steps):
@@ -503,7 +502,7 @@ def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
 
 
 def _length(dataset: Any) -> int:
-    """Return the number of samples of a map-style dataset. Raises OutlastError for other kinds."""
+    """Return the number of samples in a map-style dataset. Raises OutlastError for other kinds."""
     what = f"the dataset is {kind(dataset)}"
     if isinstance(dataset, DataLoader):
         other = ", or wrap it in Stateful(loader)" if hasattr(dataset, "state_dict") else ""
@@ -554,7 +553,7 @@ def being_read() -> list[Any]:
 
 
 class _Pieces(Sampler[list[tuple[int, int]]]):
-    """Yields the indices that the workers of a DataLoader read, and queues the plan of each batch."""
+    """Yields the indices that a DataLoader's workers read, and queues each batch's plan."""
 
     def __init__(self, plans: Iterator[_Plan], queued: queue.SimpleQueue[_Plan], shards: Shards | None) -> None:
         self._plans, self._queued, self._shards = plans, queued, shards

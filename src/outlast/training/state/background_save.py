@@ -98,7 +98,7 @@ class Written:
     same: int
     """Leading bytes of `metrics.jsonl` on the rank's disk that equal rank 0's."""
     metric: checkpoints.Metric | None = None
-    """The metric of the checkpoint; only rank 0's counts."""
+    """The checkpoint's metric; only rank 0's counts."""
     aside: tuple[Path, str] | None = None
     """If the rank's disk accepts no files, the file that holds its part instead, and the reason."""
 

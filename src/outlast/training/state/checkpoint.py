@@ -4,12 +4,12 @@ A *state* is the argument of `Session.resume`: modules, optimizers and other obj
 name. `capture` collects a rank's part of it, `restore` loads a checkpoint. `background_save` writes checkpoints;
 `outlast.storage.checkpoints` knows the directory and decides which checkpoint is valid.
 
-Keys of a checkpoint: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects:
+A checkpoint's keys: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects:
 `<optimizer>/rest`, `<module>/rest`, `<anything else>`, `<loader>/<rank>`, `rng/<rank>`. Replicated tensors are sharded over the
 ranks, and each rank writes its part. Buffers are rank 0's, since DDP broadcasts these in the next forward pass.
 
 Reading a checkpoint runs no code that it contains: objects are read as by `torch.load(weights_only=True)`, plus numpy's arrays, a
-few types of the standard library, and the classes that a script allows with `torch.serialization.add_safe_globals`.
+few types from the standard library, and the classes that a script allows with `torch.serialization.add_safe_globals`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _sorted_out(values: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dic
 
 
 def _modules(state: State) -> torch.nn.Module:
-    """Return all modules of a state below one root, which gives every parameter a name."""
+    """Return all modules in a state under one root, which gives every parameter a name."""
     return torch.nn.ModuleDict({name: thing for name, thing in state.items() if isinstance(thing, torch.nn.Module)})
 
 
@@ -159,7 +159,8 @@ def _optimizer_state(
 def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Give an optimizer without state an empty entry for the duration of the block.
 
-    Otherwise torch would initialize the state by a step: it calls hooks, and is wrong for optimizers with a special first step.
+    Otherwise torch would initialize the state by taking a step, which calls hooks, and is wrong for optimizers with a special
+    first step.
     """
     first = _parameters(optimizer)[0]
     if not optimizer.state:
@@ -383,7 +384,7 @@ def load(reader: StorageReader, source: str, state: State, targets: Flat) -> Non
 
 
 def put(state: State, loaded: Flat, source: str, rank: int | None) -> bool:
-    """Load the objects of a state from the `loaded` targets. Returns whether these had the rank's random number generators."""
+    """Load a state's objects from the `loaded` targets. Returns whether these had the rank's random number generators."""
     for name, thing in state.items():
         rest = unpickled(loaded[f"{name}/rest"], name) if f"{name}/rest" in loaded else {}
         if isinstance(thing, torch.nn.Module):
@@ -432,7 +433,7 @@ def read(path: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors of modules in a checkpoint, without the tensors of optimizers."""
+    """Return the modules' tensors in a checkpoint, without the optimizers' tensors."""
     entries = metadata.state_dict_metadata.items()
     return {key: it for key, it in entries if isinstance(it, TensorStorageMetadata) and "/state/" not in key}
 

@@ -1,4 +1,4 @@
-"""Writes the file of one rank's part of a checkpoint, as torch.distributed.checkpoint's own writer does, with less work.
+"""Writes the file with one rank's part of a checkpoint, as torch.distributed.checkpoint's own writer does, with less work.
 
 torch's writer checksums every tensor, and the checksum of the file would need a second pass. Here each byte is read once: blocks
 of 4 MiB are checksummed, and written while they are in the CPU's cache. Both steps and the wait for the disk run without the GIL,
@@ -39,7 +39,7 @@ _SMALL = 64 << 10
 
 
 class Writer(FileSystemWriter):
-    """A writer of one rank's part into `file`, by default a new file in `directory`. It makes no pauses while `hurry` is set."""
+    """Writes one rank's part into `file`, by default a new file in `directory`. There are no pauses while `hurry` is set."""
 
     def __init__(self, directory: Path, hurry: threading.Event, file: Path | None = None) -> None:
         super().__init__(directory, sync_files=True)

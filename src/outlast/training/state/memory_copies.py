@@ -1,6 +1,6 @@
 """Copies tensors within this machine's memory, with several threads.
 
-One core cannot saturate the memory bandwidth. Training waits for the copies, so all cores of the rank are idle meanwhile.
+One core cannot saturate the memory bandwidth. Training waits for the copies, so all of the rank's cores are idle meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PIECE = 16 << 20
 """Minimum number of bytes that a thread copies at a time from larger tensors. Above 16 times the size at which copies bypass the
 caches (`launch.os_calls`), `memcpy` is faster still, because it copies four pages at once."""
 _LINE = 64
-"""Bytes of a cache line, to which pieces are aligned."""
+"""Size of a cache line in bytes; pieces are aligned to it."""
 _LARGE = 256 << 10
 """Minimum size in bytes of a tensor that our threads copy; torch copies many small tensors faster."""
 _WORTH = 16 << 20
@@ -83,7 +83,7 @@ def _move(pieces: Iterator[tuple[int, int, int]]) -> None:
 
 
 def _helpers(size: int) -> int:
-    """Return the number of threads to start: one for each core of this rank but the caller's."""
+    """Return the number of threads to start: one for each of this rank's cores but the caller's."""
     if size < _WORTH:
         return 0
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))

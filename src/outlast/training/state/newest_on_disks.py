@@ -1,4 +1,4 @@
-"""The search for the newest valid checkpoint on all disks, and its copy to disks that lack it.
+"""Finds the newest valid checkpoint on all disks, and copies it to disks that lack it.
 
 Disks may hold different checkpoints: the disk of a new worker is empty, and rank 0 may run on that worker. So the leaders
 exchange lists, the ranks of a worker share the verification, and one valid copy is enough. That copy is sent to all disks: all
@@ -39,12 +39,12 @@ class _Offer:
 _UNREAD = -1
 """The step in the offer from an unreadable disk."""
 _Offers = Mapping[int, _Offer]
-"""Checkpoints of a disk, by step."""
+"""Checkpoints on a disk, by step."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """Parameters of the search.
+    """Parameters for the search.
 
     The ranks of a worker divide the files to verify: `share` is this rank's number and the number of these ranks. `held` protects
     checkpoints from removal until it is closed. Rank 0 calls `report(kind, **fields)` for checkpoints that are `damaged` or were
@@ -58,9 +58,9 @@ class Search:
     held: contextlib.ExitStack
     report: Report
     verified: set[_Offer] = field(default_factory=set)
-    """Checkpoints whose share of this rank was valid already."""
+    """Checkpoints of which this rank has already found its share valid."""
     ways_back: list[tuple[int, int]] = field(default_factory=list)
-    """The ways back of the run on any disk, see `retention.withdrawn`."""
+    """The run's ways back, as recorded on any disk; see `retention.withdrawn`."""
 
 
 class Offered:
@@ -79,7 +79,7 @@ class Offered:
 
     @property
     def disks(self) -> list[_Offers]:
-        """The checkpoints of each disk that count, by step."""
+        """The checkpoints on each disk that count, by step."""
         return [
             {step: each for step, each in disk.items() if not checkpoints.withdrawn(each.generation, step, self._ways_back)}
             for disk in self._every

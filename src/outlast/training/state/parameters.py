@@ -1,4 +1,4 @@
-"""`parameters.json`: the settings of a run, under the script's names (`run.parameters`).
+"""`parameters.json`: a run's settings, under the script's names (`run.parameters`).
 
 Rank 0 writes the file. When a run resumes with other settings, the file gets the new settings, and the change is logged.
 """

@@ -2,7 +2,7 @@
 
 All ranks exchange lists of the snapshots in their workers' memory and of the checkpoints on their disks; rank 0 adds the newest
 checkpoint in the store. All ranks load the latest state. If a rank cannot read it, all ranks together try the next state, before
-any object of the script is changed.
+any of the script's objects is changed.
 
 States that a way back has withdrawn do not count (`way_back`). All ranks exchange its records, too: a disk may lack them. No
 snapshot is dropped before another state is loaded. A damaged copy is not read again. An unreachable copy is retried for 20
@@ -54,7 +54,7 @@ class Restored:
     random: bool = False
     """True if the state had this rank's random number generators; differs between ranks."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Additional data of rank 0's session in the snapshot."""
+    """Additional data from rank 0's session in the snapshot."""
 
     def event(self) -> dict[str, Any]:
         """Return the fields for the ledger."""

@@ -1,4 +1,4 @@
-"""Bookkeeping of a session's saves: the script's step, the last saved step and the last committed step.
+"""Bookkeeping for a session's saves: the script's step, the last saved step and the last committed step.
 
 `Session` uses it to decide whether a save is due, to begin the save, and to get the outcome, which is the same on every rank. At
 the end of the stream or of the session, the last step is saved if the script has not saved it.
@@ -32,7 +32,7 @@ Meet = Callable[..., list[float]]
 
 
 class Saves:
-    """The saves of one session. `report(**changes)` rewrites the progress record."""
+    """One session's saves. `report(**changes)` rewrites the progress record."""
 
     def __init__(
         self, saver: Saver, disks: Disks, ledger: Ledger, screen: metrics.Screen, meet: Meet, report: Callable[..., None]
@@ -57,7 +57,7 @@ class Saves:
         self._last_save = time.monotonic()
         self._stalls = self._committed_saves = 0
         self._stalled_s = self._saved_s = 0.0
-        """Seconds that training stood still for all saves, and from the begin of each committed save to its commit."""
+        """Seconds that training stood still for all saves, and from the start of each committed save to its commit."""
 
     def begin(self, state: Mapping[str, Any]) -> None:
         """Save `state` from now on."""
@@ -141,7 +141,7 @@ class Saves:
             self._ledger.write("staged", step=step, stall_s=stall_s)
 
     def _metric(self, step: int, value: float | None) -> checkpoints.Metric | None:
-        """Return the metric of the checkpoint of `step`, on rank 0: the script's `value`, or else the last logged value."""
+        """Return the metric for the checkpoint of `step`, on rank 0: the script's `value`, or else the last logged value."""
         by = self._saver.retention.by
         if value is None and by:
             logged = self._measured

@@ -1,7 +1,7 @@
-"""Disks: which ranks share a directory, and the copying of files from one disk to all others.
+"""Disks: which ranks share a directory, and copying files from one disk to all others.
 
 Workers may write into one directory (this machine's, or a network volume) or into separate directories (pods). A session detects
-this when it starts, and again before each save until all ranks can write. The lowest rank of a disk is its *leader*: only the
+this when it starts, and again before each save until all ranks can write. The lowest rank on a disk is its *leader*: only the
 leader commits, sweeps and receives.
 
 Invariants: with one disk, nothing is sent, and no additional collective is called. With several disks, a failing disk (full,
@@ -43,16 +43,16 @@ class Part:
 
 @dataclass
 class Disks:
-    """The disks of a world, in the order of their leaders; the first is rank 0's. Made by `find`."""
+    """A world's disks, in the order of their leaders; the first is rank 0's. Made by `find`."""
 
     by_rank: Sequence[int]
     rank: int
     group: dist.ProcessGroup | None
     """The group of all ranks."""
     leaders: dist.ProcessGroup | None = None
-    """The leaders' group for the training thread; None with one disk."""
+    """The leaders' group for the training thread; None if there is one disk."""
     savers: dist.ProcessGroup | None = None
-    """The leaders' group for the saving thread; None with one disk."""
+    """The leaders' group for the saving thread; None if there is one disk."""
     certain: bool = True
     """True if all ranks could write; otherwise two of these disks may be the same."""
 
@@ -108,7 +108,7 @@ class Disks:
         """Release the groups; no collective may be in progress."""
         self.group = self.leaders = self.savers = None
 
-    # Collectives of the leaders of several disks; `group` is `leaders` or `savers`
+    # Collectives of several disks' leaders; `group` is `leaders` or `savers`
 
     def each(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         """Return every leader's value, by disk. A collective of the leaders."""
@@ -117,7 +117,7 @@ class Disks:
         return values
 
     def broadcast(self, value: Any, group: dist.ProcessGroup | None, *, by: int = 0) -> Any:
-        """Return the value of the leader of disk `by`. A collective of the group."""
+        """Return the value from disk `by`'s leader. A collective of the group."""
         if len(self.by_rank) == 1:
             return value
         values = [value]
@@ -205,8 +205,8 @@ def _makers(directory: Path, rank: int, ranks: int, group: dist.ProcessGroup | N
 
     Ranks whose directory cannot be written get a negative number, which differs between workers. A mark has a new name each time,
     so a directory that was copied with its marks counts as another directory. The file system decides which rank is first. A
-    barrier ensures that all marks are complete before any is read, on network volumes, too. On a full disk, the size of a mark
-    encodes its rank, which needs no space.
+    barrier ensures that all marks are complete before any is read, on network volumes, too. On a full disk, a mark's size encodes
+    its rank, which needs no space.
     """
     word = torch.tensor(secrets.randbits(62))
     dist.broadcast(word, 0, group=group)

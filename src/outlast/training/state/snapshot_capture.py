@@ -1,11 +1,11 @@
-"""Copies the state of a step boundary directly into the agent's memory, at every k-th step of training.
+"""Copies the state at a step boundary directly into the agent's memory, at every k-th step of training.
 
 A rank divides its state into two parts (`Layout`). The part `shared` has replicated tensors, sharded over the worker's ranks. The
-part `unique` has the state of this rank alone: its shards, its random numbers, and on rank 0 buffers and pickled objects. Tensors
+part `unique` has what only this rank has: its shards, its random numbers, and on rank 0 buffers and pickled objects. Tensors
 are cut into chunks as by torch.distributed.checkpoint, keyed by their offsets in the whole tensor, so a snapshot fits a world of
 any size.
 
-Calling `state_dict` of modules and optimizers costs more than copying a small state. So the layout is reused as long as all
+Calling `state_dict` on modules and optimizers costs more than copying a small state. So the layout is reused as long as all
 tensors are the same (by identity and address), and only objects are pickled again.
 """
 
@@ -48,11 +48,11 @@ class Content:
     index: list[Item] = dataclasses.field(default_factory=list)
     """One item per chunk."""
     end: int = 0
-    """Total bytes of the chunks."""
+    """Total size of the chunks in bytes."""
     share: int = 0
-    """Number of this rank's share of what every rank has (`job.differing_ranks`)."""
+    """Index of this rank's share of the state that every rank has (`job.differing_ranks`)."""
     largest: int = 0
-    """Total bytes of the largest share: rooms fit every share."""
+    """Total size of the largest share in bytes: rooms fit every share."""
 
     def lay_out(self) -> None:
         places, self.end = part_format.laid_out(tensor.nbytes for _, tensor, _, _ in self.chunks)
@@ -71,10 +71,10 @@ class Content:
 
 
 class Layout:
-    """The parts of a state on one rank."""
+    """A state's parts on one rank."""
 
     def __init__(self, state: State, collected: Collected, rank: int, share: int, shares: int) -> None:
-        """`share` is the number of this rank's share of what every rank has, of as many `shares` as the worker has ranks."""
+        """`share` is the index of this rank's share of the state that every rank has; a worker has one share per rank."""
         whole = {key: value for key, value in collected.everybody.items() if not isinstance(value, DTensor)}
         dealt = [sorted(keys) for keys in checkpoint.dealt(whole, shares)]
         shards = {key: value for key, value in collected.everybody.items() if key not in whole}
@@ -165,7 +165,7 @@ def _rest(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> dict[str,
 
 
 class Capture:
-    """The copies of one rank's state, and the rooms that they are made into."""
+    """Copies of one rank's state, and the rooms that hold them."""
 
     def __init__(self, state: State, rank: int, local: tuple[int, int], accelerator: device.Device | None = None) -> None:
         """`accelerator` defaults to this machine's."""
@@ -188,7 +188,7 @@ class Capture:
         return self._stream is not None
 
     def prepare(self, extra: bytes, turn: int = 0) -> list[tuple[Content, dict[str, bytes]]]:
-        """Return the parts of the present state, each with its pickled objects. Nothing is copied yet.
+        """Return the present state's parts, each with its pickled objects. Nothing is copied yet.
 
         `turn` is the number of snapshots so far, the same on all ranks, by which shares are dealt.
         """
@@ -298,7 +298,7 @@ class Capture:
 
 
 def _changed(state: State) -> set[int]:
-    """Return the addresses of the tensors that the optimizers of a state change."""
+    """Return the addresses of the tensors that a state's optimizers change."""
     return {
         _address(tensor)
         for _, optimizer in _optimizers(state)
@@ -310,14 +310,14 @@ def _changed(state: State) -> set[int]:
 
 
 def size(content: Content, objects: Mapping[str, bytes]) -> int:
-    """Return the size in bytes of the room for a part, with a reserve."""
+    """Return the size of the room for a part in bytes, with a reserve."""
     _, more = part_format.laid_out(map(len, objects.values()))
     unit = max(_ROOM, 1 << more.bit_length() >> 4)  # a finer unit would need many new rooms for objects that grow steadily
     return -(-(max(content.end, content.largest) + more + 1) // unit) * unit
 
 
 def write_objects(content: Content, objects: Mapping[str, bytes], room: Room) -> tuple[list[Item], int]:
-    """Write the objects of a part into its room, after the tensors. Returns the index and the size in bytes of the part."""
+    """Write a part's objects into its room, after the tensors. Returns the part's index and its size in bytes."""
     places, end = part_format.laid_out(map(len, objects.values()))
     index = list(content.index)
     for (key, data), place in zip(objects.items(), places, strict=True):

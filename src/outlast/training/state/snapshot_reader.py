@@ -1,8 +1,8 @@
-"""Reads a snapshot from the memory of workers as torch.distributed.checkpoint reads a checkpoint.
+"""Reads a snapshot from workers' memory as torch.distributed.checkpoint reads a checkpoint.
 
-A rank needs its own unique part, one worker's set of shared parts, and the unique part of rank 0, which has objects and buffers.
-Rank 0 reads its part and broadcasts it with the indices of the set. If a rank then lacks its chunk of a tensor, because the world
-has another size, the ranks exchange the indices of all parts (`tails`, `Reader.add`).
+A rank needs its own unique part, one worker's set of shared parts, and rank 0's unique part, which has objects and buffers. Rank
+0 reads its part and broadcasts it with the indices of the set. If a rank then lacks its chunk of a tensor, because the world has
+another size, the ranks exchange the indices of all parts (`tails`, `Reader.add`).
 
 Parts in this worker's own memory are read there, and other parts from the agents that hold them. Contiguous tensors are read in
 place. A connection is open only while data are read from it. Every item is verified. A damaged copy is not read again; an
@@ -53,7 +53,7 @@ _SMALL = 1 << 20
 itself."""
 
 Key = tuple[str, int, str]
-"""Kind, local rank and digest of a part: parts with equal keys have equal bytes."""
+"""A part's kind, local rank and digest: parts with equal keys have equal bytes."""
 Targets = list[tuple[int, memoryview]]
 """Numbers of items, and the memory to read each into."""
 Broadcast = tuple[dict[Key, bytes], dict[int, bytes]]
@@ -148,7 +148,7 @@ class Reader(StorageReader):
     def read_indices(self, broadcast: Broadcast | None = None) -> Broadcast:
         """Read the indices and small items that are not in rank 0's `broadcast`. Raises Damaged, OutOfReach.
 
-        Returns the indices and items of this rank; rank 0 broadcasts its own.
+        Returns this rank's indices and items; rank 0 broadcasts its own.
         """
         tails, items = broadcast or ({}, {})
         unique = self._candidate.unique
@@ -172,7 +172,7 @@ class Reader(StorageReader):
         return True
 
     def add(self, tails: Mapping[int, bytes]) -> None:
-        """Add the unique parts of all ranks, reading the indices that are not in `tails`. Raises Damaged, OutOfReach."""
+        """Add all ranks' unique parts, reading the indices that are not in `tails`. Raises Damaged, OutOfReach."""
         for number, holders in enumerate(self._candidate.unique):
             if number not in self._unique:
                 tail = zlib.decompress(tails[number]) if number in tails else None
@@ -180,8 +180,8 @@ class Reader(StorageReader):
         self._describe()
 
     def _set(self, tails: Mapping[Key, bytes]) -> list[_Part]:
-        """Return a complete set of shared parts, that of most workers: all ranks then have the same bits again. Raises Damaged,
-        OutOfReach."""
+        """Return a complete set of shared parts, the one that most workers have: all ranks then have the same bits again. Raises
+        Damaged, OutOfReach."""
         sets = self._candidate.shared
         for each in sets:
             try:
@@ -201,7 +201,7 @@ class Reader(StorageReader):
         return sum(part.peer_bytes for part in self._parts)
 
     def extra(self) -> bytes:
-        """Return the additional data of rank 0's session, as JSON."""
+        """Return the additional data from rank 0's session, as JSON."""
         rank0 = self._unique[0]
         return next((rank0.small[n] for n, item in enumerate(rank0.index) if item.key == snapshot_capture.EXTRA), b"{}")
 
@@ -248,7 +248,7 @@ class Reader(StorageReader):
         return False
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of the plan, part by part. Raises Damaged, OutOfReach."""
+        """Read the plan's items, part by part. Raises Damaged, OutOfReach."""
         by_part: dict[int, list[tuple[int, ReadItem]]] = {}
         for request in plan.items:
             number, place = self._places[MetadataIndex(request.storage_index.fqn, request.storage_index.offset)]
@@ -263,7 +263,7 @@ class Reader(StorageReader):
 def tails(candidate: Candidate, client: Client, share: tuple[int, int]) -> dict[int, bytes]:
     """Return the compressed tails of the unique parts whose first holder is this worker.
 
-    The ranks of the worker divide the parts by `share`. Unreadable parts are left out: each rank then reads their index itself.
+    The worker's ranks divide the parts by `share`. Unreadable parts are left out: each rank then reads their index itself.
     """
     compressed = {}
     for number, holders in enumerate(candidate.unique):
@@ -289,7 +289,7 @@ def _dtype(item: Item) -> torch.dtype:
 
 
 def _read(part: _Part, requests: Sequence[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
-    """Read items of one part, either directly into their tensors or into buffers whose slices are then copied."""
+    """Read items from one part, either directly into their tensors or into buffers whose slices are then copied."""
     into: dict[int, memoryview] = {}
     direct: list[tuple[int, memoryview]] = []
     finish: list[Callable[[], None]] = []
@@ -322,7 +322,7 @@ def _read(part: _Part, requests: Sequence[tuple[int, ReadItem]], planner: LoadPl
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Return the writable bytes of a contiguous tensor on the CPU."""
+    """Return a contiguous CPU tensor's bytes, which are writable."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 

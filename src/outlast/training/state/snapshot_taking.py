@@ -50,7 +50,7 @@ _STEPS, _SNAPSHOTS = 31, 15
 _LESS = 0.75
 """Maximum ratio of a shorter interval to the current one at which the interval is shortened: smaller changes are noise."""
 _LEARN = 3
-"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before delays of steps count."""
+"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before steps' delays count."""
 _EVENT_S = 10.0
 _FEW = 256
 """Maximum number of items that the training thread publishes: with more, a frozen agent could block the thread."""
@@ -73,7 +73,7 @@ def significant_delay(delays: Sequence[float], steps: Sequence[float]) -> float:
 
     This is the part beyond two standard errors of the medians. `delays` has, for each snapshot, the excess time of the steps
     until it was complete, and `steps` the seconds of steps without snapshots. The variation of steps exceeds the cost of a small
-    snapshot: if half of it count, k would be ten times too large.
+    snapshot: if half of it counted as cost, k would be ten times too large.
     """
     if len(delays) < _LEARN or len(steps) < _LEARN:
         return 0.0
@@ -110,7 +110,7 @@ class Place:
 def open_(
     client: Client | None, place: Place, directory: Path, disks: Disks, ledger: Ledger, report: Callable[..., None]
 ) -> Snapshots:
-    """Return the snapshots of this rank. All ranks agree on the holders of replicas. A collective.
+    """Return this rank's snapshots. All ranks agree on the holders of replicas. A collective.
 
     `directory` has the run's checkpoints, which a way back withdraws.
     """
@@ -127,7 +127,7 @@ def open_(
 
 
 class Snapshots:
-    """The snapshots of one rank. No rank takes snapshots if one rank has no `client`."""
+    """One rank's snapshots. No rank takes snapshots if one rank has no `client`."""
 
     def __init__(
         self,
@@ -156,16 +156,16 @@ class Snapshots:
         self._step = self._taken = self._turn = 0
         """The steps of the last boundary and of the last snapshot, and the number of snapshots; 0 before the first."""
         self._share = 0
-        """Our share in the last snapshot."""
+        """Index of our share in the last snapshot."""
         self._passed, self._pass = 0, 1
-        """How many snapshots differ since the last comparison, and at how many the next comparison is due."""
+        """Number of snapshots that differ since the last comparison, and the number at which the next comparison is due."""
         self._equal: dict[int, int] = {}
-        """Step of the last snapshot without a difference, by the number of our share; all of them compare all that every rank
-        has."""
+        """Step of the last snapshot without a difference, by the index of our share. Together, the shares are all the state that
+        every rank has."""
         self._resumed = 0
         """The step that all ranks have resumed from, with the same bits."""
         self._named: dict[tuple[int, ...], int] = {}
-        """Ranks that differ, and the step of the first snapshot in which they were found to."""
+        """Ranks that differ, and the step of the first snapshot in which they did."""
         self._complete = 0, 0
         self._last: float | None = None
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
@@ -176,7 +176,7 @@ class Snapshots:
         self._cost_s = 0.0
         """Last measured cost of a snapshot on this rank, in seconds."""
         self._delay_s: float | None = None
-        """Seconds by which the incomplete snapshot has delayed steps so far; None without an incomplete snapshot."""
+        """Seconds by which the incomplete snapshot has delayed steps so far; None if no snapshot is incomplete."""
         self._ended = True
         self._steps_since = 0
         self._every, self._logged, self._logged_at = 1 + _LEARN, 0, float("-inf")
@@ -194,7 +194,7 @@ class Snapshots:
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]], step: int = 0) -> None:
         """Take snapshots of `state` from now on. Rank 0 adds `extra`.
 
-        `step` is the one that the run resumed from, and `complete` (generation, step) of the snapshot; (0, 0) without one.
+        `step` is the one that the run resumed from, and `complete` (generation, step) of the snapshot; (0, 0) if there is none.
         """
         self._resumed, self._equal = step, {}
         local = self._place.local_rank, self._place.local_ranks
@@ -246,7 +246,7 @@ class Snapshots:
             self._report(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
 
     def _compare(self) -> None:
-        """Name the ranks whose copies of what every rank has differ in the last snapshot. A collective.
+        """Name the ranks whose copies of the common state differ in the last snapshot. A collective.
 
         A difference stays, so comparisons become rare, and the same ranks are named once.
         """
@@ -272,7 +272,7 @@ class Snapshots:
             self._back.go(found, self._taken, agreed)
 
     def _checksums(self) -> dict[str, int]:
-        """Return a checksum of each tensor of our share in the last snapshot; nothing if the agent cannot say."""
+        """Return a checksum of each tensor of our share in the last snapshot; empty if the agent cannot provide them."""
         assert self._client is not None
         found: dict[str, int] = {}
         try:
@@ -364,11 +364,11 @@ class Snapshots:
             self._cost_s = copied_s + significant_delay(self._delays_s, self._steps_s)
 
     def step_s(self) -> float:
-        """Return the median seconds of recent steps, 0 before the second."""
+        """Return the median duration of recent steps in seconds; 0 before the second step."""
         return statistics.median(self._all_s) if self._all_s else 0.0
 
     def _step_s(self) -> float:
-        """Return the seconds of a step without snapshots. Steps with snapshots give an upper bound."""
+        """Return the duration of a step without snapshots in seconds. Steps with snapshots give an upper bound."""
         return min(statistics.median(self._steps_s), statistics.median(self._all_s))
 
     def spent_s(self) -> float:

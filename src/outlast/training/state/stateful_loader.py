@@ -4,7 +4,7 @@
     step = run.resume({"model": net, "optimizer": optimizer, "loader": loader})
     for x, y in loader:
 
-Every rank has a loader, and a checkpoint holds the states of all loaders.
+Every rank has a loader, and a checkpoint holds all loaders' states.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Stateful:
         self.not_shardable = self.sample = self.fingerprint = ""
         self._epochs = epochs
         self._done = 0
-        """Number of batches of this epoch yielded so far."""
+        """Number of this epoch's batches yielded so far."""
 
     @property
     def remedy(self) -> str:
@@ -65,13 +65,14 @@ class Stateful:
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps of all epochs with the present number of ranks. Raises AttributeError without a length."""
+        """Number of optimizer steps in all epochs with the present number of ranks. Raises AttributeError if the iterable has no
+        length."""
         if (each := self._each()) is None:
             raise AttributeError("the loader has no length", name="total_steps", obj=self)
         return self.step - self._done + max(0, self._epochs - self.epoch) * each
 
     def _each(self) -> int | None:
-        """Return the number of batches of an epoch, or None if the iterable has no length."""
+        """Return the number of batches in an epoch, or None if the iterable has no length."""
         try:
             return len(self.loader)
         except TypeError:

@@ -1,8 +1,8 @@
-"""The way back of a run from wrong bits to the last state in which all ranks had the same.
+"""A run's way back from wrong bits to the last state in which all ranks had the same bits.
 
 A rank whose bits differ sends wrong gradients to all others, so the states of all ranks after that step have wrong bits, on disks
-and in memory. `WayBack.go` records on every disk that they do not count, and ends the worker of the rank, as if it had crashed.
-The next generation leaves them out (`resuming`), and has another worker instead. Docs: docs/decisions/0069-the-way-back.md.
+and in memory. `WayBack.go` records on every disk that these states do not count, and ends the rank's worker, as if it had
+crashed. The next generation ignores them (`resuming`), and has another worker instead. Docs: docs/decisions/0069-the-way-back.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("outlast")
 
 @dataclasses.dataclass(frozen=True)
 class WayBack:
-    """The way back of one generation of a run, whose checkpoints are in `directory`."""
+    """One generation's way back. `directory` has the run's checkpoints."""
 
     directory: Path
     run: str

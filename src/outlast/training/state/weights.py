@@ -1,6 +1,6 @@
 """A model's weights as a plain file that `torch.load(path, weights_only=True)` or safetensors reads without Outlast.
 
-`Session.export` writes the weights of a model in training, and `saved` reads weights from a checkpoint. A file is complete or
+`Session.export` writes a model's weights during training, and `saved` reads weights from a checkpoint. A file is complete or
 absent, even after a power failure.
 """
 
@@ -39,9 +39,9 @@ def check(path: Path, model: Any = None) -> None:
 
 
 def trained(model: torch.nn.Module) -> torch.nn.Module:
-    """The parameters that train and the persistent buffers under their names, as a module for checkpoints.
+    """Return the trainable parameters and the persistent buffers, under their names, as a module for checkpoints.
 
-    Frozen weights are those that the script has loaded, as a base model is that an adapter is trained for.
+    Frozen weights are left out: the script has loaded them, such as the base model of an adapter.
     """
     root, saved = torch.nn.Module(), set(model.state_dict(keep_vars=True))
     parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
@@ -78,10 +78,10 @@ def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]
 
 @torch.no_grad()
 def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
-    """Return the parameters and buffers of a model on the CPU, gathered from shards, by their names without DDP's prefix.
+    """Return a model's parameters and buffers on the CPU, gathered from shards, by their names without DDP's prefix.
 
-    Tied tensors of the model become one tensor. Without `keep`, this rank only takes part, and the result is empty. A
-    collective if the model is sharded.
+    Tied tensors become one tensor. Without `keep`, this rank only takes part, and the result is empty. A collective if the model
+    is sharded.
     """
     weights: Weights = {}
     tied: dict[Any, torch.Tensor] = {}
@@ -147,7 +147,7 @@ def _write_safe(path: Path, weights: Weights) -> None:
 
 
 def saved(path: Path, name: str = "") -> Weights:
-    """Return the weights of a module in the checkpoint at `path`. Tied tensors are separate.
+    """Return a module's weights from the checkpoint at `path`. Tied tensors are separate.
 
     `name` may be empty if the checkpoint has only one module. Raises OutlastError for an unknown name, FileNotFoundError if the
     checkpoint has been removed.
@@ -161,7 +161,7 @@ def saved(path: Path, name: str = "") -> Weights:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the weights in a checkpoint to a file, as `outlast checkpoints export` does in a process.
+    """Write the weights in a checkpoint to a file. `outlast checkpoints export` runs this in a separate process.
 
     `arguments` are CHECKPOINT FILE [NAME].
     """
