@@ -1,7 +1,7 @@
-"""Ranks whose bits of what every rank has differ from the others', by checksums of their snapshots. Pure.
+"""Finds ranks whose copy of the common state differs from the others', by their snapshots' checksums. Pure.
 
-Under DDP all ranks have the same parameters and the same state of the optimizer, bit by bit. The ranks of a worker share the
-copying and checksumming of them, so there is one copy for each worker.
+Under DDP all ranks have the same parameters and the same optimizer state, bit for bit. A worker's ranks share the work
+of copying and checksumming them, so there is one copy for each worker.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from outlast.job import slow_ranks
 
 FEWEST = 3
-"""Number of workers from which on it can be told which one is wrong."""
+"""Minimum number of workers for telling which one is wrong."""
 WAYS_BACK = 3
 """Number of ways back to about the same step that end a run."""
 _KEYS = 20
-"""Maximum number of names of tensors that are recorded."""
+"""Maximum number of tensor names that are recorded."""
 
 
 def share(local_rank: int, turn: int, local_ranks: int) -> int:
@@ -38,14 +38,14 @@ def weight(worker: int, workers: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """One share of what every rank has, in the memory of one rank."""
+    """One share of the state common to all ranks, in one rank's memory."""
 
     rank: int
     worker: int
     node: str
     share: int
     checksums: Mapping[str, int]
-    """Checksums by the names of tensors; empty if they could not be read."""
+    """Checksums by tensor name; empty if they could not be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Difference:
 def differing(copies: Sequence[Copy]) -> list[Difference]:
     """Return the differences between the copies of each share, with the tensors of modules before those of optimizers."""
     found: dict[tuple[int | None, int], list[str]] = {}
-    """Names of tensors, by the rank that differs (None if unknown) and the share."""
+    """Tensor names by the rank that differs (None if unknown) and the share."""
     groups: dict[int, list[Copy]] = {}
     for each in copies:
         if each.checksums:
@@ -99,7 +99,7 @@ def differing(copies: Sequence[Copy]) -> list[Difference]:
 
 
 def blamed(found: Sequence[Difference]) -> tuple[int, ...]:
-    """Return the ranks that differ from a majority; none if it cannot be told for each difference."""
+    """Return the ranks that differ from a majority; none unless this is clear for every difference."""
     return () if any(len(each.ranks) > 1 for each in found) else tuple(sorted({each.ranks[0].rank for each in found}))
 
 
@@ -110,7 +110,7 @@ def stuck(agreed: int, earlier: Iterable[tuple[int, int]]) -> bool:
 
 
 def notice(rank: int, step: int, where: str) -> str:
-    """Return a sentence for the status of a job. `where` is the place of the rank: `worker 1, node a`."""
+    """Return a sentence for a job's status. `where` is the rank's location, such as `worker 1, node a`."""
     return (
         f"rank {rank} ({where}) has other bits than other ranks since step {step}; `outlast report` and its log name the tensors"
     )
