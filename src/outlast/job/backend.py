@@ -105,8 +105,8 @@ class Backend(Protocol):
         """
 
     def forget(self, name: str, *, output: bool = False) -> None:
-        """Remove a job that has ended, so that it cannot resume; with `output`, also its output on this machine. Output in a store
-        or a claim is kept. Raises OutlastError if the job has not ended."""
+        """Remove a job that has ended, so that it cannot resume; with `output`, also its output on this machine. Output in a
+        store or a claim is kept. Raises OutlastError if the job has not ended."""
 
     def logs(
         self,

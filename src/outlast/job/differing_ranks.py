@@ -15,7 +15,7 @@ from outlast.job import slow_ranks
 FEWEST = 3
 """Minimum number of workers for telling which one is wrong."""
 WAYS_BACK = 3
-"""Number of ways back to about the same step that end a run."""
+"""Number of ways back to about the same step after which a run ends."""
 _KEYS = 20
 """Maximum number of tensor names that are recorded."""
 
@@ -31,7 +31,7 @@ def share(local_rank: int, turn: int, local_ranks: int) -> int:
 def weight(worker: int, workers: int) -> int:
     """Return the factor of a worker's checksum in the sum over all workers, which is 0 if all checksums are equal.
 
-    If one differs, the sum is not 0; if several do, it is 0 by chance once in 2**32. `worker` is the place among the workers.
+    If one differs, the sum is not 0; if several do, it is 0 by chance once in 2**32. `worker` is the worker's index.
     """
     return 1 if worker < workers - 1 else 1 - workers
 
@@ -58,7 +58,7 @@ class Difference:
     copies: int
 
     def event(self, step: int, agreed: int) -> dict[str, object]:
-        """Return the fields for the ledger. `agreed` is the step of the last snapshot in which all were equal; 0: unknown."""
+        """Return the ledger's fields. `agreed` is the step of the last snapshot in which all were equal, or 0 if unknown."""
         who = {"rank": self.ranks[0].rank, "worker": self.ranks[0].worker, "node": self.ranks[0].node}
         everybody = who if len(self.ranks) == 1 else {"ranks": [each.rank for each in self.ranks]}
         about = {"tensors": self.tensors[:_KEYS], "copies": self.copies, "agreed": agreed}
@@ -76,7 +76,7 @@ class Difference:
 
 
 def differing(copies: Sequence[Copy]) -> list[Difference]:
-    """Return the differences between the copies of each share, with the tensors of modules before those of optimizers."""
+    """Return the differences between the copies of each share, listing modules' tensors before optimizers'."""
     found: dict[tuple[int | None, int], list[str]] = {}
     """Tensor names by the rank that differs (None if unknown) and the share."""
     groups: dict[int, list[Copy]] = {}
@@ -104,8 +104,8 @@ def blamed(found: Sequence[Difference]) -> tuple[int, ...]:
 
 
 def stuck(agreed: int, earlier: Iterable[tuple[int, int]]) -> bool:
-    """Return whether a way back to step `agreed` leads no further than so many `earlier` ones, (generation, step), that another
-    would not help."""
+    """Return whether going back to step `agreed` once more would not help, because too many `earlier` ways back, given as
+    (generation, step), led as far or further."""
     return sum(step >= agreed for _, step in earlier) >= WAYS_BACK - 1
 
 

@@ -109,7 +109,7 @@ def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: 
 
 
 def marks(environ: Mapping[str, str], run: str) -> dict[str, str]:
-    """Return a 16-bit hash of each of a shell's variables: long enough to detect a changed value, too short to reveal a secret."""
+    """Return a 16-bit hash of each shell variable: long enough to detect a changed value, too short to reveal a secret."""
     names = (name for name in environ if not _SHELL_VARIABLES.match(name))
     return {name: hashlib.sha256(f"{run} {name}={environ[name]}".encode(errors="replace")).hexdigest()[:4] for name in names}
 

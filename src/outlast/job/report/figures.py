@@ -1,7 +1,7 @@
 """Plots for a page, drawn by Bokeh in the browser. The only module that imports bokeh; used by `report.page`.
 
-Bokeh does not render their text as markup. `_INK` and `_LINE` stand for the colours of text and lines, which `page.js` replaces by
-those of a light or a dark page.
+Bokeh does not render their text as markup. `_INK` and `_LINE` stand for the colours of text and lines, which `page.js` replaces
+by those of a light or a dark page.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def as_json(goodput: Goodput) -> dict[str, Any]:
 
 
 def _lost(incident: Incident) -> dict[str, Any] | None:
-    """Return the training time lost to an incident, in seconds. None while the incident continues, or if training never stopped."""
+    """Return the seconds of training lost to an incident. None while the incident continues, or if training never stopped."""
     lost = incident.lost
     if lost is None or incident.recovery_s is None:
         return None

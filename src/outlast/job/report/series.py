@@ -1,4 +1,4 @@
-"""Series of a run in bounded memory: in a long one, each bucket of neighbours keeps its smallest, largest and last values. Pure."""
+"""Series of a run in bounded memory: in a long one, each bucket of neighbours keeps its least, largest and last value. Pure."""
 
 from __future__ import annotations
 
