@@ -21,7 +21,7 @@ LIMIT = 0.15
 LEAST_S = 1e-3
 """Minimum difference in seconds. Rank 0 writes the ledger and metrics, which matters only if steps take a few milliseconds."""
 _UNEVEN, _CERTAIN = 0.05, 4.0
-"""The mean share must exceed the first by the second's number of standard errors: sound machines differ, and busy ones vary."""
+"""The mean share must exceed `_UNEVEN` by `_CERTAIN` standard errors: sound machines differ, and busy ones vary."""
 
 
 def measured(samples: Sequence[float]) -> tuple[float, float]:

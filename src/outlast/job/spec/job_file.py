@@ -85,8 +85,8 @@ def anchor(job: Job, directory: Path) -> Job:
 
 
 def code_of(script: Path) -> Path:
-    """Return the directory whose files a script gets if there is no job file: the working directory if the script is below it, since
-    it must find the same files as with python, else its own. `script` is absolute."""
+    """Return the directory whose files a script gets if there is no job file: the working directory if the script is below it,
+    since it must find the same files as with python, else its own. `script` is absolute."""
     here = Path.cwd()
     return here if here in script.parents and here != Path.home() else script.parent
 
