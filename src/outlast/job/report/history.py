@@ -130,7 +130,7 @@ def _number(value: object) -> float:
 
 
 def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
-    """Return at most `most` segments: the longest in which training was lost, then the longest others. The time between
+    """Return at most `most` segments: the longest of those lost to training, then the longest others. The time between
     two of them is one segment, of the bucket that most of it belongs to."""
     if len(segments) <= most:
         return list(segments)

@@ -2,8 +2,8 @@
 
 A job may be nested 10,000 levels deep, which Python's parser cannot read. It may also contain a million empty objects, which take
 25 times the memory of their text after parsing. The text is therefore measured first, without recursion. A value that is nested
-too deeply or too long is omitted, and the document has a message about it under `UNREADABLE`. The document's name, uid and version
-are always preserved.
+too deeply or too long is omitted, and the document has a message about it under `UNREADABLE`. The document's name, uid and
+version are always preserved.
 """
 
 from __future__ import annotations
