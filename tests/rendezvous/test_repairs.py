@@ -139,7 +139,7 @@ def test_members_meet_again_in_the_same_generation_at_a_fresh_store(members: Cal
 
 
 def leaves(world: Members) -> None:
-    notice_file.write(world.members[2]._notice, "leave", "evicted", time.time() + 60)
+    notice_file.write(world.members[2].notice, "leave", "evicted", time.time() + 60)
 
 
 def hears_a_call(world: Members) -> None:
@@ -233,6 +233,6 @@ def test_a_pause_before_the_next_start_ends_when_the_worker_is_told_to_leave(mem
     (started,) = alone.fail(0)
     until(lambda: member.attempt == 1)
     assert not started.done()
-    notice_file.write(member._notice, "leave", "its node goes", time.time() + 60)
+    notice_file.write(member.notice, "leave", "its node goes", time.time() + 60)
     assert started.result(timeout=60)
     assert member.world.members == (0,)

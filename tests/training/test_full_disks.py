@@ -22,7 +22,7 @@ import torch
 import small_disks
 import worlds
 from outlast.job import ledger
-from outlast.job.contract import END, Env
+from outlast.job.contract import Env
 from outlast.job.workerfiles import progress_file
 from outlast.storage import checkpoints, store
 from outlast.storage.checkpoints import in_store
@@ -171,10 +171,9 @@ def test_a_whole_checkpoint_on_a_full_disk_is_uploaded_and_so_is_the_rest(small_
     with pytest.raises(OSError, match="No space left"):
         uploader().upload(threading.Event())
     assert [c.step for c in in_store.Checkpoints(place, "r").list_()] == [20], "it does not wait for what needs room"
-    state = {Env.STATE: str(tmp_path / "state"), Env.MEMBER: "uid"}
-    (tmp_path / "state").mkdir()
-    (tmp_path / "state" / END).touch()
-    assert upload.flush(uploader(**state), time.monotonic() + 60) == "", "no notes of it, nor the goodput, are worth an upload"
+    last = uploader(**{Env.STATE: str(tmp_path / "state"), Env.MEMBER: "uid"})
+    last.run_ended = True
+    assert upload.flush(last, time.monotonic() + 60) == "", "no notes of it, nor the goodput, are worth an upload"
     assert place.get("notes.txt") == b"how it went"
     assert push_and_pull.MANIFEST in place.names("")
 

@@ -51,7 +51,7 @@ def previous(lines: Iterable[LogLine], *, tail: int | None = None) -> list[LogLi
 
 
 def not_ended(status: JobStatus, options: str = "") -> OutlastError:
-    """Return the error that an unfinished job cannot be removed. `options` are those of the command that ends it."""
+    """Return the error for an attempt to remove an unfinished job. `options` are those of the command that ends it."""
     return OutlastError(f"job {status.name} has not ended ({status.state}); outlast cancel {status.name}{options} ends it")
 
 
@@ -105,8 +105,8 @@ class Backend(Protocol):
         """
 
     def forget(self, name: str, *, output: bool = False) -> None:
-        """Remove a job that has ended, so that it cannot go on; with `output` also its output on this machine. Output in a store
-        or a claim stays. Raises OutlastError if the job has not ended."""
+        """Remove a job that has ended, so that it cannot resume; with `output`, also its output on this machine. Output in a
+        store or a claim is kept. Raises OutlastError if the job has not ended."""
 
     def logs(
         self,
@@ -130,7 +130,7 @@ class Backend(Protocol):
         it."""
 
     def output(self, name: str) -> Path | str:
-        """Return the place of the job's output (checkpoints, logs, ledger): a directory on this machine, or a description of
+        """Return the location of the job's output (checkpoints, logs, ledger): a directory on this machine, or a description of
         another place, such as the URL of a store."""
 
     def events(self, name: str) -> Iterable[Event]:

@@ -37,7 +37,7 @@ def exit_code(status: int) -> int:
 
 
 def job_name(text: str) -> str:
-    """Derive the name of a job from that of a script, module or function."""
+    """Derive a job's name from that of a script, module or function."""
     words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return (words if words[:1].isalpha() else f"job-{words}")[:LONGEST_NAME].strip("-")
 
@@ -141,7 +141,7 @@ class Env:
     """Number of best checkpoints to keep, `min` or `max` for the best value, and the metric: `2 min val_loss`. Absent if none are
     kept."""
     MEMORY = "OUTLAST_CHECKPOINT_MEMORY"
-    """Memory of a worker for snapshots: `auto`, `off`, or bytes; absent if an earlier version started the worker."""
+    """A worker's memory for snapshots: `auto`, `off`, or bytes; absent if an earlier version started the worker."""
     REPLICAS = "OUTLAST_CHECKPOINT_REPLICAS"
     """Number of other workers that hold a replica of state that only one rank has."""
     GO_BACK = "OUTLAST_CHECKPOINT_GO_BACK"
@@ -194,7 +194,7 @@ class Env:
     """Uid of the pod, which distinguishes its reports on the Lease from those of an earlier pod with the same name. Only the
     operator sets this variable."""
     OWNER = "OUTLAST_OWNER"
-    """Fencing token of this machine in the store of the run. A process that finds another token there is a zombie."""
+    """Fencing token of this machine in the run's store. A process that finds another token there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
     """JSON list: the command that restarts the launcher when it cannot be reached."""
 
@@ -225,7 +225,7 @@ class Pod:
     DATA = "/data"
     MODELS = "/models"
     OUTPUT = "/out"
-    """Parent directory of the outputs of jobs: the output of a job is `/out/<job>`."""
+    """Parent directory of all jobs' outputs: a job's output is `/out/<job>`."""
     STATE = "/run/outlast"
     CACHE = "/var/cache/outlast"
     HOME = "/home/outlast"
@@ -239,12 +239,12 @@ class Pod:
     PROBE_PORT = 8080
     RENDEZVOUS_PORT = 29400
     LAST_PUSH_S = 30
-    """Seconds added to the grace period of a pod: up to 10 s to finish the upload in progress, 10 s for the rest and the log,
+    """Seconds added to a pod's grace period: up to 10 s to finish the upload in progress, 10 s for the rest and the log,
     10 s to stop an upload that hangs."""
 
 
 class Label:
-    """Labels of the Kubernetes objects of a job."""
+    """Labels on a job's Kubernetes objects."""
 
     JOB = f"{GROUP}/job"
     WORKER = f"{GROUP}/worker"
@@ -304,12 +304,12 @@ MESH_LEASE_S = 100.0
 MESH_RENEW_S = 30.0
 """The same two durations in worlds whose members watch each other: peers report a lost member at once."""
 RENEWALS_PER_S = 200
-"""Maximum number of Lease renewals of one job per second: with many workers, Leases are renewed less often and last longer.
+"""Maximum number of one job's Lease renewals per second: with many workers, Leases are renewed less often and last longer.
 Kubernetes is tested with 500 per second for its nodes."""
 OPERATOR = "outlast-operator"
 """Name of the operator's Deployment, account, roles and leader lease."""
 MANAGED_BY = f"{GROUP}/operator"
-"""Value of a job's `managedBy` for the operator."""
+"""Value of a job's `managedBy` if the operator manages the job."""
 KUBERNETES = "kubernetes://"
 """Scheme of the rendezvous endpoint if the operator coordinates, followed by the name of the ElasticJob."""
 ETCD = ("etcd://", "etcds://")

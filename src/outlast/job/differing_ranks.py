@@ -1,7 +1,7 @@
-"""Ranks whose bits of what every rank has differ from the others', by checksums of their snapshots. Pure.
+"""Finds ranks whose copy of the common state differs from the others', by their snapshots' checksums. Pure.
 
-Under DDP all ranks have the same parameters and the same state of the optimizer, bit by bit. The ranks of a worker share the
-copying and checksumming of them, so there is one copy for each worker.
+Under DDP all ranks have the same parameters and the same optimizer state, bit for bit. A worker's ranks share the work
+of copying and checksumming them, so there is one copy for each worker.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from outlast.job import slow_ranks
 
 FEWEST = 3
-"""Number of workers from which on it can be told which one is wrong."""
+"""Minimum number of workers for telling which one is wrong."""
 WAYS_BACK = 3
-"""Number of ways back to about the same step that end a run."""
+"""Number of ways back to about the same step after which a run ends."""
 _KEYS = 20
-"""Maximum number of names of tensors that are recorded."""
+"""Maximum number of tensor names that are recorded."""
 
 
 def share(local_rank: int, turn: int, local_ranks: int) -> int:
@@ -31,21 +31,21 @@ def share(local_rank: int, turn: int, local_ranks: int) -> int:
 def weight(worker: int, workers: int) -> int:
     """Return the factor of a worker's checksum in the sum over all workers, which is 0 if all checksums are equal.
 
-    If one differs, the sum is not 0; if several do, it is 0 by chance once in 2**32. `worker` is the place among the workers.
+    If one differs, the sum is not 0; if several do, it is 0 by chance once in 2**32. `worker` is its position among the workers.
     """
     return 1 if worker < workers - 1 else 1 - workers
 
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """One share of what every rank has, in the memory of one rank."""
+    """One share of the state common to all ranks, in one rank's memory."""
 
     rank: int
     worker: int
     node: str
     share: int
     checksums: Mapping[str, int]
-    """Checksums by the names of tensors; empty if they could not be read."""
+    """Checksums by tensor name; empty if they could not be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Difference:
     copies: int
 
     def event(self, step: int, agreed: int) -> dict[str, object]:
-        """Return the fields for the ledger. `agreed` is the step of the last snapshot in which all were equal; 0: unknown."""
+        """Return the ledger's fields. `agreed` is the step of the last snapshot in which all were equal, or 0 if unknown."""
         who = {"rank": self.ranks[0].rank, "worker": self.ranks[0].worker, "node": self.ranks[0].node}
         everybody = who if len(self.ranks) == 1 else {"ranks": [each.rank for each in self.ranks]}
         about = {"tensors": self.tensors[:_KEYS], "copies": self.copies, "agreed": agreed}
@@ -76,9 +76,9 @@ class Difference:
 
 
 def differing(copies: Sequence[Copy]) -> list[Difference]:
-    """Return the differences between the copies of each share, with the tensors of modules before those of optimizers."""
+    """Return the differences between the copies of each share, listing modules' tensors before optimizers'."""
     found: dict[tuple[int | None, int], list[str]] = {}
-    """Names of tensors, by the rank that differs (None if unknown) and the share."""
+    """Tensor names by the rank that differs (None if unknown) and the share."""
     groups: dict[int, list[Copy]] = {}
     for each in copies:
         if each.checksums:
@@ -99,18 +99,18 @@ def differing(copies: Sequence[Copy]) -> list[Difference]:
 
 
 def blamed(found: Sequence[Difference]) -> tuple[int, ...]:
-    """Return the ranks that differ from a majority; none if it cannot be told for each difference."""
+    """Return the ranks that differ from a majority; none unless this is clear for every difference."""
     return () if any(len(each.ranks) > 1 for each in found) else tuple(sorted({each.ranks[0].rank for each in found}))
 
 
 def stuck(agreed: int, earlier: Iterable[tuple[int, int]]) -> bool:
-    """Return whether a way back to step `agreed` leads no further than so many `earlier` ones, (generation, step), that another
-    would not help."""
+    """Return whether going back to step `agreed` once more would not help, because too many `earlier` ways back, given as
+    (generation, step), led as far or further."""
     return sum(step >= agreed for _, step in earlier) >= WAYS_BACK - 1
 
 
 def notice(rank: int, step: int, where: str) -> str:
-    """Return a sentence for the status of a job. `where` is the place of the rank: `worker 1, node a`."""
+    """Return a sentence for a job's status. `where` is the rank's location, such as `worker 1, node a`."""
     return (
         f"rank {rank} ({where}) has other bits than other ranks since step {step}; `outlast report` and its log name the tensors"
     )

@@ -25,7 +25,7 @@ class Failure:
     rank: int | None = None
     code: int
     reason: str
-    """One sentence: `rank 1 on worker 1 was killed by SIGKILL`."""
+    """One sentence, such as `rank 1 on worker 1 was killed by SIGKILL`."""
     cause: FailureCause = FailureCause.UNKNOWN
     traceback: str = ""
     """The tail of the traceback, if any."""

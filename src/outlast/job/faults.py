@@ -38,7 +38,7 @@ ACTIONS = {
 """Faults with their descriptions. In a cluster, kill-worker deletes the pod without a grace period, and term with its grace
 period."""
 SLOW = (20, 0.4, 0.1)
-"""Parameters of `slow`: number of stops, seconds stopped, seconds running in between."""
+"""Parameters of `slow`: number of stops, seconds stopped each time, seconds running in between."""
 
 _POLL_S = 0.05
 """Poll interval for jobs on this machine, in seconds."""
@@ -46,7 +46,7 @@ _POLL_S = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault. It is due once the job has reached `at` and `step`, as far as they are given."""
+    """One fault. It is due once the job has reached `at` and `step`, if these are given."""
 
     do: str
     """One of `ACTIONS`."""
@@ -132,7 +132,7 @@ def every(text: str) -> timedelta:
 
 
 def seed(faults: Sequence[Fault]) -> random.Random:
-    """Return a random generator for a schedule, seeded by its content. The seed is a fixed text instead of a repr, so that
+    """Return a random generator for a schedule, seeded by its content. The seed is explicit text instead of a repr, so that
     renaming a class does not change the sequence."""
     texts = [f"Strike(do={fault.do!r}, worker={fault.worker!r}, at={fault.at!r}, step={fault.step!r})" for fault in faults]
     return random.Random(f"({', '.join(texts)}{',' if len(texts) == 1 else ''})")

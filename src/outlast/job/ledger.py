@@ -67,7 +67,7 @@ TOGETHER_S = 1.0
 _PIECE = 64 << 10
 """Bytes per read of a source."""
 _UNSORTED = 1024
-"""Maximum distance, in events, between an event's position in its file and its position in the order of time. Arbitrary: threads
+"""Maximum distance, in events, between an event's position in its file and its position by time. Arbitrary: threads
 write a few events at once."""
 
 
@@ -78,7 +78,7 @@ class Ledger:
         self._path, self._source = directory / f"{source}.jsonl", source
         self._lock = threading.Lock()
         self._steps: Event = {}
-        """The pending event for completed steps that are not written yet."""
+        """The pending event for completed steps that have not been written yet."""
         self._step_written = float("-inf")
         """Monotonic time of the last write of a step."""
         self._fd: int | None = None

@@ -1,4 +1,4 @@
-"""The metrics of a job for Prometheus: one table of names, types, labels and units, and the text that a worker answers with.
+"""A job's metrics for Prometheus: one table of names, types, labels and units, and the text that workers respond with.
 
 The operator and the agents expose what is in `TABLE` and nothing else. docs/reference/metrics.md shows it; the alerts and the
 dashboard (`kubernetes/manifests/installed/monitoring.yaml`) name nothing else. Names follow Prometheus' conventions: base units,

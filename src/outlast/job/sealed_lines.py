@@ -1,7 +1,7 @@
-"""Lines between a member and the coordinator, authenticated with the key of the run.
+"""Lines between a member and the coordinator, authenticated with the run's key.
 
-Each side sends a nonce in the clear. Every later line carries an HMAC-SHA256 keyed by the run's key and both nonces, over the
-direction, a counter and the line. Without the key, therefore, nobody can write, replay or reflect a line. Lines are not
+Each side sends a nonce in the clear. Every later line carries an HMAC-SHA256, keyed by the run's key and both nonces, of the
+direction, a counter and the line. Nobody without the key can therefore write, replay or reflect a line. Lines are not
 encrypted, since reports are not secret.
 
     member <-> coordinator  {"nonce": "..."}
@@ -35,10 +35,10 @@ class Forged(ValueError):
 
 
 def key(environ: Mapping[str, str]) -> bytes:
-    """Return the key of a run: from a Secret or the launcher, else derived from the job. Empty for a plain torchrun.
+    """Return a run's key, from a Secret or the launcher, else derived from the job. Empty under plain torchrun.
 
     Pods that meet at worker 0 share one job file, which therefore serves as the secret. Other jobs may be changed while they run,
-    so their key comes from the name of the run.
+    so their key comes from the run's name.
     """
     if given := environ.get(Env.RENDEZVOUS_KEY):
         return given.encode()
@@ -55,7 +55,7 @@ def derived(key: bytes, purpose: str) -> bytes:
 
 
 class Plain:
-    """Lines without a seal."""
+    """Unsealed lines."""
 
     def sealed(self, line: bytes) -> bytes:
         return line + b"\n"

@@ -1,4 +1,4 @@
-"""Slow ranks: their own time per step (`training.own_time`) is above the others'. Pure.
+"""Finds slow ranks, whose own time per step (`training.own_time`) is above the others'. Pure.
 
 Under DDP the fast ranks wait for the slow ones, so steps are equally long on all of them, and only own times differ.
 """
@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from outlast.base import units
 
 Window = Sequence[tuple[float, float]]
-"""By rank, the median of its own time per step in one window, and the standard error of the median; in seconds. 0: unknown."""
+"""For each rank, the median of its own time per step in one window and the median's standard error, in seconds; 0 if unknown."""
 
 WINDOWS = 3
-"""Number of consecutive windows in which a slow rank is above the limit: a burst of other load ends before."""
+"""Number of consecutive windows in which a slow rank is above the limit: bursts of other load are shorter."""
 LIMIT = 0.15
-"""Least share by which a slow rank is above the others. A rank slowed by a fifth is at times measured below a fifth."""
+"""Minimum share by which a slow rank is above the others. A rank slowed by a fifth sometimes measures less than that."""
 LEAST_S = 1e-3
-"""Least difference in seconds. Rank 0 writes the ledger and the metrics, which matters in steps of a few milliseconds only."""
+"""Minimum difference in seconds. Rank 0 writes the ledger and metrics, which matters only if steps take a few milliseconds."""
 _UNEVEN, _CERTAIN = 0.05, 4.0
-"""The mean share must be above the first by so many standard errors: sound machines differ, and busy ones vary."""
+"""The mean share must exceed `_UNEVEN` by `_CERTAIN` standard errors: sound machines differ, and busy ones vary."""
 
 
 def measured(samples: Sequence[float]) -> tuple[float, float]:
@@ -33,7 +33,7 @@ def measured(samples: Sequence[float]) -> tuple[float, float]:
 def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int, float]) -> dict[int, float]:
     """Return the slow ranks, each with the share by which its own time is above the median of the others': 0.25 for a quarter.
 
-    `windows` are the last ones. `named` is the previous result: a rank keeps its share, and stays named while it is above the
+    `windows` are the latest ones. `named` is the previous result: a rank keeps its share, and stays named while it is above the
     limit in one of the windows. `work` is each rank's amount of work per step in any unit; a rank with more work than the others
     may take longer in proportion.
     """
@@ -67,7 +67,7 @@ def _excess(window: Window, work: Sequence[float], rank: int) -> tuple[float, fl
 
 
 def place(worker: int, node: str) -> str:
-    """Return the place of a rank as text: `worker 1, node a`."""
+    """Return a rank's location as text, such as `worker 1, node a`."""
     return f"worker {worker}, node {node}" if node else f"worker {worker}"
 
 

@@ -1,4 +1,4 @@
-"""The status of a job while it runs and after: one document, written by its coordinator.
+"""A job's status, during and after its run: one document, written by its coordinator.
 
 On this machine the launcher writes it to `status.json`; on Kubernetes it is the job's `.status`. Times are seconds since the
 epoch (UTC).

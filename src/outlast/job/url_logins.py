@@ -1,6 +1,6 @@
 """Logins and signatures in URLs: detection, removal from public text, and logins from the environment or ~/.netrc.
 
-The login of a store itself comes from the environment: `storage.store.s3`.
+A store's own login comes from the environment (see `storage.store.s3`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def exposed(url: str, where: str) -> str:
 
 
 def of(host: str) -> tuple[str, str] | None:
-    """Return the user and password for a host from `OUTLAST_NETRC`, else from ~/.netrc. Raises OutlastError if that cannot be
-    read."""
+    """Return the user and password for a host from `OUTLAST_NETRC`, else from ~/.netrc. Raises OutlastError if that is
+    unreadable."""
     text, where = os.environ.get(Env.NETRC), Env.NETRC
     try:
         if text:

@@ -51,7 +51,7 @@ class LocalBackend:
         self._root = state.absolute()
         self._start = start
         self.notices: list[str] = []
-        """Messages for the user about the job submitted or resumed last."""
+        """Messages for the user about the most recently submitted or resumed job."""
 
     # Submitting
 
@@ -118,7 +118,7 @@ class LocalBackend:
         self._start_role("launcher", [str(state_dir.path)], state_dir)
 
     def _start_role(self, role: str, argv: Sequence[str], state_dir: StateDir) -> None:
-        copy = state_dir.package.read_text() if state_dir.package.exists() else ""  # empty for a run of an earlier version
+        copy = state_dir.package.read_text() if state_dir.package.exists() else ""  # empty for an earlier version's run
         environ = package_copy.ahead(os.environ, Path(copy) if copy else None)
         self._start([sys.executable, "-m", "outlast", role, *argv], state_dir.log, env=environ)
 

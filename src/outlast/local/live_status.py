@@ -35,7 +35,7 @@ from outlast.storage import checkpoints
 SCAN_INTERVAL_S = 2.0
 """Minimum seconds between two scans for a plain script's files, and between two computations of the live goodput."""
 MAX_SHARE = 0.02
-"""Maximum share of the launcher's time for scans, and for goodput. Slower ones run less often."""
+"""Maximum share of the launcher's time for scans, and for goodput computations. Slow ones run less often."""
 
 
 class LiveStatus:
@@ -48,17 +48,17 @@ class LiveStatus:
         self.has_session = False
         """True if training in the current world reports its steps through a session, unlike a plain script."""
         self.warning = ""
-        """A problem that training reports, e.g. a full disk."""
+        """A problem that training reports, such as a full disk."""
         self.begun_anew = self.alone = ""
         """Warnings about a plain script that restarts from the beginning, or trains without a process group."""
         self._pid = 0
         """The pid of a plain script's rank 0."""
         self._previous: plain_scripts.Logged | None = None
-        """The last step of the process before `_pid`; None after the comparison with the first step of `_pid`."""
+        """The last step of the process before `_pid`; None once it has been compared with `_pid`'s first step."""
         self._first_of_run: plain_scripts.Logged | None = None
         self._next_scan = 0.0
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
-        """Recent times and steps, for the rate."""
+        """Recent times and steps, from which the rate is computed."""
         self._thread = ThreadPoolExecutor(1, "outlast-goodput")
         self._computing: Future[Goodput | None] | None = None
         self._next_goodput = 0.0

@@ -1,4 +1,4 @@
-"""The output directory of a job on this machine: its place, its owner, and archiving earlier files."""
+"""The output directory of a job on this machine: its location and owner, and archiving earlier files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_apart(output: Path, *sources: Path) -> None:
 
 def make_room(output: Path, run: str) -> Path | None:
     """Make an output directory for `run`. Moves the files of an earlier run, including its working directory, to `previous/`, and
-    returns their new directory; None without earlier files."""
+    returns their new directory, or None if there are none."""
     archived = None
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Messages for the user about a resumed run: its first step, and the changes of its job.
+"""Messages for the user about a resumed run: its first step, and the changes to its job.
 
 A run is over when it has succeeded, unless its job then requests more steps or epochs (`spec.version_differences.longer`).
 Running a failed, cancelled or interrupted job again resumes the run from its newest checkpoint. Docs:
@@ -55,7 +55,7 @@ class Resumption:
     ago_s: float | None = None
     """Seconds since the run ended; None if unknown."""
     where: str = ""
-    """The URL of the output for a run from a store; empty for a run of this machine."""
+    """URL of the output if the run comes from a store; empty if it was on this machine."""
     saved: SavedStatus | None = None
     """The newest checkpoint of a plain script, guessed from file names."""
 
@@ -95,9 +95,9 @@ def find(output: Path, run: str, place: Store | None, status: JobStatus | None, 
 
 
 def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: str) -> Iterator[str]:
-    """Yield the changes of a job since the last submission of its run with the job file `old`.
+    """Yield the changes to a job since the last submission of its run with the job file `old`.
 
-    `files` are the changed files of the code. The output stays in the directory `current` even if the job now has another
+    `files` are the code files that changed. The output stays in the directory `current` even if the job now has another
     `output`. `current` is empty if the run was on another machine, with other directories.
     """
     if current and files:
@@ -109,7 +109,7 @@ def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: 
 
 
 def marks(environ: Mapping[str, str], run: str) -> dict[str, str]:
-    """Return a 16-bit hash of each variable of a shell: long enough to detect a changed value, too short to reveal a secret."""
+    """Return a 16-bit hash of each shell variable: long enough to detect a changed value, too short to reveal a secret."""
     names = (name for name in environ if not _SHELL_VARIABLES.match(name))
     return {name: hashlib.sha256(f"{run} {name}={environ[name]}".encode(errors="replace")).hexdigest()[:4] for name in names}
 

@@ -52,7 +52,7 @@ class StateDir:
         self.shell = path / "shell.json"
         """`resumption.marks` of the shell that last submitted or resumed the run."""
         self.package = path / "package"
-        """File with the path of the run's copy of Outlast, see `worker.launch.package_copy`; empty without a copy."""
+        """File with the path of the run's copy of Outlast, see `worker.launch.package_copy`; empty if there is none."""
         self.lock = path / "launcher.lock"
         """Lock file of the launcher, locked while it runs."""
         self.key = path / "rendezvous.key"

@@ -1,4 +1,4 @@
-"""Taking over a run with its output in a store: which machine owns and trains the run, claiming the run, and fetching its files.
+"""Taking over a run whose output is in a store: which machine owns and trains the run, claiming the run, and fetching its files.
 
 Called by `LocalBackend` before a run starts, and by the launcher at the end of a run. Every function in this module may raise
 `StoreError`.

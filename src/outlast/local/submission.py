@@ -33,7 +33,7 @@ from outlast.worker.prepare import code_placement, phases, python_env
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """A job to submit, with its options, see `job.backend.Backend.submit`."""
+    """A job to submit, with its options (see `job.backend.Backend.submit`)."""
 
     job: spec.Job
     source: Path
@@ -114,7 +114,7 @@ class _Copy:
 
 
 def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy the code of a job into its working directory. Without `code`, the job runs in the directory of its file. The first
+    """Copy a job's code into its working directory. If `code` is unset, the job runs in the directory of its file. The first
     worker fetches code from a store. `exclude` lists directories that are not code."""
     if not job.spec.code:
         return _Copy(source.absolute().parent)
@@ -130,7 +130,7 @@ def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tu
 
 
 def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy the same files of a code directory that pods would get."""
+    """Copy from a code directory the files that pods would get."""
     withheld: list[str] = []
     ignored: list[str] = []
     outside: list[str] = []
@@ -218,7 +218,7 @@ def _changes(root: Path, state_dir: StateDir, job: spec.Job, earlier: _Earlier, 
 
 
 def _record(output: Path, new: spec.Job | None, run: str, digest: str = "") -> None:
-    """Record in the ledger that a run was submitted (`new` is its job), or resumed; `digest` is that of its code."""
+    """Record in the ledger that a run was submitted (`new` is its job), or resumed; `digest` is its code's digest."""
     book = ledger.Ledger(output / contract.LEDGER, "cli")
     code = {"code_digest": digest} if digest else {}
     if new:

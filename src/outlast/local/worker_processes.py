@@ -29,7 +29,7 @@ from outlast.rendezvous.transports import sockets
 from outlast.worker.launch import package_copy, sibling, warm_request
 
 AGENT_SILENCE_S = 20.0
-"""Timeout of an agent in seconds. An agent touches its file every second, but pauses while dumping the stacks of a hang."""
+"""Timeout for an agent in seconds. An agent touches its file every second, but pauses while dumping the stacks of a hang."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses in seconds before restarting a worker that has joined no world since its last start."""
 FIRST_S = 10.0
@@ -89,7 +89,7 @@ class WorkerPool:
         self._seen = Seen(clock)
 
     def staying(self) -> list[Worker]:
-        """Return the workers without a request to leave."""
+        """Return the workers that have not been asked to leave."""
         return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
@@ -121,7 +121,7 @@ class WorkerPool:
         return indices if now > self._first_by or any(index in reported for index in self.present) else []
 
     def start(self, index: int, reported: Container[int]) -> Worker:
-        """Start a worker, preferably as a fork of one that has `reported`. Raises OutlastError for too few GPUs, and OSError."""
+        """Start a worker, preferably as a fork of one that has `reported`. Raises OutlastError (too few GPUs), and OSError."""
         state, failed_starts = self._state_dir.worker(index), self._failed_starts[index]
         self._failed_starts[index] += 1
         if not self._code.is_dir():
@@ -196,7 +196,7 @@ class WorkerPool:
         return report if report.get("pid") == worker.pid else {}
 
     def silent(self) -> list[Worker]:
-        """Return the workers without a heartbeat of their agent, which is stopped or stuck."""
+        """Return the workers whose agent sends no heartbeat because it is stopped or stuck."""
         silent = []
         for worker in self.present.values():
             with contextlib.suppress(OSError):
@@ -220,7 +220,7 @@ class WorkerPool:
                 print(f"worker {index} {why}; killed it", flush=True)
 
     def uploader_environ(self) -> dict[str, str]:
-        """Return the environment of an uploader without a worker."""
+        """Return the environment for an uploader that has no worker."""
         environ = {
             **os.environ,
             contract.Env.RUN: self._run,
@@ -232,7 +232,7 @@ class WorkerPool:
         return self._with_env(environ)
 
     def tracker_environ(self) -> dict[str, str]:
-        """Return the environment of a process that forwards metrics without a worker."""
+        """Return the environment for a process that forwards metrics and has no worker."""
         return {
             **self.uploader_environ(),
             contract.Env.JOB: self._job.metadata.name,
@@ -274,7 +274,7 @@ class WorkerPool:
         return self._with_env(environ)
 
     def _with_env(self, environ: dict[str, str]) -> dict[str, str]:
-        """Return an environment with the job's `env`, whose PYTHONPATH comes after our copy of Outlast."""
+        """Return an environment with the job's `env`; its PYTHONPATH comes after our copy of Outlast."""
         return package_copy.ahead({**environ, **substitution.values(self._job.spec.env, environ)})
 
 

@@ -357,12 +357,12 @@ def evaluate(s: Settings) -> None:
 
 
 def percent(right: NDArray[np.bool_]) -> float | None:
-    """Return the accuracy in percent, to one decimal; None without images."""
+    """Return the accuracy in percent, to one decimal place; None if there are no images."""
     return round(100 * float(right.mean()), 1) if len(right) else None
 
 
 def short(names: Sequence[str]) -> list[str]:
-    """Return the names of the classes, with CIFAR-10's two long names shortened as in most tables."""
+    """Return the class names, with CIFAR-10's two long names shortened as in most tables."""
     return [{"airplane": "plane", "automobile": "car"}.get(name, name) for name in names]
 
 
@@ -370,7 +370,7 @@ def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential
     """Return a trained network and the name of its weights.
 
     The weights are from `file`, or the checkpoint `name` of `output`. By default they are from the model.pt in `output`, or from
-    its newest checkpoint. Raises OutlastError for missing weights, and for weights of another model.
+    its newest checkpoint. Raises OutlastError if the weights are missing, or are another model's.
     """
     if file and name:
         raise OutlastError(f"--model-file {file} and --checkpoint {name} are two models; leave one of them out")
@@ -392,7 +392,7 @@ def load(model: nn.Module, path: Path) -> None:
 
 
 def directory(s: Settings) -> Path:
-    """Return the directory of the images. Raises OutlastError."""
+    """Return the image directory. Raises OutlastError."""
     named = s.data or os.environ.get(contract.Env.DATA)
     if not named:
         raise OutlastError(f"no data: give --data DIR or set {contract.Env.DATA}; outlast data get digits --to DIR makes some")
@@ -406,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         evaluate(s)
     else:
         results.writable(s.model_file, "--model-file")
-        torch.backends.cudnn.deterministic = True  # a resumed run has the same bits, on a GPU too
+        torch.backends.cudnn.deterministic = True  # a resumed run has the same bits, even on a GPU
         loop.train(Training, s, tf32=False)
 
 

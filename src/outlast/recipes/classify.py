@@ -31,7 +31,7 @@ from outlast.recipes.shared import results
 from outlast.training import device
 
 CLASSES = ["plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-"""Names of CIFAR-10's classes, in the order of their labels."""
+"""CIFAR-10's class names, in the order of the labels."""
 BATCH = 100
 """Number of images per forward pass; arbitrary."""
 
@@ -39,7 +39,7 @@ BATCH = 100
 def listed(names: Sequence[str]) -> Iterator[Path]:
     """Yield the paths of images, including all images below a directory.
 
-    Raises OutlastError for a directory without images and for a missing path.
+    Raises OutlastError if a directory has no images or a path is missing.
     """
     for path in map(Path, names):
         if path.is_dir():
@@ -68,7 +68,7 @@ def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, tor
 
 
 def classes(weights: Path, given: Sequence[str] | None) -> list[str]:
-    """Return the names of the classes: `given`, the names in the run's training data, or CIFAR-10's."""
+    """Return the class names: `given`, the names in the run's training data, or CIFAR-10's."""
     if given:
         if len(given) != len(CLASSES):
             raise OutlastError(

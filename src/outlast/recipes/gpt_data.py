@@ -1,4 +1,4 @@
-"""Data of `outlast.recipes.gpt`: the corpus, its tokenizer, and pretrained models.
+"""Data for `outlast.recipes.gpt`: the corpus, its tokenizer, and pretrained models.
 
 A corpus is the output of `outlast data prepare text`, or nanoGPT's directory (`train.bin`, `val.bin`, perhaps `meta.pkl`).
 """
@@ -61,7 +61,7 @@ def spread(part: Shards, count: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Tokenizer in a file: `tokenizer.json` of `outlast data prepare text`, or nanoGPT's characters in `meta.pkl`."""
+    """Tokenizer in a file: `tokenizer.json` from `outlast data prepare text`, or nanoGPT's characters in `meta.pkl`."""
 
     file: Path
     digest: str
@@ -125,7 +125,7 @@ class Pretrained:
 def pretrained(named: str, block: int | None = None, dropout: float = 0.0) -> Pretrained:
     """Read the model in a `ckpt.pt` of nanoGPT or this recipe, or in a directory of Hugging Face's GPT-2. Downloads nothing.
 
-    `block`: length in tokens to which the model's context is cut. A path that does not exist is looked up below $OUTLAST_MODELS.
+    `block`: length in tokens to which the context is cut. A path that does not exist is looked up below $OUTLAST_MODELS.
     Raises OutlastError.
     """
     path = results.place(named)

@@ -1,4 +1,4 @@
-"""Model of `outlast.recipes.gpt`: GPT-2's blocks, dense or with a mixture of experts, and nanoGPT's names for its weights.
+"""The model for `outlast.recipes.gpt`: GPT-2's blocks, dense or with a mixture of experts, and nanoGPT's names for its weights.
 
 Names of modules are GPT-2's (`wte`, `h.0.attn.c_attn`, ...), so that nanoGPT's weights differ only by a prefix. The mixture has
 no loop over tokens or experts: assignments are sorted by expert and multiplied group by group. No token is dropped, and an expert
@@ -90,7 +90,7 @@ class Losses(NamedTuple):
     aux: Tensor
     """Imbalance of the experts (`balance`), averaged over blocks; 0 for a dense model."""
     usage: Tensor
-    """Fraction of the assignments of each routed expert, (layers, experts), without gradient."""
+    """Each routed expert's fraction of the assignments, (layers, experts), without gradient."""
 
 
 class Attention(nn.Module):
@@ -149,7 +149,7 @@ class Experts(nn.Module):
 
 
 def _kind(x: Tensor) -> torch.dtype:
-    """Return the type of matrix products, with or without autocast."""
+    """Return the data type of matrix products, with or without autocast."""
     on = x.device.type
     return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else x.dtype
 
@@ -186,7 +186,7 @@ class MoE(nn.Module):
         self.static = MLP(c, c.static_experts * c.hidden) if c.static_experts else None  # their sum is one wide MLP
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output (b, t, c), the loss of `balance`, and the fraction of assignments of each expert (e,)."""
+        """Return the output (b, t, c), the loss of `balance`, and each expert's fraction of the assignments (e,)."""
         tokens = x.flatten(0, 1)  # (n, c)
         with torch.autocast(x.device.type, enabled=False):  # choices are made in full precision
             exact = torch.promote_types(x.dtype, torch.float32)
@@ -210,7 +210,7 @@ def balance(probabilities: Tensor, counts: Tensor, kind: str) -> Tensor:
 
     `probabilities`: (n, e), the router's probabilities of all experts for each token; `counts`: (e,), number of assignments of
     each expert. The value is a function of u, the actual usage with one extra assignment for each expert, so that no usage is 0.
-    The gradient is that of the mean probability, which an expert without tokens has, too.
+    The gradient is that of the mean probability, which even an expert without tokens has.
 
     entropy_regularization: 1 - H(u) / log e. variance_penalty: mean of (e u - 1)^2, the squared coefficient of variation
     (Shazeer et al., 2017). diversity_regularization: KL(uniform || u).

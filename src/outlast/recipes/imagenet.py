@@ -248,7 +248,7 @@ def rate(s: Settings, step: int, per_epoch: int) -> float:
 
 
 def position(batch: Any, stream: Stream) -> int:
-    """Return the number of earlier steps, as if all of them had used the current batch size."""
+    """Return the number of earlier steps as it would be if all had used the current batch size."""
     return int(batch.epoch * stream.steps_per_epoch + batch.start // stream.batch)
 
 
@@ -285,7 +285,7 @@ def placed(s: Settings, model: nn.Module, where: torch.device) -> None:
 
 
 def workers(s: Settings, part: Any) -> int:
-    """Return the number of processes that read a part of the data."""
+    """Return the number of processes that read one part of the data."""
     return s.workers if isinstance(part, pixels.Folder) else 0
 
 

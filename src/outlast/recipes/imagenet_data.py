@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outlast.recipes.imagenet import Settings
 
 PACKED_AT_ONCE = 16 * 2**30
-"""Maximum total size in bytes of decoded images that are packed by default. This is 20 times tiny-imagenet, and takes minutes."""
+"""Maximum total size in bytes of decoded images packed by default: 20 times tiny-imagenet, which takes minutes."""
 
 
 def opened(s: Settings, run: Session | None = None) -> Pictures | Synthetic:
@@ -64,7 +64,7 @@ class Pictures:
         self.train: Any
         self.val: Any
         self.classes: list[str]
-        """Names of the classes, by label."""
+        """Class names, by label."""
         if "://" in place or (Path(place) / shard_format.MANIFEST).exists():
             self.train, self.val = (pixels.packed(place, part) for part in ("train", "val"))
         else:
@@ -101,7 +101,7 @@ class Pictures:
         return pixels.normalised(x, dtype=dtype, memory_format=s.memory_format), y
 
     def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
-        """Raise OutlastError for a label beyond the classes. `pixels` has already checked labels of data with class names."""
+        """Raise OutlastError for a label beyond the classes. For data with class names, `pixels` has already checked."""
         for (_, y, _, _), _ in pieces if not self.train.classes else ():
             if (label := int(y.max())) >= len(self.classes):
                 raise OutlastError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from outlast.recipes.shared import results
 
 WIDTH = 64
-"""Number of channels of the first stage; each later stage doubles it."""
+"""Number of channels in the first stage; each later stage doubles it."""
 LAYERS = {
     "resnet18": (2, 2, 2, 2),
     "resnet34": (3, 4, 6, 3),
@@ -71,7 +71,7 @@ class Bottleneck(nn.Module):
 
 
 def shortcut(i: int, o: int, stride: int) -> nn.Sequential | None:
-    """Return the projection of a block's input to the shape of its output; None if the shapes are equal."""
+    """Return the projection of a block's input to its output's shape; None if the shapes are equal."""
     if stride == 1 and i == o:
         return None
     return nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o))
@@ -161,7 +161,7 @@ class Statistics:
 def load(model: ResNet, file: Path) -> str:
     """Load published weights, from torchvision or from this recipe. Returns a description of omitted weights, or "".
 
-    The last layer is omitted if the file has a different number of classes. Raises OutlastError for weights of another model.
+    The last layer is omitted if the file has a different number of classes. Raises OutlastError for another model's weights.
     """
     weights, own = results.state_dict(file), model.state_dict()
     weights |= {name: tensor for name, tensor in own.items() if name.endswith("num_batches_tracked") and name not in weights}

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llm")
 BEST = "best.json"
-"""Name of the file with the directory of the epoch with the lowest validation loss."""
+"""Name of the file that records the directory of the epoch with the lowest validation loss."""
 ALIASES = {"output": "output_dir"}
 """Flags of train_framework.py that have another name in this recipe; all other flags have the same name."""
 
@@ -208,7 +208,7 @@ class Training(loop.Recipe):
     def measure(self, step: int) -> float:
         """Write and measure the weights of a complete epoch; if training ends within an epoch, only measure them.
 
-        Returns NaN without validation data.
+        Returns NaN if there is no validation data.
         """
         s, record, elapsed = self.s, self.record, self.elapsed_s
         epoch = record.epoch + 1
@@ -223,14 +223,14 @@ class Training(loop.Recipe):
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training over all starts of the run."""
+        """Seconds of training, summed over all of the run's starts."""
         return float(self.before_s + self.log.elapsed_s)
 
     def remember(self) -> None:
         self.record.elapsed_s = self.elapsed_s
 
     def validate(self, step: int, directory: str, epoch: int) -> float:
-        """Return the validation loss, NaN without validation data, and record the best loss and its directory. A collective."""
+        """Return the validation loss (NaN if there is no data), and record the best loss and its directory. A collective."""
         record = self.record
         if self.parts.val is None:
             return math.nan
@@ -383,7 +383,7 @@ def _llm_model() -> Any:
 
 
 def data(s: Settings, tokenizer: Path, vocabulary: int, run: Session | None) -> tuple[Samples, Samples | None]:
-    """Return the samples for training and validation. Raises OutlastError, for an invalid line on all ranks."""
+    """Return the samples for training and validation. Raises OutlastError; for an invalid line, on all ranks."""
     named = s.data or os.environ.get(contract.Env.DATA, "")
     if not named:
         raise OutlastError(f"no data: give --data train.jsonl, or set {contract.Env.DATA}; --help shows what a line looks like")
@@ -439,7 +439,7 @@ def perplexity(loss: float) -> float:
 
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
-    """Measure loss and perplexity of a checkpoint on the validation file."""
+    """Measure a checkpoint's loss and perplexity on the validation file."""
     logged(dataclasses.replace(s, log_level="WARNING"), 0)
     where, path = device.computing(), results.checkpoint(results.output(), s.checkpoint)
     parts = Parts.load(s, where, None)

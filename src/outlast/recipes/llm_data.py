@@ -77,7 +77,7 @@ def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
 def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: Callable[[str], None]) -> Path:
     """Return the directory with a source's tokens. With `make`, one process per machine writes the directory if it is missing.
 
-    Raises OutlastError, with file, line and reason, for a line that is not a record; with `skip_bad`, such lines are reported
+    Raises OutlastError, naming file, line and reason, for a line that is not a record; with `skip_bad`, such lines are reported
     instead.
     """
     if source.path.is_dir():
@@ -132,7 +132,7 @@ class Samples(Dataset[Sample]):
         self.cut = int((every > limit).sum())
         """Number of truncated samples."""
         self.without = len(every) - len(self._indices)
-        """Number of samples without a token to learn."""
+        """Number of samples that have no token to learn."""
         if not len(self._indices):
             raise OutlastError(
                 f"none of the {len(every)} samples of {directory} has a token to learn within {limit} tokens; raise --seq-len, "
@@ -169,7 +169,7 @@ class Row(NamedTuple):
     the real tokens."""
     order: Tensor  # (t,) int64: the index of each token of a row among those of all groups
     real: int
-    """Number of tokens without padding."""
+    """Number of tokens, not counting padding."""
 
 
 def packed(samples: Sequence[Sample], size: int) -> list[Row]:

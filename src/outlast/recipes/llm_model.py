@@ -43,7 +43,7 @@ with importing("fine-tuning", "llm"):
 PACKED = "outlast"
 """Name under which transformers registers this module's attention."""
 _SAMPLED = 64
-"""Number of values of each weight in the fingerprint of a base model; arbitrary."""
+"""Number of values of each weight in a base model's fingerprint; arbitrary."""
 
 
 # Loading
@@ -265,7 +265,7 @@ class Tuned(nn.Module):
         return F.cross_entropy(head(learned).float(), row.targets, reduction="sum")
 
     def _hidden(self, row: Row) -> Tensor:
-        """Return the input of the head, (b * t, c)."""
+        """Return the head's input, (b * t, c)."""
         hidden: Tensor = self.base.get_decoder()(row.tokens, position_ids=row.positions, use_cache=False, **_packing(row))[0]
         return hidden.flatten(0, 1)
 
@@ -278,7 +278,7 @@ class Tuned(nn.Module):
     def check(self) -> str:
         """Test the model on two short samples. Sets `whole`, and returns a message if the model cannot pack samples.
 
-        If this module's attention gives different results than the model's attention, the latter is restored.
+        If this module's attention gives different results from the model's own, the latter is restored.
         """
         training = self.training
         self.eval()
@@ -348,7 +348,7 @@ def write(model: Any, tokenizer: Any, directory: Path, tensors: Mapping[str, Ten
         tokenizer.save_pretrained(str(partial))
         mode = (partial / "tokenizer_config.json").stat().st_mode
         for path in partial.iterdir():
-            path.chmod(mode)  # transformers makes weights readable by their owner alone
+            path.chmod(mode)  # transformers makes weights readable only by their owner
         old = directory.with_name(f".{directory.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if directory.exists():
@@ -363,7 +363,7 @@ def write(model: Any, tokenizer: Any, directory: Path, tensors: Mapping[str, Ten
 
 
 def merge(base: Path, adapter: Path, directory: Path, tokenizer: Any) -> None:
-    """Merge an adapter into its base model, in float32, and write the weights in the type of the base."""
+    """Merge an adapter into its base model, in float32, and write the weights in the base's data type."""
     with _quiet():
         model = transformers.AutoModelForCausalLM.from_pretrained(str(base), local_files_only=True, dtype=torch.float32)
         merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
@@ -371,7 +371,7 @@ def merge(base: Path, adapter: Path, directory: Path, tokenizer: Any) -> None:
 
 
 def stored(directory: Path) -> torch.dtype:
-    """Return the type of the weights in a directory according to its config.json, by default float32."""
+    """Return the data type of a directory's weights according to its config.json, by default float32."""
     return transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True).dtype or torch.float32
 
 

@@ -45,7 +45,7 @@ class Settings:
 
 
 def questions() -> Iterator[dict[str, Any]]:
-    """Yield conversations about the standard library of this Python, always in the same order."""
+    """Yield conversations about this Python's standard library, always in the same order."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for module in MODULES:
         path = library / f"{module}.py" if (library / f"{module}.py").exists() else library / module / "__init__.py"

@@ -245,7 +245,7 @@ class Training(loop.Recipe):
         return means["loss"]
 
     def remember(self) -> None:
-        """Collect the names of the clips with a problem on any rank."""
+        """Collect the names of the clips that had a problem on any rank."""
         self.remarks.add(self.run.gather(self.remarks.names))
         self.record.remarks = self.remarks.names
 
@@ -325,7 +325,7 @@ def rate(s: Settings, step: int, steps: int) -> float:
 
 
 def queried(config: Config, s: Settings, step: int) -> Points:
-    """Return the points to decode in a step, a function of (seed, step) only. Step -1 stands for all measurements."""
+    """Return the points to decode in a step, which depend only on (seed, step). Step -1 stands for all measurements."""
     draw = np.random.Generator(np.random.Philox(np.random.SeedSequence([abs(s.seed), step + 1])))
     image = draw.choice(config.image_points, min(s.image_points, config.image_points), replace=False)
     audio = draw.choice(config.audio_points, min(s.audio_points, config.audio_points), replace=False)
@@ -341,7 +341,7 @@ def hidden(s: Settings, step: int, indices: Any) -> Tensor:
 
 
 def first(s: Settings, run: Session) -> tuple[Perceiver, Data]:
-    """Return the untrained model, and the data. Raises OutlastError if they do not match, or without validation data."""
+    """Return the untrained model, and the data. Raises OutlastError if they do not match or there is no validation data."""
     config, weights = shape(s)
     with run.alive():
         data = place(s, config, run.output)
@@ -358,7 +358,7 @@ def first(s: Settings, run: Session) -> tuple[Perceiver, Data]:
 
 
 def shape(s: Settings) -> tuple[Config, Mapping[str, Tensor] | None]:
-    """Return the sizes in the settings, and the pretrained weights or None."""
+    """Return the sizes in the settings, and the pretrained weights, if any."""
     names = {field.name for field in dataclasses.fields(Config)} & {field.name for field in dataclasses.fields(Settings)}
     given = {name: value for name in names if (value := getattr(s, name)) is not None}
     if s.init_from:

@@ -1,8 +1,8 @@
 """Clips for `outlast.recipes.perceiver`: videos decoded on demand, prepared shards, and synthetic videos.
 
 A directory of Kinetics has a directory per class (`train/CLASS/*.mp4` and `val/CLASS/*.mp4`, or `CLASS/*.mp4`), or a list of
-labels (`--labels`). The beginning of a training clip is a function of (seed, epoch, index); a validation clip is the middle of
-its video. `outlast data prepare video` writes shards, which are read at the speed of the disk.
+labels (`--labels`). A training clip's start is a function of (seed, epoch, index); a validation clip is the middle of its
+video. `outlast data prepare video` writes shards, which are read at the speed of the disk.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outlast.recipes.shared import results
 from outlast.training import Shards
 
 MOMENTS = 10_000
-"""Number of possible beginnings of a clip in a video; arbitrary."""
+"""Number of possible starting points of a clip in a video; arbitrary."""
 SMALL = {TRAIN: 1000, VAL: 100}
 """Number of clips in each part of kinetics-small."""
 
@@ -51,7 +51,7 @@ class Clips:
     """File and label of each clip."""
     settings: video.Settings
     moving: bool
-    """True for clips that begin at random times of their videos."""
+    """True for clips that begin at random times in their videos."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -91,7 +91,7 @@ class Data:
     train: Clips | Shards
     val: Clips | Shards | None
     classes: Sequence[str]
-    """Names of the classes, in the order of their labels."""
+    """Class names, in the order of their labels."""
     digest: str
     """Digest of the files and their labels, or of the shards."""
 
@@ -99,7 +99,7 @@ class Data:
 def opened(place: str, config: Config, *, labels: str = "", share: float = 0.1, small: bool = False) -> Data:
     """Open the data at a place: a directory of videos, or a directory or URL of shards. Raises OutlastError.
 
-    `labels`: path of a list of labels. `share`: fraction of the videos in val, unless a directory is named val.
+    `labels`: path to a list of labels. `share`: fraction of the videos in val, unless a directory is named val.
     """
     if "://" in place or (Path(place) / shard_format.MANIFEST).exists():
         return _prepared(place, config)
@@ -148,7 +148,7 @@ def _prepared(place: str, config: Config) -> Data:
 
 
 def checked(labels: Tensor, classes: int, place: str) -> None:
-    """Raise OutlastError for a label outside the classes of the model. `labels`: on the CPU."""
+    """Raise OutlastError for a label outside the model's classes. `labels`: on the CPU."""
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         wrong = next(int(label) for label in labels if not 0 <= label < classes)
         raise OutlastError(

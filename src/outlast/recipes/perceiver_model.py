@@ -55,7 +55,7 @@ class Config:
     samples_per_patch: int = 16
     image_bands: int = 32
     audio_bands: int = 192
-    """Number of frequencies of the position encodings, per dimension."""
+    """Number of frequencies in the position encodings, per dimension."""
     label_channels: int = 1024
     """Width of the label's query."""
     dropout: float = 0.1
@@ -68,7 +68,7 @@ class Config:
 
     @property
     def audio_points(self) -> int:
-        """Number of patches of sound in a clip."""
+        """Number of sound patches in a clip."""
         return self.samples // self.samples_per_patch
 
     @property
@@ -158,7 +158,7 @@ class Attention(nn.Module):
 
         The weight of input i is exp(q·k_i), and k_i = W (g * (x_i - mean_i) / std_i + b) + c. Multiplied out, W is applied to the
         queries instead of to all inputs. The channels that are constant within a modality, most of which are padding, become one
-        channel per modality: 408 channels instead of 704 with the paper's sizes. The values are summed before W is applied, too.
+        channel per modality: 408 channels instead of 704 with the paper's sizes. Values, too, are summed before W is applied.
         """
         assert self.norm_kv is not None
         gain, shift = self.norm_kv.weight, self.norm_kv.bias  # (d_kv,)
@@ -245,7 +245,7 @@ class Points(NamedTuple):
     image: Tensor
     """(p,) int64: indices of pixels, frame by frame and row by row."""
     audio: Tensor
-    """(q,) int64: indices of patches of sound."""
+    """(q,) int64: indices of sound patches."""
 
 
 class Decoded(NamedTuple):
@@ -419,7 +419,7 @@ def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor
 
 
 class Losses(NamedTuple):
-    """Sums over the clips of weight 1 in a micro-batch, divided by the number of clips in the micro-batch; scalars."""
+    """Sums over the clips with weight 1 in a micro-batch, divided by the number of clips in the micro-batch; scalars."""
 
     image: Tensor
     """Mean absolute difference of pixel values from 0 to 1."""
@@ -471,7 +471,7 @@ _UNUSED = re.compile(r"^perceiver\.input_preprocessor\.mask\.(audio|image)$")
 
 
 def config_of(published: Mapping[str, Any], dropout: float | None = None) -> Config:
-    """Return the sizes in a config.json of Hugging Face. Raises OutlastError for another kind of Perceiver."""
+    """Return the sizes in a Hugging Face config.json. Raises OutlastError for another kind of Perceiver."""
     usual = {"use_query_residual": True, "cross_attention_shape_for_attention": "kv", "hidden_act": "gelu"}
     for name, value in {**usual, "qk_channels": None, "v_channels": None}.items():
         if published.get(name, value) != value:

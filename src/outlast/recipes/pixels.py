@@ -49,9 +49,9 @@ CROP = 2 * _TRIES + 2
 _CHUNK = 1 << 18
 """Number of values that `normalised` computes at a time on a CPU, few enough to fit into the cache."""
 _SMALL = 1 << 16
-"""Number of values of an image above which several threads are faster. Arbitrary: between 64 x 64 and 224 x 224."""
+"""Number of values in an image above which several threads are faster. Arbitrary: between 64 x 64 and 224 x 224."""
 _MUCH = 1 << 22
-"""Number of values of a batch above which threads are faster despite their start-up of about 0.1 ms. Arbitrary."""
+"""Number of values in a batch above which threads are faster despite their start-up of about 0.1 ms. Arbitrary."""
 
 
 class Samples(NamedTuple):
@@ -76,7 +76,7 @@ class Packed(Shards):
     def __init__(self, place: str | os.PathLike[str], part: str = "train") -> None:
         super().__init__(place, part)
         self.classes: list[str] = list(self.manifest.source.get("classes", ()))
-        """Names of the classes, in the order of their labels; empty if the manifest has no names."""
+        """Class names, in the order of their labels; empty if the manifest has no names."""
         self.bad: int = int(self.manifest.source.get("damaged", 0))
         """Number of damaged images that both parts leave out."""
         if not self.remote:
@@ -202,9 +202,9 @@ def folder(
     `size` stretches every image to size x size (`aspect` has the original proportions); without `size` all images must have the
     same shape. `pack` gives the same images, order and pixels, so a run may switch between the two.
 
-    With `skip_bad`, the next decodable image replaces an image that cannot be decoded, the same on every rank and in every epoch.
-    Each rank prints the names of its bad images. Raises OutlastError for a directory without images or classes, and if the
-    classes of train and val differ.
+    With `skip_bad`, the next decodable image replaces one that cannot be decoded, identically on every rank and in every epoch.
+    Each rank prints the names of its bad images. Raises OutlastError if there are no images or no classes, or if the classes
+    of train and val differ.
     """
     return Folder(root, part, size, val, skip_bad)
 

@@ -40,6 +40,7 @@ class Handler(RendezvousHandler):
 
     def __init__(self, member: Membership) -> None:
         self.member = member
+        member.notice = Path(os.environ.get(contract.Env.NOTICE, member.notice))
         for name in member.numbers:  # a new name moves the environment, under a thread that reads it in C (glibc before 2.41)
             os.environ.setdefault(name, "0")
 
@@ -114,8 +115,7 @@ def create(params: RendezvousParameters) -> Handler:
     """Create a handler from torchrun's `--rdzv-*` options, with defaults from the worker's environment."""
     processes = int(params.get("processes", "1"))
     state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or _temporary_directory())
-    notice = Path(os.environ.get(contract.Env.NOTICE, state / contract.NOTICE))
-    options: dict[str, Any] = {"run_id": params.run_id, "state": state, "notice": notice, "processes": processes}
+    options: dict[str, Any] = {"run_id": params.run_id, "state": state, "processes": processes}
     if transport.mode(params.endpoint) is transport.Mode.ELECTED:
         from outlast.rendezvous import torchrun
 

@@ -57,8 +57,7 @@ class NoWorld(Exception):
 class Membership:
     """The membership of one worker, used by one thread.
 
-    `state` is a directory for `world.json`, and for the `notice` (`workerfiles.notice_file`) unless that is elsewhere;
-    `processes` is the number of training processes of this worker.
+    `state` is a directory for `world.json` and the notice; `processes` is the number of training processes of this worker.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Membership:
         state: Path,
         host: str,
         processes: int,
-        notice: Path | None = None,
         join_s: float = math.inf,
         leave_s: float | None = None,
     ) -> None:
@@ -84,7 +82,8 @@ class Membership:
         self._state = state
         self._host = host
         self._processes = processes
-        self._notice = notice or state / contract.NOTICE
+        self.notice = state / contract.NOTICE
+        """The file that asks training to leave (`workerfiles.notice_file`)."""
         self.world: World | None = None
         self.attempt = 0
         """Number of restarts of the current world's processes without the coordinator."""
@@ -158,7 +157,7 @@ class Membership:
 
     def leaving(self) -> bool:
         """Return whether this worker was asked to leave."""
-        return self.abandoned() or notice_file.read(self._notice).get("kind") == "leave"
+        return self.abandoned() or notice_file.read(self.notice).get("kind") == "leave"
 
     @property
     def numbers(self) -> dict[str, str]:
@@ -197,7 +196,7 @@ class Membership:
             last, newest = self._batch, self._newest_batch()
             if newest != last:
                 self._client.amend(batch=newest)
-        request, called = notice_file.read(self._notice), self._client.called
+        request, called = notice_file.read(self.notice), self._client.called
         if request.get("kind") == "leave":
             self._refuse("this worker was told to leave")
             self._report_leaving()
@@ -212,7 +211,7 @@ class Membership:
             return not self.dies()
         if request.get("generation") != called.generation:
             try:
-                notice_file.write(self._notice, "call", called.reason, called.deadline, generation=called.generation)
+                notice_file.write(self.notice, "call", called.reason, called.deadline, generation=called.generation)
             except OSError:  # a full disk: training receives no request to save, and could not save
                 return True
         return False
@@ -331,8 +330,8 @@ class Membership:
         if not again:
             self._enter_mesh(world)
         reported = self._take_up(world, again=again)
-        if notice_file.read(self._notice).get("kind") == "call":
-            self._notice.unlink(missing_ok=True)
+        if notice_file.read(self.notice).get("kind") == "call":
+            self.notice.unlink(missing_ok=True)
         fields = {**dataclasses.asdict(world), "attempt": self.attempt}
         with contextlib.suppress(OSError):  # for people only; a full disk must not prevent a world
             files.replace(self._state / contract.WORLD, json.dumps(fields))

@@ -33,7 +33,7 @@ class Run:
     time_s: float
     """Time from submission to the end, or to now."""
     training_s: float
-    """Part of `time_s` spent on steps whose result was kept."""
+    """The part of `time_s` spent on steps whose result was kept."""
     steps: int
     steps_per_s: float | None
     """Steps per second while the run trained, without the first step of each world."""

@@ -1,7 +1,7 @@
 """Plots for a page, drawn by Bokeh in the browser. The only module that imports bokeh; used by `report.page`.
 
-Bokeh makes no markup of their texts. `_INK` and `_LINE` stand for the colours of text and lines, which `page.js` replaces by
-those of a light or a dark page.
+Bokeh does not render their text as markup. `_INK` and `_LINE` stand for the colours of text and lines, which `page.js` replaces
+by those of a light or a dark page.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from outlast.job.report.series import Series
 
 _INK, _LINE = "#0a0b0c", "#0a0b0d"
 _TICKS = 4
-"""Number of labels at a horizontal axis for which a phone has room."""
+"""Number of labels on a horizontal axis that fit on a phone."""
 _TOOLS = "xpan,xbox_zoom,xwheel_zoom,xzoom_in,xzoom_out,reset"
 
 
 class Plots:
-    """The plots of a page by their names. All plots over `time`, in seconds since the start of the run, are zoomed together, and
+    """A page's plots by name. All plots over `time`, in seconds since the start of the run, are zoomed together, and
     so are all plots over `step`."""
 
     def __init__(self, seconds: float, steps: float) -> None:
@@ -83,7 +83,7 @@ def line(drawn: Any, series: Series, colour: str, **tips: str) -> None:
 
 
 def workers(drawn: Any, steps: Sequence[float], sizes: Sequence[float]) -> None:
-    """Draw the sizes of the worlds behind a metric, with an axis of their own."""
+    """Draw the sizes of the worlds behind a metric, with a separate axis."""
     drawn.extra_y_ranges = {"workers": Range1d(start=0, end=1.2 * max(sizes, default=1) or 1)}
     drawn.add_layout(LinearAxis(y_range_name="workers", axis_label="workers", ticker=BasicTicker(min_interval=1)), "right")
     drawn.step(steps, sizes, mode="after", y_range_name="workers", color=_LINE, line_width=2, alpha=0.8)
@@ -91,7 +91,7 @@ def workers(drawn: Any, steps: Sequence[float], sizes: Sequence[float]) -> None:
 
 
 def hover(drawn: Any, shape: Any, mode: Literal["mouse", "vline"] = "mouse", **tips: str) -> None:
-    """Show values of a shape under the pointer."""
+    """Show a shape's values under the pointer."""
     drawn.add_tools(HoverTool(renderers=[shape], mode=mode, tooltips=list(tips.items())))
 
 

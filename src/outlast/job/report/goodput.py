@@ -1,4 +1,4 @@
-"""The account of a job's time: every instant from submission to the end belongs to exactly one bucket.
+"""Accounts for a job's time: every instant from submission to the end belongs to exactly one bucket.
 
 Pure. The buckets add up to the wall time, exact to the microsecond, whatever the ledger contains.
 """

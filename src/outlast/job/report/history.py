@@ -15,9 +15,9 @@ from outlast.job.report.series import Series
 from outlast.job.report.steps import Bucket
 
 _ERRORS = 50
-"""Maximum number of errors that are kept: the first ones, since later ones often repeat them."""
+"""Maximum number of errors kept: the first ones, since later ones often repeat them."""
 _FINE = 2000
-"""Minimum number of buckets of the step over the time."""
+"""Minimum number of buckets in the series of steps over time."""
 _ORDINARY = (Bucket.TRAINING, Bucket.DATA, Bucket.SNAPSHOT, Bucket.CHECKPOINT)
 """Buckets of undisturbed training."""
 _SOURCE = re.compile(r"(?:worker|rank)-(\d+)(?:-|$)")
@@ -35,18 +35,18 @@ class History:
         self.progress = Series(_FINE)
         """Step over time."""
         self.times = {"step": Series(), "waiting for data": Series(), "copying the state": Series()}
-        """Seconds of a step over time, without the first step of a world."""
+        """Seconds per step over time, excluding the first step of each world."""
         self.saves = {"until committed": Series(), "training stood still": Series()}
-        """Seconds of a save over time."""
+        """Seconds per save over time."""
         self.presence: dict[int, list[tuple[float, str]]] = {}
         """When each worker was `starting`, `there` (in the world) or `gone`."""
         self.errors: list[tuple[float, int | None, str, str]] = []
-        """Time, worker, reason, and traceback with the end of the log, of counted failures."""
+        """For each counted failure: time, worker, reason, and the traceback with the end of the log."""
         self.versions: dict[str, str] = {}
         self.code = ""
-        """Digest of the code, as submitted last."""
+        """Digest of the most recently submitted code."""
         self.unusable = 0
-        """Number of events without the fields that their kind has."""
+        """Number of events that lack fields of their kind."""
         self._stepped: float | None = None  # end of the last step of the current processes
 
     def __iter__(self) -> Iterator[Event]:
@@ -125,12 +125,12 @@ class History:
 
 
 def _number(value: object) -> float:
-    """Return a number of an event; 0 for anything else, which another program may have written."""
+    """Return a number from an event, or 0 for anything else, which another program may have written."""
     return value if isinstance(value, int | float) else 0.0
 
 
 def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
-    """Return at most `most` segments: the longest ones that are lost to training, then the longest others. The time between
+    """Return at most `most` segments: the longest of those lost to training, then the longest others. The time between
     two of them is one segment, of the bucket that most of it belongs to."""
     if len(segments) <= most:
         return list(segments)
@@ -147,7 +147,7 @@ def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
 
 
 def stays(history: History, account: Goodput, segments: Sequence[Segment]) -> dict[tuple[float, float, str], list[int]]:
-    """Return what the workers did: the workers by periods, each with its start, its end, and a bucket's name or `starting`.
+    """Return what the workers did: the workers by period, given as start, end, and a bucket's name or `starting`.
 
     A member of the world does what the job does. A worker that is gone has no period.
     """

@@ -1,6 +1,6 @@
-"""The report as one page of HTML that needs no other file: `outlast report -o html`. Reasons: docs/decisions/0065-one-page.md.
+"""The report as one self-contained HTML page: `outlast report -o html`. Reasons: docs/decisions/0065-one-page.md.
 
-Texts of a job (names, errors, logs, metrics) become markup in one place, the template `page.html`, in which Jinja escapes them;
+A job's text (names, errors, logs, metrics) becomes markup in one place, the template `page.html`, in which Jinja escapes it;
 plots are packed as gzip and base64. The page's policy allows two scripts only, by their digests: BokehJS, and `page.js`, which
 unpacks the plots. The pages of `outlast ui` extend that template (`live.html`), with a third script that keeps them up to date.
 """
@@ -40,11 +40,11 @@ from outlast.job.status import JobStatus
 _INCIDENTS = 200
 """Maximum number of incidents on a page: those that cost most."""
 _ROWS = 60
-"""Maximum number of rows of a table with a series."""
+"""Maximum number of rows in a table of a series."""
 _PERIODS, _PERIODS_OF_ALL = 2000, 20_000
 """Maximum number of periods in the timeline of the job, and in those of all workers."""
 TAIL = 40
-"""Number of last lines of a log on a page."""
+"""Number of lines shown from the end of a log."""
 _LOGS = 8
 """Maximum number of workers whose logs are shown."""
 _TALL, _ROW = 640, 22
@@ -76,7 +76,7 @@ class Run:
     status: JobStatus | None = None
 
     def account(self, events: Iterable[Event]) -> Goodput:
-        """Return the account of the run, whose events these are, up to its end, or to now."""
+        """Return the account of the run with these events, up to its end or to now."""
         now = time.time() if self.active or next(iter(self.events), None) is None else None
         found = goodput.buckets(events, now)
         return dataclasses.replace(found, state=found.state or self.ended or None)
@@ -130,7 +130,7 @@ def built(shown: Run) -> Page:
 
 
 def comparison(rows: Sequence[compare.Row], logged: Sequence[Iterable[str | bytes]]) -> str:
-    """Return the page of several runs, of which `logged` has the lines of metrics.jsonl. Raises OutlastError if bokeh is
+    """Return the page for several runs; `logged` has the lines of their metrics.jsonl. Raises OutlastError if bokeh is
     missing."""
     losses = [metrics(lines)[0].get("loss") for lines in logged]
     page = Page(", ".join(each.run.name for each in rows), steps=max((each.x[-1] for each in losses if each), default=0.0))
@@ -194,7 +194,7 @@ class Page:
 
 
 def live(**fields: object) -> str:
-    """Return a page of `outlast ui` without plots; `live.html` says what the fields are."""
+    """Return a page of `outlast ui` without plots; `live.html` describes the fields."""
     return _rendered("live.html", "", fields)
 
 
@@ -204,7 +204,7 @@ def _packed(text: str) -> str:
 
 
 def _rendered(template: str, library: str, fields: Mapping[str, object]) -> str:
-    """Return a page. Here, and only here, texts become markup."""
+    """Return a page. Only here does text become markup."""
     import jinja2  # comes with bokeh
 
     names = [*(["live.js"] if template == "live.html" else []), *(["page.js"] if library else [])]
@@ -228,7 +228,7 @@ def _many(count: int, noun: str) -> str:
 
 
 def _thinned(series: Series) -> str:
-    """Say how many values a point of a long series stands for."""
+    """Return a note on how many values each point of a long series stands for."""
     return f" Each point is the last of {series.per} values, with their range." if series.per > 1 else ""
 
 
@@ -254,7 +254,7 @@ def _metrics(page: Page, logged: Mapping[str, Series], past: History, account: G
 
 
 def _timeline(page: Page, past: History, account: Goodput) -> None:
-    """Show what the job and each worker did. Workers that did the same together are one shape."""
+    """Show what the job and each worker did. Workers that did the same at the same time are one shape."""
     place = {worker: number for number, worker in enumerate(sorted(past.presence))}
     job = longest(account.segments, _PERIODS)
     coarse = longest(account.segments, max(50, min(_PERIODS, _PERIODS_OF_ALL // max(1, len(place)))))
@@ -307,7 +307,7 @@ def _goodput(page: Page, account: Goodput) -> None:
 
 
 def _incidents(page: Page, account: Goodput) -> None:
-    """Show the incidents, and what each cost by its parts."""
+    """Show the incidents, and the parts of each one's cost."""
     free = {"seconds": 0.0, "up_to": False, "source": "", **{f"{part}_s": 0.0 for part in _PARTS}}
     every = [{**each, "lost": each["lost"] or free} for each in printed.as_json(account)["incidents"]]
     found = sorted(
@@ -332,7 +332,7 @@ def _incidents(page: Page, account: Goodput) -> None:
 
 
 def _errors(page: Page, shown: Run, past: History, account: Goodput) -> None:
-    """Show errors with what their processes wrote last, and the ends of the logs of workers that failed."""
+    """Show errors with their processes' last output, and the ends of failed workers' logs."""
     texts = [(f"{printed.at(t - account.start)} {reason}", text) for t, _, reason, text in past.errors if text]
     if not texts and shown.status and (last := shown.status.failure):
         texts = [(last.reason, last.traceback or last.log_tail)]
@@ -344,7 +344,7 @@ def _errors(page: Page, shown: Run, past: History, account: Goodput) -> None:
 
 
 def _times(page: Page, past: History, account: Goodput) -> None:
-    """Show the times of steps and saves over the time of the run."""
+    """Show how long steps and saves took in the course of the run."""
     steps = "Step times", "As rank 0 reports them, without the first step of each world."
     for name, (title, note), series in (("steps", steps, past.times), ("saves", ("Checkpoints", ""), past.saves)):
         used = {what: each for what, each in series.items() if each.count}

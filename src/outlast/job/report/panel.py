@@ -1,6 +1,6 @@
-"""The panel of a job: its state, progress, workers and loss now, as HTML and SVG without widgets. Pure.
+"""A job's panel: its current state, progress, workers and loss, as HTML and SVG without widgets. Pure.
 
-Notebooks show it, and so do the pages of `outlast ui`, without the curve: they have plots. The colours of text and lines are
+Notebooks show it, and so do the pages of `outlast ui`, which have plots instead of the curve. The colours of text and lines are
 JupyterLab's variables, which follow dark themes. Outside JupyterLab, the fallback values apply.
 """
 

@@ -75,7 +75,7 @@ def as_json(goodput: Goodput) -> dict[str, Any]:
 
 
 def _lost(incident: Incident) -> dict[str, Any] | None:
-    """Return the training time lost to an incident, in seconds. None while the incident goes on, or if training never stopped."""
+    """Return the seconds of training lost to an incident. None while the incident continues, or if training never stopped."""
     lost = incident.lost
     if lost is None or incident.recovery_s is None:
         return None
@@ -148,7 +148,7 @@ def _strip(goodput: Goodput, width: int) -> list[_Line]:
 
 
 def counts(goodput: Goodput) -> dict[str, str]:
-    """Return what was counted, in words, by its name: steps, saves, worlds, snapshots, lost."""
+    """Return the counts in words, by name: steps, saves, worlds, snapshots, lost."""
     steps = f"{goodput.steps_kept:,} kept"
     if goodput.steps_replayed:
         steps += f", {goodput.steps_replayed:,} replayed"
@@ -199,8 +199,8 @@ def _total(goodput: Goodput) -> str:
 
 
 def _cost(incident: Incident, steps: bool) -> str:
-    """Return the cost of an incident: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`. A script without steps has only the
-    time."""
+    """Return the cost of an incident: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`. For a script that reports no steps,
+    only the time."""
     if not incident.recovery_s:
         return f"{_many(incident.replayed, 'step')} again" if incident.replayed else ""
     lost = incident.lost

@@ -1,4 +1,4 @@
-"""Series of a run in bounded memory: of a long one, each bucket of neighbours keeps its least, largest and last value. Pure."""
+"""Series of a run in bounded memory: in a long one, each bucket of neighbours keeps its least, largest and last value. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Series:
         self.per = 1
         """Maximum number of values in a bucket."""
         self.x: list[float] = []
-        """Place of the last value of each bucket."""
+        """The x of each bucket's last value."""
         self.low: list[float] = []
         self.high: list[float] = []
         self.last: list[float] = []
@@ -44,7 +44,7 @@ class Series:
             self.high[-1] = value
 
     def rows(self, most: int) -> list[tuple[float, float, float, float]]:
-        """Return (x, low, high, last) of at most `most` buckets, for which neighbours are merged."""
+        """Return (x, low, high, last) for at most `most` buckets, merging neighbours as needed."""
         wide = max(1, math.ceil(len(self.x) / most))
         parts = (slice(at, at + wide) for at in range(0, len(self.x), wide))
         return [(self.x[each][-1], min(self.low[each]), max(self.high[each]), self.last[each][-1]) for each in parts]

@@ -1,4 +1,4 @@
-"""The timeline of a job: the ledger's events folded, in order, into spans of time that each have an owner.
+"""A job's timeline: the ledger's events, folded in order into spans of time, each with an owner.
 
 Called by `report.goodput` only. Events arrive in the order of time, each once (`ledger_events`), with the fields listed in
 `ledger`. An event may be missing because its writer was killed, or come from a replaced generation or a slightly wrong clock.
@@ -22,7 +22,7 @@ from outlast.job.report.ledger_events import Survey, microseconds
 from outlast.job.report.steps import WAITING, Bucket, Durations, Step
 
 _HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}
-"""Bucket of a stopped job by its state: suspended by its user, or queued again after its queue has withdrawn the quota."""
+"""Bucket of a stopped job by its state: suspended by its user, or queued again because its queue withdrew the quota."""
 _SPANS = 1 << 16
 """Number of spans above which old spans are joined."""
 
@@ -32,9 +32,9 @@ class Snapshots:
     """Interval and size of snapshots, as last reported."""
 
     every: int
-    """Number of steps between two snapshots; 0: no snapshots."""
+    """Number of steps between two snapshots, or 0 if there are none."""
     bytes: int = 0
-    """Total size of the parts of all ranks in bytes, as reported by rank 0."""
+    """Total size in bytes of all ranks' parts, as reported by rank 0."""
     replicas: int = 0
     reason: str = ""
 
@@ -145,7 +145,7 @@ class Timeline:
             self._phase = self._next
 
     def _stop(self, fate: Bucket, t: int) -> None:
-        """Record that training makes no progress and loses time from now on."""
+        """Record that training has stopped making progress and is losing time."""
         if self._lost is not None or self._blind:
             self._drop(fate, t)
             return
@@ -170,7 +170,7 @@ class Timeline:
             self._recovered(t)
 
     def _start_processes(self) -> None:
-        """Record that the processes of a world start."""
+        """Record that a world's processes start."""
         self._broken, self._why, self._next = False, "", Bucket.RENDEZVOUS
         self._progress = self._fault = self._noticed = None
         self._life += 1
@@ -195,7 +195,7 @@ class Timeline:
         before, again_us = self.steps_kept, 0
         while self.kept and self.kept[-1].number > step:
             last = self.kept[-1]
-            if last.before < step:  # the first of several steps stay; they are assumed to be equally long
+            if last.before < step:  # the first of several steps are kept; all are assumed to be equally long
                 stays, of = step - last.before, last.number - last.before
                 whole = last.us if last.kept_us < 0 else last.kept_us
                 last.kept_us = whole * stays // of
@@ -219,7 +219,7 @@ class Timeline:
         self.steps_kept += step.count
 
     def _ordinary(self, step: Step) -> int:
-        """Return the time of these steps without the extra time of a world's first step, in microseconds."""
+        """Return these steps' time in microseconds, without the extra time of a world's first step."""
         usual = self.durations.median() if step.first else None
         return step.us if usual is None else min(step.us, step.waited_us + step.copied_us + round(usual * max(1, step.count)))
 
@@ -352,12 +352,12 @@ class Timeline:
             self._end_world(Bucket.REPLAYED, t)
 
     def _unexplained(self, generation: int | None) -> Incident | None:
-        """Return the incident that ended an earlier world, if only the resulting rendezvous is known so far."""
+        """Return the incident that ended an earlier world if nothing but the resulting rendezvous is known so far."""
         found = (i for i in reversed(self.incidents) if i.generation == generation and i.kind == "failure" and i.worker is None)
         return next(found, None)
 
     def _unheard_failed(self, cause: Incident | None, reason: str, event: Event) -> bool:
-        """Turn an incident with an unreachable peer into a failure with the peer's reason. Returns False for any other cause."""
+        """Turn an unreachable-peer incident into a failure with the peer's reason. Returns False for any other cause."""
         if cause is None or cause.kind != "unheard":
             return False
         cause.kind, cause.text, cause.cause = "failure", reason, incidents.cause("failure", event)

@@ -1,1 +1,1 @@
-"""The code in a directory, and its archives: packing the same tree yields the same bytes."""
+"""A directory of code, and its archives: packing the same tree yields the same bytes."""

@@ -12,12 +12,12 @@ from outlast.base.unpack import checksum
 __all__ = ["MAX_BYTES", "MAX_ENTRIES", "check", "check_checksum", "checksum", "extract", "root"]
 
 MAX_BYTES = 4 << 30
-"""Maximum number of unpacked bytes of code. A larger archive is a mistake, or a bomb."""
+"""Maximum size of unpacked code in bytes. A larger archive is a mistake, or a bomb."""
 MAX_ENTRIES = 100_000
 
 
 def extract(archive: Path, into: Path, *, name: str) -> None:
-    """Unpack an archive of code into an empty directory, see `unpack.extract`."""
+    """Unpack an archive of code into an empty directory (see `unpack.extract`)."""
     unpack.extract(archive, into, name=name, limits=unpack.Limits("code", entries=MAX_ENTRIES, size=MAX_BYTES))
 
 
@@ -33,7 +33,7 @@ def check(archive: Path, name: str, sha256: str, runs: str) -> None:
 
 
 def check_checksum(archive: Path, name: str, sha256: str) -> None:
-    """Raise OutlastError unless an archive has the checksum of the job file."""
+    """Raise OutlastError unless an archive has the checksum in the job file."""
     if (found := checksum(archive)) != sha256:
         raise OutlastError(f"{name} has the checksum {found}, the job file says {sha256}; correct #sha256= there, or the archive")
 

@@ -1,4 +1,4 @@
-"""The code in a directory: its files, and an archive of them.
+"""The files in a directory of code, and an archive of them.
 
     entries = listed(root)
     pack(root, entries, Path("code.tar.gz"))
@@ -98,7 +98,7 @@ class _Changed(Exception):
 
 
 NameCallback = Callable[[str], object]
-"""Callback that gets the name of a file, directory or link below the directory of code."""
+"""Callback that receives the name of a file, directory or link below the directory of code."""
 
 
 def _nothing(_: str) -> None:
@@ -153,7 +153,7 @@ def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[
     """Return the paths in a directory of code that are not code: `but`, the job's data, models and output, and the log of this
     command.
 
-    The script stays code even if it is in `but`, as it is when the user runs it without a job file.
+    The script counts as code even if it is in `but`, as it is when the user runs it without a job file.
     """
     but = [place for place in but if place.absolute() != root / (fields.script or "")]
     return [*but, *_redirected(), *(place for place in _named(fields) if place != root and place not in root.parents)]
@@ -316,7 +316,7 @@ class _Walk:
                     yield from self.below(name, layers, secret)
             elif each.is_symlink():
                 yield Entry(name, "link", target=self._target(name))
-            elif each.is_file(follow_symlinks=False):  # a socket or a pipe is no code
+            elif each.is_file(follow_symlinks=False):  # a socket or a pipe is not code
                 yield Entry(name, "file", each.stat(follow_symlinks=False).st_size)
 
     def _target(self, name: str) -> str:

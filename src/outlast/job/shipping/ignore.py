@@ -47,7 +47,7 @@ class Layer:
     """The rules of one directory."""
 
     directory: str
-    """Path, without a slash at its end."""
+    """Path, without a trailing slash."""
     rules: tuple[Rule, ...]
 
 

@@ -43,7 +43,7 @@ def parse(text: str, *, source: str = "job.yaml") -> Job:
 
 
 def of(fields: dict[str, Any], *, source: str = "job") -> Job:
-    """Parse a job from a document of an API server. Raises InvalidJob with every mistake."""
+    """Parse a job from an API server's document. Raises InvalidJob with every mistake."""
     return validation.validated(Job, document.Document(fields, {}), source=source)
 
 
@@ -85,14 +85,14 @@ def anchor(job: Job, directory: Path) -> Job:
 
 
 def code_of(script: Path) -> Path:
-    """Return the directory whose files a script gets without a job file: the working directory if the script is below it, since
-    it must find the same files as with python, else its own. `script` is absolute."""
+    """Return the directory whose files a script gets if there is no job file: the working directory if the script is below it,
+    since it must find the same files as with python, else its own. `script` is absolute."""
     here = Path.cwd()
     return here if here in script.parents and here != Path.home() else script.parent
 
 
 def absent(spec: Spec) -> Iterator[str]:
-    """Yield sentences about local files of a job, read by `load`, that are missing or of the wrong kind."""
+    """Yield sentences about missing or wrong local files of a job that `load` has read."""
     for _, sentence in (*_absent_code(spec), *_absent_data(spec)):
         yield sentence
 

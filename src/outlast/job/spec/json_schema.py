@@ -17,7 +17,7 @@ def schema() -> dict[str, Any]:
     described = Job.model_json_schema(schema_generator=_Schema)
     for model in (described, *described["$defs"].values()):
         for field in model["properties"].values():
-            field.pop("title", None)  # the name again, with capitals
+            field.pop("title", None)  # the name again, capitalized
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **described}
 
 

@@ -14,7 +14,7 @@ OTHER_ARCHIVES = (".tbz", ".tbz2", ".txz", ".bz2", ".xz", ".zst", ".gz", ".rar",
 
 
 def pinned(code: str) -> tuple[str, str]:
-    """Split a place into the place without its checksum, and the checksum (empty: none)."""
+    """Split a place into the place without its checksum, and the checksum (empty if there is none)."""
     place, _, checksum = code.partition("#sha256=")
     return place, checksum.lower()
 

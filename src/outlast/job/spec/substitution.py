@@ -14,7 +14,7 @@ _REFERENCE = re.compile(r"\$?\$\((\w+)\)")
 
 
 def replaced(text: str, values: Mapping[str, str]) -> str:
-    """Replace references to these variables in a text by their values."""
+    """Replace references to these variables in `text` by their values."""
 
     def value(match: re.Match[str]) -> str:
         return match[0][1:] if match[0].startswith("$$") else values.get(match[1], match[0])

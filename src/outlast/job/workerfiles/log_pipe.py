@@ -1,4 +1,4 @@
-"""A worker's output, which the agent copies from a pipe to the log. A full disk therefore costs log lines but does not stop the
+"""A worker's output, which the agent copies from a pipe to the log. A full disk therefore costs log lines but does not stop
 training: a process that wrote to the log directly would fail with ENOSPC in a print.
 """
 
@@ -19,8 +19,8 @@ _EARLY = 1 << 20
 """Maximum number of bytes buffered for `keep`."""
 TAIL_LINES = 20
 TAIL_BYTES = 2048
-"""Maximum size in bytes of a tail, which is sent in reports. Equal to Kubernetes' limit for a termination message taken from a
-log."""
+"""Maximum size in bytes of a tail, which is sent in reports. The same as Kubernetes' limit for a termination message taken from
+a log."""
 _TAIL_WITHIN = 1 << 18
 """Number of bytes at the end of a log that are searched for a tail. Arbitrary: other ranks write after the first failed rank."""
 _TAIL_S = 0.5
@@ -79,7 +79,7 @@ class Output:
                 _write(self._copy_to, bytes(early or b""))
 
     def drain(self, timeout_s: float = 5.0) -> None:
-        """Wait until all output so far is in the log."""
+        """Wait until all output so far has reached the log."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with self._copying:

@@ -31,7 +31,7 @@ _DEPTH = 4
 
 
 def step_of(directory: str) -> int | None:
-    """Return the step in the name of a checkpoint directory: 140 for `checkpoint-140`, 500 for `global_step500`."""
+    """Return the step in a checkpoint directory's name: 140 for `checkpoint-140`, 500 for `global_step500`."""
     match = _TRAINER.fullmatch(directory) or (None if _FILE.fullmatch(directory) else _STEP.search(directory))
     return int(match[1]) if match else None
 
@@ -181,6 +181,6 @@ def last_step(text: str, before: Logged | None) -> Logged | None:
 
 
 def first_step(text: str) -> Logged | None:
-    """Return the step in the first log line with a step. Empty progress bars do not count: the bar of a resumed run starts empty,
-    too."""
+    """Return the step in the first log line with a step. Empty progress bars do not count, since a resumed run's bar also starts
+    empty."""
     return next((logged for line in _LINES.split(text) if not _EMPTY.search(line) and (logged := step_in(line))), None)

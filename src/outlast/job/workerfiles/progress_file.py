@@ -1,4 +1,4 @@
-"""The progress of one training process: a small file that the process rewrites at each step and its agent reads.
+"""One training process's progress: a small file that the process rewrites at each step and its agent reads.
 
 The agent uses the file to detect hangs, `outlast status` shows the step, and the committed step refunds restarts. Each write is
 one positioned write of a fixed size, so a kill between two lines leaves either the old or the new record.
@@ -39,9 +39,9 @@ class Progress:
     every: int = 0
     """Number of steps between snapshots; 0 if unknown."""
     batch: int = 0
-    """Samples of one step over all ranks, which share them equally; 0: unknown, or any number of ranks will do."""
+    """Samples in one step over all ranks, which share them equally; 0 if unknown, or if any number of ranks will do."""
     stepped: int = 0
-    """Number of steps after the first of this process, and the seconds that they took, without stalls for saves."""
+    """Number of steps after this process's first, and the seconds that they took, without stalls for saves."""
     stepped_s: float = 0.0
     waited_s: float = 0.0
     """Seconds that steps have waited for data."""
@@ -52,16 +52,16 @@ class Progress:
     """On rank 0, number of committed saves, and the seconds from the start of each to its commit."""
     saved_s: float = 0.0
     own_s: float = 0.0
-    """Median of the rank's own time per step in the last window, in seconds (`job.slow_ranks`); 0: unknown."""
+    """Median of the rank's own time per step in the last window, in seconds (`job.slow_ranks`); 0 if unknown."""
     slow: float = 0.0
     """Share by which the rank's own time is above the other ranks', if the rank is slow; else 0."""
     differs: int = 0
-    """Step of the first snapshot in which this rank was found to have other bits than others (`job.differing_ranks`); 0: none."""
+    """Step of the first snapshot in which its bits were found to differ from other ranks' (`job.differing_ranks`); 0 if none."""
     warning: str = ""
-    """A problem that training survives, e.g. a failed save."""
+    """A problem that training survives, such as a failed save."""
     pid: int = 0
     started: int = 0
-    """Start time of the process in clock ticks since the boot (proc(5)), because pids are reused; 0: unknown."""
+    """Start time of the process in clock ticks since the boot (proc(5)), because pids are reused; 0 if unknown."""
     attempt: int = 0
     """The process's `contract.Env.ATTEMPT`."""
     time: float = 0.0
@@ -100,7 +100,7 @@ class Writer:
         self._step, self._end = record.step, None if record.phase == "first step" else end
 
     def close(self) -> None:
-        """Close the file; the last record stays."""
+        """Close the file; the last record is kept."""
         os.close(self._fd)
 
 
@@ -146,7 +146,7 @@ def _stat(pid: int) -> list[bytes]:
 
 @dataclasses.dataclass(frozen=True)
 class Pulse:
-    """The heartbeat of a training process: about once a second, a thread reports on the main thread."""
+    """A training process's heartbeat: about once a second, a thread reports on the main thread."""
 
     pid: int
     started: int
@@ -160,7 +160,7 @@ class Pulse:
     """The main thread's position in the code, or the positions of all ranks if no rank moves: `rank 0 is in run.save(20)
     (train.py:20), rank 1 is in ...`. Empty while the main thread moves."""
     alone: int = 0
-    """Number of processes in the world, as long as this process has not joined their process group; else 0."""
+    """Number of processes in the world, while this process has not joined their process group; otherwise 0."""
 
 
 class Beat:

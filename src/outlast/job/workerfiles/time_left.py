@@ -11,7 +11,7 @@ from typing import TypedDict
 END_S = 2.0
 """Maximum seconds for the processes to end and the log to be uploaded."""
 UPLOAD_S = 30.0
-"""Assumed seconds for the last upload before the first measurement; equal to `contract.Pod.LAST_PUSH_S`."""
+"""Seconds assumed for the last upload if none has been measured; equal to `contract.Pod.LAST_PUSH_S`."""
 MARGIN = 1.5
 """Ratio of the time reserved for the last upload to the duration of the previous one."""
 

@@ -1,6 +1,6 @@
-"""The requests to the API server of a cluster. Documents are plain dicts.
+"""Requests to a cluster's API server. Documents are plain dicts.
 
-Documents are not parsed into models, so unknown fields are preserved. All errors are `ClusterError`s of `error_mapping`. All
+Documents are not parsed into models, so unknown fields are preserved. All errors are `ClusterError`s from `error_mapping`. All
 functions here are thread-safe. Long calls end as soon as their `Stop` is set.
 """
 
@@ -53,7 +53,7 @@ class LogOptions:
 
 
 class Cluster(Api):
-    """The API server of a cluster, and the default namespace for documents."""
+    """A cluster's API server, and the default namespace for documents."""
 
     # Documents
 
@@ -263,7 +263,7 @@ class Cluster(Api):
         return True
 
     def raw(self, path: str) -> Document:
-        """Return the document at a path. For documents without a kind: API discovery and the server's version."""
+        """Return the document at a path. For documents that have no kind, such as API discovery and the server's version."""
         return self.document(Request(Subject("get", server=self.server), "GET", path, repeat=True))
 
     def close(self) -> None:

@@ -2,8 +2,8 @@
 
 A job may be nested 10,000 levels deep, which Python's parser cannot read. It may also contain a million empty objects, which take
 25 times the memory of their text after parsing. The text is therefore measured first, without recursion. A value that is nested
-too deep or too long is omitted, and the document has a message about it under `UNREADABLE`. The document's name, uid and version
-are always preserved.
+too deeply or too long is omitted, and the document has a message about it under `UNREADABLE`. The document's name, uid and
+version are always preserved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outlast.kubernetes.api.kinds import LEASE, POD, Kind
 Document = dict[str, Any]
 
 UNREADABLE = "unreadable"
-"""Top-level key for a message about omitted values of a document. The API server prunes unknown keys, so no user can write it."""
+"""Top-level key for a message about a document's omitted values. The API server prunes unknown keys, so no user can write it."""
 MAX_DEPTH = 100
 """Maximum nesting depth of a value. A PodSpec has 12 levels."""
 MAX_BYTES = 128 * 1024

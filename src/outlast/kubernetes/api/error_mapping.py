@@ -52,7 +52,7 @@ class Subject:
 
     @property
     def description(self) -> str:
-        """The subject as text: `Pod train-0 in namespace team-a`."""
+        """The subject as text, such as `Pod train-0 in namespace team-a`."""
         words = [str(self.kind) if self.kind else "it", self.name]
         words += [f"in namespace {self.namespace}"] if self.namespace else []
         return " ".join(filter(None, words))

@@ -13,7 +13,7 @@ from outlast.job import contract
 @dataclass(frozen=True)
 class Kind:
     api_version: str
-    """For example `v1` or `batch/v1`."""
+    """API version, such as `v1` or `batch/v1`."""
     kind: str
     plural: str
     """The name in paths, such as `pods`."""

@@ -1,6 +1,6 @@
 """Connects to a cluster with the kubeconfig or the account of this pod.
 
-lightkube reads kubeconfigs, and runs clouds' login programs. Only this module imports it, and never for the account of a pod: its
+lightkube reads kubeconfigs, and runs clouds' login programs. Only this module imports it, and never for a pod's account: its
 compiled parts need one version of Python, and torchrun with our handler may run in another, the image's own.
 """
 

@@ -47,7 +47,7 @@ class End:
     code: int
     """Exit code; -1 if the container was lost or never started."""
     sentence: str
-    """Text that follows the worker's name: `was killed (exit code 137)`."""
+    """Text that follows the worker's name, such as `was killed (exit code 137)`."""
     counted: bool
     """Whether the end is a failure rather than an interruption."""
     time: float

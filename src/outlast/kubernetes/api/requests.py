@@ -92,7 +92,7 @@ class Connection:
 
     clients: Clients = field(repr=False)
     websocket_client: Callable[[], httpx2.Client] = field(repr=False)
-    """Creates the HTTP client of one websocket."""
+    """Creates an HTTP client for one websocket."""
     server: str
     warnings: list[str] = field(default_factory=list)
     """Warnings from the server, without repetitions: about a policy that will be enforced, or a version that will be removed."""

@@ -1,16 +1,16 @@
 """Findings, each with its remedy: why a job does not train (`outlast why`), and whether jobs would train (`outlast doctor`).
 
-    gather_evidence.job(cluster, name) -> Snapshot   reads the documents of a job from a cluster
+    gather_evidence.job(cluster, name) -> Snapshot   reads a job's documents from a cluster
     causes(snapshot, now) -> [Finding]               why the job does not train; pure
     local_job.causes(status, events, now)            the same for a job on this machine
 
-    gather_evidence.namespace(cluster) -> Snapshot   reads the documents of a namespace for jobs
+    gather_evidence.namespace(cluster) -> Snapshot   reads the documents in a namespace for jobs
     cluster.checks(snapshot) -> [Finding]            whether jobs would train there; pure
     machine.checks(), inspection_pods.checks(...)    the same for this machine, and from inside temporary pods
 
 A rule is a function from a `Snapshot` to findings. `RULES` lists rules in order: first causes that ended the job, then causes
-that prevent the creation, the scheduling and the start of pods, and finally causes that stop training. messages.yaml has the
-meanings of Kubernetes' messages.
+that prevent the creation, the scheduling and the start of pods, and finally causes that stop training. messages.yaml explains
+Kubernetes' messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of `outlast doctor` on a snapshot of a cluster: whether jobs would train there. Pure."""
+"""Checks by `outlast doctor` on a cluster's snapshot: whether jobs would train there. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The snapshot of a job or a namespace, on which the rules of `outlast why` and `outlast doctor` are based.
 
 A `Snapshot` holds plain documents from the API server, read by `diagnosis.gather_evidence`; the rules read nothing else. Any
-document or field may be missing, since a controller may be older. A list that is forbidden is empty, and its kind is in
+document or field may be missing, since a controller may be older. A forbidden list is empty, and its kind is in
 `forbidden`. An event may outlive its pod.
 """
 

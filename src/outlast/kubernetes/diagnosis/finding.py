@@ -34,7 +34,7 @@ class Finding:
 
 
 def passed(name: str, what: str, remedy: str = "", evidence: tuple[str, ...] = ()) -> Finding:
-    """Return a finding that is no problem: a job that is finished, suspended or training, or a check that passes."""
+    """Return a finding that is not a problem: a job that is finished, suspended or training, or a check that passes."""
     return Finding(name, what, remedy, evidence, "pass")
 
 
@@ -47,7 +47,7 @@ def warned(name: str, what: str, remedy: str) -> Finding:
 
 
 def repeated_failures(steps: Sequence[int | None], failures: int, cause: str) -> str:
-    """Return a sentence about failures without progress. `steps` are the equal steps of the last failures."""
+    """Return a sentence about failures without progress. `steps` are the last failures' steps, which are equal."""
     verb = "hung" if cause == FailureCause.HANG else "failed"
     if len(steps) < 2:
         return f"it has failed {failures} times without a new checkpoint"

@@ -27,9 +27,9 @@ FIRST = "first.ipynb"
 TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
 """Environment variable with the user's token."""
 PREFIX = "NB_PREFIX"
-"""Environment variable of Kubeflow with the URL path at which its gateway serves the notebook."""
+"""Kubeflow's environment variable for the URL path at which its gateway serves the notebook."""
 _DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
-"""Default settings of the page, which the user's own settings override."""
+"""The page's default settings, which the user's own override."""
 _BITS = 256
 _SHORTEST = 16
 """Minimum length of the user's token; arbitrary."""
@@ -46,7 +46,7 @@ class Server:
     open: bool = False
     """True to open a browser. Jupyter passes it a private file, so that its arguments do not contain the token."""
     base: str = "/"
-    """The path of all URLs of the server, for a proxy in front of it; begins and ends with a slash."""
+    """Prefix of the server's URL paths, for a proxy in front of it; begins and ends with a slash."""
 
     @property
     def host(self) -> str:
@@ -84,7 +84,7 @@ def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
 
 
 def base(environ: Mapping[str, str]) -> str:
-    """Return the path of all URLs, which Kubeflow's controller sets in its pods; `/` elsewhere."""
+    """Return the prefix of URL paths, which Kubeflow's controller sets in its pods; `/` elsewhere."""
     return f"/{prefix}/" if (prefix := environ.get(PREFIX, "").strip("/")) else "/"
 
 
@@ -122,7 +122,7 @@ def environment(environ: Mapping[str, str], directory: Path, private: Path, *, h
 
 
 def prepare(private: Path, token: str) -> None:
-    """Write a server's files to a directory that only its user can read: the token, the kernel of this Python, and default
+    """Write a server's files to a directory that only its user can read: the token, this Python's kernel, and default
     settings that keep the page from fetching news."""
     file = os.open(private / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(file, "w") as opened:
@@ -169,7 +169,7 @@ def url(server: Server, host: str, token: str) -> str:
 
 
 def ready(server: Server, token: str) -> bool:
-    """Return whether the server accepts the token, which may be empty. Raises OutlastError if it answers without one, too."""
+    """Return whether the server accepts the token, which may be empty. Raises OutlastError if it also answers without one."""
     if _status(server.host, server.port, server.base, token) != http.client.OK:
         return False
     if token and _status(server.host, server.port, server.base, "") == http.client.OK:

@@ -1,4 +1,4 @@
-"""Training loop of all recipes, from the newest checkpoint to the last step, with record, log and learning rates.
+"""All recipes' training loop, from the newest checkpoint to the last step, with record, log and learning rates.
 
 Read `train` first; a recipe is then a class with its model, its step and its measurement.
 
@@ -95,7 +95,7 @@ class Recipe:
     optimizer: torch.optim.Optimizer
     stream: Stream
     unmeasured: float | None = math.nan
-    """Metric of a checkpoint without a measurement. NaN is never the best; None selects the logged metric."""
+    """Metric for a checkpoint without a measurement. NaN is never the best; None selects the logged metric."""
 
     problem = ""
     """Error message; if a recipe sets it, the run fails after writing its results."""
@@ -111,7 +111,7 @@ class Recipe:
         return {"record": self.record, "model": self.net, "optimizer": self.optimizer, "stream": self.stream}
 
     def begin(self, step: int) -> None:
-        """Log the sizes of model and data, after resuming."""
+        """Log the model and data sizes, after resuming."""
 
     def batches(self) -> Iterator[Batch]:
         """Return an iterator over this rank's part of each remaining step."""
@@ -198,7 +198,7 @@ def _short(name: str, value: Any, other: Any) -> str:
 
 
 class Log:
-    """Log of rank 0, on the screen and in a file, with a clock of the training time."""
+    """Rank 0's log, on the screen and in a file, with a clock that measures training time."""
 
     def __init__(self, run: Session, file: str = "") -> None:
         self._run, self._file = run, file
@@ -239,8 +239,8 @@ class Log:
 def rate(highest: float, step: int, steps: int, warmup: int, *, lowest: float = 0.0, falls: bool = True) -> float:
     """Return the learning rate of a step.
 
-    The rate rises linearly for `warmup` steps. Then it falls along a cosine to `lowest` at `steps`, or stays constant without
-    `falls`.
+    The rate rises linearly for `warmup` steps. Then it falls along a cosine to `lowest` at `steps`, or stays constant if `falls`
+    is false.
     """
     if step < warmup:
         return highest * (step + 1) / (warmup + 1)

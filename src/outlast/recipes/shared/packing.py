@@ -98,7 +98,7 @@ def listed(root: Path, val: float) -> tuple[Path, dict[str, list[images.Item]], 
 def laid_out(root: Path, files: Sequence[source_files.File], val: float) -> tuple[dict[str, list[images.Item]], list[str]]:
     """Return the images of each part, and the names of the classes.
 
-    Raises OutlastError for an empty val, and for classes in only one part.
+    Raises OutlastError if val is empty or a class is in only one part.
     """
     items, names, _ = images.layout(root, files, val)
     divided = {part: path for path in root.iterdir() if path.is_dir() and (part := source_files.named_part(path.name))}

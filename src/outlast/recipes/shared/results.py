@@ -1,4 +1,4 @@
-"""Result files of a recipe: weights, and small documents with checksums, which are written all or nothing."""
+"""A recipe's result files: weights, and small documents with checksums, which are written all or nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def into(directory: str, best: str = "") -> None:
-    """Without a job, set the environment variables of the output directory and of the best checkpoints to keep (`2 min
+    """If there is no job, set the environment variables for the output directory and the best checkpoints to keep (`2 min
     val_loss`).
 
     A job's own values take precedence, also for its store; rank 0 prints a line if they differ.
@@ -73,7 +73,7 @@ def output() -> Path:
 
 @contextlib.contextmanager
 def by_rank_0(run: Session) -> Iterator[bool]:
-    """Let rank 0 write files: yields True on rank 0, and raises an OutlastError of rank 0 on all ranks. A collective."""
+    """Let rank 0 write files: yields True on rank 0, and raises rank 0's OutlastError on all ranks. A collective."""
     problem = ""
     try:
         with run.alive():
@@ -126,7 +126,7 @@ def final(run: Session, weights: nn.Module | Mapping[str, Tensor], **values: Any
 
 
 def evaluation(name: str, model: nn.Module, **values: Any) -> None:
-    """Write `evaluation.json`, with name and checksum of the measured weights, and the given values."""
+    """Write `evaluation.json`, with the measured weights' name and checksum, and the given values."""
     write_json(output() / "evaluation.json", {"weights": name, "weights_sha256": sha256(model), **values})
 
 

@@ -1,4 +1,4 @@
-"""Settings of a recipe: a single frozen dataclass defines the flags (argparse), the help, and the keys of configuration files.
+"""A recipe's settings: a single frozen dataclass defines the flags (argparse), the help, and the keys of configuration files.
 
     @dataclass(frozen=True)
     class Settings:
@@ -39,8 +39,8 @@ _NO = {"true": "", "yes": "", "on": "", "1": "", "false": "no-", "no": "no-", "o
 def flag(default: Any, reason: str, *, least: float = -1e99, most: float = 1e99, group: str = "", first: bool = False) -> Any:
     """Return a field with its default, its purpose (unit and reason), and its smallest and largest valid value.
 
-    `group`: heading of the help that begins with this field. `first`: True for the field that an argument without a flag sets; at
-    most one field may have it.
+    `group`: heading of the help section that begins with this field. `first`: True for the field that an argument without a flag
+    sets; at most one field may have it.
     """
     about = {"help": reason, "least": least, "most": most, "group": group, "first": first}
     return dataclasses.field(default=default, metadata=about)
@@ -55,7 +55,7 @@ def parse(
 ) -> T:
     """Parse the settings on the command line and in the files that it names. Raises OutlastError for invalid settings.
 
-    `aliases`: other scripts' flags, see the module's docstring. `presets`: other defaults, by the value of the field `setting`.
+    `aliases`: other scripts' flags (see the module's docstring). `presets`: other defaults, by the value of the field `setting`.
     """
     parser = _Parser(kind, about, aliases)
     flags = parser.given(sys.argv[1:] if argv is None else argv)

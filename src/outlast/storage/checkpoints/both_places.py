@@ -76,7 +76,7 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """The places of a run's checkpoints."""
+    """The places that may hold a run's checkpoints."""
 
     run: str
     directory: Path | None
@@ -105,12 +105,12 @@ class Places:
         return sorted(found, key=lambda saved: (saved.step, saved.where))
 
     def ranks(self, candidates: Sequence[Saved]) -> dict[int, int]:
-        """Rank the run's checkpoints with a metric, by step: 1 is the best."""
+        """Return the rank of each checkpoint that has a metric, by step; 1 is the best."""
         own = (saved for saved in candidates if not saved.here or saved.here.run in (self.run, ""))
         return {saved.step: rank for rank, saved in enumerate(retention.ranked(own), 1)}
 
     def fetched(self, saved: Saved, directory: Path, **options: Any) -> on_disk.Checkpoint:
-        """Return the local copy of a checkpoint, fetched to `directory` if missing. Options and errors: `Checkpoints.fetch`."""
+        """Return the local copy of a checkpoint, fetched to `directory` if missing. Options and errors are as in `fetch`."""
         if saved.here is not None and not saved.here.problem:
             return saved.here
         assert self.there is not None
@@ -119,7 +119,7 @@ class Places:
 
 
 def of(place: Backend, name: str, url: str | None = None) -> Places:
-    """Return the places of a job's checkpoints; `url` replaces the job's store. Raises NotFound."""
+    """Return the places that may hold a job's checkpoints; `url` replaces the job's store. Raises NotFound."""
     status, output = place.status(name), place.output(name)
     directory = output / contract.CHECKPOINTS if isinstance(output, Path) else None
     url = url or (status.store.url if status.store else None)
@@ -148,7 +148,7 @@ def chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False)
 
 
 def steps(checkpoints: Sequence[Saved | in_store.Checkpoint]) -> str:
-    """Return the steps of checkpoints as text for messages."""
+    """Return the checkpoints' steps as text for messages."""
     return ", ".join(str(each.step) for each in checkpoints) or "none"
 
 

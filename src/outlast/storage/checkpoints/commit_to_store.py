@@ -23,7 +23,7 @@ WITHDRAWN = "WITHDRAWN"
 """Name of the COMMIT of a withdrawn checkpoint."""
 
 Progress = Callable[[int], None]
-"""A callback with the number of bytes transferred since the last call. Many threads call it."""
+"""A callback that receives the number of bytes transferred since its last call. Many threads call it."""
 
 
 class Damaged(OutlastError):
@@ -67,7 +67,7 @@ class Parts:
     def commit(self, commit: on_disk.Commit) -> None:
         """Write COMMIT unless it exists.
 
-        It exists if an earlier response was lost, or if another machine with files of the checkpoint has written it.
+        It exists if an earlier response was lost, or if another machine that saved part of the checkpoint has written it.
         """
         key, text = self.key(contract.COMMIT), commit.text().encode()
         if not self.store.conditional():
@@ -138,7 +138,7 @@ class Parts:
         return tuple(name for name in absent if name not in local)
 
     def receive(self, into: Path, commit: on_disk.Commit, *, progress: Progress, stop: threading.Event | None) -> None:
-        """Fetch the checkpoint's files that the directory `into` lacks, durably, and remove all other files from it.
+        """Durably fetch the checkpoint's files that the directory `into` lacks, and remove all other files from it.
 
         Raises Damaged if a file in the store differs from COMMIT.
         """
@@ -164,7 +164,7 @@ class Parts:
                 raise Damaged(problem)
 
     def withdraw(self) -> None:
-        """Rename COMMIT, so that the checkpoint counts for no reader and no register; the other files stay."""
+        """Rename COMMIT, so that readers and registers ignore the checkpoint. The other files stay."""
         with contextlib.suppress(Missing):
             self.store.put(self.key(WITHDRAWN), self.store.get(self.key(contract.COMMIT)))
             self.store.delete([self.key(contract.COMMIT)])

@@ -1,6 +1,6 @@
 """Fetches committed checkpoints from the store: the newest for training, or the requested one for an evaluation.
 
-A newer valid local checkpoint stays. Workers of one machine share their output, so only the first worker fetches.
+A newer valid local checkpoint is kept. Workers on one machine share their output, so only the first of them fetches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def restore(output: Path, place: store.Store, run: str, say: Callable[[str], Non
 
 
 def evaluated(output: Path, place: store.Store | None, run: str, args: Sequence[str]) -> list[str]:
-    """Return the arguments of an evaluation with the requested checkpoint replaced by its step.
+    """Return an evaluation's arguments, with the requested checkpoint replaced by its step.
 
     Fetches the checkpoint unless a valid local copy exists. `--checkpoint=best` is the best checkpoint on this machine and in the
     store. Arguments without a checkpoint are returned unchanged. Raises NotFound, Damaged and store.StoreError.

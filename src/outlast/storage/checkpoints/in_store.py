@@ -7,9 +7,9 @@ The job's place in the store contains
     checkpoints/step-00001200/READING-<id>            lease of a reader of that step
 
 Invariants for any order of writers, any killed process and any lost response: every checkpoint in the register is complete and
-comes from one writer. The newest step goes back only if checkpoints with wrong bits are withdrawn, which then have WITHDRAWN
-instead of COMMIT. A generation commits nothing after its successor has begun. The last two checkpoints and all checkpoints that
-are being read stay. Docs: docs/decisions/0007-commits-in-a-store.md, 0069-the-way-back.md.
+comes from one writer. The newest step goes back only if checkpoints with wrong bits are withdrawn; these then have WITHDRAWN
+instead of COMMIT. A generation commits nothing after its successor has begun. The last two checkpoints are kept, and so are all
+that are being read. Docs: docs/decisions/0007-commits-in-a-store.md, 0069-the-way-back.md.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class Checkpoints:
     # Removing
 
     def withdraw(self, ways_back: Sequence[tuple[int, int]]) -> None:
-        """Take the checkpoints out of the register that do not count after these ways back; their files stay."""
+        """Drop from the register the checkpoints that no longer count after these ways back. Their files stay."""
         latest = register.read(self.store, self.run)
         places = [each for each in latest.places if withdrawn(each.generation, each.step, ways_back)] if latest else []
         for place in places:

@@ -53,7 +53,7 @@ class _Fence:
 
     @classmethod
     def read(cls, directory: Path) -> _Fence:
-        """Return the fence; if it is missing or damaged, one by which no process may commit until the next generation begins."""
+        """Return the fence. A missing or damaged one is read as a fence that lets no process commit until the next generation."""
         try:
             return decode(cls, json.loads((directory / _FENCE).read_text()))
         except (FileNotFoundError, ValueError):
@@ -136,7 +136,7 @@ class Commit:
 
     @classmethod
     def parse(cls, text: bytes) -> Commit:
-        """Parse a COMMIT. Raises ValueError with the reason, also for a file name that leads out of the directory."""
+        """Parse a COMMIT. Raises ValueError with the reason, including for a file name that leads out of the directory."""
         document = json.loads(text.decode())
         if not isinstance(document, dict):
             raise ValueError("not a mapping")
@@ -154,7 +154,7 @@ class Commit:
         return cls(**{name: document[name] for name in _REQUIRED}, metric=Metric.of(document.get("metric")))
 
     def text(self) -> str:
-        """Return the text of the file COMMIT, which `parse` reads back."""
+        """Return the content of the file COMMIT, which `parse` reads back."""
         document = {name: getattr(self, name) for name in _REQUIRED} | {"files": dict(self.files)}
         return json.dumps(document | ({"metric": self.metric.plain()} if self.metric else {}))
 
@@ -225,7 +225,7 @@ def saving(directory: Path, step: int, generation: int) -> Path:
 
 
 def abandon(directory: Path, generation: int) -> None:
-    """Remove the unfinished checkpoints of dead attempts of `generation` and of earlier generations: they may fill the disk.
+    """Remove the unfinished checkpoints of dead attempts of `generation` and of earlier generations, which may fill the disk.
 
     If a writer died after moving a checkpoint aside and before replacing it, the newest valid one moved aside is put back. Call
     this before the present attempt saves, and after `acquire`, so that no earlier attempt commits the files that are removed.
@@ -244,7 +244,7 @@ def abandon(directory: Path, generation: int) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Protect the checkpoint at `path` from removal by a shared lock, which ends with this process.
+    """Hold a shared lock, which ends with this process, to protect the checkpoint at `path` from removal.
 
     Raises FileNotFoundError if the removal has begun.
     """
@@ -282,7 +282,7 @@ def generation(directory: Path, run: str) -> int:
 
 
 def owner(directory: Path) -> str:
-    """Return the run that may commit in `directory`, or an empty string before the first."""
+    """Return the run that may commit in `directory`, or an empty string if there has been none."""
     return _Fence.read(directory).run
 
 
@@ -321,7 +321,7 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
 
 
 def ways_back(directory: Path, run: str) -> list[tuple[int, int]]:
-    """Return generation and step of each way back of `run`, see `retention.withdrawn`; none if another run owns `directory`."""
+    """Return (generation, step) for each of `run`'s ways back (`retention.withdrawn`); none if another run owns `directory`."""
     try:
         fence = _Fence.read(directory)
     except OSError:
@@ -330,7 +330,7 @@ def ways_back(directory: Path, run: str) -> list[tuple[int, int]]:
 
 
 def withdraw(directory: Path, run: str, ways: Collection[tuple[int, int]]) -> None:
-    """Record ways back of `run`, and rename the checkpoints that no longer count. Nothing is deleted. Raises OSError.
+    """Record `run`'s ways back, and rename the checkpoints that no longer count. Nothing is deleted. Raises OSError.
 
     Superseded generations may still commit such checkpoints before `acquire`, so call it again after that.
     """
@@ -347,7 +347,7 @@ def withdraw(directory: Path, run: str, ways: Collection[tuple[int, int]]) -> No
 
 
 def _aside(path: Path, word: str) -> Path:
-    """Return a free name for a checkpoint that is moved aside: `step-00001300.replaced-0`."""
+    """Return a free name for a checkpoint that is moved aside, such as `step-00001300.replaced-0`."""
     return next(aside for i in range(1 << 30) if not (aside := path.with_name(f"{path.name}.{word}-{i}")).exists())
 
 
@@ -417,7 +417,7 @@ def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint
     """Turn the files in `fetched`, which are durable and match `commit`, into the checkpoint of `commit.step`.
 
     An existing valid checkpoint of the same generation or a later one stays and is returned, unless `instead` is set. Any other
-    checkpoint of the step is moved aside. No fence is needed, since a store or another disk of the world has committed the files.
+    checkpoint of the step is moved aside. No fence is needed, since the files were committed in a store or on another disk.
     """
     directory = fetched.parent
     new = _committed(directory / contract.checkpoint_name(commit.step), commit)
@@ -427,7 +427,7 @@ def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint
 
 
 def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Checkpoint]:
-    """Delete the expired checkpoints of a run after the commit of `newest`, and return them.
+    """Delete a run's expired checkpoints after the commit of `newest`, and return them.
 
     Also deletes replaced checkpoints older than the retained newest ones, and unfinished checkpoints of dead generations.
     Checkpoints of higher steps stay and do not count: the run has skipped them as damaged. A checkpoint that is being read stays

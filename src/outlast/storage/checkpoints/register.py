@@ -35,11 +35,11 @@ class Register(Protocol):
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
         """Commit a checkpoint, which replaces the damaged one `instead`. Returns the new content.
 
-        The checkpoint is not added if `register_rules.refused`, or if its step has another checkpoint. Raises Superseded.
+        The checkpoint is not added if `register_rules.refused` forbids it, or its step has another one. Raises Superseded.
         """
 
     def drop(self, places: Sequence[Place], *, withdrawn: bool = False) -> Latest | None:
-        """Remove those checkpoints that are `register_rules.obsolete`, or all if they are `withdrawn`.
+        """Remove those checkpoints that are `register_rules.obsolete`, or all of them if `withdrawn` is set.
 
         Returns the new content.
         """
@@ -51,7 +51,7 @@ def open_(store: Store, run: str) -> Register:
 
 
 def read(store: Store, run: str) -> Latest | None:
-    """Read the register of a run, of either kind. Returns None before the first checkpoint.
+    """Read a run's register, which may be of either kind. Returns None before the first checkpoint.
 
     A lost or damaged register is rebuilt from the checkpoints themselves, but not written.
     """

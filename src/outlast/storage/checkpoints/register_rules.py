@@ -74,7 +74,7 @@ class Latest:
 
     @property
     def step(self) -> int:
-        """Step of the newest checkpoint; 0 without checkpoints."""
+        """Step of the newest checkpoint; 0 if there is none."""
         return self.places[-1].step if self.places else 0
 
     def at(self, step: int) -> Place | None:
@@ -128,7 +128,7 @@ def superseded(latest: Latest | None, run: str, generation: int) -> str:
 
 
 def pressing(stored: Sequence[Committed], waiting: Sequence[C], retention: Retention) -> C:
-    """Return the checkpoint on a disk to add to the register next.
+    """Return the local checkpoint to add to the register next.
 
     This is the newest, so that a lost disk loses little training. A best checkpoint takes precedence, lowest step first, if one
     more commit would make it `obsolete`.
@@ -147,7 +147,7 @@ def obsolete(latest: Latest, place: Place) -> bool:
 
 
 OBSOLETE = 2
-"""Number of committed checkpoints of higher steps and the same or later generations that make a checkpoint obsolete."""
+"""Number of committed checkpoints with higher steps and the same or later generations that make a checkpoint obsolete."""
 
 
 def _above(stored: Sequence[Committed], checkpoint: Committed) -> int:
@@ -166,7 +166,7 @@ def refused(latest: Latest, place: Place) -> str:
 
 
 def acquired(latest: Latest, generation: int, finished: Iterable[Place]) -> Latest:
-    """Return the register when `generation` begins. `finished` checkpoints have all their files and a COMMIT.
+    """Return the register as it is once `generation` has begun. `finished` checkpoints have all their files and a COMMIT.
 
     Finished checkpoints of the previous generation are added now, since their writers may have died before the registration.
     Finished checkpoints of older generations come from zombies.
@@ -185,7 +185,7 @@ def completed(latest: Latest, places: Iterable[Place]) -> Latest:
 
 
 def rebuilt(run: str, finished: Iterable[Place]) -> Latest | None:
-    """Rebuild a lost register from finished checkpoints: for each step, the latest generation's. None without checkpoints."""
+    """Rebuild a lost register from finished checkpoints: for each step, the latest generation's. None if there are none."""
     places = {place.step: place for place in sorted(finished)}
     if not places:
         return None

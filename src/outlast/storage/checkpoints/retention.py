@@ -23,7 +23,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class Metric:
-    """The quality of a checkpoint, with the measure's name and direction, by which any reader can compare checkpoints."""
+    """A checkpoint's quality, and the measure's name and direction, so that any reader can compare checkpoints."""
 
     value: float
     by: str = ""
@@ -65,9 +65,9 @@ C = TypeVar("C", bound=Committed)
 
 
 def withdrawn(generation: int, step: int, ways_back: Iterable[tuple[int, int]]) -> bool:
-    """Return whether a state of the run does not count, given generation and step of each way back.
+    """Return whether one of the run's states no longer counts, given the generation and step of each way back.
 
-    States after that step have wrong bits, if they are of that generation or an earlier one. Docs:
+    States after such a step have wrong bits if they are from that generation or an earlier one. Docs:
     docs/decisions/0069-the-way-back.md.
     """
     return any(generation <= last and step > agreed for last, agreed in ways_back)
@@ -87,7 +87,7 @@ def ranked(checkpoints: Iterable[C]) -> list[C]:
     """Return the checkpoints that have a metric, best first; among equal values, the older first.
 
     A logged value applies to every checkpoint until the next value is logged, but it measures only the first of these.
-    Checkpoints with another measure than the newest measured one are omitted, since their values cannot be compared.
+    Checkpoints whose measure is not the newest measured one's are omitted, since their values cannot be compared.
     """
     measured = [(each, each.metric) for each in counted(checkpoints) if each.metric and math.isfinite(each.metric.value)]
     if not measured:
@@ -102,7 +102,7 @@ BEST = "best"
 
 
 def named(checkpoints: Iterable[C], name: str) -> C:
-    """Return the checkpoint with a name given by the user: `best`, or a step. Raises NotFound."""
+    """Return the checkpoint that the user named: `best`, or a step. Raises NotFound."""
     checkpoints = sorted(checkpoints, key=lambda each: each.step)
     if name == BEST:
         if best := ranked(checkpoints):
@@ -135,7 +135,7 @@ class Retention:
         return cls(int(environ.get(Env.CHECKPOINT_KEEP, 3)), int(number or 0), by, "max" if mode == "max" else "min")
 
     def metric(self, value: float | None) -> Metric | None:
-        """Return the metric of a checkpoint; None, so that it is never best, if the value is None or not finite."""
+        """Return a checkpoint's metric, or None if the value is None or not finite; the checkpoint is then never best."""
         return Metric(value, self.by, self.mode) if value is not None and math.isfinite(value) else None
 
     def needs_commit(self, checkpoint: Committed) -> bool:

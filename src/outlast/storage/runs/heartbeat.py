@@ -1,6 +1,6 @@
 """The heartbeat of a run in a store: `alive.json`, written every BEAT_S while the run trains.
 
-`run.json` names the owner of a place, and stays when the owner dies. So a worker of another machine, namespace or cluster reads
+`run.json` names the owner of a place, and stays when the owner dies. So a worker on another machine, namespace or cluster reads
 the heartbeat first: a run with a recent heartbeat is not taken over unless the user requests it. Workers and machines with the
 same `where` are one owner and never wait for each other. Times are by the store's clock.
 """
@@ -101,7 +101,7 @@ def wait(
 
 
 def release(place: Store) -> str:
-    """Release the run of a place from its owner for the next owner. Returns the previous owner's location.
+    """Take a place's run from its owner, for the next owner. Returns the previous owner's location.
 
     The previous owner's processes detect that they are superseded, and stop.
     """
@@ -114,7 +114,7 @@ def release(place: Store) -> str:
 
 
 class Heartbeats:
-    """A thread that sends heartbeats of a run.
+    """A thread that sends a run's heartbeats.
 
     Worker `index` 0 sends them; other workers send one only if no recent one exists. Once another owner has taken over, `lost` is
     called and the heartbeats stop.
@@ -142,7 +142,7 @@ class Heartbeats:
             beat(self._open(), self._run, self._where, left=True)
 
     def leave(self) -> None:
-        """Stop this worker's heartbeats. Worker 0 announces that it leaves, since other workers of this owner may go on."""
+        """Stop this worker's heartbeats. Worker 0 announces that it leaves, since other workers of this owner may continue."""
         self.stop()
         if self._index == 0 and not self._thread.is_alive() and not self.silent:
             with contextlib.suppress(StoreError):  # the next owner then waits longer

@@ -78,7 +78,7 @@ class Run:
 
 
 def read(store: Store) -> Run | None:
-    """Read the run that owns the place, or None before the first. Raises StoreError, also for a damaged record."""
+    """Return the run that owns the place, or None if there is none. Raises StoreError, also for a damaged record."""
     record, _, problem = _load(store)
     if problem:
         raise StoreError(f"{store.url}/{RUN} cannot be read: {problem}; remove it, or begin anew with --fresh")

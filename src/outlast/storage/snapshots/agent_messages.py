@@ -27,7 +27,7 @@ LINE = 64 << 10
 INDEX = 256 << 20
 """Maximum length of a line from a rank to its own agent, in bytes: it may contain an index."""
 TIMEOUT_S = 10.0
-"""Timeout in seconds without progress; arbitrary: twice the timeout of other modules, for machines that swap."""
+"""Seconds without progress before a timeout. Arbitrary: twice as long as in other modules, for machines that swap."""
 _CHUNK = 1 << 18
 _FDS = 8
 

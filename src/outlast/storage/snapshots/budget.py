@@ -1,4 +1,4 @@
-"""The memory of a worker that snapshots may use, and the sizes of states that fit into this memory.
+"""The part of a worker's memory that snapshots may use, and the sizes of the states that fit into it.
 
 `outlast validate` prints both before a job runs; the agent computes them from measured values. Pure; all sizes in bytes.
 
@@ -20,7 +20,7 @@ _FREE = 10
 
 
 class Budget(NamedTuple):
-    """Memory of a worker that snapshots may use, and the reason in one sentence."""
+    """The part of a worker's memory that snapshots may use, and the reason in one sentence."""
 
     bytes: int
     """Size of the memory; 0 if snapshots are off."""
@@ -34,7 +34,7 @@ class Fit(NamedTuple):
     """True if snapshots are taken."""
     replicas: int
     reason: str = ""
-    """The reason for no snapshots, or for fewer replicas than requested; otherwise empty."""
+    """The reason for taking no snapshots, or for fewer replicas than requested; otherwise empty."""
 
 
 Requested = int | Literal["auto", "off"]
@@ -42,7 +42,7 @@ Requested = int | Literal["auto", "off"]
 
 
 def requested(text: str) -> Requested:
-    """Parse `contract.Env.MEMORY`: `auto` or an empty text, `off`, or a size. Raises ValueError for any other text."""
+    """Parse `contract.Env.MEMORY`: `auto` or an empty string, `off`, or a size. Raises ValueError for anything else."""
     match text:
         case "" | "auto":
             return "auto"
@@ -52,7 +52,7 @@ def requested(text: str) -> Requested:
 
 
 def budget(requested: Requested, limit: int, used: int, free: int) -> Budget:
-    """Return the memory of a worker that snapshots may use.
+    """Return the part of a worker's memory that snapshots may use.
 
     `limit` is the memory limit of the worker's cgroup, or else its share of the machine. `used` is the worker's memory without
     snapshots, and `free` the machine's available memory.
@@ -72,7 +72,7 @@ def budget(requested: Requested, limit: int, used: int, free: int) -> Budget:
 
 
 def needed(shared: int, unique: int, replicas: int) -> int:
-    """Return the memory that the snapshots of a worker take. `unique` is the size of one worker's own state."""
+    """Return the memory that a worker's snapshots take. `unique` is the size of one worker's own state."""
     return SNAPSHOTS * (shared + (1 + replicas) * unique)
 
 
@@ -91,7 +91,7 @@ def fit(budget: int, shared: int, unique: int, replicas: int, workers: int) -> F
 
 
 def largest(budget: int, replicas: int) -> tuple[int, int]:
-    """Return the largest state that fits if it is replicated, and the largest share of one worker if it is sharded."""
+    """Return the largest state that fits if it is replicated, and the largest share per worker if it is sharded."""
     return budget // SNAPSHOTS, budget // (SNAPSHOTS * (1 + replicas))
 
 

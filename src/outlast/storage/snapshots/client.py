@@ -1,4 +1,4 @@
-"""The rank's side of snapshots: writes parts into rooms, and reads parts of this and other workers.
+"""The rank's side of snapshots: writes parts into rooms, and reads this and other workers' parts.
 
     client = connect(os.environ)                                        None if snapshots are off
     room = client.room(nbytes, at, complete)                            memory of the agent, mapped here; or, without waiting:
@@ -47,7 +47,7 @@ class NoMemory(OutlastError):
 
 
 class Where(NamedTuple):
-    """The node and zone of a worker; empty if unknown."""
+    """A worker's node and zone; empty if unknown."""
 
     node: str
     zone: str
@@ -79,7 +79,7 @@ _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
-    """Close the clients in a fork (a data loader's worker), which would hide the end of the rank from the agent."""
+    """Close the clients in a fork, such as a data loader's worker: they would hide the rank's end from the agent."""
     for client in list(_open):
         client.close()
 
@@ -103,7 +103,7 @@ class Client:
         """The last index sent to the agent, by kind and local rank of the part."""
         hello = connection.receive()["hello"]
         self.address: str = hello["address"]
-        """host:port of our agent's data port; empty without a port."""
+        """host:port of our agent's data port; empty if it has none."""
         self.where = Where(hello["node"], hello["zone"])
         self._key = bytes.fromhex(hello["key"])
         self._store = bool(hello.get("store"))
@@ -116,7 +116,7 @@ class Client:
     def rooms(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> list[Room]:
         """Return memory for the parts of the snapshot `at`, (generation, step). Raises NoMemory.
 
-        Requests memory that was not reserved. Older parts than `complete`, the newest complete snapshot, may be overwritten.
+        Requests memory that was not reserved. Parts older than `complete`, the newest complete snapshot, may be overwritten.
         """
         self.reserve(sizes, at, complete)
         rooms = []
@@ -215,7 +215,7 @@ class Client:
         return digest if held == step else ""
 
     def catalog(self) -> list[Part]:
-        """Return the parts in the memory of this worker, including replicas. Raises Damaged, OutOfReach."""
+        """Return the parts in this worker's memory, including replicas. Raises Damaged, OutOfReach."""
         with _reading("the agent does not answer"):
             return part_format.catalog(self._request({"catalog": True})["parts"])
 
@@ -229,7 +229,7 @@ class Client:
             return Source(_Local(self._connection.descriptor(), lambda: self._connection.send({"close": id})), part)
 
     def forget(self, keep: tuple[int, int] | None = None) -> None:
-        """Drop all parts in the memory of this worker, except those of the snapshot `keep`."""
+        """Drop all parts in this worker's memory, except those of the snapshot `keep`."""
         with contextlib.suppress(OSError, ValueError):
             self._request({"forget": keep})
 

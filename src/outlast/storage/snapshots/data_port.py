@@ -27,7 +27,7 @@ from outlast.storage.snapshots.part_format import Damaged, Part
 from outlast.storage.snapshots.rooms import Room, Rooms
 
 VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-"""Environment variables that name the network interfaces of the ranks."""
+"""Environment variables that name the ranks' network interfaces."""
 
 
 def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
@@ -77,7 +77,7 @@ class Port:
         self._readers, self._replicas = threading.Semaphore(_READERS), threading.Semaphore(_REPLICAS)
         self._listener: socket.socket | None = None
         self.address = ""
-        """host:port once the port listens; empty without a key."""
+        """host:port once the port listens; empty if there is no key."""
 
     def start(self) -> None:
         """Listen. Raises OSError."""

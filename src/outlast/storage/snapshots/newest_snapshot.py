@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from outlast.storage.snapshots.part_format import Part
 
 At = tuple[int, int]
-"""(generation, step), the order of snapshots and checkpoints."""
+"""(generation, step), by which snapshots and checkpoints are ordered."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The format of a part: one rank's share of a snapshot, in a file in memory.
 
-    header page     magic, length and crc32 of a JSON document: the part, the length of its tail; written last
+    header page     magic; length and crc32 of a JSON document with the part and its tail's length; written last
     data            the items, at the offsets in the index
     tail            number of blocks, crc32 of each (little-endian), the index (JSON)
 
@@ -23,7 +23,7 @@ from outlast.base.typed_json import decode, is_count
 from outlast.job import contract
 
 PAGE = 4096
-"""Bytes of the header page, which precedes the data."""
+"""Size in bytes of the header page, which precedes the data."""
 BLOCK = 4 << 20
 """Bytes per checksum: small enough that several threads can verify one item."""
 _PIECE = 256 << 10
@@ -31,7 +31,7 @@ _PIECE = 256 << 10
 ALIGNED = 64
 """Alignment of items in bytes: a cache line, which is enough for any dtype."""
 LONGEST_TAIL = 256 << 20
-"""Maximum bytes of a tail; arbitrary: an index has about 150 bytes per tensor."""
+"""Maximum size of a tail in bytes. Arbitrary: an index has about 150 bytes per tensor."""
 _MAGIC = b"outlast1"
 _HEAD = struct.Struct("<8sII")
 
@@ -67,16 +67,16 @@ class Part:
     """Checksum of the content, 8 hex digits, computed by the agent."""
     replica: bool = False
     session: Annotated[str, lambda session: len(session) <= 64] = ""
-    """A nonce for each start of the world's processes: parts of two attempts of one generation are never combined."""
+    """A nonce that differs for each start of the world's processes, so that parts of two attempts are never combined."""
 
     @property
     def at(self) -> tuple[int, int]:
-        """(generation, step), the order of snapshots."""
+        """(generation, step), by which snapshots are ordered."""
         return self.generation, self.step
 
     @property
     def name(self) -> tuple[object, ...]:
-        """Identity of the part, shared with its replicas only."""
+        """The part's identity, which only its replicas share."""
         return self.run, self.generation, self.step, self.kind, self.rank, self.worker, self.digest, self.session
 
     def __str__(self) -> str:

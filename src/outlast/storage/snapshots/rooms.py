@@ -3,8 +3,8 @@
 `choose`, a pure rule, picks the room of a part: one complete snapshot is kept at any time, and memory holds at most two. Rooms
 are reused, since touched memory costs no page faults. A room is free unless it is in use or holds a part of the newest complete
 snapshot or of the snapshot in progress. Older and abandoned snapshots are overwritten. A room is reserved under the lock, but its
-memory is allocated outside: allocation takes a third of a second per GiB. Rooms also fence: they refuse parts of another run, of
-an earlier generation or from processes that have ended.
+memory is allocated without holding it, since that takes a third of a second per GiB. Rooms are also a fence: they refuse parts
+of another run, of an earlier generation or from processes that have ended.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def free(room: View, at: At, complete: At) -> bool:
 
 
 def surplus(rooms: Sequence[View], previous: At) -> list[int]:
-    """Return the rooms unused since the `previous` complete snapshot: parts no longer have their sizes."""
+    """Return the rooms unused since the `previous` complete snapshot: no part has their size any more."""
     return [room.id for room in rooms if not room.busy and room.at is not None and room.at < previous]
 
 
@@ -82,7 +82,7 @@ def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, 
 
 
 def _newest_own(rooms: Sequence[View]) -> int:
-    """Return the bytes of the worker's own parts of its newest snapshot."""
+    """Return the size in bytes of the worker's own parts of its newest snapshot."""
     own = [room for room in rooms if not room.replica and room.at is not None]
     newest = max((room.at for room in own if room.at is not None), default=None)
     return sum(room.size for room in own if room.at == newest)
@@ -120,7 +120,7 @@ class Room:
     part: Part | None = None
     """The part in the room, set once the header is written."""
     tail: int = 0
-    """Bytes of the part's tail."""
+    """Size of the part's tail in bytes."""
     index: Sequence[Item] = ()
     stale: bool = False
     """True if the room was dropped while in use. It becomes free once its users are gone."""
@@ -206,7 +206,7 @@ class Rooms:
         return room
 
     def _allocate(self, room: Room, alive: Callable[[], None]) -> None:
-        """Create the file of a room. Drops the room and raises Refused if memory is short."""
+        """Create a room's file. Drops the room and raises Refused if memory is short."""
         with self._lock:
             self._allocating += room.size
             headroom = max(0, self.headroom() + room.size - self._allocating)

@@ -262,7 +262,7 @@ class _Rank:
 
 
 def _answered(query: Query) -> dict[str, object]:
-    """Return the result of a query of the store as a message to a rank."""
+    """Query the store, and return the result as a message to a rank."""
     try:
         return {"newest": query()}
     except OSError as error:
@@ -278,7 +278,7 @@ def _at(value: object) -> rooms.At:
 
 
 def _boot_id() -> str:
-    """Return the identity of the machine until its next restart, the same in all its containers."""
+    """Return an ID of the machine that is the same in all its containers and changes when it restarts."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -27,11 +27,11 @@ from outlast.storage.store import error_mapping, multipart, s3, urls
 from outlast.storage.store.urls import normalised
 
 STALLED_S = 30.0
-"""Read timeout in seconds: a connection without a byte for this long is closed."""
+"""Read timeout in seconds: a connection that receives nothing for this long is closed."""
 SLOW_S = 300.0
-"""Read timeout of large uploads on a slow network in seconds: 8 MiB at 28 KiB/s."""
+"""Read timeout in seconds for large uploads on a slow network: 8 MiB at 28 KiB/s."""
 PAGE = 1000
-"""Number of keys that are listed or deleted at a time, the maximum of S3."""
+"""Number of keys listed or deleted at a time: S3's maximum."""
 T = TypeVar("T")
 
 
@@ -129,7 +129,7 @@ class Store:
         return sorted({each.rstrip("/").rpartition("/")[2] for each in paths if each != path})
 
     def head(self, key: str) -> Entry:
-        """Return size, etag and time of an object. Raises Missing."""
+        """Return an object's size, etag and time. Raises Missing."""
         import obstore
 
         path = self._path(key)
@@ -145,7 +145,7 @@ class Store:
         return self.read(key)[0]
 
     def read(self, key: str) -> tuple[bytes, Entry]:
-        """Return content and version of an object. Raises Missing."""
+        """Return an object's content and version. Raises Missing."""
         import obstore
 
         path = self._path(key)
@@ -227,7 +227,7 @@ class Store:
         progress: Callable[[int], None] = lambda _: None,
         stop: threading.Event | None = None,
     ) -> str:
-        """Write a large file by parts, several at a time, in bounded memory, and return its etag.
+        """Write a large file in parts, several at a time, in bounded memory, and return its etag.
 
         `journal` is a file that makes uploads to S3 resumable: a later call with the same journal sends only the missing parts,
         or aborts the old upload if the file has changed. `progress` is called with the number of bytes sent since its last call,
@@ -385,7 +385,7 @@ class Store:
     def conditional(self) -> bool:
         """Return whether this store supports conditional writes (`create`, `replace`).
 
-        The first call writes an object `.outlast-probe-...` and removes it. Raises Denied without write permission.
+        The first call writes an object `.outlast-probe-...` and removes it. Raises Denied if writing is not permitted.
         """
         if self._root.conditional is None:
             self._root.conditional = self._probe(f".outlast-probe-{uuid.uuid4().hex[:16]}")
@@ -468,7 +468,7 @@ def open_(url: str, *, timeout_s: float | None = None) -> Store:
     """Open a place: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///directory` or `memory://name`.
 
     Credentials come from the environment, as is standard for each store. No request is sent yet. `timeout_s` limits retries, by
-    default to OUTLAST_STORE_TIMEOUT or 60 seconds. Raises StoreError for an invalid URL or without credentials.
+    default to OUTLAST_STORE_TIMEOUT or 60 seconds. Raises StoreError if the URL is invalid or there are no credentials.
     """
     url = normalised(url)
     scheme, _, rest = url.partition("://")

@@ -202,7 +202,7 @@ class Upload:
         return {"key": f"{self.bucket}/{self.key}", "upload": upload, **identity, "part": part_size(identity["size"])}
 
     def _arrived(self, upload: str) -> dict[int, tuple[str, int]] | None:
-        """Return etag and size of each part in the store, by part number, or None if the store lacks the upload."""
+        """Return the etag and size of each part in the store, by part number, or None if the store lacks the upload."""
         arrived: dict[int, tuple[str, int]] = {}
         marker = 0
 

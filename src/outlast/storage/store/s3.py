@@ -36,7 +36,7 @@ class Access:
     style: str
     """Position of the bucket's name in a URL: path, virtual (in the host name), or auto."""
     keys: tuple[str, str, str] | None
-    """Static access key, secret and session token (may be empty); None for other credentials."""
+    """Static access key, secret and session token (which may be empty); None for other kinds of credentials."""
     anonymous: bool
     session: Any = None
     """botocore's session; None if the environment was sufficient."""

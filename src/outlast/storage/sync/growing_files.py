@@ -40,7 +40,7 @@ _PIECE = 1 << 20
 AHEAD = 32
 _HELD = 64 << 20
 _HELD_READ = 8 << 20
-"""Concurrent requests for parts, and bytes read ahead per fetch and per stream. Most parts are small; streams may be many."""
+"""Concurrent requests for parts, and bytes read ahead per fetch and per stream. Most parts are small, and streams may be many."""
 _RECENT = 16
 """Number of recent parts per file that the sender caches. It lists all parts if no cached part matches the file."""
 _NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")

@@ -176,7 +176,7 @@ class State:
     seen: dict[str, Seen] = field(default_factory=dict)
 
     def stale(self, now: float) -> bool:
-        """Return whether the store must be listed again; a clock that was set back makes it so, too."""
+        """Return whether the store must be listed again, as after the clock was set back."""
         return not 0 <= now - self.checked < CHECK_EVERY_S
 
     def encode(self) -> bytes:

@@ -33,13 +33,13 @@ from outlast.storage.sync.thread_pool import Job, Outcome, work
 
 T = TypeVar("T")
 SMALL = 8 << 20
-"""Larger files, in bytes, are sent by `Store.upload` and received in pieces of this size."""
+"""Files of more bytes are sent by `Store.upload` and received in pieces of this size."""
 _UPLOAD = 32 << 20
 """Bytes of memory that `Store.upload` needs for one file."""
 
 
 class Damaged(StoreError):
-    """Received content has another size or checksum than expected."""
+    """Received content does not have the expected size or checksum."""
 
 
 class Sent(NamedTuple):

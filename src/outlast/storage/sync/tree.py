@@ -129,7 +129,7 @@ def gone(path: str | Path) -> bool:
 
 
 def stat_of(path: str | Path) -> Stat:
-    """Return size and times of a file. Raises OSError."""
+    """Return a file's size and times. Raises OSError."""
     return _stat(os.stat(path))
 
 
@@ -215,7 +215,7 @@ class AtomicFile:
         return self
 
     def finish(self, mtime: int | None = None, *, durable: bool = False) -> Stat:
-        """Set the file's mtime, in nanoseconds, unless None, and rename the file to `path`. Returns the file's stat."""
+        """Set the file's mtime in nanoseconds, if given, and rename the file to `path`. Returns the file's stat."""
         if mtime is not None:
             os.utime(self.fd, ns=(mtime, mtime))
         if durable:

@@ -83,11 +83,11 @@ class WorldLoop:
             client,
             run_id=run,
             state=self._state,
-            notice=Path(environ[Env.NOTICE]),
             host=environ.get(Env.ADDRESS, "127.0.0.1"),
             processes=settings.processes,
             leave_s=settings.grace_s,
         )
+        self._member.notice = Path(environ[Env.NOTICE])
         self._member.key = sealed_lines.key(environ)
         self._member.joining = self._joining
         self._member.repaired = self._repaired
