@@ -402,35 +402,34 @@ class Launcher:
 
     def _finish(self) -> int:
         assert self.state.ending is not None
-        ending = self.state.ending
-        if (
-            self.state.pending and self.status.failure is None and ending.state is State.FAILED
-        ):  # arrived with the end, not counted
+        state, reason, code = self.state.ending.state, self.state.ending.reason, self.state.ending.code
+        if self.state.pending and self.status.failure is None and state is State.FAILED:  # arrived with the end, so not counted
             self.status.failure = root_cause.cause(self.state.pending).failure
         if self.status.told != "session" and self.status.checkpoint is None:
             self.live.finish()
-        if ending.code == contract.Exit.INTERRUPTED:
+        if code == contract.Exit.INTERRUPTED:
             self.live.read(self.state.world)
-            ending = replace(ending, reason=f"{ending.reason}; {self.live.saved_sentence()}")
+            reason = f"{reason}; {self.live.saved_sentence()}"
         self.status.world, self.status.rate = [], None
-        self.live.warning = tracking.end(self.output, self.pool.tracker_environ(), ending.state) or self.live.warning
-        facts = {"state": str(ending.state), "reason": ending.reason, "step": self.status.step, "code": ending.code}
-        self.ledger.write("finished", **facts)
+        self.live.warning = tracking.end(self.output, self.pool.tracker_environ(), state) or self.live.warning
+        self.ledger.write("finished", state=str(state), reason=reason, step=self.status.step, code=code)
         if self.store and self.request.end != "kill":
-            ending = self._upload_rest(ending)
+            state, reason, code = self._upload_rest(state, reason, code)
         if self.heartbeat is not None:
             with contextlib.suppress(OutlastError):  # otherwise it appears alive until the heartbeat expires
                 self.heartbeat.stop(left=True)
-        self.status.finished, self.status.exit_code, self.status.launcher = time.time(), ending.code, None
-        self.status.state, self.status.reason, self.status.waits = ending.state, ending.reason, ""
+        self.status.finished = time.time()
+        self.status.exit_code = code
+        self.status.state, self.status.reason, self.status.waits = state, reason, ""
+        self.status.launcher = None
         self._write_status(final=True)  # before the whole ledger is read, during which we may be killed
         self.live.final_goodput()
         self._write_status(final=True)
         if self.output_lock is not None:
             os.close(self.output_lock)
-        return ending.code
+        return code
 
-    def _upload_rest(self, ending: Ending) -> Ending:
+    def _upload_rest(self, state: State, reason: str, code: int) -> tuple[State, str, int]:
         """Upload the end of the ledger, and the files of killed workers. If this fails, a successful job ends as interrupted."""
         from outlast.local import store_takeover
 
@@ -440,17 +439,16 @@ class Launcher:
         failed, problem = last.flush(UPLOAD_TIMEOUT_S)
         if self.status.store is not None and last.report:
             self.status.store = StoreStatus(url=self.store, **last.report)
-        interrupted = replace(ending, state=State.INTERRUPTED, code=contract.Exit.INTERRUPTED)
         if failed == upload_handle.SUPERSEDED:
-            return interrupted if self.displaced else replace(interrupted, reason=f"{ending.reason}; {problem}")
+            return State.INTERRUPTED, reason if self.displaced else f"{reason}; {problem}", contract.Exit.INTERRUPTED
         if not failed:
-            problem = store_takeover.end(self.record, ending.state, ending.reason, ending.code)
+            problem = store_takeover.end(self.record, state, reason, code)
         if not problem:
-            return ending
-        reason = f"{ending.reason}; the output is not all in {self.store}: {problem}; it is kept in {self.output}"
-        if ending.state is State.SUCCEEDED:
-            return replace(interrupted, reason=f"{reason}, and `outlast run` pushes it")
-        return replace(ending, reason=reason)
+            return state, reason, code
+        problem = f"the output is not all in {self.store}: {problem}; it is kept in {self.output}"
+        if state is State.SUCCEEDED:
+            return State.INTERRUPTED, f"{reason}; {problem}, and `outlast run` pushes it", contract.Exit.INTERRUPTED
+        return state, f"{reason}; {problem}", code
 
     # Status
 

@@ -64,7 +64,7 @@ class Tick:
 
 
 Event = messages.Report | messages.Gone | Pending | Tick | Ending
-"""What a member reports, or its owner notices of a worker's failure, or decides of the end."""
+"""A member's report or its loss, a failure that the owner has noticed, a time to decide, or an ending by the owner."""
 
 
 # Effects
