@@ -23,7 +23,7 @@ from outlast.base.typed_json import decode
 from outlast.job import contract, spec
 from outlast.job.failure import Failure
 from outlast.job.report import goodput
-from outlast.job.status import State
+from outlast.job.status import Ending, State
 from outlast.job.workerfiles import notice_file, progress_file
 from outlast.local import worker_processes
 from outlast.local.backend import LocalBackend
@@ -31,6 +31,7 @@ from outlast.local.launcher import Launcher
 from outlast.local.state_dir import Request, StateDir
 from outlast.local.worker_processes import Ended, Worker
 from outlast.rendezvous import restart_budget, root_cause, world
+from outlast.rendezvous.coordinator import CoordinatorState
 from outlast.rendezvous.membership import Leaving, Membership
 from outlast.rendezvous.messages import Called, Report
 from outlast.rendezvous.root_cause import Pending
@@ -91,10 +92,11 @@ def test_a_rank_that_exited_with_0_is_the_cause_where_there_are_only_echoes():
     assert (found.echo, found.failure.step) == (False, 5)
     bug = a_failure(1)
     assert root_cause.cause([*pending, Pending(False, bug)]).failure == bug
-    budget = root_cause.Budget((), restart_budget.Policy(limit=10, window=timedelta(hours=1)), 0)
+    known, policy = root_cause.Known(found.failure, 0, 0), restart_budget.Policy(limit=10, window=timedelta(hours=1))
+    history: restart_budget.History = ()
     for at in range(3):
-        _, verdict = root_cause.judge(found.failure, 0, budget, float(at), pending=pending)
-        budget = dataclasses.replace(budget, history=getattr(verdict, "history", ()))
+        _, verdict = root_cause.judge(known, history, policy, float(at), pending=pending)
+        history = getattr(verdict, "history", ())
     assert verdict.reason == f"{found.failure.reason}; it has failed soon after its start 3 times in a row"
 
 
@@ -126,14 +128,13 @@ def test_a_deadline_counts_the_time_in_which_the_machine_ran(tmp_path: Path, how
         launcher.formed(world.World(1, (0, 1), "", ""))
     disturbed(machine, how)
     launcher._keep_deadlines()
-    assert launcher.closing is None
+    assert launcher.state.ending is None
     for _ in range(61):
         machine.goes_on(1.0)
         launcher._keep_deadlines()
-    assert launcher.closing is not None
-    state, reason, _ = launcher.closing
-    assert state is State.FAILED
-    assert ("activeDeadlineSeconds" if begun else "startupDeadlineSeconds") in reason
+    assert launcher.state.ending is not None
+    assert launcher.state.ending.state is State.FAILED
+    assert ("activeDeadlineSeconds" if begun else "startupDeadlineSeconds") in launcher.state.ending.reason
 
 
 @pytest.mark.parametrize("how", DISTURBANCES)
@@ -206,14 +207,14 @@ def test_where_cores_are_few_the_first_worker_starts_alone_and_the_others_once_i
 def test_echoes_wait_for_their_cause_whatever_time_they_say_it_is(tmp_path: Path, theirs: float) -> None:
     machine = Machine()
     launcher = a_launcher(tmp_path, machine)
-    launcher.add_failure(a_failure(time=machine.wall + theirs), echo=True)
+    launcher._take(Pending(True, a_failure(time=machine.wall + theirs)))
     machine.goes_on(root_cause.COORDINATOR.cause / 2)
-    assert launcher.decide(2, (0, 1)) is None, "whoever died may still say so"
-    launcher.judge_when_settled()
-    assert launcher.pending
+    launcher._decide()
+    assert launcher.status.reason == "", "whoever died may still say so"
+    assert launcher.state.pending
     machine.goes_on(root_cause.COORDINATOR.settle)
-    launcher.judge_when_settled()
-    assert launcher.restarts == 1
+    launcher._decide()
+    assert launcher.state.restarts == 1
 
 
 class Asked:
@@ -393,7 +394,7 @@ def test_a_worker_that_leaves_is_a_member_until_the_store_has_what_it_saved(
 def test_the_end_is_written_before_the_ledger_is_read(tmp_path: Path, monkeypatch) -> None:
     """Killed while it reads the ledger of a month, the launcher leaves a job that has succeeded."""
     launcher = a_launcher(tmp_path, Machine())
-    launcher.over(State.SUCCEEDED, "training is done", 0)
+    launcher._take(Ending(State.SUCCEEDED, "training is done", 0))
 
     def killed(*_: object) -> float:
         raise MemoryError
@@ -413,7 +414,7 @@ def test_status_and_report_say_the_same_goodput(tmp_path: Path) -> None:
     for step in range(1, 20):
         launcher.ledger.step(1, step)
         wall.sleep(0.001)
-    launcher.over(State.SUCCEEDED, "training is done", 0)
+    launcher._take(Ending(State.SUCCEEDED, "training is done", 0))
     launcher._finish()
     backend = LocalBackend(tmp_path / "state", start=lambda *_, **_env: None)
     assert backend.status("job").goodput == goodput.buckets(backend.events("job"), None).goodput > 0
@@ -422,15 +423,15 @@ def test_status_and_report_say_the_same_goodput(tmp_path: Path) -> None:
 def test_workers_of_a_world_that_die_one_after_another_are_one_failure_and_those_that_never_came_back_are_more(tmp_path: Path):
     machine = Machine()
     launcher = a_launcher(tmp_path, machine)
-    launcher.state = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))
+    launcher.state = CoordinatorState({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))
     launcher.state = launcher.state.after(world.Call(2, "lost worker 0", False, launcher.clock()))
     counted = []
     for index in (0, 1, 1):
         launcher._worker_died(Ended(Worker(index, 1, 1), 137, ""))
         for _ in range(20):
             machine.goes_on(0.1)
-            launcher.judge_when_settled()
-        counted.append(launcher.restarts)
+            launcher._decide()
+        counted.append(launcher.state.restarts)
         launcher.pool._failed_starts[1] += index  # it is started again
     assert counted == [1, 1, 2]
 
@@ -438,55 +439,82 @@ def test_workers_of_a_world_that_die_one_after_another_are_one_failure_and_those
 def test_a_worker_that_the_others_do_not_hear_is_killed_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     launcher = a_launcher(tmp_path, machine, workers={"replicas": 3, "min": 1})
-    launcher.state = world.State({}, world.World(1, (0, 1, 2), "a:1", "training starts", 0.0))
+    launcher.state = CoordinatorState({}, world.World(1, (0, 1, 2), "a:1", "training starts", 0.0))
     killed: list[int] = []
     monkeypatch.setattr(launcher.pool, "kill", lambda index, why: killed.append(index))
     for id in range(3):
-        launcher.on_report(Report("r", id, world.MemberState.TRAINING, 1, unheard=() if id == 2 else (2,)))
+        launcher._take(Report("r", id, world.MemberState.TRAINING, 1, unheard=() if id == 2 else (2,)))
     launcher._decide()
     lost = "lost worker 2: workers 0 and 1 do not hear it"
     assert killed == [2]
     assert launcher.not_joined == {2: f"{lost}; it is started again, and may join after 10 s"}
     launcher._worker_died(Ended(Worker(2, 1, 1), 137, ""))
-    launcher.on_report(
+    launcher._take(
         Report("r", 0, world.MemberState.WAITING, 1, failed=True, failure={"code": 1, "reason": "reset", "echo": True})
     )
-    launcher.judge()
+    machine.goes_on(root_cause.COORDINATOR.settle)
+    launcher._decide()
     assert launcher.status.failure is not None
-    assert (launcher.restarts, launcher.status.failure.worker, launcher.status.failure.reason) == (1, 2, lost)
+    assert (launcher.state.restarts, launcher.status.failure.worker, launcher.status.failure.reason) == (1, 2, lost)
     revived = Launcher(launcher.state_dir, machine.awake())
     revived._recover()
     assert {id: (loss.times, loss.held_s) for id, loss in revived.state.lost.items()} == {2: (1, 10.0)}
 
 
+def test_what_a_successor_needs_is_on_the_disk_before_anybody_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = a_launcher(tmp_path, Machine())
+    told: list[tuple[str, int, int, bool]] = []
+
+    def on_disk(kind: str) -> None:
+        memory = json.loads(launcher.state_dir.recovery.read_text()) if launcher.state_dir.recovery.exists() else {}
+        told.append((kind, memory.get("generation", 0), memory.get("restarts", 0), bool(memory.get("closing"))))
+
+    monkeypatch.setattr(launcher.server, "send", lambda to, kind, message: on_disk(f"send {kind}"))
+    monkeypatch.setattr(launcher.ledger, "write", lambda kind, **facts: on_disk(kind))
+    for id in (0, 1):
+        launcher.pool.present[id] = Worker(id, 1, 1)
+        launcher._take(Report("r", id, world.MemberState.WAITING, address=f"a:{id}"))
+    launcher._decide()
+    failure = {"code": 1, "reason": "it failed"}
+    launcher._take(Report("r", 0, world.MemberState.WAITING, 1, address="a:0", failed=True, failure=failure))
+    launcher._take(Report("r", 1, world.MemberState.WAITING, 1, address="a:1"))
+    for _ in range(2):
+        launcher._decide()
+    launcher._take(Ending(State.SUCCEEDED, "training is done", 0))
+    assert [each for each in told if "called" not in each[0]] == [
+        ("world", 1, 0, False), ("send world", 1, 0, False),
+        ("failure", 2, 1, False), ("world", 2, 1, False), ("send world", 2, 1, False), ("send closed", 2, 1, True),
+    ]  # fmt: skip
+
+
 def test_what_members_repaired_is_counted_once_whatever_becomes_of_the_launcher(tmp_path: Path) -> None:
     launcher = a_launcher(tmp_path, Machine())
-    launcher.state, launcher.followed = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0)), 1
+    launcher.state = CoordinatorState({}, world.World(1, (0, 1), "a:1", "training starts", 0.0), followed=1)
     failure = {"code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 1.0}
     past = [{"generation": 1, "attempt": attempt, "worker": 1, "failure": failure} for attempt in (1, 2)]
     report = decode(Report, {"run": "r", "id": 0, "standing": "training", "generation": 1, "attempt": 2, "past": past})
-    launcher.on_report(report)
-    assert (launcher.restarts, launcher.counted) == (2, (1, 1))
+    launcher._take(report)
+    assert (launcher.state.restarts, launcher.state.counted) == (2, (1, 1))
     revived = Launcher(launcher.state_dir, Machine().awake())
     revived._recover()
     assert revived.state.lost == {}
     meanwhile = {"generation": 1, "attempt": 3, "worker": 1, "failure": failure}
     for id in (0, 1):
-        revived.on_report(dataclasses.replace(report, id=id, attempt=3, past=(*past, meanwhile)))
-    assert (revived.restarts, revived.counted, len(revived.history)) == (3, (1, 2), 3)
-    revived.state = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))
+        revived._take(dataclasses.replace(report, id=id, attempt=3, past=(*past, meanwhile)))
+    assert (revived.state.restarts, revived.state.counted, len(revived.state.history)) == (3, (1, 2), 3)
+    revived.state = dataclasses.replace(revived.state, world=world.World(1, (0, 1), "a:1", "training starts", 0.0))
     revived._worker_died(Ended(Worker(1, 1, 1), 137, ""))  # of the fourth start of its processes
-    revived.judge_when_settled()
-    assert [each.failure.start for each in revived.pending] == [(1, 3)]
+    revived._decide()
+    assert [each.failure.start for each in revived.state.pending] == [(1, 3)]
     unheard = Launcher(launcher.state_dir, Machine().awake())
     unheard._recover()
     unheard._worker_died(Ended(Worker(1, 1, 1), 137, ""))  # before anybody has reported
-    assert [each.failure.start for each in unheard.pending] == [(1, 3)]
+    assert [each.failure.start for each in unheard.state.pending] == [(1, 3)]
     launcher.state_dir.recovery.unlink()
     unaware = Launcher(launcher.state_dir, Machine().awake())
     unaware._recover()
-    unaware.on_report(report)
-    assert (unaware.restarts, unaware.counted, unaware.history) == (0, (1, 1), ())
+    unaware._take(report)
+    assert (unaware.state.restarts, unaware.state.counted, unaware.state.history) == (0, (1, 1), ())
 
 
 def test_a_launcher_goes_on_from_the_file_of_the_version_before_and_writes_one_that_it_reads(
@@ -510,9 +538,10 @@ def test_a_launcher_goes_on_from_the_file_of_the_version_before_and_writes_one_t
         revived.pool.present[0] = Worker(0, 1, 1)
         revived._recover()
         assert revived.state.world == dataclasses.replace(decode(world.World, world_before), at=revived.state.world.at)
-        assert (revived.restarts, revived.counted, revived.newest_start(), revived.followed) == (5, (3, 1), (4, 2), 4), again
+        assert (revived.state.restarts, revived.state.counted, revived.state.followed) == (5, (3, 1), 4), again
+        assert revived.newest_start() == (4, 2)
         assert (revived.status.interruptions, revived.state.called) == (2, None)
-        ages = [(revived.clock() - at, *rest) for at, *rest in revived.history]
+        ages = [(revived.clock() - at, *rest) for at, *rest in revived.state.history]
         assert ages == [(pytest.approx(150, abs=9), 30, None), (pytest.approx(120, abs=9), 30, 40)]
         assert [(id, revived.clock() - loss.at) for id, loss in revived.state.lost.items()] == [(1, pytest.approx(102.5, abs=9))]
     ours = json.loads(launcher.state_dir.recovery.read_text())
@@ -564,7 +593,7 @@ def test_a_stronger_request_changes_the_end_that_workers_hear(tmp_path: Path) ->
     for end in ("interrupt", "cancel", "kill"):
         Request.read(launcher.state_dir).replaced(launcher.state_dir, end=end)
         launcher._apply_request()
-        on_report[end] = launcher.closed and launcher.closed.reason
+        on_report[end] = launcher.state.closed and launcher.state.closed.reason
     assert on_report == {"interrupt": None, "cancel": "cancelled by the user", "kill": "killed by the user"}
 
 
@@ -578,7 +607,7 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
     assert launcher.status.saved is not None
     assert launcher.status.saved.name == "work/checkpoint-40"
     launcher.formed(world.World(2, (0, 1), "", ""))
-    launcher.state = world.State({}, world.World(2, (0, 1), "", "", 0.0))
+    launcher.state = CoordinatorState({}, world.World(2, (0, 1), "", "", 0.0))
     of_worker = {"logged": [9, 100, 1]}
     launcher.pool.present[0] = Worker(0, 1, 1)
     monkeypatch.setattr(launcher.pool, "report", lambda _: of_worker)
@@ -599,7 +628,7 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
 
     (first.output / "work" / "checkpoint-60").mkdir()
     (first.output / "work" / "checkpoint-60" / "model.pt").touch()
-    launcher.over(State.SUCCEEDED, "done", 0)
+    launcher._take(Ending(State.SUCCEEDED, "done", 0))
     launcher._finish()
     assert launcher.status.saved.name == "work/checkpoint-60"
     assert launcher.status.warnings == [warning], "it has not become well by the end"
@@ -608,7 +637,7 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
 def test_a_launcher_that_takes_over_a_plain_script_that_trains_does_not_take_it_for_restarted(tmp_path: Path, monkeypatch):
     launcher = a_launcher(tmp_path, Machine())
     launcher.pool.present[0] = Worker(0, 1, 1)
-    launcher.state = world.State({}, world.World(1, (0, 1), "", "", 0.0))
+    launcher.state = CoordinatorState({}, world.World(1, (0, 1), "", "", 0.0))
     record = progress_file.Progress(generation=1, rank=0, phase="started", pid=7, started=1)
     monkeypatch.setattr("outlast.local.live_status.progress_file.read", lambda *_: record)
     told = {"logged": [46, 100, 1], "logged_more": {"pid": 7, "first": [0, 100, None]}}

@@ -19,7 +19,7 @@ from outlast.job.status import State
 from outlast.rendezvous import attempts, coordinator, restart_budget, root_cause, world
 from outlast.rendezvous.attempts import Go, No, Participant, Past, Ready, Stage, Stop
 from outlast.rendezvous.mesh.mesh import Mesh
-from outlast.rendezvous.messages import Report
+from outlast.rendezvous.messages import Gone, Report
 from outlast.rendezvous.repairs import Repairs
 
 
@@ -303,36 +303,47 @@ def test_whatever_is_lost_doubled_or_late_no_processes_of_two_attempts_run(data:
 # Counted afterwards
 
 
-class Counting(coordinator.Coordinator):
+class Counting:
     """A coordinator of the members 3 and 4, which train in generation 7; `new` is one that has no history."""
 
     def __init__(self, limit: int = 10, *, new: bool = False) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
         self.said: list[str] = []
         self.now = 100.0
         policy = restart_budget.Policy(limit, timedelta(hours=1))
-        super().__init__(coordinator.Settings((1, 2), policy, world.Timeouts()), lambda: self.now)
+        self.settings = coordinator.Settings((1, 2), policy, world.Timeouts())
+        self.state = coordinator.CoordinatorState({})
         if new:
             return
-        self.state, self.followed = world.State({}, world.World(7, (3, 4), "a:1", "training starts", 0.0)), 7
+        training = world.World(7, (3, 4), "a:1", "training starts", 0.0)
+        self.state = dataclasses.replace(self.state, world=training, followed=7)
         for id in (3, 4):
             self.hears(id)
 
-    def say(self, state: State, reason: str) -> None:
-        self.said.append(f"{state}: {reason}")
+    def say(self, text: str) -> None:
+        self.said.append(text)
 
     def event(self, kind: str, **facts: Any) -> None:
         self.events.append((kind, facts))
 
+    def finished(self, state: State, reason: str, code: int) -> None: ...
+
+    def take(self, event: coordinator.Event) -> None:
+        self.state, effects = coordinator.step(self.settings, self.state, event, self.now)
+        for effect in effects:
+            coordinator.show(effect, self)
+
     def hears(self, id: int, standing: str = "training", **fields: Any) -> None:
         report = {"run": "r", "id": id, "standing": standing, "generation": 7, "address": f"h-{id}:1", **fields}
-        self.on_report(decode(Report, report))
+        self.take(decode(Report, report))
+
+    def tick(self, *expected: int) -> None:
+        self.take(coordinator.Tick(frozenset(expected)))
 
     def goes_on(self, seconds: float = 2.0) -> None:
         self.now += seconds
         for _ in range(3):
-            self.decide(2, {3, 4})
-            self.judge_when_settled()
+            self.tick(3, 4)
 
     def counted_starts(self) -> list[tuple[int, int]]:
         return [(facts["generation"], facts["attempt"]) for kind, facts in self.events if kind == "failure"]
@@ -352,7 +363,7 @@ def test_repaired_failures_are_counted_once_whoever_reports_them() -> None:
     run.hears(3, attempt=2, past=the_past(1, 2))
     run.hears(4, attempt=2, past=the_past(2, 1))
     run.hears(3, attempt=2, past=the_past(1, 2), unheard=[4])
-    assert (run.counted_starts(), run.restarts, run.counted) == ([(7, 0), (7, 1)], 2, (7, 1))
+    assert (run.counted_starts(), run.state.restarts, run.state.counted) == ([(7, 0), (7, 1)], 2, (7, 1))
     assert run.said[-1] == (
         "Running: repaired by its workers, attempt 2 of generation 7: rank 4 on worker 4 was killed by SIGKILL; restart 2 of 10"
     )
@@ -380,21 +391,21 @@ def test_members_of_which_some_have_gone_are_called_together_for_one_failure() -
     run.hears(3, "waiting", attempt=1, failed=True, failure=ECHO)
     run.goes_on(0.0)
     assert run.state.world is not None
-    assert (run.state.world.generation, run.restarts) == (8, 1)
+    assert (run.state.world.generation, run.state.restarts) == (8, 1)
 
 
 def a_call_to_grow(run: Counting) -> None:
-    run.sizes = (1, 2, 3)
+    run.settings = dataclasses.replace(run.settings, sizes=(1, 2, 3))
     run.hears(5, "waiting", generation=0)
     run.now += 10.0
-    run.decide(3, {3, 4, 5})
+    run.tick(3, 4, 5)
     assert run.state.called is not None
     assert run.state.called.cause is world.Cause.GROW
 
 
 def a_call_for_a_lost_worker(run: Counting) -> None:
-    run.on_gone(3)
-    run.decide(2, {3, 4})
+    run.take(Gone(3))
+    run.tick(3, 4)
     assert run.state.called is not None
     assert run.state.called.cause is world.Cause.LOST
 
@@ -407,7 +418,7 @@ def test_a_crash_during_a_call_counts_although_an_earlier_one_was_repaired(call:
     call(run)
     run.hears(4, "waiting", attempt=1, past=the_past(1), failed=True, failure=a_failure(4))
     run.goes_on()
-    assert (run.counted_starts(), run.restarts) == ([(7, 0), (7, 1)], 2)
+    assert (run.counted_starts(), run.state.restarts) == ([(7, 0), (7, 1)], 2)
 
 
 class Silent:
@@ -463,14 +474,16 @@ def test_what_comes_before_a_member_is_where_it_is_meant_for_is_taken_when_it_is
 def test_repaired_failures_use_up_the_budget() -> None:
     run = Counting(limit=2)
     run.hears(3, attempt=4, past=the_past(1, 2, 3, 4))
-    assert (run.counted_starts(), run.closed is not None) == ([(7, 0), (7, 1), (7, 2)], True)
+    assert (run.counted_starts(), run.state.closed is not None) == ([(7, 0), (7, 1), (7, 2)], True)
 
 
 @pytest.mark.parametrize("hours", [0, 2])
 def test_a_coordinator_that_was_away_counts_the_past_at_the_time_at_which_it_was(hours: int) -> None:
     run = Counting()
     run.hears(3, attempt=12, past=the_past(*range(1, 13), every_s=3600.0 * hours))
-    assert (run.restarts, run.closed is None, run.counted) == ((12, True, (7, 11)) if hours else (10, False, (7, 10)))
+    assert (run.state.restarts, run.state.closed is None, run.state.counted) == (
+        (12, True, (7, 11)) if hours else (10, False, (7, 10))
+    )
 
 
 def test_the_age_of_a_failure_is_that_by_the_clock_of_the_member_that_tells_it_first_hand() -> None:
@@ -489,13 +502,13 @@ def test_a_coordinator_without_a_history_counts_what_fails_from_now_on() -> None
     run.hears(4, "waiting", attempt=12, failed=True, failure=a_failure(4))
     run.hears(3, attempt=12, past=past)
     run.hears(4, attempt=12, past=past)
-    assert (run.counted_starts(), run.closed) == ([], None)
+    assert (run.counted_starts(), run.state.closed) == ([], None)
     for attempt in range(13, 24):
         run.hears(3, attempt=attempt, past=[*past, *the_past(*range(13, attempt + 1))][-attempts.PAST :])
-        assert run.closed is None or attempt == 23
+        assert run.state.closed is None or attempt == 23
     assert run.counted_starts() == [(7, attempt) for attempt in range(12, 23)]
-    assert run.closed is not None
-    assert run.closed.reason.endswith("restarts.limit (10 within 1h without a new checkpoint) is used up")
+    assert run.state.closed is not None
+    assert run.state.closed.reason.endswith("restarts.limit (10 within 1h without a new checkpoint) is used up")
 
 
 def test_saved_steps_refund_repaired_failures_as_they_do_others() -> None:
@@ -504,14 +517,14 @@ def test_saved_steps_refund_repaired_failures_as_they_do_others() -> None:
     for each in past:
         each["failure"] = {**each["failure"], "committed": 10 * each["attempt"]}
     run.hears(3, attempt=4, past=past)
-    assert (run.restarts, run.closed) == (4, None)
+    assert (run.state.restarts, run.state.closed) == (4, None)
 
 
 @pytest.mark.parametrize("past", [[{}], [{"generation": 7}], [{**the_past(1)[0], "attempt": 0}], the_past(1, generation=99)])
 def test_a_past_that_makes_no_sense_counts_nothing(past: list[dict[str, Any]]) -> None:
     run = Counting()
     run.hears(3, past=past)
-    assert (run.counted_starts(), run.counted) == ([], (0, 0))
+    assert (run.counted_starts(), run.state.counted) == ([], (0, 0))
 
 
 @pytest.mark.parametrize("fields", [{"past": 5}, {"past": ["x"]}, {"past": [{}] * 65}, {"attempt": -1}, {"attempt": "1"}])

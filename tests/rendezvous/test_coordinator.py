@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from outlast.job import contract
-from outlast.job.status import State
-from outlast.rendezvous import restart_budget, world
-from outlast.rendezvous.coordinator import Coordinator, Settings
-from outlast.rendezvous.messages import Called, Closed, Report
+from outlast.job.contract import End
+from outlast.job.status import Ending, State
+from outlast.rendezvous import restart_budget, root_cause, world
+from outlast.rendezvous.coordinator import CoordinatorState, Effect, Event, Record, Send, Settings, Tick, step
+from outlast.rendezvous.messages import Called, Closed, Gone, Report
 from outlast.rendezvous.world import MemberState, World
 
 
-class Coordinating(Coordinator):
+class Coordinating:
     """One that notes what it would send, say and record."""
 
     def __init__(self, workers: int = 3) -> None:
-        self.now = 1000.0
+        self.now, self.workers = 1000.0, workers
         policy = restart_budget.Policy(9, timedelta(hours=1))
-        super().__init__(Settings(tuple(range(1, workers + 1)), policy, world.Timeouts(start=0.0)), lambda: self.now)
-        self.workers = workers
+        self.settings = Settings(tuple(range(1, workers + 1)), policy, world.Timeouts(start=0.0))
+        self.state = CoordinatorState({})
         self.told: dict[int, list[object]] = {id: [] for id in range(workers)}
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.said: list[tuple[State, str]] = []
@@ -31,26 +33,40 @@ class Coordinating(Coordinator):
         self.look()
         self.train(1)
 
-    def send(self, id: int, kind: str, content: object) -> None:
-        self.told[id].append(content)
-
-    def say(self, state: State, reason: str) -> None:
-        self.said.append((state, reason))
-
-    def event(self, kind: str, **facts: Any) -> None:
-        self.events.append((kind, facts))
+    def take(self, event: Event) -> list[Effect]:
+        self.state, effects = step(self.settings, self.state, event, self.now)
+        for effect in effects:
+            match effect:
+                case Send(to, _, message):
+                    for id in to:
+                        self.told[id].append(message)
+                case Record(kind, facts, state, reason):
+                    self.events.append((kind, dict(facts)))
+                    if state:
+                        self.said.append((state, reason))
+        return effects
 
     def report(self, id: int, standing: str, generation: int = 0, **fields: Any) -> None:
-        self.on_report(Report("run", id, MemberState(standing), generation, self.now, f"10.0.0.{id}:1", **fields))
+        self.take(Report("run", id, MemberState(standing), generation, self.now, f"10.0.0.{id}:1", **fields))
 
     def train(self, generation: int, *ids: int) -> None:
         for id in ids or range(self.workers):
             self.report(id, "training", generation, mesh=True)
 
-    def look(self) -> world.Decision:
-        while not isinstance(decision := self.decide(self.workers, range(self.workers)), world.Wait):
-            assert decision is not None
-        return decision
+    def tick(self) -> list[Effect]:
+        return self.take(Tick(frozenset(range(self.workers))))
+
+    def look(self) -> world.Wait:
+        """What it waits for once it has nothing more to decide."""
+        for _ in range(10):
+            if wait := next((effect for effect in self.tick() if isinstance(effect, world.Wait)), None):
+                return wait
+        raise AssertionError("it decides for ever")
+
+    def settle(self) -> None:
+        """Failures are judged, whatever else may happen."""
+        self.now += root_cause.COORDINATOR.answer
+        self.tick()
 
     def newest(self) -> World:
         assert self.state.world is not None
@@ -72,7 +88,7 @@ def test_who_is_not_heard_is_told_to_end_and_the_others_go_on_without_waiting() 
     for id in (0, 1):
         run.report(id, "waiting", 1, unheard=(2,))
     run.look()
-    assert (run.newest().generation, run.newest().members, run.restarts) == (2, (0, 1), 0)
+    assert (run.newest().generation, run.newest().members, run.state.restarts) == (2, (0, 1), 0)
 
 
 def test_a_process_that_was_fenced_is_told_so_as_often_as_it_reports_and_its_successor_joins_later() -> None:
@@ -80,7 +96,7 @@ def test_a_process_that_was_fenced_is_told_so_as_often_as_it_reports_and_its_suc
     for id in (0, 1):
         run.report(id, "training", 1, unheard=(2,))
     run.look()
-    run.on_gone(2)
+    run.take(Gone(2))
     run.report(2, "training", 1)
     run.report(2, "waiting", 1)
     assert run.told[2][-2:] == [Closed(LOST, 75), Closed(LOST, 75)]
@@ -102,12 +118,12 @@ def test_echoes_are_not_waited_out_when_it_is_known_whose_death_they_echo() -> N
     run = Coordinating()
     echo = {"rank": 0, "code": 1, "reason": "connection reset", "echo": True, "time": 0.0}
     run.report(0, "waiting", 1, failed=True, failure=echo)
-    assert run.decide(3, range(3)) is None
+    assert run.tick() == []
     run.report(1, "training", 1, unheard=(2,), refused=(2,))
-    run.decide(3, range(3))
+    run.tick()
     assert run.state.called is not None
     assert run.state.called.reason == "lost worker 2: it refuses connections"
-    assert 2 not in run.fenced
+    assert 2 not in run.state.fenced
 
 
 def test_a_worker_that_errs_costs_a_start_of_processes_at_most() -> None:
@@ -116,7 +132,7 @@ def test_a_worker_that_errs_costs_a_start_of_processes_at_most() -> None:
     run.look()
     assert run.state.called is None
     run.now += 1
-    run.decide(3, range(3))
+    run.tick()
     for id in (0, 1):
         run.report(id, "waiting", 1)
     run.look()
@@ -131,7 +147,7 @@ KILLED = {"rank": None, "code": 137, "reason": "the elastic agent of worker 2 wa
 def test_a_process_in_the_place_of_one_that_was_killed_is_no_side_of_a_partition_and_counts_once(noticed: bool) -> None:
     run = Coordinating()
     if noticed:
-        run.on_gone(2)
+        run.take(Gone(2))
         run.look()
     run.report(2, "waiting", 1, failed=True, failure=KILLED, again=True)
     for id in (0, 1):
@@ -142,14 +158,14 @@ def test_a_process_in_the_place_of_one_that_was_killed_is_no_side_of_a_partition
     for id in (0, 1):
         run.report(id, "waiting", 1, unheard=(2,), refused=(2,))
     run.look()
-    assert (run.newest().generation, run.newest().members, run.fenced) == (2, (0, 1, 2), {})
+    assert (run.newest().generation, run.newest().members, run.state.fenced) == (2, (0, 1, 2), {})
     run.train(2)
     assert [facts["reason"] for kind, facts in run.events if kind == "failure"] == [KILLED["reason"]]
 
 
 def test_a_process_without_which_the_others_went_on_still_tells_what_happened_to_the_one_before_it() -> None:
     run = Coordinating()
-    run.on_gone(2)
+    run.take(Gone(2))
     run.look()
     for id in (0, 1):
         run.report(id, "waiting", 1)
@@ -160,8 +176,7 @@ def test_a_process_without_which_the_others_went_on_still_tells_what_happened_to
         run.report(2, "waiting", 1, failed=True, failure=KILLED, again=True)
         run.now += 2.0
         run.look()
-        run.judge_when_settled()
-    assert (run.restarts, run.said[-1][0], run.state.called) == (1, State.RUNNING, None)
+    assert (run.state.restarts, run.said[-1][0], run.state.called) == (1, State.RUNNING, None)
     assert run.said[-1][1] == f"{KILLED['reason']}; restart 1 of 9"
     first = Report("run", 2, MemberState.WAITING, 1, again=True)
     assert (first.changed("waiting").again, first.changed("training", generation=3).again) == (True, False)
@@ -189,13 +204,13 @@ def test_a_worker_that_had_finished_when_the_others_broke_is_the_cause_and_count
     assert reason.startswith(
         "rank 1 on worker 1 exited with 0, as if done, while rank 0 trained: all ranks must do as many steps"
     )
-    assert [record.failed_step for record in run.history] == [0]
+    assert [record.failed_step for record in run.state.history] == [0]
 
 
 def test_a_worker_that_had_finished_when_another_was_lost_has_failed_in_nothing() -> None:
     run = Coordinating(2)
     run.report(1, "done", 1)
-    run.on_gone(0)
+    run.take(Gone(0))
     run.look()
     run.report(1, "waiting", 1, failed=True, failure=ended(1, "rank 1 on worker 1", echo=True, left=True))
     run.report(0, "waiting", 0)
@@ -208,8 +223,8 @@ def test_a_rank_that_left_the_others_of_its_own_worker_is_counted_each_time() ->
     for generation in (1, 2, 3):
         run.train(generation)
         run.report(0, "waiting", generation, failed=True, failure=ended(1, "rank 1 exited with 0", left=True, step=0))
-        run.look() if generation < 3 else run.judge()
-    assert (len(counted(run)), run.closed is not None) == (3, True)
+        run.look() if generation < 3 else run.settle()
+    assert (len(counted(run)), run.state.closed is not None) == (3, True)
 
 
 def test_a_failure_that_cannot_be_read_counts_and_is_decided_on() -> None:
@@ -218,7 +233,7 @@ def test_a_failure_that_cannot_be_read_counts_and_is_decided_on() -> None:
     run.report(1, "waiting", 1)
     run.look()
     said = "worker 0 failed, and its report cannot be read: its agent is of another version"
-    assert (run.newest().generation, run.restarts, counted(run)) == (2, 1, [said])
+    assert (run.newest().generation, run.state.restarts, counted(run)) == (2, 1, [said])
 
 
 MISFIT = ended(0, "rank 0 on worker 0: 8 samples cannot be shared among 3 ranks", code=contract.Exit.MISCONFIGURED)
@@ -232,16 +247,59 @@ def test_a_script_that_refuses_the_size_of_its_world_gets_another_one_for_nothin
     for id in (1, 2):
         run.report(id, "waiting", 1, failed=True, failure=ended(id, "it was stopped", echo=True))
     if ends:
-        run.decide(3, range(3))
-        run.judge()
-        assert run.closed is not None
-        assert (run.closed.code, run.closed.reason) == (78, f"{MISFIT['reason']}; a restart would not help")
+        run.tick()
+        run.settle()
+        assert run.state.closed is not None
+        assert (run.state.closed.code, run.state.closed.reason) == (78, f"{MISFIT['reason']}; a restart would not help")
         return
     run.look()
-    assert (run.newest().members, run.restarts, run.history, run.closed) == ((0, 1), 0, (), None)
+    assert (run.newest().members, run.state.restarts, run.state.history, run.state.closed) == ((0, 1), 0, (), None)
     assert (State.RESTARTING, f"{MISFIT['reason']}; the next world has another size") in run.said
     run.train(2, 0, 1)
     run.report(0, "waiting", 2, failed=True, failure=MISFIT, batch=batch)
     run.report(1, "waiting", 2)
-    run.judge()
-    assert run.closed is not None, "2 workers can share the batch: the cause is another one"
+    run.settle()
+    assert run.state.closed is not None, "2 workers can share the batch: the cause is another one"
+
+
+def test_effects_are_in_the_order_in_which_they_are_performed() -> None:
+    """The ledger and people learn of a thing before the members do, and of a failure before what follows from it."""
+    run = Coordinating(2)
+    run.report(0, "waiting", 1, failed=True, failure=KILLED)
+    before = run.state
+    reason = KILLED["reason"]
+    (called, to_all) = run.tick()
+    assert called == Record("called", {"generation": 2, "reason": reason, "planned": False}, State.RESTARTING, reason)
+    assert to_all == Send((0, 1), "called", Called(2, reason, False, run.now + 75, leave_s=75.0))
+    assert before.called is None, "a state never changes"
+    run.report(1, "waiting", 1)
+    failure, began, new, to_members = run.tick()
+    assert isinstance(failure, Record)
+    assert (failure.kind, failure.state, failure.reason) == ("failure", State.RESTARTING, f"{reason}; restart 1 of 9")
+    facts = {"generation": 2, "workers": [0, 1], "reason": f"{reason}; training goes on with all 2"}
+    assert began == Record("world", facts, State.RUNNING, facts["reason"])
+    assert (new, to_members) == (run.newest(), Send((0, 1), "world", run.newest()))
+    ending = Ending(State.FAILED, "it has run for too long", contract.Exit.FAILED, End.DEADLINE)
+    given_up = dataclasses.replace(ending, code=contract.Exit.GIVEN_UP)
+    assert run.take(ending) == [given_up, Send((0, 1), "closed", Closed(ending.reason, contract.Exit.GIVEN_UP, End.DEADLINE))]
+    assert run.take(dataclasses.replace(ending, reason="it ends again")) == []
+
+
+def test_workers_that_are_asked_to_leave_are_sent_no_end() -> None:
+    run = Coordinating(1)
+    interrupted = Ending(State.INTERRUPTED, "stopped by the user", contract.Exit.INTERRUPTED)
+    assert (run.take(interrupted), run.state.closed) == ([interrupted], None)
+
+
+def test_a_successor_continues_with_what_is_persisted_on_another_clock() -> None:
+    run = Coordinating()
+    run.report(0, "waiting", 1, failed=True, failure=KILLED)
+    for id in (1, 2):
+        run.report(id, "waiting", 1, unheard=(0,) if id == 1 else ())
+    run.look()
+    persisted = run.state.persisted(run.now + 5)
+    successor = persisted.restored(50.0, ago_s=20.0)
+    assert (successor.counted, successor.restarts, successor.followed) == ((1, 0), 1, 2)
+    assert [record.time for record in successor.history] == [25.0], "it was counted 5 seconds before this was written"
+    assert successor.world == dataclasses.replace(run.newest(), at=50.0)
+    assert successor.persisted(50.0 - 20.0) == dataclasses.replace(persisted, world=successor.world)

@@ -189,7 +189,7 @@ def test_a_listing_that_was_asked_for_before_the_election_says_nothing_of_member
     bench.turn(candidate, seconds=0.0)
     assert candidate.term
     candidate.listed(candidate._store.range(before, prefix=True), before)
-    assert candidate.term.reports.keys() == {0, 1}
+    assert candidate.term.state.reports.keys() == {0, 1}
 
 
 @pytest.mark.parametrize("cut_off", [False, True])

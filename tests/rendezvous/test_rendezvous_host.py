@@ -17,6 +17,7 @@ import ports
 from outlast.base.typed_json import decode
 from outlast.job import contract, sealed_lines, spec
 from outlast.job.ledger import Ledger
+from outlast.job.status import Ending, State
 from outlast.rendezvous import messages, worker0, world
 from outlast.rendezvous.member_client import Client
 from outlast.rendezvous.transports import sockets
@@ -94,7 +95,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         client.close()
     for stranger in made.strangers:
         stranger.sock.close()
-    made.host.closed = messages.Closed("", 0)
+    made.host.state = replace(made.host.state, ending=Ending(State.SUCCEEDED, "", 0))
     made.host.wait()
 
 
@@ -103,13 +104,13 @@ def test_strangers_can_neither_join_nor_end_the_run(run: Run, capfd: pytest.Capt
         stranger = run.stranger(key=b"another")
         stranger.report(id)
         assert stranger.is_hung_up_on()
-    assert run.host.reports == {}
+    assert run.host.state.reports == {}
     members = [run.client(id) for id in (0, 1)]
     until(lambda: all(member.world for member in members))
     for id in (0, 1):
         run.stranger(key=b"another").report(id, "done", generation=1)
     members[0].report("training", generation=1)
-    until(lambda: run.host.reports[0].standing == "training")
+    until(lambda: run.host.state.reports[0].standing == "training")
     assert (run.ended, run.broken) == ([], [])
     assert "sent an invalid report: it is not sealed with the key of the run" in capfd.readouterr().err
 
@@ -169,13 +170,13 @@ def test_nothing_that_a_member_says_ends_the_rendezvous(run: Run) -> None:
         odd.sock.sendall(odd.seal.sealed(line))
         with contextlib.suppress(OSError):
             assert odd.is_hung_up_on()
-    assert set(run.host.reports) == {0, 1}
+    assert set(run.host.state.reports) == {0, 1}
     assert (run.ended, run.broken) == ([], [])
     for failure in ({"committed": "far", "code": [], "step": {}}, {"time": "now", "reason": 7}):
-        members[1].report("waiting", generation=run.host.generation(), failed=True, failure=failure)
-        generation = run.host.generation()
+        members[1].report("waiting", generation=run.host.state.generation, failed=True, failure=failure)
+        generation = run.host.state.generation
         until(lambda generation=generation: run.host.state.world.generation > generation)  # type: ignore[union-attr]
-    assert run.host.restarts > 0
+    assert run.host.state.restarts > 0
     assert (run.ended, run.broken) == ([], [])
 
 
@@ -184,7 +185,7 @@ def test_a_member_speaks_for_itself_alone(run: Run) -> None:
     stranger.report(0)
     stranger.report(1)
     assert stranger.is_hung_up_on()
-    assert 1 not in run.host.reports
+    assert 1 not in run.host.state.reports
 
 
 def test_who_connects_and_says_nothing_costs_little(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +193,7 @@ def test_who_connects_and_says_nothing_costs_little(run: Run, monkeypatch: pytes
     monkeypatch.setattr(sockets, "_STRANGERS", 8)
     idle = [socket.create_connection(("127.0.0.1", int(run.endpoint.rpartition(":")[2]))) for _ in range(30)]
     member = run.client(0)
-    until(lambda: 0 in run.host.reports)
+    until(lambda: 0 in run.host.state.reports)
     until(lambda: not run.host._server._strangers)
     assert member.closed is None
     for each in idle:

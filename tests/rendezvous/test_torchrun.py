@@ -42,7 +42,7 @@ class Decider:
         self.over = False
 
     async def run(self) -> None:
-        self.server = sockets.Server(run="run", on_report=self.on_report, on_gone=self.on_gone)
+        self.server = sockets.Server(run="run", take=self.take)
         await self.server.start(self.path)
         self.ready.set()
         while not self.over:
@@ -51,20 +51,17 @@ class Decider:
             for id in self.state.members:
                 match decision:
                     case world.Call(generation, reason, planned, at):
-                        self.server.send(id, "called", messages.Called(generation, reason, planned, at + 10))
+                        self.server.send([id], "called", messages.Called(generation, reason, planned, at + 10))
                     case world.World():
-                        self.server.send(id, "world", decision)
+                        self.server.send([id], "world", decision)
             await asyncio.sleep(0.02)
         await self.server.stop()
 
-    def on_report(self, report: messages.Report) -> None:
-        standing = world.MemberState(report.standing)
-        self.state = self.state.reported(
-            world.Member(report.id, report.address, standing, report.generation, time.time(), report.failed)
-        )
-
-    def on_gone(self, id: int) -> None:
-        self.state = self.state.gone(id)
+    def take(self, event: messages.Report | messages.Gone) -> None:
+        if isinstance(event, messages.Gone):
+            self.state = self.state.gone(event.id)
+        else:
+            self.state = self.state.reported(event.member(event.id, since=time.time(), received=time.time()))
 
 
 @pytest.fixture

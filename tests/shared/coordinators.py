@@ -19,7 +19,7 @@ from outlast.job.contract import Env
 from outlast.rendezvous import transport
 from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.etcd.gateway import put
-from outlast.rendezvous.messages import Called, Closed, Report
+from outlast.rendezvous.messages import Called, Closed, Gone, Report
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Call, World
 
@@ -79,7 +79,7 @@ class Sockets:
 
     def mend(self) -> None:
         key = self._environ.get(Env.RENDEZVOUS_KEY, "").encode()
-        self._server = sockets.Server(run="run", on_report=self._on_report, on_gone=self._on_gone, key=key)
+        self._server = sockets.Server(run="run", take=self._take, key=key)
         self._do(self._server.start(self._path or socket.create_server(("127.0.0.1", self._port))))
 
     def cut(self) -> None:
@@ -94,16 +94,16 @@ class Sockets:
     def _do(self, what: Any) -> None:
         asyncio.run_coroutine_threadsafe(what, self._loop).result(60)
 
-    def _on_report(self, report: Report) -> None:
-        self._reports[report.id] = report
-        self._send(report.id)
-
-    def _on_gone(self, id: int) -> None:
-        self._reports.pop(id, None)
+    def _take(self, event: Report | Gone) -> None:
+        if isinstance(event, Gone):
+            self._reports.pop(event.id, None)
+        else:
+            self._reports[event.id] = event
+            self._send(event.id)
 
     def _send(self, id: int) -> None:
         for kind, content in self._told.items():
-            self._server.send(id, kind, content)
+            self._server.send([id], kind, content)
 
 
 class Etcd:

@@ -6,6 +6,7 @@ epoch (UTC).
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import shlex
 from typing import Annotated
@@ -48,6 +49,17 @@ class State(enum.StrEnum):
     def trains(self) -> bool:
         """True if the job is training, and therefore has a rate."""
         return self in (State.RUNNING, State.RESIZING)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """A decision that a run ends."""
+
+    state: State
+    reason: str
+    code: int
+    """Exit code of the job. INTERRUPTED: workers are asked to save and leave; otherwise they end at once."""
+    end: End = End.UNKNOWN
 
 
 class _Model(BaseModel):

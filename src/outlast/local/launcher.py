@@ -5,20 +5,20 @@
 A job has one launcher, which holds a lock. The launcher may be killed at any moment: workers continue to train, start a new
 launcher if theirs is unreachable, and are adopted by the new launcher. The launcher writes its state to `launcher.json` before
 anything that depends on this state. The command line writes the user's request to `wanted.json`; the status is in `status.json`.
-The launcher is the `rendezvous.coordinator` of one machine.
+The launcher coordinates one machine, see `rendezvous.coordinator`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 import signal
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outlast.base import file_locks, files
 from outlast.base.clock import Awake
@@ -28,12 +28,13 @@ from outlast.job import contract, spec
 from outlast.job import ledger as ledgers
 from outlast.job.contract import End
 from outlast.job.failure import Failure
-from outlast.job.status import JobStatus, State, StoreStatus
+from outlast.job.status import Ending, JobStatus, State, StoreStatus
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir
 from outlast.local.worker_processes import Ended, WorkerPool
-from outlast.rendezvous import messages, root_cause, world
-from outlast.rendezvous.coordinator import Coordinator, CoordinatorState, Settings, after
+from outlast.rendezvous import coordinator, root_cause, world
+from outlast.rendezvous.coordinator import PersistedState
+from outlast.rendezvous.root_cause import Pending
 from outlast.rendezvous.transports import sockets
 from outlast.worker import tracking
 from outlast.worker.agent import upload_handle
@@ -55,13 +56,14 @@ EXIT_TIMEOUT_S = 15.0
 """Seconds that workers may take to exit after the job ends."""
 
 
-class Launcher(Coordinator):
+class Launcher:
     """The launcher of one job. `run` returns the launcher's exit code."""
 
     def __init__(self, state_dir: StateDir, clock: Awake | None = None) -> None:
         self.state_dir = state_dir
         self.job = spec.load(state_dir.job)
-        super().__init__(Settings.of(self.job.spec), clock or Awake())
+        self.clock = clock or Awake()
+        self.settings = replace(coordinator.Settings.of(self.job.spec), gives_up=False)
         record = Run.read(state_dir)
         self.run_id = record.run
         self.output = Path(record.output)
@@ -69,9 +71,7 @@ class Launcher(Coordinator):
         self.pool = WorkerPool(state_dir, self.job, record, self.clock)
         self.ledger = ledgers.Ledger(self.output / contract.LEDGER, "launcher")
         self.request = Request.read(state_dir)
-        self.state = after(record.generation, self.clock())
-        self.closing: tuple[State, str, int] | None = None
-        """How the job will end, once decided: state, reason, exit code."""
+        self.state = coordinator.after(record.generation, self.clock())
         self.close_by = self.closed_at = 0.0
         self.displaced = False
         """True if another machine has taken the run over."""
@@ -91,8 +91,8 @@ class Launcher(Coordinator):
             output=str(self.output),
             store=StoreStatus(url=self.store) if self.store else None,
             processes=self.pool.processes,
-            min=self.sizes[0],
-            max=self.sizes[-1],
+            min=self.settings.sizes[0],
+            max=self.settings.sizes[-1],
         )
         self.live = LiveStatus(state_dir, record, self.pool, self.status, self.clock)
         self._started = 0, 0
@@ -101,7 +101,7 @@ class Launcher(Coordinator):
         self.heartbeat: heartbeat.Heartbeats | None = None
         self._written = ""
         self._wake = asyncio.Event()
-        self.server = sockets.Server(run=self.run_id, on_report=self.on_report, on_gone=self.on_gone, clock=self.clock)
+        self.server = sockets.Server(run=self.run_id, take=self._take, clock=self.clock)
 
     # The loop
 
@@ -122,17 +122,17 @@ class Launcher(Coordinator):
             self.heartbeat = heartbeat.Heartbeats(lambda: store.open_(self.store), self.run_id, owner, home, lost=lambda _: None)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.over, State.INTERRUPTED, f"the launcher received {number.name}", 75)
+            ending = Ending(State.INTERRUPTED, f"the launcher received {number.name}", contract.Exit.INTERRUPTED)
+            loop.add_signal_handler(number, self._take, ending)
         while True:
             self._wake.clear()
             self._end_silent()
             self._collect_ended()
             self._apply_request()
-            if self.closing is None:
+            if self.state.ending is None:
                 self._keep_deadlines()
                 self._start_missing()
                 self._decide()
-                self.judge_when_settled()
             elif self._all_exited():
                 break
             self._write_status()
@@ -153,43 +153,45 @@ class Launcher(Coordinator):
             return
         ages = [(memory["time"] - at, committed, step) for at, committed, step in memory["history"]]
         before = {"counted": memory["judged"], "failures": ages}  # all that the previous version wrote
-        last = decode(CoordinatorState, {**before, **memory, "closed": None})  # the end is in `closing`
-        self.restore(last, max(0.0, time.time() - memory["time"]))
+        last = decode(PersistedState, {**before, **memory, "closed": None})  # the end is in `closing`
+        generation, now = max(memory["generation"], self.record.generation), self.clock()
+        restored = last.restored(now, max(0.0, time.time() - memory["time"]))
+        called = coordinator.after(generation, now).called
+        self.state = replace(restored, world=None, called=called, followed=generation)
         self.status.interruptions = memory["interruptions"]
         with contextlib.suppress(OSError, ValueError):
             shown = JobStatus.model_validate_json(self.state_dir.status.read_text())
             self.status.started, self.status.failure = shown.started, shown.failure
             self.status.step, self.status.epoch = shown.step, shown.epoch
             if shown.started is not None:
-                self.started = self.clock() - max(0.0, time.time() - shown.started)
-        generation = max(memory["generation"], self.record.generation)
-        restored, self.followed = self.state, generation
-        self.state = dataclasses.replace(after(generation, self.clock()), lost=restored.lost)
+                self.started = now - max(0.0, time.time() - shown.started)
         self._started = memory["generation"], memory.get("start", 0)
         self.pool.gpus = memory["gpus"]  # a worker that restarts us sees only its own
         self.pool.adopt(memory["workers"])
         state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
         if state in (State.SUCCEEDED, State.FAILED):  # other ends are the user's, and in `wanted.json`
-            self.closing, self.close_by = (State(state), reason, code), self.clock() + self.timeouts.leave + EXIT_TIMEOUT_S
-            self.closed, self.status.end = messages.Closed(reason, code), End(memory.get("end", ""))
+            ending = Ending(State(state), reason, code, End(memory.get("end", "")))
+            self.state = replace(self.state, ending=ending)
+            self.close_by = now + self.settings.timeouts.leave + EXIT_TIMEOUT_S
         self._collect_ended()
-        if self.pool.present and restored.world:  # it may still be training, so wait for its reports
-            self.state = dataclasses.replace(restored, called=None, since=self.clock())
+        if self.pool.present and last.world:  # it may still be training, so wait for its reports
+            self.state = replace(self.state, world=restored.world, called=None, since=self.clock())
             self.say(State.RUNNING, "the launcher was started again over a running world")
         self.remember()
 
     def remember(self) -> None:
+        end = self.state.ending
         memory = {
-            **dataclasses.asdict(self.written()),
+            **asdict(self.state.persisted(self.clock())),
             "time": time.time(),
-            "generation": self.generation(),
+            "generation": self.state.generation,
             "interruptions": self.status.interruptions,
-            "history": self.history,  # this and the next: `failures` and `counted`, for a launcher of the previous version
-            "judged": self.counted[0],
+            "history": self.state.history,  # this and the next: `failures` and `counted`, for a launcher of the previous version
+            "judged": self.state.counted[0],
             "start": self.newest_start()[1],
             "gpus": self.pool.gpus,
-            "closing": self.closing,
-            "end": self.status.end,
+            "closing": (end.state, end.reason, end.code) if end else None,
+            "end": end.end if end else "",
             "workers": self.pool.records(),
         }
         with contextlib.suppress(OSError):  # a full disk; the workers also have the newest generation
@@ -198,13 +200,12 @@ class Launcher(Coordinator):
     # Workers
 
     def _start_missing(self) -> None:
-        for index in self.pool.missing(self.request.replicas, self.reports):
+        for index in self.pool.missing(self.request.replicas, self.state.reports):
             try:
-                worker = self.pool.start(index, self.reports)
+                worker = self.pool.start(index, self.state.reports)
             except (OutlastError, OSError) as problem:
                 if isinstance(problem, OutlastError) and not self.pool.present:
-                    self.over(State.FAILED, str(problem), contract.Exit.MISCONFIGURED)
-                    return
+                    return self._take(Ending(State.FAILED, str(problem), contract.Exit.MISCONFIGURED))
                 self.not_joined[index] = f"worker {index} cannot be started: {problem}"
                 self.pool.pause(index)
                 continue
@@ -220,10 +221,10 @@ class Launcher(Coordinator):
         for end in self.pool.ended():
             worker = end.worker
             self.ledger.write("exited", worker=worker.index, code=end.code, reason=end.message, interrupted=end.interrupted)
-            if end.displaced and self.closing is None:
+            if end.displaced and self.state.ending is None:
                 self.displaced = True
-                self.over(State.INTERRUPTED, end.message, contract.Exit.INTERRUPTED)
-            elif self.closing is None and not worker.leaving:
+                self._take(Ending(State.INTERRUPTED, end.message, contract.Exit.INTERRUPTED))
+            elif self.state.ending is None and not worker.leaving:
                 if end.interrupted:
                     self.status.interruptions += 1
                 else:
@@ -240,47 +241,54 @@ class Launcher(Coordinator):
             return
         (generation, attempt), step = self.newest_start(), self.status.step
         inside = self.state.world is not None and index in self.state.world.members and self.pool.trained(index)
-        if inside and self.counted >= (generation, attempt):
+        if inside and self.state.counted >= (generation, attempt):
             return  # part of a world's failure that is already counted
         died = Failure(worker=index, code=end.code, reason=reason, step=step, time=time.time())
-        self.add_failure(dataclasses.replace(died, generation=generation, attempt=attempt), echo=False)
-
-    def add_failure(self, failure: Failure, *, echo: bool) -> None:
-        self.live.read(self.state.world)
-        if echo and self.status.told and not failure.step:  # for the status
-            failure = dataclasses.replace(failure, step=self.status.step)
-        super().add_failure(failure, echo=echo)
+        self._take(Pending(False, replace(died, generation=generation, attempt=attempt)))
 
     def newest_start(self) -> tuple[int, int]:
         """Return the newest generation and its newest reported attempt, even if only the previous launcher saw them."""
-        starts = [(each.generation, each.attempt) for each in self.reports.values() if each.generation == self.generation()]
-        return max([(self.generation(), 0), self._started, *starts])
+        current = self.state.generation
+        starts = [(each.generation, each.attempt) for each in self.state.reports.values() if each.generation == current]
+        return max([(current, 0), self._started, *starts])
 
-    # Decisions
-
-    def fence(self, id: int, reason: str) -> None:
-        super().fence(id, reason)
-        self.unreachable[id] = reason
-        self.not_joined[id] = f"{reason}; it is started again, and may join after {self.state.lost[id].held_s:g} s"
-        self.pool.kill(id, f"is heard by nobody ({reason})")
+    # Coordination
 
     def _decide(self) -> None:
-        match self.decide(self.request.replicas, (worker.index for worker in self.pool.staying())):
-            case world.Wait() as wait:
-                called = self.state.called
-                if (called and self.clock() - called.at > WAIT_NOTICE_S) or (not called and not self.state.world):
-                    self.status.reason, self.status.waits = wait.reason, wait.steady
-                elif wait.idle not in self.status.reason:
-                    self.status.reason = wait.reason
+        expected = frozenset(worker.index for worker in self.pool.staying())
+        self._take(coordinator.Tick(expected, self.request.replicas, self._cause()))
 
-    def send(self, id: int, kind: str, content: object) -> None:
-        self.server.send(id, kind, content)
-
-    def wake(self) -> None:
-        self._wake.set()
-
-    def event(self, kind: str, **facts: Any) -> None:
-        self.ledger.write(kind, **facts)
+    def _take(self, event: coordinator.Event) -> None:
+        before = self.state
+        self.state, effects = coordinator.step(self.settings, before, event, self.clock())
+        if self.state is not before:
+            self._wake.set()
+        lasting, last = ((each.world, each.counted, each.history, each.ending) for each in (self.state, before))
+        if lasting != last:
+            self.remember()  # before anybody is told
+        for effect in effects:
+            match effect:
+                case coordinator.Record(kind, facts, state, reason, failure):
+                    self.status.failure = failure or self.status.failure
+                    self.ledger.write(kind, **facts)
+                    if state:
+                        self.say(state, reason)
+                case coordinator.Send(to, kind, message):
+                    self.server.send(to, kind, message)
+                case coordinator.Fence(id, reason):
+                    self.unreachable[id] = reason
+                    self.not_joined[id] = f"{reason}; it is started again, and may join after {self.state.lost[id].held_s:g} s"
+                    self.pool.kill(id, f"is heard by nobody ({reason})")
+                case Ending():
+                    self._end(effect)
+                case world.World():
+                    self.formed(effect)
+                case world.Wait():
+                    called = self.state.called
+                    if (called and self.clock() - called.at > WAIT_NOTICE_S) or (not called and not self.state.world):
+                        self.status.reason, self.status.waits = effect.reason, effect.steady
+                    elif effect.idle not in self.status.reason:
+                        self.status.reason = effect.reason
 
     def formed(self, new: world.World) -> None:
         now = self.clock()
@@ -296,24 +304,28 @@ class Launcher(Coordinator):
         for worker in outside[: max(0, surplus)]:
             self.pool.ask_to_leave(worker)
 
-    def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
+    def _cause(self) -> root_cause.Known | None:
+        """Return what is known about the cause of the pending failures. Echoes without a step get that of the run."""
+        if not self.state.pending:
+            return None
         self.live.read(self.state.world)
-        current = self.status.step
-        if self.live.has_session and failure.step:  # its own rank's step: the others may be a step ahead
-            current = failure.step
-        step = 0 if self.status.told == "log" else current  # a step read from a log is shown, but decides nothing
-        # Neither a secondary failure nor one of a plain script that ran for a while shows the step.
+        if self.status.told:
+            pending = (
+                each._replace(failure=replace(each.failure, step=each.failure.step or self.status.step)) if each.echo else each
+                for each in self.state.pending
+            )
+            self.state = replace(self.state, pending=tuple(pending))
+        cause = root_cause.cause(self.state.pending)
+        failure, committed, step = cause.failure, self.live.committed(), self.status.step
         if failure.hung:  # a hung process has reported its step
-            return failure, failure.step, self.live.committed()
+            return root_cause.Known(failure, failure.step, committed)
+        if self.live.has_session and failure.step:  # its own rank's step: the others may be a step ahead
+            step = failure.step
+        # Neither a secondary failure nor one of a plain script that ran for a while shows the step.
         silent = not self.live.has_session and self.status.told != "script" and self.clock() - self.formed_at > EARLY_FAILURE_S
-        return (
-            dataclasses.replace(failure, step=current if self.status.told else failure.step),
-            None if echo or silent else step,
-            self.live.committed(),
-        )
-
-    def failed(self, failure: Failure) -> None:
-        self.status.failure = failure
+        raised = 0 if self.status.told == "log" else step  # a step read from a log is shown, but decides nothing
+        shown = replace(failure, step=step if self.status.told else failure.step)
+        return root_cause.Known(shown, None if cause.echo or silent else raised, committed)
 
     def _keep_deadlines(self) -> None:
         """End a job that starts too late or runs too long. The clock stops while the machine sleeps."""
@@ -321,10 +333,10 @@ class Launcher(Coordinator):
         startup, active = limits.startup_deadline_seconds, limits.active_deadline_seconds
         if startup and self.started is None and now - self.submitted > startup:
             reason = f"training has not started within startupDeadlineSeconds ({startup})"
-            self.over(State.FAILED, reason, contract.Exit.FAILED, End.STARTUP_DEADLINE)
+            self._take(Ending(State.FAILED, reason, contract.Exit.FAILED, End.STARTUP_DEADLINE))
         elif active and self.started is not None and now - self.started > active:
             reason = f"the job has run for activeDeadlineSeconds ({active})"
-            self.over(State.FAILED, reason, contract.Exit.FAILED, End.DEADLINE)
+            self._take(Ending(State.FAILED, reason, contract.Exit.FAILED, End.DEADLINE))
 
     # The user's requests
 
@@ -337,51 +349,35 @@ class Launcher(Coordinator):
             self.not_joined.clear()
         old, self.request = self.request, new
         ending = ENDINGS.get(new.end)
-        if ending and self.closing is None:
-            self.over(ending.state, ending.reason, ending.code)
-        elif ending and ending.at_once and old.end != new.end:
-            self.closing = (ending.state, ending.reason, ending.code)
-            self.closed = messages.Closed(*self.closing[1:])
-        else:
-            return
-        if ending.at_once:
-            self.close_by = 0.0
+        at_once = ending is not None and ending.code != contract.Exit.INTERRUPTED
+        if ending and (self.state.ending is None or (at_once and old.end != new.end)):
+            self.state = replace(self.state, ending=None)
+            self._take(ending)
+            self.close_by = 0.0 if at_once else self.close_by
 
     # The end
 
-    def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
-        """Record the decision to end. Notify workers that wait for the next world, and ask all other workers to leave."""
-        if self.closing is not None:
-            return
-        self.status.end = end
-        self.closing = (state, reason, code)
-        self.remember()
-        if state is State.FAILED and self.status.state is State.RESTARTING:
+    def _end(self, ending: Ending) -> None:
+        """Ask the workers to leave, but for those that hear of the end."""
+        leave = ending.code == contract.Exit.INTERRUPTED
+        if ending.state is State.FAILED and self.status.state is State.RESTARTING:
             self.say(State.RUNNING, "the job fails; its workers are told to end")  # its last state has the reason
         else:
-            self.say(State.RUNNING if state is State.SUCCEEDED else State.RESIZING if code == 75 else self.status.state, reason)
-        leave = code == contract.Exit.INTERRUPTED
-        self.closed_at = self.clock()
+            state = State.RUNNING if ending.state is State.SUCCEEDED else State.RESIZING if leave else self.status.state
+            self.say(state, ending.reason)
         self.status.interruptions += leave
-        self.close_by = self.closed_at + (self.timeouts.leave + EXIT_TIMEOUT_S if leave else EXIT_TIMEOUT_S)
-        if leave:
-            for worker in self.pool.present.values():
+        self.closed_at = self.clock()
+        self.close_by = self.closed_at + (self.settings.timeouts.leave if leave else 0.0) + EXIT_TIMEOUT_S
+        for worker in self.pool.present.values():
+            if leave or worker.index not in self.state.reports:
                 self.pool.ask_to_leave(worker)
-        else:  # nothing to save: members end when they are notified
-            self.closed = messages.Closed(reason, code)
-            for id in list(self.reports):
-                self.send(id, "closed", self.closed)
-            for worker in self.pool.present.values():
-                if worker.index not in self.reports:
-                    self.pool.ask_to_leave(worker)
-        self.wake()
 
     def _all_exited(self) -> bool:
         """Kill workers that take too long to exit, and return whether all workers are gone."""
-        assert self.closing is not None
+        assert self.state.ending is not None
         flushing = [w for w in self.pool.present.values() if self.pool.report(w).get("state") == Phase.FLUSHING]
         if self.store and flushing and self.clock() - self.closed_at > WAIT_NOTICE_S:
-            self.status.reason, self.status.waits = f"{self.closing[1]}; pushing what is left to {self.store}", ""
+            self.status.reason, self.status.waits = f"{self.state.ending.reason}; pushing what is left to {self.store}", ""
         if self.clock() > self.close_by:
             for worker in list(self.pool.present.values()):
                 if not self.close_by or self.pool.report(worker).get("state") != Phase.FLUSHING:  # agents limit their flush
@@ -389,10 +385,10 @@ class Launcher(Coordinator):
         return not self.pool.present
 
     def _finish(self) -> int:
-        assert self.closing is not None
-        state, reason, code = self.closing
-        if self.pending and self.status.failure is None and state is State.FAILED:  # arrived with the end, so not yet counted
-            self.status.failure = root_cause.cause(self.pending).failure
+        assert self.state.ending is not None
+        state, reason, code = self.state.ending.state, self.state.ending.reason, self.state.ending.code
+        if self.state.pending and self.status.failure is None and state is State.FAILED:  # arrived with the end, so not counted
+            self.status.failure = root_cause.cause(self.state.pending).failure
         if self.status.told != "session" and self.status.checkpoint is None:
             self.live.finish()
         if code == contract.Exit.INTERRUPTED:
@@ -456,8 +452,8 @@ class Launcher(Coordinator):
         warnings = [self.live.warning, self.live.begun_anew, self.live.alone, no_gpu if cpu_instead else ""]
         status.warnings = [text for text in [*warnings, *self.not_joined.values()] if text]
         status.replicas = self.request.replicas
-        status.restarts = self.restarts
-        status.generation = self.generation()
+        status.restarts, status.generation = self.state.restarts, self.state.generation
+        status.end = self.state.ending.end if self.state.ending else End.UNKNOWN
         if not final:
             running = self.state.world is not None and self.state.called is None
             status.world = list(self.state.world.members) if running and self.state.world else []

@@ -22,7 +22,7 @@ from outlast.base import file_locks, files
 from outlast.base.errors import OutlastError
 from outlast.base.typed_json import decode
 from outlast.job import contract
-from outlast.job.status import State
+from outlast.job.status import Ending, State
 
 _Kind = TypeVar("_Kind", "Run", "Request")
 VARIABLE = "OUTLAST_STATE_DIR"
@@ -157,22 +157,11 @@ def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:
         raise OutlastError(f"{path} is empty, damaged or may not be read; {remedy}") from problem
 
 
-@dataclasses.dataclass(frozen=True)
-class Ending:
-    """A user's way to end a run."""
-
-    state: State
-    reason: str
-    code: int
-    at_once: bool = False
-    """True if workers are killed without time to save."""
-
-
 ENDINGS = {
     "interrupt": Ending(State.INTERRUPTED, "stopped by the user", contract.Exit.INTERRUPTED),
     "suspend": Ending(State.SUSPENDED, "stopped by the user; `outlast resume` continues it", contract.Exit.INTERRUPTED),
-    "cancel": Ending(State.CANCELLED, "cancelled by the user", contract.Exit.FAILED, at_once=True),
-    "kill": Ending(State.INTERRUPTED, "killed by the user", contract.Exit.FAILED, at_once=True),
+    "cancel": Ending(State.CANCELLED, "cancelled by the user", contract.Exit.FAILED),
+    "kill": Ending(State.INTERRUPTED, "killed by the user", contract.Exit.FAILED),
 }
 """Endings by `Request.end`."""
 

@@ -1,25 +1,26 @@
-"""Coordination of one run: process its members' reports, publish calls and worlds, judge failures and end the run.
+"""Coordination of one run: process its members' reports, publish calls and worlds, judge failures and end the run. Pure.
 
-The decisions are `world.decide` and `root_cause.judge`; a `Coordinator` carries them out in the process that coordinates: the
-launcher of one machine (`local.launcher`), the agent of worker 0 (`rendezvous.worker0`), or an elected member
-(`rendezvous.etcd.election`). These processes override the methods in the first section. A coordinator may die at any moment:
-`remember` stores the state for its successor before any member is notified.
+A coordinator is a `CoordinatorState` and the process that owns it: the launcher of one machine (`local.launcher`), the agent of
+worker 0 (`rendezvous.worker0`), or an elected member (`rendezvous.etcd.election`). The owner hands each event to `step`, and
+performs the effects in their order. `world.decide` decides who trains, `root_cause.judge` what a failure costs. A coordinator may
+die at any moment: the owner stores what `CoordinatorState.persisted` returns before it performs effects.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.failure import Failure
-from outlast.job.status import State
+from outlast.job.status import Ending, State
 from outlast.rendezvous import attempts, messages, partition, restart_budget, root_cause, world
-from outlast.rendezvous.root_cause import Pending
-from outlast.rendezvous.world import Call, Cause, MemberState, World
+from outlast.rendezvous.restart_budget import Stop
+from outlast.rendezvous.root_cause import Known, Pending
+from outlast.rendezvous.world import Call, Cause, MemberState, Wait, World
 
 if TYPE_CHECKING:
     from outlast.job import spec
@@ -29,7 +30,7 @@ _FACTS = {"generation", "worker", "rank", "code", "reason", "cause", "step", "co
 """Fields of a failure in the ledger."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Settings:
     """The settings of a run's coordinator."""
 
@@ -37,16 +38,98 @@ class Settings:
     """Allowed sizes of a world, ascending."""
     policy: restart_budget.Policy
     timeouts: world.Timeouts
+    fences: bool = True
+    """True if unresponsive members are made to exit, since workers that exit are started again."""
+    gives_up: bool = True
+    """True if workers of a failed job exit with GIVEN_UP, so that the controller of their pods stops, too."""
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
         """Return the settings from a job's spec."""
-        timeouts = dataclasses.replace(world.Timeouts(), leave=fields.interruption.grace.total_seconds())
+        timeouts = replace(world.Timeouts(), leave=fields.interruption.grace.total_seconds())
         return cls(fields.workers.allowed(), restart_budget.Policy(fields.restarts.limit, fields.restarts.window), timeouts)
 
 
-@dataclasses.dataclass(frozen=True)
-class CoordinatorState:
+# Events
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time for a decision. `expected` as in `world.Desired`; `replicas` defaults to as many. An owner that knows more than the
+    reports about the cause of the pending failures adds it."""
+
+    expected: frozenset[int] | None
+    replicas: int | None = None
+    cause: Known | None = None
+
+
+Event = messages.Report | messages.Gone | Pending | Tick | Ending
+"""A member's report or its loss, a failure that the owner has noticed, a time to decide, or an ending by the owner."""
+
+
+# Effects
+
+
+@dataclass(frozen=True)
+class Record:
+    """Write an event to the ledger. With a state, print or publish it for people, too."""
+
+    kind: str
+    facts: Mapping[str, Any]
+    state: State | None = None
+    reason: str = ""
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Make the process of an unresponsive member exit."""
+
+    id: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message, see `sockets.Server.send`, unless members read the published state."""
+
+    to: Iterable[int]
+    kind: str
+    message: messages.Called | World | messages.Closed
+
+
+Effect = Record | World | Send | Fence | Ending | Wait
+"""A world begins, an ending is to be carried out, and a wait says why there is no decision."""
+
+
+class EventSink(Protocol):
+    """Receiver of what a coordinator prints, its ledger events and the final result."""
+
+    def say(self, text: str) -> None: ...
+    def event(self, kind: str, **facts: Any) -> None: ...
+    def finished(self, state: State, reason: str, code: int) -> None: ...
+
+
+def show(effect: Effect, sink: EventSink) -> None:
+    """Perform an effect that only informs."""
+    match effect:
+        case Record(kind, facts, state, reason, failure):
+            if failure and failure.traceback:
+                sink.say(failure.traceback)
+            sink.event(kind, **facts)
+            if state:
+                sink.say(f"{state}: {reason}")
+        case Ending(state, reason, code):
+            sink.event("finished", state=str(state), reason=reason, code=code)
+            sink.say(f"{state}: {reason}")
+            sink.finished(state, reason, code)
+
+
+# The state
+
+
+@dataclass(frozen=True)
+class PersistedState:
     """The part of a coordinator's state that its successor cannot learn from the members. Times are ages in seconds, since clocks
     differ. The fields' names are those in `launcher.json` and, but for a few (`etcd.key_schema`), in etcd."""
 
@@ -74,283 +157,250 @@ class CoordinatorState:
         called = self.called.generation - 1 if self.called else 0
         return max(self.min_generation, called, self.world.generation if self.world else 0)
 
-
-class Coordinator:
-    """The coordinator of one run. The transport calls `on_report` and `on_gone`; `decide` acts on the new state."""
-
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
-        self.sizes, self.policy, self.timeouts = settings.sizes, settings.policy, settings.timeouts
-        self.clock = clock
-        self.history: restart_budget.History = ()
-        self.restarts = 0
-        self.failure: Mapping[str, Any] | None = None
-        self.reports: dict[int, messages.Report] = {}
-        self.state = world.State({})
-        """The input of `world.decide`."""
-        self.pending: list[Pending] = []
-        """Failures of the current generation that are not judged yet."""
-        self.pending_since = 0.0
-        """Time at which the first pending failure arrived, on our clock; `Failure.time` is on the sender's clock."""
-        self.counted = 0, 0
-        """The newest start of processes (generation, attempt) with a counted failure; its further failures are ignored."""
-        self.followed = 0
-        """The newest generation that a member reported, or that we or our predecessor published."""
-        self.committed = 0
-        """The newest committed step in any reported failure."""
-        self.debounce = root_cause.COORDINATOR
-        self.gives_up = True
-        """True if workers of a failed job exit with GIVEN_UP, so that the controller of their pods stops, too."""
-        self.closed: messages.Closed | None = None
-        """The final result, sent to every member that reports."""
-        self.fenced: dict[int, tuple[int, messages.Closed]] = {}
-        """Connected members that count as lost, each with the generation of the loss and the message for the member."""
-
-    # Overridden by implementations
-
-    def send(self, id: int, kind: str, content: object) -> None:
-        """Send a message to a member, see `sockets.Server.send`. No override is needed where members read the published state."""
-
-    def wake(self) -> None:
-        """Schedule a decision, since the state has changed."""
-
-    def remember(self) -> None:
-        """Persist the values that a successor cannot learn from the members."""
-
-    def say(self, state: State, reason: str) -> None:
-        """Print or publish the state of the run for people."""
-        raise NotImplementedError
-
-    def event(self, kind: str, **facts: Any) -> None:
-        """Write an event to the ledger."""
-        raise NotImplementedError
-
-    def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
-        """Return the failure with the step that the run had reached, the step that raised it (None if unknown), and the newest
-        committed step."""
-        report = self.reports.get(failure.worker)
-        self.committed = max(self.committed, root_cause.committed(report.failure) or 0 if report else 0)
-        return failure, None if echo else failure.step, self.committed
-
-    def fence(self, id: int, reason: str) -> None:
-        """Exclude an unresponsive member from the run, and make its process exit and restart."""
-        generation = self.state.world.generation if self.state.world else 0
-        self.fenced[id] = generation, messages.Closed(reason, contract.Exit.INTERRUPTED)
-        self.reports.pop(id, None)
-        self.state = self.state.gone(id)
-        self.send(id, "closed", self.fenced[id][1])
-
-    def formed(self, new: world.World) -> None:
-        """Hook for a published world, before its members are notified."""
-
-    def failed(self, failure: Failure) -> None:
-        """Hook for a judged failure."""
-
-    def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
-        """End the run; workers exit with this code."""
-        if self.closed is not None or state is State.SUSPENDED:
-            return  # suspending a job removes its workers
-        if state is State.FAILED and code != contract.Exit.MISCONFIGURED and self.gives_up:
-            code = contract.Exit.GIVEN_UP
-        self.closed = messages.Closed(reason, code, end)
-        self.event("finished", state=str(state), reason=reason, code=code)
-        self.say(state, reason)
-        self.finished(state, self.closed)
-        for id in list(self.reports):
-            self.send(id, "closed", self.closed)
-
-    def finished(self, state: State, closed: messages.Closed) -> None:
-        """Hook for the end of the run, to record it."""
-
-    # The state for a successor
-
-    def written(self) -> CoordinatorState:
-        """Return the state for a successor."""
-        state, now = self.state, self.clock()
-        failures = tuple((now - at, committed, step) for at, committed, step in self.history)
-        lost = tuple((id, now - loss.at, loss.times) for id, loss in state.lost.items() if loss.held)
-        rest = *self.counted, self.restarts, failures, self.failure, lost
-        return CoordinatorState(state.world, state.called, self.closed, state.min_generation, *rest)
-
-    def restore(self, last: CoordinatorState, ago_s: float = 0.0) -> None:
-        """Continue from a predecessor's state, written `ago_s` seconds ago. Its end is left to the caller."""
-        now = self.clock()
+    def restored(self, now: float, ago_s: float = 0.0) -> CoordinatorState:
+        """Return the state with which a successor continues, `ago_s` seconds later. The end is left to the caller."""
         then = now - ago_s
-        self.counted, self.restarts, self.failure = (last.counted, last.attempt), last.restarts, last.failure
-        self.history = tuple(restart_budget.Record(then - age, committed, step) for age, committed, step in last.failures)
-        current = last.world and dataclasses.replace(last.world, at=now)
-        called = last.called and dataclasses.replace(last.called, at=now)
-        lost = {id: partition.Loss(then - age, times) for id, age, times in last.lost}
-        self.state = world.State({}, current, called, min_generation=last.min_generation, lost=lost)
-        self.followed = self.generation()
+        lost = {id: partition.Loss(then - age, times) for id, age, times in self.lost}
+        history = tuple(restart_budget.Record(then - age, committed, step) for age, committed, step in self.failures)
+        current, called = self.world and replace(self.world, at=now), self.called and replace(self.called, at=now)
+        state = CoordinatorState({}, current, called, min_generation=self.min_generation, lost=lost, history=history)
+        counted = self.counted, self.attempt
+        return replace(state, followed=state.generation, counted=counted, restarts=self.restarts, failure=self.failure)
 
-    # Reports
 
-    def on_report(self, report: messages.Report) -> None:
-        """Process a member's report."""
-        last = self.reports.get(report.id)
-        self.reports[report.id] = report
-        if last is not None and dataclasses.replace(last, since=report.since) == report:
-            return  # a heartbeat
-        if report.id in self.fenced:
-            generation, closed = self.fenced[report.id]
-            if report.generation == generation:
-                return self.send(report.id, "closed", closed)
-            del self.fenced[report.id]  # the worker was restarted
-        failed: Pending | None = None
-        if report.failed and report.failure:
-            failed = root_cause.reported(report.failure, report.id, (report.generation, report.attempt), self.clock())
-        self._count_repaired(report)
-        why = failed.failure.reason if failed and not failed.echo else ""
-        self.state = self.state.reported(report.member(report.id, since=self.clock(), received=self.clock(), why=why))
-        now = self.state.world
-        of_now = now and (report.generation == now.generation or report.again)  # the world may have moved on without this worker
-        is_new = failed and of_now and self.counted < failed.failure.start
-        if failed and failed.echo and failed.failure.left and not self.pending:
-            failed = None  # it stopped because of a call, whose cause was another one
-        if failed and is_new and not root_cause.is_part_of_call(failed.echo, self.state.called, self.counted, report.generation):
-            self.add_failure(failed.failure, echo=failed.echo)
-        # The member may have missed messages that were sent before it connected.
-        if self.state.called is not None:
-            self.send(report.id, "called", self._call(self.state.called))
-        elif now is not None and report.id in now.members and report.generation < now.generation:
-            self.send(report.id, "world", now)
-        if self.closed is not None:
-            self.send(report.id, "closed", self.closed)
-        self.wake()
+@dataclass(frozen=True)
+class CoordinatorState(world.State):
+    """A coordinator's state: the input of `world.decide`, the members' reports, and the failures."""
 
-    def on_gone(self, id: int) -> None:
-        """Process the loss of a member's connection."""
-        self.reports.pop(id, None)
-        self.state = self.state.gone(id)
-        self.wake()
+    reports: Mapping[int, messages.Report] = field(default_factory=dict)
+    pending: tuple[Pending, ...] = ()
+    """Failures of the current generation that are not judged yet."""
+    pending_since: float = 0.0
+    """Time at which the first pending failure arrived, on our clock; `Failure.time` is on the sender's clock."""
+    counted: tuple[int, int] = (0, 0)
+    """The newest start of processes (generation, attempt) with a counted failure; its further failures are ignored."""
+    followed: int = 0
+    """The newest generation that a member reported, or that we or our predecessor published."""
+    committed: int = 0
+    """The newest committed step in any reported failure."""
+    history: restart_budget.History = ()
+    restarts: int = 0
+    failure: Mapping[str, Any] | None = None
+    fenced: Mapping[int, tuple[int, messages.Closed]] = field(default_factory=dict)
+    """Connected members that count as lost, each with the generation of the loss and the message for the member."""
+    ending: Ending | None = None
+    """How the run ends, once decided."""
 
-    def add_failure(self, failure: Failure, *, echo: bool) -> None:
-        """Add a failure of the current generation, to be judged once the other members have had time to report."""
-        if not self.pending:
-            self.pending_since = self.clock()
-        self.pending.append(Pending(echo, failure))
-        self.wake()
-
-    # Decisions
-
-    def decide(self, replicas: int, expected: Iterable[int] | None) -> world.Decision | None:
-        """Take the next decision and act on it; returns None if it is too early. `expected` as in `world.Desired`."""
-        now = self.clock()
-        if root_cause.held_until(self.pending, self.pending_since, now, self.debounce) and not world.lost(self.state, now).out:
-            return None
-        desired = world.Desired(replicas, self.sizes, None if expected is None else frozenset(expected))
-        decision = world.decide(self.state, desired, self.timeouts, now)
-        match decision:
-            case world.Call():
-                self._publish_call(decision)
-            case world.World():
-                self._publish_world(decision)
-            case world.Closed(reason, True):
-                self.over(State.SUCCEEDED, reason, contract.Exit.DONE, End.SUCCEEDED)
-            case world.Closed(reason):
-                self.over(State.SUSPENDED, reason, contract.Exit.INTERRUPTED)
-        return decision
-
+    @property
     def generation(self) -> int:
-        """Return the newest published generation."""
-        called = self.state.called.generation - 1 if self.state.called else 0
-        return max(called, self.state.world.generation if self.state.world else 0)
+        """The newest published generation."""
+        return max(self.called.generation - 1 if self.called else 0, self.world.generation if self.world else 0)
 
-    def _call(self, call: world.Call) -> messages.Called:
-        until = call.at + self.timeouts.leave
-        return messages.Called(call.generation, call.reason, call.planned, until, leave_s=until - self.clock())
+    @property
+    def closed(self) -> messages.Closed | None:
+        """The final result, sent to every member that reports. An interruption is none: its workers are asked to leave."""
+        end = self.ending
+        return messages.Closed(end.reason, end.code, end.end) if end and end.code != contract.Exit.INTERRUPTED else None
 
-    def _publish_call(self, call: world.Call) -> None:
-        verdict, generation = world.lost(self.state, self.clock()), self.generation()
-        new = [id for id in call.lost if self.state.called is None or id not in self.state.called.lost]
-        self.state = self.state.after(call)
-        if verdict.out and call.cause is Cause.LOST:
-            self.event("unheard", generation=generation, workers=list(verdict.out), by=list(verdict.by), reason=call.reason)
-        self.event("called", generation=call.generation, reason=call.reason, planned=call.planned)
-        self.say(State.RESIZING if call.planned else State.RESTARTING, call.reason)
-        for id in new:
-            self.fence(id, call.reason)
-        for id in self.reports:
-            self.send(id, "called", self._call(call))
-
-    def _publish_world(self, new: world.World) -> None:
-        if not self.judge():
-            return
-        self.state, self.followed = self.state.after(new), new.generation
-        self.remember()  # the generation must grow even if we die now
-        self.event("world", generation=new.generation, workers=list(new.members), reason=new.reason)
-        self.say(State.RUNNING, new.reason)
-        self.formed(new)
-        for id in new.members:
-            self.send(id, "world", new)
-
-    # Failures
-
-    def judge_when_settled(self) -> None:
-        """Judge pending failures after the debounce time, even if no new world can form yet."""
-        now, world_now = self.clock(), self.state.world
-        trains = world_now is not None and any(
-            m.standing in (MemberState.TRAINING, MemberState.DONE) and m.generation == world_now.generation
-            for id, m in self.state.members.items()
-            if id in world_now.members
-        )
-        if root_cause.settled_at(self.pending, self.pending_since, now, self.debounce, unanswered=trains) is None:
-            self.judge()
-
-    def judge(self) -> bool:
-        """Judge the pending failures; returns False if that ends the run."""
-        if not self.pending:
-            return True
-        pending, self.pending = self.pending, []
-        echo, first = root_cause.cause(pending)
-        self.counted = max(self.counted, first.start)
-        members = self.state.world.members if self.state.world else ()
-        failure, raised, committed = self.progress(first, echo=echo)
-        budget = root_cause.Budget(self.history, self.policy, committed)
-        fits = world.fits(self.state.world, self.sizes, self.state.members.values())
-        judged = root_cause.judge(failure, raised, budget, self.clock(), pending=pending, members=members, fits=fits)
-        if self._counted(*judged):
-            trains = self.state.world is not None and self.state.called is None
-            self.say(State.RUNNING if trains else State.RESTARTING, judged[1].reason)
-            return True
-        return False
-
-    def _count_repaired(self, report: messages.Report) -> None:
-        """Count failures that the members have repaired, and end the run once its budget is used up."""
-        if report.generation > self.followed:  # of another coordinator, which has counted earlier failures
-            self.followed = report.generation
-            self.counted = max(self.counted, attempts.previous_start(report.generation, report.attempt))
-        for past, ago_s in attempts.uncounted([report.past], self.counted, report.generation):
-            if self.closed is not None:
-                return
-            echo, failure = root_cause.reported(past.failure, past.worker, past.start, self.clock())
-            self.counted = failure.start
-            self.pending = [each for each in self.pending if each.failure.start != failure.start]  # also reported as a failure
-            self.committed = max(self.committed, root_cause.committed(past.failure) or 0)
-            budget = root_cause.Budget(self.history, self.policy, self.committed)
-            judged = root_cause.judge(failure, None if echo else failure.step, budget, self.clock() - ago_s)
-            if self._counted(*judged, repaired=past.attempt):
-                trains = self.state.called is None
-                self.say(State.RUNNING if trains else State.RESTARTING, f"{past.sentence}: {judged[1].reason}")
-
-    def _counted(self, failure: Failure, verdict: restart_budget.Restart | restart_budget.Stop, **facts: Any) -> bool:
-        """Apply a verdict; returns False if it ends the run."""
-        self.failure = failure.document(but=("traceback",))
-        self.failed(failure)
-        texts = {name: text for name in ("traceback", "log_tail") if (text := getattr(failure, name))}
-        self.event("failure", **{name: getattr(failure, name) for name in _FACTS}, **texts, **facts)
-        if isinstance(verdict, restart_budget.Stop):
-            self.over(State.FAILED, verdict.reason, verdict.code, verdict.kind)
-            return False
-        self.history = verdict.history
-        self.restarts += verdict.counted
-        self.remember()
-        return True
+    def persisted(self, now: float) -> PersistedState:
+        """Return the state for a successor."""
+        failures = tuple((now - at, committed, step) for at, committed, step in self.history)
+        lost = tuple((id, now - loss.at, loss.times) for id, loss in self.lost.items() if loss.held)
+        rest = *self.counted, self.restarts, failures, self.failure, lost
+        return PersistedState(self.world, self.called, self.closed, self.min_generation, *rest)
 
 
-def after(generation: int, now: float) -> world.State:
+def after(generation: int, now: float) -> CoordinatorState:
     """Return the initial state of a run that continues after `generation`; a new run in a store continues after generation 1.
     `now` is on the coordinator's clock."""
     cause, reason = (Cause.RESUME, "the run goes on") if generation > 1 else (Cause.START, "training starts")
-    called = world.Call(generation + 1, reason, False, now, cause=cause)
-    return world.State({}, called=called) if generation else world.State({})
+    called = Call(generation + 1, reason, False, now, cause=cause)
+    return CoordinatorState({}, called=called if generation else None)
+
+
+def step(settings: Settings, state: CoordinatorState, event: Event, now: float) -> tuple[CoordinatorState, list[Effect]]:
+    """Return the state after an event, and the effects to perform in this order. `now` is on the coordinator's clock."""
+    run = _Step(settings, state, now)
+    match event:
+        case messages.Report():
+            run.report(event)
+        case messages.Gone(id):
+            run.lose(id)
+        case Pending():
+            run.add_failure(event)
+        case Tick():
+            run.decide(event)
+            run.judge_if_settled(event.cause)
+        case Ending():
+            run.end(event)
+    return run.state, run.effects
+
+
+class _Step:
+    """The state and the effects so far."""
+
+    def __init__(self, settings: Settings, state: CoordinatorState, now: float) -> None:
+        self.settings, self.state, self.now = settings, state, now
+        self.effects: list[Effect] = []
+
+    def report(self, report: messages.Report) -> None:
+        last, to = self.state.reports.get(report.id), (report.id,)
+        if last is not None and replace(last, since=report.since) == report:
+            return  # a heartbeat
+        self.state = replace(self.state, reports={**self.state.reports, report.id: report})
+        if report.id in self.state.fenced:
+            generation, closed = self.state.fenced[report.id]
+            if report.generation == generation:
+                return self.effects.append(Send(to, "closed", closed))
+            fenced = {id: each for id, each in self.state.fenced.items() if id != report.id}
+            self.state = replace(self.state, fenced=fenced)  # the worker was restarted
+        failed: Pending | None = None
+        if report.failed and report.failure:
+            failed = root_cause.reported(report.failure, report.id, (report.generation, report.attempt), self.now)
+        self.count_repaired(report)
+        why = failed.failure.reason if failed and not failed.echo else ""
+        self.state = state = self.state.reported(report.member(report.id, since=self.now, received=self.now, why=why))
+        current = state.world
+        of_now = current and (report.generation == current.generation or report.again)  # it may have moved on without this worker
+        is_new = failed and of_now and state.counted < failed.failure.start
+        if failed and failed.echo and failed.failure.left and not state.pending:
+            failed = None  # it stopped because of a call, whose cause was another one
+        if failed and is_new and not root_cause.is_part_of_call(failed.echo, state.called, state.counted, report.generation):
+            self.add_failure(failed)
+        # The member may have missed messages that were sent before it connected.
+        if state.called is not None:
+            self.effects.append(Send(to, "called", self.message(state.called)))
+        elif current is not None and report.id in current.members and report.generation < current.generation:
+            self.effects.append(Send(to, "world", current))
+        if state.closed is not None:
+            self.effects.append(Send(to, "closed", state.closed))
+
+    def lose(self, id: int) -> None:
+        reports = {other: report for other, report in self.state.reports.items() if other != id}
+        self.state = replace(self.state.gone(id), reports=reports)
+
+    def end(self, ending: Ending) -> None:
+        if self.state.ending is not None:
+            return
+        if ending.state is State.FAILED and ending.code != contract.Exit.MISCONFIGURED and self.settings.gives_up:
+            ending = replace(ending, code=contract.Exit.GIVEN_UP)
+        self.state = replace(self.state, ending=ending)
+        self.effects.append(ending)
+        if self.state.closed is not None:
+            self.effects.append(Send(tuple(self.state.reports), "closed", self.state.closed))
+
+    # Decisions
+
+    def decide(self, tick: Tick) -> None:
+        """Take the next decision, unless it is too early."""
+        state, now = self.state, self.now
+        early = root_cause.held_until(state.pending, state.pending_since, now, root_cause.COORDINATOR) is not None
+        if early and not world.lost(state, now).out:
+            return
+        sizes, expected = self.settings.sizes, tick.expected
+        most = sizes[-1] if expected is None else min(len(expected), sizes[-1])
+        desired = world.Desired(most if tick.replicas is None else tick.replicas, sizes, expected)
+        decision = world.decide(state, desired, self.settings.timeouts, now)
+        match decision:
+            case world.Call():
+                self.call(decision)
+            case world.World():
+                self.form(decision, tick.cause)
+            case world.Closed(reason, True):
+                self.end(Ending(State.SUCCEEDED, reason, contract.Exit.DONE, End.SUCCEEDED))
+            case world.Wait():
+                self.effects.append(decision)
+
+    def call(self, call: Call) -> None:
+        before, verdict = self.state, world.lost(self.state, self.now)
+        self.state = before.after(call)
+        if verdict.out and call.cause is Cause.LOST:
+            lost = {"workers": list(verdict.out), "by": list(verdict.by), "reason": call.reason}
+            self.effects.append(Record("unheard", {"generation": before.generation, **lost}))
+        facts = {"generation": call.generation, "reason": call.reason, "planned": call.planned}
+        self.effects.append(Record("called", facts, State.RESIZING if call.planned else State.RESTARTING, call.reason))
+        for id in call.lost:
+            if self.settings.fences and not (before.called and id in before.called.lost):
+                self.fence(id, call.reason)
+        self.effects.append(Send(tuple(self.state.reports), "called", self.message(call)))
+
+    def message(self, call: Call) -> messages.Called:
+        until = call.at + self.settings.timeouts.leave
+        return messages.Called(call.generation, call.reason, call.planned, until, leave_s=until - self.now)
+
+    def fence(self, id: int, reason: str) -> None:
+        """Exclude an unresponsive member from the run, and make its process exit and restart."""
+        closed, current = messages.Closed(reason, contract.Exit.INTERRUPTED), self.state.world
+        self.lose(id)
+        fenced = {**self.state.fenced, id: (current.generation if current else 0, closed)}
+        self.state = replace(self.state, fenced=fenced)
+        self.effects += [Send((id,), "closed", closed), Fence(id, reason)]
+
+    def form(self, new: World, cause: Known | None) -> None:
+        self.judge(cause)
+        if self.state.ending is not None:
+            return
+        # All its members have reported, so a member that is absent from now on is lost.
+        self.state = replace(self.state.after(new), followed=new.generation, since=-math.inf)
+        facts = {"generation": new.generation, "workers": list(new.members), "reason": new.reason}
+        self.effects += [Record("world", facts, State.RUNNING, new.reason), new, Send(new.members, "world", new)]
+
+    # Failures
+
+    def add_failure(self, failed: Pending) -> None:
+        """Add a failure of the current generation, to be judged once the other members have had time to report."""
+        since = self.state.pending_since if self.state.pending else self.now
+        self.state = replace(self.state, pending=(*self.state.pending, failed), pending_since=since)
+
+    def judge_if_settled(self, cause: Known | None) -> None:
+        """Judge pending failures after the debounce time, even if no new world can form yet."""
+        state, debounce = self.state, root_cause.COORDINATOR
+        trains = any(member.standing in (MemberState.TRAINING, MemberState.DONE) for member in state.inside)
+        if root_cause.settled_at(state.pending, state.pending_since, self.now, debounce, unanswered=trains) is None:
+            self.judge(cause)
+
+    def judge(self, known: Known | None) -> None:
+        """Judge the pending failures, which may end the run."""
+        pending = self.state.pending
+        if not pending:
+            return
+        cause = root_cause.cause(pending)
+        if known is None:
+            report = self.state.reports.get(cause.failure.worker)
+            known = self.known(cause, report.failure if report else None)
+        self.state = replace(self.state, pending=(), counted=max(self.state.counted, cause.failure.start))
+        self.count(known, self.now, pending)
+
+    def count_repaired(self, report: messages.Report) -> None:
+        """Count failures that the members have repaired, and end the run once its budget is used up."""
+        if report.generation > self.state.followed:  # of another coordinator, which has counted earlier failures
+            counted = max(self.state.counted, attempts.previous_start(report.generation, report.attempt))
+            self.state = replace(self.state, followed=report.generation, counted=counted)
+        for past, ago_s in attempts.uncounted([report.past], self.state.counted, report.generation):
+            if self.state.closed is not None:
+                return
+            failed = root_cause.reported(past.failure, past.worker, past.start, self.now)
+            pending = tuple(each for each in self.state.pending if each.failure.start != past.start)  # also reported as a failure
+            self.state = replace(self.state, counted=past.start, pending=pending)
+            self.count(self.known(failed, past.failure), self.now - ago_s, past=past)
+
+    def known(self, failed: Pending, report: Mapping[str, Any] | None) -> Known:
+        committed = max(self.state.committed, root_cause.committed(report) or 0)
+        self.state = replace(self.state, committed=committed)
+        return Known(failed.failure, None if failed.echo else failed.failure.step, committed)
+
+    def count(self, known: Known, at: float, pending: Sequence[Pending] = (), *, past: attempts.Past | None = None) -> None:
+        """Count a failure of that time, which may end the run. `past`: the members have repaired it."""
+        state = self.state
+        fits, policy = world.fits(state.world, self.settings.sizes, state.members.values()), self.settings.policy
+        failure, verdict = root_cause.judge(known, state.history, policy, at, pending=pending, current=state.world, fits=fits)
+        self.state = replace(state, failure=failure.document(but=("traceback",)))
+        texts = {name: text for name in ("traceback", "log_tail") if (text := getattr(failure, name))}
+        facts = {**{name: getattr(failure, name) for name in _FACTS}, **texts, **({"repaired": past.attempt} if past else {})}
+        if isinstance(verdict, Stop):
+            self.effects.append(Record("failure", facts, failure=failure))
+            return self.end(Ending(State.FAILED, verdict.reason, verdict.code, verdict.kind))
+        self.state = replace(self.state, history=verdict.history, restarts=state.restarts + verdict.counted)
+        shown = State.RUNNING if state.world is not None and state.called is None else State.RESTARTING
+        reason = f"{past.sentence}: {verdict.reason}" if past else verdict.reason
+        self.effects.append(Record("failure", facts, shown, reason, failure))

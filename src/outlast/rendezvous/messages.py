@@ -103,6 +103,13 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True)
+class Gone:
+    """The member has disconnected, or its key is gone. No message: the coordinator's side of the board notices."""
+
+    id: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Called:
     """Message: the members must meet for `generation`."""
 

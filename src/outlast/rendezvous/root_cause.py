@@ -17,10 +17,19 @@ from outlast.base.typed_json import decode, is_count
 from outlast.job import contract
 from outlast.job.failure import Failure
 from outlast.rendezvous import restart_budget
-from outlast.rendezvous.world import Call, Cause, until
+from outlast.rendezvous.world import Call, Cause, World, until
 
 _REPORTED = ("code", "rank", "step", "time", "hung", "left", "reason", "cause", "traceback", "log_tail", "early")
 """The fields that a `Failure` takes from `messages.Report.failure`."""
+
+
+class Known(NamedTuple):
+    """What a coordinator knows about a failure: it and the step that the run had reached, the step that raised it (None if
+    unknown), and the newest committed step."""
+
+    failure: Failure
+    raised: int | None
+    committed: int
 
 
 class Pending(NamedTuple):
@@ -114,35 +123,26 @@ def settled_at(
     return until(since, debounce.answer if unanswered and only_echoes(pending) else debounce.settle, now)
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The restarts of a run so far, and the policy that limits them."""
-
-    history: restart_budget.History
-    policy: restart_budget.Policy
-    committed: int
-    """The newest committed step."""
-
-
 def judge(
-    failure: Failure,
-    raised: int | None,
-    budget: Budget,
+    known: Known,
+    history: restart_budget.History,
+    policy: restart_budget.Policy,
     now: float,
     *,
     pending: Sequence[Pending] = (),
-    members: Iterable[int] = (),
+    current: World | None = None,
     fits: bool = True,
 ) -> tuple[Failure, restart_budget.Restart | restart_budget.Stop]:
     """Return the failure, marked as counted or not, and the verdict on the job.
 
-    `raised` is the step that raised the failure, None if unknown. `pending` are all failures in the world of `members`. Unless
-    the world `fits` (`world.fits`), its script may have refused its size, and the next world has another one.
+    `pending` are all failures in the `current` world. Unless it `fits` (`world.fits`), its script may have refused its size, and
+    the next world has another one.
     """
-    everywhere = raised_everywhere(failure, pending, members)
+    failure = known.failure
+    everywhere = raised_everywhere(failure, pending, current.members if current else ())
     refused = not fits and failure.code == contract.Exit.MISCONFIGURED
-    at_step = dataclasses.replace(failure, step=raised, counted=failure.counted and not refused)
-    verdict = restart_budget.judge(budget.history, at_step, budget.committed, now, budget.policy, everywhere=everywhere)
+    at_step = dataclasses.replace(failure, step=known.raised, counted=failure.counted and not refused)
+    verdict = restart_budget.judge(history, at_step, known.committed, now, policy, everywhere=everywhere)
     if refused:
         verdict = dataclasses.replace(verdict, reason=f"{failure.reason}; the next world has another size")
     return dataclasses.replace(failure, counted=verdict.counted), verdict

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Self
 
 from outlast.job import contract
 from outlast.rendezvous import partition
@@ -213,7 +213,13 @@ class State:
     held: int = 0
     """The newest step reported by any worker of the last world, connected or not."""
 
-    def reported(self, member: Member) -> State:
+    @property
+    def inside(self) -> list[Member]:
+        """Members that have joined the world, in rank order."""
+        ranks, generation = (self.world.members, self.world.generation) if self.world else ((), 0)
+        return [self.members[id] for id in ranks if id in self.members and self.members[id].generation >= generation]
+
+    def reported(self, member: Member) -> Self:
         """Return the state after a worker's report. A repeated report changes nothing. Changes in the worker's peers or in the
         step that it holds leave `since` unchanged."""
         last = self.members.get(member.id)
@@ -227,7 +233,7 @@ class State:
                 return self
         return replace(self, members={**self.members, member.id: member}, held=max(self.held, member.held))
 
-    def gone(self, id: int) -> State:
+    def gone(self, id: int) -> Self:
         """Return the state after a worker disconnected. A worker that was DONE in this world remains in the state."""
         member = self.members.get(id)
         if member is None:
@@ -241,7 +247,7 @@ class State:
             return self
         return replace(self, members={other: m for other, m in self.members.items() if other != id})
 
-    def after(self, decision: Decision) -> State:
+    def after(self, decision: Decision) -> Self:
         """Return the state after a decision."""
         if isinstance(decision, Call):
             already = self.called.lost if self.called and self.called.generation == decision.generation else ()

@@ -18,16 +18,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 from outlast.base import tcp
 from outlast.base.clock import Awake
 from outlast.base.errors import OutlastError
 from outlast.job import spec
-from outlast.job.failure import Failure
 from outlast.job.ledger import Ledger
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, messages, world
+from outlast.rendezvous import coordinator, world
 from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
@@ -39,10 +37,8 @@ BROKEN_S = 30.0
 """Time for which decisions may fail before this worker is restarted, in seconds. Its successor learns the state from the other
 workers."""
 
-Ended = Callable[[State, str, int], None]
 
-
-class Host(coordinator.Coordinator):
+class Host:
     """The coordinator in worker 0. `generation` is the newest generation of earlier runs; `ended` is called with the final
     state."""
 
@@ -54,14 +50,14 @@ class Host(coordinator.Coordinator):
         key: bytes,
         generation: int,
         ledger: Ledger,
-        ended: Ended,
+        ended: Callable[[State, str, int], None],
         broken: Callable[[str], None],
     ) -> None:
-        super().__init__(coordinator.Settings.of(job.spec), Awake())
-        self.state = coordinator.after(generation, self.clock())
-        self._replicas, self._most = job.spec.workers.replicas, self.sizes[-1]
-        self._ledger, self._ended, self._broken = ledger, ended, broken
-        self._server = sockets.Server(run=run, on_report=self.on_report, on_gone=self.on_gone, key=key, clock=self.clock)
+        self.settings, self._clock = coordinator.Settings.of(job.spec), Awake()
+        self.state = coordinator.after(generation, self._clock())
+        self._replicas = job.spec.workers.replicas
+        self.event, self.finished, self._broken = ledger.write, ended, broken
+        self._server = sockets.Server(run=run, take=self._take, key=key, clock=self._clock)
         self._wake = asyncio.Event()
         self._all_notified = threading.Event()
         self._printed = ""
@@ -84,7 +80,7 @@ class Host(coordinator.Coordinator):
 
     def wait(self) -> None:
         """Wait until every member is notified of the end; returns at once if the run is not over."""
-        if self.closed is not None:
+        if self.state.closed is not None:
             self._all_notified.wait(LEAVE_S)
 
     def _run(self, sock: socket.socket) -> None:
@@ -97,14 +93,14 @@ class Host(coordinator.Coordinator):
     async def _serve(self, sock: socket.socket) -> None:
         await self._server.start(sock)
         leave_at = 0.0
-        while not leave_at or (self.reports and self.clock() < leave_at):
+        while not leave_at or (self.state.reports and self._clock() < leave_at):
             self._wake.clear()
             self._server.drop_silent()
             began = time.monotonic()
-            if self.closed is None:
+            if self.state.closed is None:
                 self._try_to_decide()
             elif not leave_at:
-                leave_at = self.clock() + LEAVE_S
+                leave_at = self._clock() + LEAVE_S
             took_s = time.monotonic() - began
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), TICK_S)
@@ -115,42 +111,31 @@ class Host(coordinator.Coordinator):
     def _try_to_decide(self) -> None:
         """Decide; an error is retried at the next tick, and raised once decisions have failed for BROKEN_S."""
         try:
-            self._decide()
+            # Expected are the pods of the spec, and any other workers that report, as when the workload is scaled.
+            self._take(coordinator.Tick(frozenset({*range(self._replicas), *self.state.reports})))
             self._fails_since = None
         except Exception:
-            now = self.clock()
+            now = self._clock()
             if self._fails_since is None:
                 self._fails_since = now
                 print(f"outlast | the rendezvous could not decide, and tries again:\n{traceback.format_exc()}", file=sys.stderr)
             if now - self._fails_since > BROKEN_S:
                 raise
 
-    def _decide(self) -> None:
-        """Decide. Expected workers are the pods of the spec and any other workers that report, as when the workload is scaled."""
-        expected = {*range(self._replicas), *self.reports}
-        decision = self.decide(min(len(expected), self._most), expected)
-        if isinstance(decision, world.Wait) and self.state.world is None and decision.steady != self._printed:
-            self._printed = decision.steady
-            print(f"outlast | {decision.reason}", flush=True)
-        self.judge_when_settled()
+    def _take(self, event: coordinator.Event) -> None:
+        before = self.state
+        self.state, effects = coordinator.step(self.settings, before, event, self._clock())
+        for effect in effects:
+            match effect:
+                case coordinator.Send(to, kind, message):
+                    self._server.send(to, kind, message)
+                case world.Wait(reason, steady=steady) if self.state.world is None and steady != self._printed:
+                    self._printed = steady
+                    self.say(reason)
+                case _:
+                    coordinator.show(effect, self)
+        if self.state is not before:
+            self._wake.set()
 
-    # Overrides of `Coordinator`
-
-    def send(self, id: int, kind: str, content: object) -> None:
-        self._server.send(id, kind, content)
-
-    def wake(self) -> None:
-        self._wake.set()
-
-    def say(self, state: State, reason: str) -> None:
-        print(f"outlast | {state}: {reason}", flush=True)
-
-    def event(self, kind: str, **facts: Any) -> None:
-        self._ledger.write(kind, **facts)
-
-    def failed(self, failure: Failure) -> None:
-        if failure.traceback:
-            print(failure.traceback, flush=True)
-
-    def finished(self, state: State, closed: messages.Closed) -> None:
-        self._ended(state, closed.reason, closed.code)
+    def say(self, text: str) -> None:
+        print(f"outlast | {text}", flush=True)

@@ -12,15 +12,13 @@ import math
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
 
 from outlast.base.backoff import RANDOM
 from outlast.base.clock import Clock
 from outlast.base.errors import EtcdError
 from outlast.job import contract
 from outlast.job.contract import End
-from outlast.job.failure import Failure
-from outlast.job.status import State
+from outlast.job.status import Ending, State
 from outlast.rendezvous import coordinator, messages, world
 from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.etcd.gateway import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
@@ -49,20 +47,12 @@ class Deposed(Exception):
     """Raised if another candidate was, or may have been, elected."""
 
 
-class EventSink(Protocol):
-    """Receiver of a coordinator's messages, ledger events and final result, once etcd has accepted them."""
-
-    def say(self, text: str) -> None: ...
-    def event(self, kind: str, **facts: Any) -> None: ...
-    def finished(self, state: State, reason: str, code: int) -> None: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class ElectionConfig:
     """Settings that are the same in every term."""
 
     settings: coordinator.Settings
-    events: EventSink
+    events: coordinator.EventSink
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
     """Identifier of the process."""
     nnodes: str = ""
@@ -77,7 +67,7 @@ class ElectionConfig:
     nonce: Callable[[], str] = lambda: secrets.token_hex(4)
 
 
-class Term(coordinator.Coordinator):
+class Term:
     """The leadership of one coordinator after its election."""
 
     def __init__(
@@ -90,35 +80,22 @@ class Term(coordinator.Coordinator):
         incarnation: str = "",
     ) -> None:
         """`leader` is the key of the election, `listing` has all keys of the run, and `incarnation` is the candidate's run."""
-        super().__init__(config.settings, config.clock)
         self._store, self._keys, self._config, self.leader = store, keys, config, leader
-        self.gives_up = not config.nnodes  # torchrun has no equivalent exit code
+        # A plain torchrun is not restarted after an exit, and has no equivalent exit code.
+        self._settings = replace(config.settings, fences=not config.nnodes, gives_up=not config.nnodes)
+        self.clock, self.state = config.clock, coordinator.CoordinatorState({})
         self._lease: int | None = None
         """Lease of the published state."""
         self._renewed_at = 0.0
         self._seen: dict[int, tuple[str, int]] = {}
         """Token and revision of each member's key."""
-        self._tokens: tuple[str, ...] = ()
-        """Tokens of the members of the world, in the same order."""
         self._parked: dict[int, KeyValue] = {}
         """Keys of processes that replace a member with an undecided loss."""
-        self._effects: list[Callable[[], None]] = []
+        self._effects: list[coordinator.Effect] = []
         """Output and ledger events to emit once etcd has accepted the state."""
         self._last_published: key_schema.Published | None = None
         self._last_published_at = 0.0
-        self._why = ""
-        self._ended: dict[str, str] = {}
-        """Reasons for fencing, by token of the process."""
         self._listen_until: float | None = None
-        self._begin(listing, incarnation)
-
-    @property
-    def incarnation(self) -> str:
-        """Incarnation of the run; empty before its first publication."""
-        return self._incarnation if self._last_published else ""
-
-    def _begin(self, listing: Outcome, incarnation: str) -> None:
-        """Take over the published state and the members' reports."""
         of, now = self._keys, self.clock()
         kv = next((kv for kv in listing.kvs if kv.key == of.published), None)
         last = key_schema.Published.loads(kv.value) if kv else None
@@ -127,20 +104,20 @@ class Term(coordinator.Coordinator):
         """Last revision of the previous run, whose keys are ignored."""
         members = [kv for kv in listing.kvs if kv.key.startswith(of.members)]
         all_done = last and last.world and set(last.world.members) <= set(last.done)
-        self._previous_incarnation = ""
+        own = key_schema.Published(by="", incarnation="")
         if last and (last.closed or (all_done and incarnation != last.incarnation)):
-            self._previous_incarnation, self._incarnation = last.incarnation, self._config.nonce()
+            own = replace(own, incarnation=self._config.nonce(), previous_incarnation=last.incarnation)
             self._after, last = self._published_at, None
         elif last:
-            self._previous_incarnation, self._incarnation = last.previous_incarnation, last.incarnation
+            own, self.state = replace(last, why=""), last.restored(now)
         else:
             records = [record for kv in members if (record := key_schema.Record.loads(kv.value)) and record.incarnation]
             newest = max(records, key=lambda record: record.world.generation if record.world else 0, default=None)
-            self._incarnation = newest.incarnation if newest else self._config.nonce()
+            own = replace(own, incarnation=newest.incarnation if newest else self._config.nonce())
             self._listen_until = now + LISTEN_S
-        if last:
-            self.restore(last)
-            self._tokens, self._ended = last.tokens, dict(last.ended)
+        leave_s = self._settings.timeouts.leave
+        self._own = replace(own, by=self._config.token, nnodes=self._config.nnodes, leave_s=leave_s)
+        """The published fields of the election."""
         for kv in members:
             self._on_report_key(kv)
         if not self.state.world:
@@ -148,11 +125,16 @@ class Term(coordinator.Coordinator):
         ranks, generation = self.state.world.members, self.state.world.generation
         for id in set(last.done if last else ()) & set(ranks) - self.state.members.keys():
             self.state = self.state.reported(world.Member(id, "", world.MemberState.DONE, generation, now))
-        inside = [id for id in ranks if id in self.state.members and self.state.members[id].generation >= generation]
+        inside = [member.id for member in self.state.inside]
         if not inside:
             self._listen_until = now + REPORT_S
         if not any(kv.created < self._published_at for kv in members if self._id(kv) in inside):
             self.forgive()  # all members had to reconnect; give the rest time
+
+    @property
+    def incarnation(self) -> str:
+        """Incarnation of the run; empty before its first publication."""
+        return self._own.incarnation if self._last_published else ""
 
     # Reports of members
 
@@ -189,18 +171,18 @@ class Term(coordinator.Coordinator):
         token, at = self._seen.get(id, ("", 0))
         if record is None or record.report.id != id or kv.modified <= max(at, self._after):
             return  # from another program, or already processed
-        if record.nnodes != self._config.nnodes or (record.incarnation and record.incarnation == self._previous_incarnation):
+        if record.nnodes != self._config.nnodes or (record.incarnation and record.incarnation == self._own.previous_incarnation):
             return  # from another job, or a run that is over
-        if record.token in self._ended:
+        if record.token in self._own.ended:
             return  # fenced, but not aware of it yet
         if token and token != record.token:
-            self.on_gone(id)  # another process has replaced it
+            self._take(messages.Gone(id))  # another process has replaced it
         self._seen[id] = record.token, kv.modified
         self._recover(record)
         report, now = record.report, self.state.world
-        if now and id in now.members and (id, record.token) not in zip(now.members, self._tokens, strict=False):
+        if now and id in now.members and (id, record.token) not in zip(now.members, self._own.tokens, strict=False):
             if self.state.called is None:
-                self.on_gone(id)  # another process has this index: it may join the next world
+                self._take(messages.Gone(id))  # another process has this index: it may join the next world
                 self._parked[id] = kv
                 return
             if report.generation == now.generation and not report.again:
@@ -208,9 +190,10 @@ class Term(coordinator.Coordinator):
         if report.failure:  # dated by its arrival, since the member's clock may differ from ours
             report = replace(report, failure={**report.failure, "time": self.clock()})
         given_up = self._config.nnodes and report.failed and (report.failure or {}).get("code") == contract.Exit.GIVEN_UP
-        if given_up and report.failure and report.generation >= self.generation():  # unless the world has moved on without it
-            self.over(State.FAILED, report.failure.get("reason", f"worker {id} gives up"), contract.Exit.FAILED, End.LIMIT)
-        self.on_report(report)
+        if given_up and report.failure and report.generation >= self.state.generation:  # unless the world has moved on without it
+            reason = report.failure.get("reason", f"worker {id} gives up")
+            self._take(Ending(State.FAILED, reason, contract.Exit.FAILED, End.LIMIT))
+        self._take(report)
 
     def _recover(self, record: key_schema.Record) -> None:
         """Recover a world that etcd may have lost from a member's record, and skip generations that may have followed it."""
@@ -220,7 +203,8 @@ class Term(coordinator.Coordinator):
                 return
             now = self.clock()
             min_generation = max(state.min_generation, lost.generation + PASSED)
-            self._incarnation, self._tokens = self._incarnation if self._last_published else record.incarnation, record.tokens
+            incarnation = self.incarnation or record.incarnation
+            self._own = replace(self._own, incarnation=incarnation, tokens=record.tokens)
             self.state = replace(state, world=replace(lost, at=now), called=None, since=now, min_generation=min_generation)
 
     def _on_key_gone(self, id: int, revision: int) -> None:
@@ -228,7 +212,7 @@ class Term(coordinator.Coordinator):
         if id in self._seen and at <= revision:
             del self._seen[id]
             self._parked.pop(id, None)
-            self.on_gone(id)
+            self._take(messages.Gone(id))
 
     # Deciding
 
@@ -245,19 +229,29 @@ class Term(coordinator.Coordinator):
                 return
         for _ in range(10):
             self._publish()  # never decide on top of a state that may not have been written
-            if self.closed is not None:
+            if self.state.closed is not None:
                 return
             self._unpark()
-            expected, replicas = None, self.sizes[-1]
-            if not self._config.nnodes:
-                expected = {*range(self._config.replicas), *self.reports}
-                replicas = min(len(expected), replicas)
-            decision = self.decide(replicas, expected)
-            self.judge_when_settled()
-            if decision is None or isinstance(decision, world.Wait):
-                self._why = decision.steady if decision else self._why
+            before, pods = self.state, frozenset({*range(self._config.replicas), *self.state.reports})
+            self._take(coordinator.Tick(None if self._config.nnodes else pods))
+            if self.state is before:
                 break
         self._publish()
+
+    def _take(self, event: coordinator.Event) -> None:
+        """Process an event. Effects that others see follow once etcd has accepted the state."""
+        self.state, effects = coordinator.step(self._settings, self.state, event, self.clock())
+        for effect in effects:
+            match effect:
+                case world.Wait(steady=steady):
+                    self._own = replace(self._own, why=steady)
+                case world.World(members=ranks):
+                    self._own = replace(self._own, tokens=tuple(self._seen[id][0] for id in ranks))
+                case coordinator.Fence(id, reason):  # by the token of its process
+                    ended = [*self._own.ended.items(), (self._seen[id][0], reason)]
+                    self._own, self.state = replace(self._own, ended=dict(ended[-ENDED:])), replace(self.state, fenced={})
+                case _:
+                    self._effects.append(effect)
 
     def _unpark(self) -> None:
         if self.state.called is not None or self.state.world is None:
@@ -268,45 +262,32 @@ class Term(coordinator.Coordinator):
 
     def _listened(self) -> None:
         self._listen_until = None
-        now, members = self.state.world, self.state.members.values()
-        if now and not any(m.generation >= now.generation for m in members if m.id in now.members):
-            min_generation = max(self.state.min_generation, self.generation())
+        if self.state.world and not self.state.inside:
+            min_generation = max(self.state.min_generation, self.state.generation)
             reason = "no member of the last world is left"
             called = world.Call(min_generation + 1, reason, False, self.clock(), cause=world.Cause.LOST)
             self.state = replace(self.state, world=None, called=called, min_generation=min_generation, since=-math.inf)
 
     def _state_to_publish(self) -> key_schema.Published:
-        state = self.state
-        ranks = state.world.members if state.world else ()
-        generation = state.world.generation if state.world else 0
-        done = [m.id for m in state.members.values() if m.standing is world.MemberState.DONE and m.generation >= generation]
-        return key_schema.Published(
-            **vars(self.written()),
-            by=self._config.token,
-            incarnation=self._incarnation,
-            previous_incarnation=self._previous_incarnation,
-            nnodes=self._config.nnodes,
-            tokens=self._tokens if state.world else (),
-            leave_s=self.timeouts.leave,
-            why=self._why,
-            done=tuple(sorted(set(done) & set(ranks))),
-            ended=self._ended,
-        )
+        state, tokens = self.state.persisted(self.clock()), self._own.tokens if self.state.world else ()
+        done = sorted(member.id for member in self.state.inside if member.standing is world.MemberState.DONE)
+        return replace(self._own, **vars(state), tokens=tokens, done=tuple(done))
 
     def _publish(self) -> None:
         """Publish the state if it has changed. Raises Deposed if this term is over."""
         current, last, now = self._state_to_publish(), self._last_published, self.clock()
-        new = replace(current, failures=(), lost=())  # what ages is no change
+        new, waits = replace(current, failures=(), lost=()), ""  # what ages is no change
         if last and replace(new, why=last.why) == last and now - self._last_published_at < WHY_S:
             new = last  # one write for many members that arrive one after the other
         if new != last:
-            if self.state.world is None and new.why != (last.why if last else ""):
-                self._effects.append(lambda: self._config.events.say(new.why))
+            waits = new.why if self.state.world is None and new.why != (last.why if last else "") else ""
             self._write(current.dumps())
             self._last_published, self._last_published_at = new, now
         effects, self._effects = self._effects, []
         for effect in effects:
-            effect()
+            coordinator.show(effect, self._config.events)
+        if waits:
+            self._config.events.say(waits)
 
     def _write(self, value: str) -> None:
         of, store = self._keys, self._store
@@ -338,35 +319,6 @@ class Term(coordinator.Coordinator):
         except LeaseGone:
             self._lease = self._last_published = None
         self._renewed_at = self.clock()
-
-    # As a coordinator: decisions are published, and their effects follow once etcd has accepted them
-
-    def say(self, state: State, reason: str) -> None:
-        self._effects.append(lambda: self._config.events.say(f"{state}: {reason}"))
-
-    def event(self, kind: str, **facts: Any) -> None:
-        self._effects.append(lambda: self._config.events.event(kind, **facts))
-
-    def formed(self, new: world.World) -> None:
-        """Note that all members of a new world have reported, so a deleted key now means a lost member."""
-        self.state = replace(self.state, since=-math.inf)
-        self._tokens = tuple(self._seen[id][0] for id in new.members)
-
-    def failed(self, failure: Failure) -> None:
-        if failure.traceback:
-            self._effects.append(lambda: self._config.events.say(failure.traceback))
-
-    def fence(self, id: int, reason: str) -> None:
-        """Fence a member by the token of its process. A plain torchrun is not restarted after an exit, so there the member just
-        waits."""
-        if not self._config.nnodes and id in self._seen:
-            ended = {**self._ended, self._seen[id][0]: reason}
-            self._ended = dict([*ended.items()][-ENDED:])
-            self.reports.pop(id, None)
-            self.state = self.state.gone(id)
-
-    def finished(self, state: State, closed: messages.Closed) -> None:
-        self._effects.append(lambda: self._config.events.finished(state, closed.reason, closed.code))
 
 
 class Candidate:
@@ -473,7 +425,7 @@ class Candidate:
         except (Deposed, LeaseGone):
             self._stand_down()
             return 0.0
-        if term.closed is not None:
+        if term.state.closed is not None:
             self.ended = True
             self.resign()
         return TICK_S

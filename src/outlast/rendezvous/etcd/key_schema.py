@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 
 from outlast.base.typed_json import decode
 from outlast.job import contract
-from outlast.rendezvous.coordinator import CoordinatorState
+from outlast.rendezvous.coordinator import PersistedState
 from outlast.rendezvous.etcd.gateway import KeyValue
 from outlast.rendezvous.messages import Report
 from outlast.rendezvous.world import World
@@ -128,7 +128,7 @@ class Leader(_Value):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Published(CoordinatorState, _Value):
+class Published(PersistedState, _Value):
     """The published state, with all decisions. It has one writer."""
 
     by: str

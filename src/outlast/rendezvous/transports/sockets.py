@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ from outlast.base import tcp, unix_sockets
 from outlast.base.backoff import ConnectionLog
 from outlast.base.typed_json import decode
 from outlast.job import contract, sealed_lines
-from outlast.rendezvous.messages import Closed, Published, Report
+from outlast.rendezvous.messages import Closed, Gone, Published, Report
 
 if TYPE_CHECKING:
     from outlast.rendezvous.transport import Member
@@ -221,16 +221,14 @@ class Server:
         self,
         *,
         run: str,
-        on_report: Callable[[Report], None],
-        on_gone: Callable[[int], None],
+        take: Callable[[Report | Gone], None],
         key: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`key` is the key of the run, which every member must have; empty on a Unix socket. `clock` measures silence, and must
         pause while this process is paused, see `clock.Awake`."""
         self._run, self._key, self._clock = run, key, clock
-        self._on_report = on_report
-        self._on_gone = on_gone
+        self._take = take
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._seals: dict[asyncio.StreamWriter, sealed_lines.Plain] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
@@ -261,10 +259,9 @@ class Server:
         for writer in [*self._writers.values(), *self._strangers]:
             writer.close()
 
-    def send(self, id: int, kind: str, content: object) -> None:
-        """Send a message to a connected member; any other member receives it after its next report."""
-        writer = self._writers.get(id)
-        if writer is not None:
+    def send(self, to: Iterable[int], kind: str, content: object) -> None:
+        """Send a message to these members, as far as they are connected; others receive it after their next report."""
+        for writer in filter(None, map(self._writers.get, to)):
             self._write(writer, kind, content)
 
     def _write(self, writer: asyncio.StreamWriter, kind: str, content: Any) -> None:
@@ -311,7 +308,7 @@ class Server:
                 if self._writers.get(id) is not writer:
                     return
                 self._beats[id] = self._clock()
-                self._on_report(report)
+                self._take(report)
                 line = await reader.readline()
         except (ValueError, RecursionError) as problem:
             self._print_problem(writer, f"an invalid report: {problem}")
@@ -325,7 +322,7 @@ class Server:
             if id is not None and self._writers.get(id) is writer:
                 del self._writers[id]
                 self._beats.pop(id, None)
-                self._on_gone(id)
+                self._take(Gone(id))
             writer.close()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> sealed_lines.Plain:
@@ -345,7 +342,7 @@ class Server:
         if last is not None and last != process:
             replaced.append(last)
             if other is not None:
-                self._on_gone(id)
+                self._take(Gone(id))
         if other is not None:
             other.transport.abort()
         return True

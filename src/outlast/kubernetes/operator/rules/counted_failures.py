@@ -126,12 +126,11 @@ def count(
     """Count a failure, and end the job if the budget is exhausted. `past` is a failure that the members repaired `ago_s` seconds
     ago; the newest committed step at that time counts."""
     status, committed = rec.status, root_cause.committed(past.failure) if past else None
-    budget = root_cause.Budget(status.history, rec.policy, rec.committed if committed is None else committed)
-    members = status.world.members if status.world else ()
+    told = root_cause.Known(failure, raised_step, rec.committed if committed is None else committed)
     reports = (report.member for report in rec.snapshot.reports.values())
     fits = world.fits(status.world, rec.spec.workers.allowed(), reports)
     failure, verdict = root_cause.judge(
-        failure, raised_step, budget, rec.now - ago_s, pending=pending, members=members, fits=fits
+        told, status.history, rec.policy, rec.now - ago_s, pending=pending, current=status.world, fits=fits
     )
     rec.update(failure=failure_document(rec, failure, node))
     fields = {key: value for key, value in failure.document().items() if key in ("generation", "worker", "rank", "code", "step")}
