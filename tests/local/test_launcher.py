@@ -363,6 +363,23 @@ def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_
     writer.close()
 
 
+def test_a_worker_that_is_killed_while_it_leaves_promises_nothing_of_what_it_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers = Offers()
+    member = Membership(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+    member.world, member.abandoned = world.World(1, (1, 0), "", ""), lambda: True
+    loop: Any = SimpleNamespace(_member=member, _settings=SimpleNamespace(environ={}), _warm=SimpleNamespace(killed=True))
+    assert WorldLoop._leave(loop) == 137
+    assert offers.owes
+    said = list(offers.said)
+    with pytest.raises(Leaving, match="were killed"):
+        member.next_world(lambda *_: None)
+    with pytest.raises(Leaving, match="were killed"):
+        member._next_world("host:1")
+    assert offers.said == said, "nor does it report that it waits for a world"
+
+
 def test_a_worker_that_leaves_is_a_member_until_the_store_has_what_it_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

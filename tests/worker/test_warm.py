@@ -207,7 +207,13 @@ def test_the_end_of_the_store_ends_a_start_of_ranks(forking: str, capfd: pytest.
 
 
 def test_without_a_warm_process_there_is_no_rank(tmp_path: Path) -> None:
-    command = a_rank(str(tmp_path / warm_request.SOCKET), "never said")
+    path = str(tmp_path / warm_request.SOCKET)
+    command = a_rank(path, "never said")
+    ranks = rank_processes.RankProcesses(path, "/")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ranks.host("127.0.0.1:5", listener, ENVIRON)
+    ranks.stop(0.0)
+    assert [(ended.rank, ended.why[:20]) for ended in ranks.failures()] == [(None, "could not be started")]
     assert run(command) == (b"could not be started: [Errno 2] No such file or directory", 256 - signal.SIGKILL)
 
 

@@ -18,6 +18,7 @@ from outlast.job.workerfiles.plain_scripts import Logged
 from outlast.storage import store
 from outlast.storage.runs.output import skipped
 from outlast.storage.sync import push_and_pull
+from outlast.worker.launch import rank0_files
 from outlast.worker.prepare import workdir
 
 LONG_AGO = time.time() - 1000
@@ -380,3 +381,34 @@ def test_the_newest_save_is_found_by_name_and_time(tmp_path: Path) -> None:
     write(tmp_path / "work" / "out" / "checkpoint-140" / "optimizer.pt", at=LONG_AGO + 10)
     write(tmp_path / "work" / "checkpoint.pt", at=LONG_AGO + 5)
     assert plain_scripts.newest(tmp_path, LONG_AGO) == SavedStatus(name="work/out/checkpoint-140", step=140, time=LONG_AGO + 10)
+
+
+class Shelf(dict[str, bytes]):
+    """A TCPStore in memory."""
+
+    set, get = dict.__setitem__, dict.__getitem__
+
+    def check(self, keys: list[str]) -> bool:
+        return self.keys() >= set(keys)
+
+
+@pytest.mark.parametrize("wrote", [True, False])
+def test_before_a_script_one_process_of_each_other_pod_fetches_what_the_pod_of_rank_0_has_written(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrote: bool
+) -> None:
+    if wrote:  # on another pod: it is in the store
+        write(output / "work" / contract.WORKED, "1")
+    shelf, fetched = Shelf(), list[str]()
+    monkeypatch.setattr(rank0_files, "_fetch", lambda _announced, environ, _over: fetched.append(environ["RANK"]))
+    pod = {Env.STATE: str(tmp_path), Env.OUTPUT: str(output), Env.STORE: "s3://bucket/job", Env.RENDEZVOUS: "kubernetes://job"}
+    pod |= {Env.GENERATION: "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5", "GROUP_WORLD_SIZE": "2"}
+    ranks = [{**pod, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "GROUP_RANK": str(rank // 2)} for rank in range(4)]
+    threads = [threading.Thread(target=rank0_files.share, args=(each, lambda _: shelf)) for each in reversed(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert fetched == (["2"] if wrote else [])
+    assert shelf.keys() == {"outlast/files", "outlast/files/0", "outlast/files/1"}
+    for alone in ({"GROUP_WORLD_SIZE": "1"}, {Env.STORE: ""}, {Env.RENDEZVOUS: "unix:///here"}):
+        rank0_files.share({**ranks[0], **alone}, lambda _: pytest.fail("connected"))

@@ -178,8 +178,8 @@ class Board:
         run, world, called, closed = state.run or self.run, state.world, state.called, state.closed
         for each in state.leaving:
             if each.uid == self._member and each != self._deadline:
-                self._deadline = each
                 self._must_leave(each.deadline, each.reason)
+                self._deadline = each
         self._copy_ledger(status.get("ledger"), world)
         self._workers = int(((document.get("spec") or {}).get("workers") or {}).get("replicas") or 1)
         if self._owner is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import socket
@@ -48,6 +49,9 @@ class RunClosed(Exception):
 
 class Leaving(RunClosed):
     """This worker was asked to leave, and so joins no further world."""
+
+
+_KILLED = "the training processes of this worker were killed"
 
 
 class NoWorld(Exception):
@@ -221,8 +225,16 @@ class Membership:
         begun = time.monotonic()
         self._listen()
         while True:
+            if self.abandoned():
+                raise Leaving(_KILLED)
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            listener = socket.create_server((self._host, 0), family=family, backlog=1024)
+            try:
+                listener = socket.create_server((self._host, 0), family=family, backlog=1024)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() - begun > self._join_s:
+                    raise
+                self._client.wait(LOOK_S)
+                continue
             with listener:
                 address = f"{self._host}:{listener.getsockname()[1]}"
                 again = self._again(address)
@@ -286,6 +298,8 @@ class Membership:
         return {**(self.repairs.report(failed=True) if fields["failed"] and self.repairs else {}), **fields}
 
     def _next_world(self, address: str) -> World:
+        if self.abandoned():
+            raise Leaving(_KILLED)
         generation = self.generation
         fields = self._stopped()
         self._next = {}
@@ -301,7 +315,7 @@ class Membership:
                 why = self._client.why
                 raise NoWorld(f"no world within join_timeout ({self._join_s:g} s){': ' if why else ''}{why}")
             if self.abandoned():
-                raise Leaving("the training processes of this worker were killed")
+                raise Leaving(_KILLED)
             if self.leaving() and not self._unsaved:  # otherwise it leaves from the next world, after a save
                 self._report_leaving()
                 raise Leaving("this worker was told to leave")

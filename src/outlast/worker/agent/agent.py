@@ -47,7 +47,6 @@ from outlast.worker.agent.launcher_watch import LauncherWatch
 from outlast.worker.agent.lifecycle import Phase
 from outlast.worker.hangs import hang_limit, stacks
 from outlast.worker.launch import bytecode, package_copy, sibling, warm_handle
-from outlast.worker.launch.rank_failures import Verdict
 
 if TYPE_CHECKING:
     from outlast.job import spec
@@ -406,7 +405,7 @@ class Agent:
             record = process.progress
             print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {file}", flush=True)
             if self._loop:
-                self._loop.condemn(process.local_rank, Verdict(reason, stuck=not process.stopped, early=process.early))
+                self._loop.condemn(process, reason)
             self.ledger.write(
                 "hang", worker=self.index, rank=record.rank, pid=record.pid, silent_s=round(process.silent_s, 1),
                 state="stopped" if process.stopped else "stuck", stacks=str(file), reason=reason,

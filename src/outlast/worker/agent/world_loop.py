@@ -29,6 +29,7 @@ from outlast.rendezvous.membership import Membership, RunClosed
 from outlast.rendezvous.messages import Closed
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.world import World
+from outlast.worker.hangs.hang_limit import Process
 from outlast.worker.launch import rank0_files, rank_failures, rank_processes, warm_request
 from outlast.worker.launch.warm_handle import WarmEnded, WarmProcess
 
@@ -97,9 +98,12 @@ class WorldLoop:
         self._verdicts: dict[int, rank_failures.Verdict] = {}
         """Verdicts on processes of the current start, by local rank."""
 
-    def condemn(self, local_rank: int, verdict: rank_failures.Verdict) -> None:
+    def condemn(self, process: Process, reason: str) -> None:
         """Note why a process is about to be killed. Called by the agent's main thread."""
-        self._verdicts[local_rank] = verdict
+        start = process.progress.generation, process.progress.attempt
+        if start == (self._member.generation, self._member.attempt):
+            verdict = rank_failures.Verdict(reason, stuck=not process.stopped, early=process.early)
+            self._verdicts[process.local_rank] = verdict
 
     def run(self) -> int:
         """Train in successive worlds until the run has ended for this worker. Returns the worker's exit code."""
@@ -130,7 +134,8 @@ class WorldLoop:
                         outside = contract.killed(first["code"]) or first["cause"] is FailureCause.DISK_FULL
                         kills = kills.after(outside, first["step"], time.monotonic() - begun)
                         member.pause_s = kills.pause_s  # before the next start; this failure is reported at once
-                        prefix = rank_processes.PREFIX.format(first["rank"]) if settings.processes > 1 else ""
+                        several = settings.processes > 1 and first["rank"] is not None
+                        prefix = rank_processes.PREFIX.format(first["rank"]) if several else ""
                         failure = {**first, "log_tail": log_pipe.tail(log, line, since=logged, prefix=prefix)}
                         if failure["cause"] is FailureCause.BITS:  # another worker takes the place of this one
                             member.replaced(failure)
@@ -156,7 +161,8 @@ class WorldLoop:
         while not over:
             ranks = rank_processes.RankProcesses(str(self._state / warm_request.SOCKET), environ[Env.CODE])
             try:
-                member.next_world(functools.partial(self._connect, ranks))
+                if not member.next_world(functools.partial(self._connect, ranks)):
+                    continue
                 world = member.world
                 assert world is not None
                 if member.generation > 1 and not member.attempt:  # `_repaired` logs further attempts of a world
@@ -181,14 +187,16 @@ class WorldLoop:
         left = ranks.left()
         return [self._failure(end, oom=oom) for end in failures.values()], left.rank if left else None
 
-    def _connect(self, ranks: rank_processes.RankProcesses, world: World, rank: int, listener: socket.socket) -> None:
-        """Host the world's store if we have rank 0; otherwise check that its host can be reached. Raises OSError and
-        WarmEnded."""
+    def _connect(self, ranks: rank_processes.RankProcesses, world: World, rank: int, listener: socket.socket) -> bool:
+        """Host the world's store if we have rank 0; otherwise check that its host can be reached. Returns False if this worker
+        must stop before ranks can be forked. Raises OSError and WarmEnded."""
         if rank != 0:
             host, port = world.address.rsplit(":", 1)
             socket.create_connection((host, int(port)), timeout=REACH_S).close()
-        if self._warm.wait_until_ready(self._settings.python, self._member.must_stop) and rank == 0:
+        ready = self._warm.wait_until_ready(self._settings.python, self._member.must_stop)
+        if ready and rank == 0:
             ranks.host(world.address, listener, self._settings.environ)
+        return ready
 
     @property
     def _start(self) -> rank_failures.Start:
@@ -206,6 +214,8 @@ class WorldLoop:
         if member.rank == 0:
             over = lambda: self._warm.killed or member.closed is not None  # noqa: E731
             rank0_files.leave(self._settings.environ, member.generation, over)
+        if self._warm.killed:  # the others wait for the state until this worker's connection or Lease has ended
+            return contract.exit_code(-signal.SIGKILL)
         member.left(reached=True)
         return contract.Exit.INTERRUPTED
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -129,7 +130,7 @@ def report(output: Path, generation: str, problem: str = "") -> None:
 
 def _fetch(announced: bytes, environ: Mapping[str, str], over: Callable[[], bool]) -> None:
     """Fetch rank 0's files in a separate process, since this process is a fork without the store client's threads."""
-    command = [*relocatable.python(), "-m", "outlast", "workdir", *(["--newer"] if announced == _SENT else [])]
+    command = [*relocatable.python(), "-m", "outlast", "workdir", str(os.getpid()), *(["--newer"] if announced == _SENT else [])]
     child = subprocess.Popen(command, env=dict(environ))
     while child.poll() is None:
         if over():

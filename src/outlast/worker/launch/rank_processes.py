@@ -101,7 +101,7 @@ class Fork(threading.Thread):
             os.close(self._lines.write)
 
     def run(self) -> None:
-        status, when, why = -signal.SIGKILL, time.time(), LOST
+        status, when, why = -signal.SIGKILL, 0.0, LOST
         try:
             with self._sock, self._sock.makefile("rb") as answer:
                 if self._lines:
@@ -117,7 +117,7 @@ class Fork(threading.Thread):
             why = f"was killed, since its output could not be copied: {problem}"
         if self._lines:
             os.close(self._lines.read)
-        self._end(status, when, why)
+        self._end(status, when or time.time(), why)
 
     def _copy(self, lines: Lines) -> None:
         """Copy lines until the process ends or closes its output."""
@@ -188,7 +188,7 @@ class RankProcesses:
         for rank in self._ranks:
             if not rank.ended:
                 rank.give_up()
-        if self._store:
+        if self._store and not self._store.ended:
             self._store.signal(signal.SIGKILL)
 
     def failures(self) -> list[Ended]:

@@ -30,6 +30,7 @@ from outlast.storage import runs, store
 from outlast.storage.runs.output import OWN, skipped
 from outlast.storage.store import Store
 from outlast.storage.sync import push_and_pull
+from outlast.worker.launch import os_calls
 
 _FILES = ".outlast-files"
 _RUN = ".outlast-run"
@@ -319,7 +320,9 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
 
 
 def main(argv: list[str]) -> int:
-    """Fetch the job's files if the store has, or certainly has (`--newer`), newer ones. Run by `launch.rank0_files`."""
+    """Fetch the job's files if the store has, or certainly has (`--newer`), newer ones. Run by a training process, whose pid
+    comes first (`launch.rank0_files`), and ends with it."""
+    os_calls.die_with(int(argv.pop(0)))
     output = Path(os.environ[Env.OUTPUT])
 
     def say(text: str) -> None:
