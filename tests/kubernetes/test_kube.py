@@ -200,12 +200,6 @@ def test_a_refusal_is_one_sentence(answer: tuple[int, object], error: type[Excep
     assert len(str(found)) < 500
 
 
-def test_what_the_operator_serves_is_installed_with_outlast(cluster: kube.Cluster) -> None:
-    with pytest.raises(errors.NotServed, match=r"ElasticJob .* is not known to this cluster; install it with: outlast install"):
-        cluster.list_(kinds.ELASTIC_JOB)
-    assert not cluster.serves(kinds.ELASTIC_JOB)
-
-
 def test_a_document_is_applied_to_the_object_that_was_read_and_to_no_later_one(cluster: kube.Cluster) -> None:
     wanted, theirs = a_pod("one", app="x"), a_pod("one", app="theirs")
     read = cluster.apply(wanted)
@@ -306,14 +300,6 @@ def test_without_a_kubeconfig_there_is_no_cluster(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(errors.NoCluster, match=r"KUBECONFIG names .*none, which does not exist"):
         kube.connect()
-
-
-def test_an_unknown_context_names_those_that_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", "http://c")))
-    with pytest.raises(
-        errors.NoCluster, match=r"there is no context ther in the kubeconfig; did you mean there[?] there are here, there"
-    ):
-        kube.connect("ther")
 
 
 def test_several_kubeconfigs_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
