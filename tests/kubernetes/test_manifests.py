@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
@@ -161,6 +161,7 @@ def test_the_check_of_the_standard_finds_what_is_forbidden() -> None:
 job_names = st.from_regex(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", fullmatch=True)
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(name=job_names, topology=st.sampled_from(TOPOLOGIES), replicas=st.integers(1, 10_000))
 def test_names_and_labels_are_valid_however_long_the_job_is_called(name: str, topology: str, replicas: int) -> None:
     documents = manifests.render(a_job(name, workers={"replicas": replicas, "min": 1}), topology, run="r" * 80)
